@@ -1,4 +1,4 @@
-"""Named points in the code at which a test can have the process killed or signalled.
+"""Named points in the code for tests to kill or signal the process.
 
 ``PACELINE_FAULT=storage.before_manifest`` kills the process (SIGKILL) when it first reaches that
 point, ``PACELINE_FAULT=engine.batch:3,signal=TERM,rank=1`` sends SIGTERM to rank 1 when it reaches
@@ -23,7 +23,7 @@ FAULT_VARIABLE = "PACELINE_FAULT"
 FAULT_LOG_VARIABLE = "PACELINE_FAULT_LOG"
 
 _SIGNALS = ("KILL", "TERM", "INT", "STOP", "USR1")
-# Who listens for a signal only now and then must have the time to notice it at this very point.
+# Delay after a signal: a process polling for signals must notice the signal at this very point.
 _NOTICE_S = 0.1
 
 _points: set[str] = set()
@@ -32,7 +32,7 @@ _num_reached: dict[str, int] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """Fault that `PACELINE_FAULT` asks for; `rank` is None for all ranks, `after` is in seconds."""
+    """Fault requested by `PACELINE_FAULT`; `rank` None is all ranks, `after` is in seconds."""
 
     point: str
     count: int
@@ -42,7 +42,7 @@ class _Wanted:
 
 
 def register(*names: str) -> None:
-    """Make points known, so that a misspelt one is refused instead of never reached."""
+    """Register points, so a misspelt point is refused instead of never reached."""
     _points.update(names)
 
 
@@ -52,12 +52,12 @@ def points() -> frozenset[str]:
 
 
 def is_active() -> bool:
-    """Tell whether a fault is asked for, so that code can leave out `reach` where time counts."""
+    """Return whether a fault is requested, so time-critical code can skip `reach`."""
     return FAULT_VARIABLE in os.environ or FAULT_LOG_VARIABLE in os.environ
 
 
 def reach(point: str) -> None:
-    """Signal this process if `PACELINE_FAULT` asks for it at this point; else do nothing.
+    """Signal this process if `PACELINE_FAULT` requests a signal at this point; else do nothing.
 
     Raises:
         ValueError: `point` was not registered, or the variable asks for something unknown.
@@ -118,7 +118,7 @@ def _rank() -> int:
 
 def _strike(number: signal.Signals) -> None:
     if number == signal.SIGSTOP:
-        # To the process, it could reach another thread first, and this one would go on meanwhile.
+        # Signal to this thread: sent to the process, it could stop another thread first.
         signal.pthread_kill(threading.get_ident(), number)
     else:
         os.kill(os.getpid(), number)
@@ -128,7 +128,7 @@ def _strike(number: signal.Signals) -> None:
 
 
 def _note(log: str, event: str, point: str, signal_name: str | None = None) -> None:
-    """Append one line; a single small write is never mixed with another process's."""
+    """Append a line; a single small write never mixes with another process's write."""
     torch = sys.modules.get("torch")
     threads = str(torch.get_num_threads() if torch else os.environ.get("OMP_NUM_THREADS"))
     entry = {

@@ -1,4 +1,4 @@
-"""The append-only record of what a training process did, and the directory that holds it."""
+"""Append-only record of a training process's events, and the run directory."""
 
 from paceline._base.files import sync_directory, write_atomically
 from paceline._base.journal_files import (

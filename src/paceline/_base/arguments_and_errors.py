@@ -20,7 +20,7 @@ def wrong(name: str, must: str, value: Any, hint: str = "") -> str:
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
-    """Check that an argument is an integer of at least some number.
+    """Check an argument: an integer of at least `least`.
 
     Raises:
         ValueError: It is not.
@@ -30,7 +30,7 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 
 
 def check_function(name: str, value: object) -> None:
-    """Check that an argument can be called.
+    """Check an argument: a callable.
 
     Raises:
         TypeError: It cannot.
@@ -40,7 +40,7 @@ def check_function(name: str, value: object) -> None:
 
 
 def check_dictionary(name: str, value: object, error: type[Exception] = TypeError) -> None:
-    """Check that an argument is a dictionary, if it is given.
+    """Check an argument: a dictionary or None.
 
     Raises:
         TypeError: It is none, or another error if that is given.
@@ -50,7 +50,7 @@ def check_dictionary(name: str, value: object, error: type[Exception] = TypeErro
 
 
 def optional(check: Check) -> Check:
-    """Return a check that lets None pass."""
+    """Return a check accepting None as well."""
     return lambda name, value: None if value is None else check(name, value)
 
 
@@ -114,7 +114,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def one_of(*allowed: Any) -> Check:
-    """Return a check for one of some values."""
+    """Return a check accepting only the allowed values."""
 
     def check(name: str, value: Any) -> Any:
         if value not in allowed:
@@ -125,7 +125,7 @@ def one_of(*allowed: Any) -> Check:
 
 
 def text(name: str, value: Any) -> str:
-    """Return text that is not empty, such as a name or a path.
+    """Return a non-empty text argument, for example a name or a path.
 
     Raises:
         TypeError: It is no text.
@@ -141,7 +141,7 @@ def text(name: str, value: Any) -> str:
 
 
 def ranks_to_check(name: str, value: Any) -> bool | tuple[str, ...]:
-    """Return whether ranks are compared, or the tensors that each rank has for itself.
+    """Return whether to compare ranks, or the names of the tensors private to each rank.
 
     Raises:
         TypeError: It is neither a bool nor names.
@@ -219,7 +219,7 @@ def mix_seed(*parts: int) -> int:
 
 
 class PicklableError(Exception):
-    """A base of exceptions whose `__init__` takes more than the message.
+    """Base of picklable exceptions with more `__init__` arguments than the message.
 
     Python makes a copy of an exception by calling its class with `args`, here the message alone.
     Such exceptions are made again without their `__init__`, so they survive pickling and copying,
@@ -231,14 +231,14 @@ class PicklableError(Exception):
 
 
 class CollectiveMismatchError(RuntimeError):
-    """Raised when ranks wait in a collective operation that the others do not take part in.
+    """Raised when ranks wait in a collective operation not joined by the other ranks.
 
     No rank was lost: the program itself must have all ranks make the same calls.
     """
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, or as Python does that there is none.
+    """Return the text of an exception, or Python's placeholder if its `__str__` fails.
 
     The class may be the user's, whose `__str__` can fail.
     """
@@ -249,12 +249,12 @@ def text_of(error: BaseException) -> str:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a line to what is printed of an exception; Python 3.10 keeps it and does not print it."""
+    """Add a line to an exception's printed text; Python 3.10 keeps the note without printing."""
     vars(error).setdefault("__notes__", []).append(text)
 
 
 def rebuilt_error(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
-    """Return an exception that is made of its parts, without its `__init__`."""
+    """Return an exception rebuilt from its parts, without its `__init__`."""
     error = kind.__new__(kind, *args)
     # Classes such as frozen dataclasses forbid it by a `__setattr__` of their own.
     BaseException.__setattr__(error, "args", args)

@@ -1,4 +1,4 @@
-"""Certificates: what a client trusts, what a server shows, and errors in plain words."""
+"""Certificates: trust of a client, names of a server, and errors in plain words."""
 
 import os
 import re
@@ -15,12 +15,12 @@ _PROBE_S = 5.0
 _CERTIFICATE = re.compile(
     r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL | re.ASCII
 )
-# What OpenSSL says of a server that answers without TLS.
+# OpenSSL's reasons for a server answering without TLS.
 _NOT_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG"})
 
 
 def client_tls(certificate: str | None = None, ca_file: str | None = None) -> ssl.SSLContext:
-    """Return what a client trusts.
+    """Return a client's TLS context with the trusted certificates.
 
     Args:
         certificate: The one certificate of a server, as PEM, that is trusted whatever its name.
@@ -87,7 +87,7 @@ def check_server_files(certificate: Path, key: Path) -> str:
 
 
 def server_names(certificate: Path, key: Path) -> list[str]:
-    """Return the names, and then the addresses, that a checked certificate of a server is for."""
+    """Return the names, then the addresses, of a server's checked certificate."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(certificate, key)
     found = _CERTIFICATE.search(certificate.read_text(encoding="utf-8"))
@@ -109,7 +109,7 @@ def tls_error_of(error: BaseException | None) -> ssl.SSLError | None:
 
 
 def explain_tls_error(error: ssl.SSLError, url: str) -> str | None:
-    """Return what is wrong with a server and what to do; None if the connection only broke."""
+    """Return a server's TLS problem and a hint; None if the connection only broke."""
     if isinstance(error, ssl.SSLCertVerificationError):
         text = error.verify_message
         hint = (
@@ -132,7 +132,7 @@ def explain_tls_error(error: ssl.SSLError, url: str) -> str | None:
 
 
 def explain_missing_tls(url: str, host: str | None, port: int | None) -> str | None:
-    """Return what to do if a server that broke off wants TLS; None if it does not."""
+    """Return a hint if a server closing the connection expects TLS; None if not."""
     context = ssl.create_default_context()
     context.check_hostname = False
     # Nothing is sent: this only asks whether TLS is spoken there.
@@ -159,7 +159,7 @@ def _trusting(certificate: str) -> ssl.SSLContext:
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any] | None:
-    """Connect a client to a server in memory, and return what the certificate of it says."""
+    """Connect a client to a server in memory, and return the server certificate's facts."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         client.wrap_bio(to_client, to_server),

@@ -1,4 +1,4 @@
-"""Files that others may read or write: atomic, regular and without links, private.
+"""Files shared with others: atomic writes, regular files, no links, private files, secrets.
 
 Also: and secrets with a checksum.
 """
@@ -21,7 +21,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextmanager
 def replacing_atomically(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
-    """Yield a new file to write, which takes the place of another one when the block ends.
+    """Yield a new file to write; the file replaces `path` when the block ends.
 
     If the block raises, the earlier file stays, and what was written is removed. Where others can
     write to the directory, use `replacing_below`.
@@ -44,7 +44,7 @@ def replacing_atomically(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
 def replacing_below(
     directory: int, name: str, *, owner: tuple[int, int] | None = None
 ) -> Iterator[IO[bytes]]:
-    """Yield a new file to write, which takes the place of `name` when the block ends.
+    """Yield a new file to write; the file replaces `name` when the block ends.
 
     Nothing that others put into the directory meanwhile is written to.
 
@@ -62,6 +62,7 @@ def replacing_below(
     try:
         with os.fdopen(descriptor, "wb") as file:
             facts = os.fstat(descriptor)
+            # Owner already right: `fchown` is skipped, since only root may give files away.
             if owner is not None and owner[0] != facts.st_uid:
                 os.fchown(descriptor, *owner)
             yield file
@@ -73,7 +74,7 @@ def replacing_below(
 
 
 def temporary_name(name: str) -> str:
-    """Return a name beside a file that nobody can guess, so that nobody puts a link there."""
+    """Return an unguessable name beside a file, so nobody can place a link there."""
     return f".{name}.{secrets.token_hex(8)}"
 
 
@@ -104,7 +105,7 @@ def sync_file(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, *, is_durable: bool = False) -> None:
-    """Write a private file that readers see either not at all or as a whole.
+    """Write a private file atomically: readers see the whole content or none of the new file.
 
     Args:
         path: The file; its directory must exist.
@@ -127,6 +128,7 @@ def write_atomically(path: Path, data: bytes, *, is_durable: bool = False) -> No
         os.unlink(temporary)
         raise
     if is_durable:
+        # Directory sync: without it, a power cut may undo the rename.
         sync_directory(path.parent)
 
 
@@ -134,7 +136,7 @@ _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Linux: to reach what is below a directory that may be entered but not be listed.
 _ENTRY_ONLY = getattr(os, "O_PATH", None)
-# Of a path, with those of its links.
+# Limit on the parts of a path, with those of its links.
 _MAX_PARTS = 1000
 
 
@@ -177,6 +179,7 @@ def _open_following(path: str) -> int:
             facts = os.fstat(below)
             if stat.S_ISLNK(facts.st_mode):
                 owners.add(facts.st_uid)
+                # Empty name: Linux reads the opened link itself, whatever its name is now.
                 target = os.readlink("", dir_fd=below)
                 os.close(below)
                 parts = [*target.split("/"), *parts]
@@ -203,7 +206,7 @@ def _open_following(path: str) -> int:
 
 @contextmanager
 def opened_below(directory: int, name: str) -> Iterator[int]:
-    """Yield a descriptor of a directory as `open_directory_below` returns it; raises the same."""
+    """Yield a descriptor from `open_directory_below`, with the same exceptions."""
     descriptor = open_directory_below(directory, name)
     try:
         yield descriptor
@@ -212,7 +215,7 @@ def opened_below(directory: int, name: str) -> Iterator[int]:
 
 
 def open_directory_below(directory: int, name: str) -> int:
-    """Return a new descriptor of a directory below another one; no link is followed at any level.
+    """Return a new descriptor of a directory below another; no link is followed at any level.
 
     Args:
         directory: The descriptor of the directory above.
@@ -263,7 +266,7 @@ def open_regular_below(
 
 
 def open_regular(path: Path | str, *, owners: Collection[int] | None = None) -> IO[bytes]:
-    """Open a regular file for unbuffered reading, without waiting for it.
+    """Open a regular file for unbuffered reading, without blocking.
 
     Links are followed: use `open_regular_below` where somebody else can write.
 
@@ -275,7 +278,7 @@ def open_regular(path: Path | str, *, owners: Collection[int] | None = None) -> 
 
 
 def regular_opener(path: str, flags: int) -> int:
-    """Open a regular file for `open(path, mode, opener=regular_opener)`, without waiting for it.
+    """Open a regular file for `open(path, mode, opener=regular_opener)`, without blocking.
 
     Links are followed. A file that is made has mode 0600.
 
@@ -292,7 +295,7 @@ def regular_opener(path: str, flags: int) -> int:
 
 
 def read_regular(path: Path | str, *, max_bytes: int = 64 * 2**20) -> bytes:
-    """Return the content of a regular file as `open_regular` opens it.
+    """Return the content of a regular file, opened by `open_regular`.
 
     Raises:
         NotRegularFileError: As for `open_regular`; also if the file has more than `max_bytes`.
@@ -303,12 +306,13 @@ def read_regular(path: Path | str, *, max_bytes: int = 64 * 2**20) -> bytes:
 
 
 def read_limited(file: IO[bytes], max_bytes: int) -> bytes:
-    """Return all that is left of a file.
+    """Return the rest of a file.
 
     Raises:
         NotRegularFileError: More than `max_bytes` are left.
     """
     pieces: list[bytes] = []
+    # One more byte than allowed: reading it shows that a file is too large.
     left = max_bytes + 1
     while left and (piece := file.read(min(left, 1 << 20))):
         pieces.append(piece)
@@ -324,6 +328,7 @@ def _open(name: str, flags: int, directory: int | None, path: str, mode: int = 0
     try:
         return os.open(name, flags, mode, dir_fd=directory)
     except OSError as error:
+        # Directory without read permission: O_PATH needs only the permission to enter.
         if error.errno == errno.EACCES and flags & os.O_DIRECTORY and _ENTRY_ONLY is not None:
             return os.open(name, flags | _ENTRY_ONLY, dir_fd=directory)
         # ENXIO: a socket. ENOTDIR: a directory must be there, and a link or file is.
@@ -333,6 +338,7 @@ def _open(name: str, flags: int, directory: int | None, path: str, mode: int = 0
             raise NotRegularFileError(
                 error.errno, "No link and no special file must be there", path
             ) from error
+        # Full path in the error: calls with `dir_fd` report only the last part.
         raise type(error)(error.errno, os.strerror(error.errno or 0), path) from error
 
 
@@ -372,7 +378,7 @@ def _parts(name: str) -> list[str]:
 
 
 def open_private(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
-    """Open a file as `open` does; one that is made has mode 0600. Nothing waits.
+    """Open a file like `open`, without blocking; a new file has mode 0600.
 
     Raises:
         NotRegularFileError: Something else than a regular file is there.
@@ -393,7 +399,7 @@ _PRINTABLE = re.compile(rb"[!-~]+")
 
 
 class DamagedSecretError(ValueError):
-    """Raised when a file must have a secret, but what it has is damaged."""
+    """Raised when the content of a secret's file is damaged."""
 
 
 def make_secret(prefix: str = "") -> str:
@@ -403,7 +409,7 @@ def make_secret(prefix: str = "") -> str:
 
 
 def read_secret(path: Path, *, is_named: bool = False) -> str:
-    """Return the secret that a file has, without blanks around it; empty if there is none.
+    """Return a file's secret without surrounding blanks; empty if there is none.
 
     Args:
         path: The file.
@@ -426,6 +432,7 @@ def read_secret(path: Path, *, is_named: bool = False) -> str:
 def _is_damaged(data: bytes) -> bool:
     if not _PRINTABLE.fullmatch(data):
         return True
+    # Other lengths: such a secret was not made by `make_secret` and has no checksum.
     if len(data) not in _LENGTHS:
         return False
     return data[-8:] != b"%08x" % zlib.crc32(data[:-8])

@@ -1,4 +1,4 @@
-"""GPUs of this machine, by NVML, nvidia-smi or amd-smi, and those that this process may use."""
+"""GPUs of this machine, by NVML, nvidia-smi or amd-smi, and the GPUs of this process."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ _KILL_S = 2.0
 
 
 def run_gpu_program(name: str, *arguments: str) -> str:
-    """Return the output of a program; nothing if it is not there, fails or takes too long."""
+    """Return the output of a program; empty if the program is missing, fails or hangs."""
     program = shutil.which(name)
     if program is None:
         return ""
@@ -109,7 +109,7 @@ class KnownGpu:
         return replace(self, id=id)
 
     def is_called(self, name: str) -> bool:
-        """Tell whether a name in CUDA_VISIBLE_DEVICES, a number or UUID, is that of this GPU."""
+        """Return whether a name in CUDA_VISIBLE_DEVICES (number or UUID) means this GPU."""
         # The beginning of a UUID is enough for CUDA.
         if name.isdecimal():
             return name == self.id or (name == self.number and not self.is_mig)
@@ -124,7 +124,7 @@ def amd_gpus() -> list[KnownGpu]:
     listed = [one for one in _query_amd("list") if "gpu" in one]
     if not listed:
         return []
-    # One question each: a release that does not know one of the options answers the other.
+    # Separate queries: a release without support for one option still answers the other query.
     names = {one.get("gpu"): _name(one.get("asic")) for one in _query_amd("static", "--asic")}
     sizes = {one.get("gpu"): _size(one.get("vram")) for one in _query_amd("static", "--vram")}
     return [
@@ -155,12 +155,12 @@ def _size(vram: Any) -> int:
 
 
 def _query_amd(*arguments: str) -> list[dict[str, Any]]:
-    """Return what `amd-smi` tells of each GPU; an empty list where it tells of none."""
+    """Return the facts of each GPU from `amd-smi`; an empty list without an answer."""
     try:
         told = json.loads(run_gpu_program("amd-smi", *arguments, "--json") or "[]")
     except ValueError:
         return []
-    # From ROCm 7 on, some of its commands put the list into an object.
+    # ROCm 7 and later: some commands wrap the list in an object.
     listed = told.get("gpu_data", []) if isinstance(told, dict) else told
     return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
 
@@ -191,7 +191,7 @@ class Nvml:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(number)
                 self.gpus.append(NvmlDevice(pynvml, handle, number))
             except Exception as error:
-                # One that has fallen off the bus, or that this user may not open.
+                # GPU fallen off the bus, or closed to this user.
                 if problems is not None:
                     why = str(error).rstrip(".")
                     problems.append(f"GPU {number} cannot be used: {why}.")
@@ -207,7 +207,7 @@ class Nvml:
 
 
 class NvmlDevice:
-    """A GPU, or a MIG device of one; `number` is that of the GPU, as nvidia-smi counts.
+    """GPU, or MIG device of a GPU; `number` is the GPU's number in nvidia-smi.
 
     What the device does not support raises an exception of `pynvml`.
     """
@@ -219,11 +219,11 @@ class NvmlDevice:
         self.uuid = _text_of_nvml(nvml.nvmlDeviceGetUUID(handle))
 
     def name(self) -> str:
-        """Return the name of the product; that of a MIG device ends in `MIG` and its profile."""
+        """Return the product name; for a MIG device the name ends in `MIG` and the profile."""
         return _text_of_nvml(self._nvml.nvmlDeviceGetName(self._handle))
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Return the memory in use, and all of it."""
+        """Return the memory in use and the total memory, in bytes."""
         memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         return int(memory.used), int(memory.total)
 
@@ -232,12 +232,12 @@ class NvmlDevice:
         return float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
 
     def power_w(self) -> float:
-        """Return the power that it draws."""
+        """Return the power draw in watts."""
         # NVML tells milliwatts.
         return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1000
 
     def mig_devices(self) -> "list[NvmlDevice] | None":
-        """Return the devices that the GPU is divided into; None if MIG is off."""
+        """Return the MIG devices of the GPU; None if MIG is off."""
         nvml = self._nvml
         try:
             is_on = bool(nvml.nvmlDeviceGetMigMode(self._handle)[0])
@@ -301,7 +301,7 @@ def _memory_or_nothing(device: NvmlDevice) -> int:
 
 
 def _text_of_nvml(value: Any) -> str:
-    """Return text that older releases of pynvml give as bytes."""
+    """Return NVML's text as str: older releases of pynvml give bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
@@ -310,7 +310,7 @@ _MIG_LINE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+\d+: \(UUID: (?P<uui
 # Linux has one of them while a driver is loaded, or the Linux inside of Windows its own.
 _DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
 _FIELDS = ("index", "uuid", "name", "memory.total")
-# With the modules of this process, wherever it was started.
+# Module path of this process for the child: both find the same pynvml.
 _NVML_PROGRAM = """
 import sys
 sys.path[:] = sys.argv.pop(1).split(":")
@@ -320,7 +320,7 @@ main()
 
 
 def nvidia_gpus() -> list[KnownGpu]:
-    """Return the GPUs of NVIDIA in their order; each device of one that MIG divides is one.
+    """Return the NVIDIA GPUs in order; each MIG device of a divided GPU counts separately.
 
     The id is the number for nvidia-smi. If any GPU is divided it is the UUID, as MIG devices have
     no numbers, and numbers and UUIDs cannot be mixed.
@@ -334,7 +334,7 @@ def nvidia_gpus() -> list[KnownGpu]:
 
 
 def _gpus_by_nvml() -> list[KnownGpu] | None:
-    """Return what NVML tells; None if it cannot be asked.
+    """Return the GPUs reported by NVML; None if NVML cannot be asked.
 
     Another process asks, as a driver may hang in a call that nothing ends. It takes 0.1 s, which a
     machine without a driver is spared.
@@ -404,7 +404,7 @@ def _rows_of_nvidia_smi() -> list[KnownGpu]:
 
 
 def _gpus_of_listing(listed: str, rows: dict[str, KnownGpu]) -> list[KnownGpu]:
-    """Return each MIG device of a listing, and each GPU that has none.
+    """Return each MIG device of a listing, and each GPU without MIG devices.
 
     The listing tells the memory of neither; that of whole GPUs is in the rows, by their UUIDs.
     """
@@ -437,17 +437,17 @@ def _gpus_of_listing(listed: str, rows: dict[str, KnownGpu]) -> list[KnownGpu]:
 
 CUDA_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 
-# Those of the machine, once some were found: a driver that was slow once may answer later.
+# GPUs of the machine, cached only when found: a driver slow at first may answer a later query.
 _found: list[KnownGpu] = []
 
 
 def gpus_of_machine() -> list[KnownGpu]:
-    """Return all GPUs of this machine; each device of one that MIG divides is one."""
+    """Return all GPUs of this machine; each MIG device of a divided GPU counts separately."""
     return nvidia_gpus() or amd_gpus()
 
 
 def visible_gpus() -> list[KnownGpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves; ROCm understands it as well."""
+    """Return the GPUs left visible by CUDA_VISIBLE_DEVICES, a variable known to ROCm too."""
     visible = names_in_variable()
     if visible == []:
         return []
@@ -462,7 +462,7 @@ def visible_gpus() -> list[KnownGpu]:
 
 
 def num_visible_gpus() -> int:
-    """Return the number of GPUs that this process may use; torch counts them if it is loaded.
+    """Return the number of GPUs usable by this process; torch counts them if loaded.
 
     CUDA gives a process one MIG device at most, unless the variable names several.
     """
@@ -477,7 +477,7 @@ def num_visible_gpus() -> int:
 
 
 def names_in_variable(variable: str = CUDA_VARIABLE) -> list[str] | None:
-    """Return the GPUs that a variable names, by number or UUID; None if it is not set.
+    """Return the GPUs named by a variable, by number or UUID; None if not set.
 
     Those behind an entry that names none, such as -1, are hidden.
     """
@@ -489,9 +489,9 @@ def names_in_variable(variable: str = CUDA_VARIABLE) -> list[str] | None:
 
 
 def _num_usable_gpus() -> int:
-    """Return how many GPUs CUDA_VISIBLE_DEVICES may name at most, or CUDA finds without it."""
+    """Return the most GPUs CUDA_VISIBLE_DEVICES may name, or CUDA's number if not set."""
     if not _found:
-        # What no program tells of, as in some containers, the driver's files do.
+        # Driver files as the last source: in some containers no program reports the GPUs.
         _found.extend(gpus_of_machine() or _gpus_by_device_files())
     if names_in_variable() is not None:
         return len(_found)
@@ -509,7 +509,7 @@ def _gpus_by_device_files() -> list[KnownGpu]:
 
 
 def _gpu_of_name(name: str, gpus: list[KnownGpu]) -> KnownGpu:
-    """Return the GPU of a name. Of one that may be any of them, only what all have is known."""
+    """Return the GPU of a name; for an ambiguous name, only the facts common to all GPUs."""
     # CUDA counts the fastest GPU first unless it is told to count as nvidia-smi does.
     is_certain = not name.isdecimal() or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     found = [gpu for gpu in gpus if is_certain and gpu.is_called(name)]

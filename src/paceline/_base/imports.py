@@ -1,4 +1,4 @@
-"""Imports by name: names that load late, entry points of installed packages.
+"""Imports by name: lazy names, entry points of installed packages, optional libraries.
 
 Also: libraries that may be missing.
 """
@@ -19,7 +19,7 @@ def offered_points(group: str, own: Mapping[str, str]) -> "dict[str, EntryPoint]
         group: The group.
         own: Where Paceline's own classes are, by name.
     """
-    # It takes a fifth of the time that a script needs to begin, and most scripts need none.
+    # Late import: it takes a fifth of a script's start, and most scripts need no entry points.
     from importlib.metadata import EntryPoint, entry_points
 
     points = [EntryPoint(name, place, group) for name, place in own.items()]
@@ -27,7 +27,7 @@ def offered_points(group: str, own: Mapping[str, str]) -> "dict[str, EntryPoint]
 
 
 def class_named(name: str, group: str, own: Mapping[str, type], base: type, field: str) -> Any:
-    """Return a class that the master uses, by name: one of Paceline's own, or a package's.
+    """Return a class for the master by name: Paceline's own class, or a package's.
 
     Args:
         name: The name.
@@ -53,7 +53,7 @@ def class_named(name: str, group: str, own: Mapping[str, type], base: type, fiel
 
 
 def loaded_class(point: "EntryPoint", base: type) -> Any:
-    """Return the class that an entry point names.
+    """Return the class named by an entry point.
 
     Raises:
         ImportError: It cannot be imported.
@@ -99,6 +99,7 @@ def required_library(module: str, user: str, install: str) -> ModuleType:
         return import_module(module)
     except ModuleNotFoundError as error:
         library = module.partition(".")[0]
+        # Missing dependency of the library: its own error is the useful one.
         if error.name is None or error.name.partition(".")[0] != library:
             raise
         raise ImportError(

@@ -1,4 +1,4 @@
-"""Journal files of one rank: the writer, and the reader of a journal that is still being.
+"""Journal files of a rank: the writer, and the reader for journals still being written.
 
 Also: written.
 """
@@ -39,7 +39,7 @@ class JournalVersionError(ValueError):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A record as it stands in the journal: its sequence number and its JSON."""
+    """Record as stored in the journal: sequence number and JSON."""
 
     sequence: int
     payload: bytes
@@ -50,7 +50,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class JournalReader:
-    """Follow one rank's journal from a sequence number on.
+    """Follows a rank's journal from a sequence number on.
 
     A line counts once its line end is there. A damaged line is skipped: if a full disk tore it, its
     record follows whole, and if it was damaged later, the next number shows the gap. Only `finish`
@@ -68,7 +68,7 @@ class JournalReader:
 
     @property
     def last_sequence(self) -> int:
-        """The sequence number of the last record that was read, or -1."""
+        """Sequence number of the last record read, or -1."""
         return self._last_sequence
 
     def read(self, max_entries: int = 1000) -> list[Entry]:
@@ -113,12 +113,12 @@ class JournalReader:
         return [Entry(number, encode_record(record)) for number in numbers]
 
     def __iter__(self) -> Iterator[Entry]:
-        """Yield every whole entry that is there now."""
+        """Yield every whole entry present now."""
         while entries := self.read():
             yield from entries
 
     def _read_segment(self, entries: list[Entry], max_entries: int) -> bool:
-        """Read one chunk; False when no further whole line is in this segment."""
+        """Read a chunk; return False without a further whole line in this segment."""
         assert self._segment is not None
         with open(self._segment, "rb", opener=regular_opener) as file:
             file.seek(self._offset)
@@ -181,7 +181,7 @@ class JournalReader:
         return [self._directory / name for name in sorted(names) if name.endswith(".journal")]
 
     def _locate_segment(self) -> Path | None:
-        """Return the segment that holds the first record after the last one read."""
+        """Return the segment of the next record to read; None without segments."""
         segments = self._segments()
         candidates = [s for s in segments if int(s.stem) <= self._last_sequence + 1]
         return candidates[-1] if candidates else next(iter(segments), None)
@@ -200,23 +200,23 @@ CLOSE_PATIENCE_S = 10.0
 _RETRY_S = 0.5
 # A journal, all journals, the run directory, the directory of the attempt, and the one that has it.
 _DIRECTORIES_OF_RUN = 5
-# What comes often and can be missed; everything else decides what follows and is kept.
+# Frequent records, dropped first on a full disk; later decisions rely on all the others.
 _DROPPABLE = (MetricsReported, ProgressReported, StatusReported, TimeSpent)
 
 
 def frame_line(sequence: int, payload: bytes) -> bytes:
-    """Return one journal line: checksum, sequence number and JSON, separated by blanks."""
+    """Return a journal line: checksum, sequence number and JSON, separated by blanks."""
     body = b"%d %b" % (sequence, payload)
     return b"%08x %b\n" % (zlib.crc32(body), body)
 
 
 def segment_name(first_sequence: int) -> str:
-    """Return the file name of the segment whose first record has this sequence number."""
+    """Return the file name of a segment by its first sequence number."""
     return f"{first_sequence:012d}.journal"
 
 
 class JournalWriter:
-    """Append records to a journal directory; one per rank, attempt and generation.
+    """Appends records to a journal directory; each rank, attempt and generation has its own.
 
     Lines go to the page cache at once, so they survive the death of the process, not that of the
     node. When the disk is full, records wait in memory and training goes on: metrics, progress and
@@ -270,7 +270,8 @@ class JournalWriter:
         return self._refusal
 
     def append(self, record: AnyRecord) -> int:
-        """Write one record and return its sequence number; never raises on a full disk."""
+        """Write a record and return its sequence number; never raise on a full disk."""
+        # Encoding before the lock: a record without a JSON form raises without taking a number.
         payload = encode_record(record)
         with self._lock:
             sequence = self._next_sequence
@@ -285,7 +286,7 @@ class JournalWriter:
             return sequence
 
     def flush(self, patience_s: float) -> bool:
-        """Wait some seconds for space for what waits in memory; tell whether nothing does now.
+        """Wait some seconds for disk space for pending records; return whether none is left.
 
         What was written survives the death of the process; what waits in memory does not.
         """
@@ -298,18 +299,18 @@ class JournalWriter:
                     return True
             if time.monotonic() >= deadline:
                 return False
-            # Others append meanwhile.
+            # Sleep without the lock: other threads append meanwhile.
             time.sleep(_RETRY_S / 5)
 
     def sync(self) -> None:
-        """Wait until what was appended is on disk, so that it survives a power cut.
+        """Wait until the appended records are on disk, so they survive a power cut.
 
         A disk that does not take it is no error of whoever reports; it is logged.
         """
         with self._lock:
             if self._file_descriptor < 0:
                 return
-            # Others append meanwhile.
+            # Duplicate descriptor for a sync without the lock: other threads append meanwhile.
             descriptor = os.dup(self._file_descriptor)
             full, self._unsynced = self._unsynced, set()
             are_names_new, self._are_names_synced = not self._are_names_synced, True
@@ -330,16 +331,16 @@ class JournalWriter:
             os.close(descriptor)
 
     def _sync_names(self) -> None:
-        """Force the entries of the journal, and of all that was made for its run or attempt."""
+        """Force the entries of the journal's directory and its run's or attempt's to disk."""
         directory = self._directory
         for _ in range(_DIRECTORIES_OF_RUN):
-            # What others have made may be closed to this user.
+            # Directories of other users: they may be closed to this user.
             with suppress(PermissionError):
                 sync_directory(directory)
             directory = directory.parent
 
     def close(self) -> None:
-        """Write what is pending, if the disk takes it within some seconds, and close the file."""
+        """Write pending records, if the disk takes them in some seconds, and close the file."""
         self.flush(self._close_patience_s)
         with self._lock:
             num_lost = len(self._kept) + len(self._droppable) + self._num_dropped
@@ -404,6 +405,7 @@ class JournalWriter:
             raise
         if self._file_descriptor >= 0:
             os.close(self._file_descriptor)
+            # Full segment: its descriptor is closed, so `sync` opens it again by its path.
             self._unsynced.add(self._path)
         self._file_descriptor, self._path = descriptor, path
         self._are_names_synced = False
@@ -424,6 +426,7 @@ class JournalWriter:
     def _write_pending(self) -> None:
         while self._kept or self._droppable:
             is_kept_next = not self._droppable or (
+                # Order of sequence numbers: the two queues merge into one sequence again.
                 bool(self._kept) and self._kept[0] < self._droppable[0]
             )
             held = self._kept if is_kept_next else self._droppable

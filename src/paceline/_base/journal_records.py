@@ -1,4 +1,4 @@
-"""Records of a journal: their types and JSON form, metric values.
+"""Records of a journal: types and JSON form, metric values, and the accounting of time.
 
 Also: and the time that they account for.
 """
@@ -14,7 +14,7 @@ FORMAT_VERSION = 1
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """One thing that happened in a training process; `time` is seconds since the epoch."""
+    """Event in a training process; `time` is seconds since the epoch."""
 
     time: float
 
@@ -42,7 +42,7 @@ class AttemptStarted(Record, frozen=True, kw_only=True, tag="attempt_started"):
 
 
 class MetricsReported(Record, frozen=True, kw_only=True, tag="metrics", omit_defaults=True):
-    """Metrics of one group at one step.
+    """Metrics of a group at a step.
 
     `validation` tells what of a train function's report counts as a validation too, for searches:
     all of it if True, nothing if False, else these metrics. `number` is that of the report, unless
@@ -57,19 +57,19 @@ class MetricsReported(Record, frozen=True, kw_only=True, tag="metrics", omit_def
 
 
 class ProgressReported(Record, frozen=True, kw_only=True, tag="progress"):
-    """The fraction of the whole training that is done, from 0 to 1 inclusive."""
+    """Completed fraction of the whole training, from 0 to 1 inclusive."""
 
     progress: float
 
 
 class StatusReported(Record, frozen=True, kw_only=True, tag="status"):
-    """A free text that says what the process is doing."""
+    """Free text about the present work of the process."""
 
     status: str
 
 
 class EarlyExitReported(Record, frozen=True, kw_only=True, tag="early_exit"):
-    """The user's code wants no further attempt: `reason` is one of `EARLY_EXIT_REASONS`."""
+    """The user's code wants no further attempt; `reason` is among `EARLY_EXIT_REASONS`."""
 
     reason: str
 
@@ -91,14 +91,14 @@ class CheckpointDeleted(Record, frozen=True, kw_only=True, tag="checkpoint_delet
 
 
 class CheckpointFilesDeleted(Record, frozen=True, kw_only=True, tag="checkpoint_files_deleted"):
-    """The user's code deleted files of a checkpoint; `resources` are those that are left."""
+    """The user's code deleted files of a checkpoint; `resources` are the remaining files."""
 
     uuid: str
     resources: dict[str, int]
 
 
 class CheckpointSentApart(Record, frozen=True, kw_only=True, tag="checkpoint_sent_apart"):
-    """Substitute for a record about a checkpoint; no process writes it.
+    """Substitute for a record about a checkpoint; no process writes this kind.
 
     The runner sends the record itself with the files of the checkpoint.
     """
@@ -107,13 +107,13 @@ class CheckpointSentApart(Record, frozen=True, kw_only=True, tag="checkpoint_sen
 
 
 class RunMetadataSet(Record, frozen=True, kw_only=True, tag="run_metadata"):
-    """What the user's code says of the run as a whole, in place of what it said before."""
+    """Metadata of the run from the user's code, replacing the metadata before."""
 
     metadata: dict[str, Any]
 
 
 class AlertRaised(Record, frozen=True, kw_only=True, tag="alert"):
-    """The user's code wants people to see this; `level` is one of `ALERT_LEVELS`."""
+    """Alert of the user's code for people to see; `level` is among `ALERT_LEVELS`."""
 
     title: str
     description: str
@@ -136,7 +136,7 @@ class PreemptionAcknowledged(Record, frozen=True, kw_only=True, tag="preemption_
 
 
 class TimeSpent(Record, frozen=True, kw_only=True, tag="time_spent"):
-    """What the chief has spent its time on since it began to train.
+    """The chief's time since the start of training, by use.
 
     `seconds` maps "data_wait", "validation", "checkpoint", "other" and "lost" to sums since the
     record whose `event` is "start"; all else was training. After "checkpoint", training goes on
@@ -149,7 +149,7 @@ class TimeSpent(Record, frozen=True, kw_only=True, tag="time_spent"):
 
 
 class SearchInputTaken(Record, frozen=True, kw_only=True, tag="search_input"):
-    """A search without a master has taken an input; the inputs in their order decide all of it.
+    """Input taken by a search without a master; the inputs in order determine the whole search.
 
     `input` is the JSON of one of `paceline.search`. If it is a report, `number` is the number of
     the report in its trial and `metrics` is all of it.
@@ -167,7 +167,7 @@ class RecordsDropped(Record, frozen=True, kw_only=True, tag="dropped"):
 
 
 class RecordLost(Record, frozen=True, kw_only=True, tag="lost"):
-    """Substitute for a record that cannot be read or stored; no process writes it.
+    """Substitute for an unreadable or unstorable record; no process writes this kind.
 
     `reason` ends the sentence "The record is lost: ...".
     """
@@ -176,14 +176,14 @@ class RecordLost(Record, frozen=True, kw_only=True, tag="lost"):
 
 
 class StoreChecked(Record, frozen=True, kw_only=True, tag="store"):
-    """A storage does not answer for the `reason`, or, if that is None, it answers again."""
+    """A storage does not answer for the `reason`; with None, the storage answers again."""
 
     storage: str
     reason: str | None
 
 
 class AttemptFinished(Record, frozen=True, kw_only=True, tag="finished"):
-    """The context was closed; `error` is the type and text of the exception that closed it.
+    """The context was closed; `error` is the type and text of the closing exception.
 
     `store` is the URL of the storage that the exception comes from, because it did not answer.
     `is_consequence` says that another rank had failed before.
@@ -233,7 +233,7 @@ encode_record: Callable[[AnyRecord], bytes] = _encoder.encode
 
 
 def decode_record(payload: bytes) -> AnyRecord:
-    """Return the record that `encode_record` wrote.
+    """Return the record written by `encode_record`.
 
     Raises:
         msgspec.ValidationError: The payload is JSON but no known record.
@@ -248,7 +248,7 @@ _PLAIN = (bool, str)
 
 
 def encode_float(value: float) -> float | dict[str, str]:
-    """Return `value`, tagged if JSON cannot hold it."""
+    """Return `value`, tagged if JSON has no form for the number."""
     if isfinite(value):
         return value
     return {NON_FINITE_KEY: "nan" if isnan(value) else "inf" if value > 0 else "-inf"}
@@ -278,7 +278,7 @@ def encode_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_value(value: Any) -> Any:
-    """Return what `encode_metrics` was given (tuples come back as lists)."""
+    """Return the value given to `encode_metrics` (tuples come back as lists)."""
     if isinstance(value, dict):
         if len(value) == 1 and NON_FINITE_KEY in value:
             return float(value[NON_FINITE_KEY])
@@ -359,7 +359,7 @@ def _scalar_of_metric(value: Any, path: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptTimes:
-    """When an attempt was there, and what its chief recorded of its time.
+    """Lifetime of an attempt, and its chief's time records.
 
     Attributes:
         created_at: When it was launched, in seconds since the epoch.
@@ -375,7 +375,7 @@ class AttemptTimes:
 
 @dataclass(kw_only=True, slots=True)
 class TimeShares:
-    """Seconds by what they went to; they add up to the whole time.
+    """Seconds by use; their sum is the whole time.
 
     Attributes:
         training_s: Steps whose result was kept: forward and backward pass, optimizer.
@@ -407,7 +407,7 @@ class TimeShares:
 
     @property
     def goodput(self) -> float | None:
-        """The fraction of the time with processes that trained, None if that is not known."""
+        """Training's fraction of the time with processes, None if not known."""
         used_s = self.total_s - self.waiting_s
         return None if self.undivided_s or used_s <= 0 else self.training_s / used_s
 
@@ -424,7 +424,7 @@ _SHARES = ("data_wait", "validation", "checkpoint", "other", "lost")
 
 
 def divide_time(began: float, until: float, attempts: Sequence[AttemptTimes]) -> TimeShares:
-    """Divide the time from `began` to `until` by what it went to.
+    """Divide the time from `began` to `until` by use.
 
     Work is lost from the checkpoint on from which the next session went on. Clocks of several
     machines may differ: what lies outside of its attempt is moved to its bounds.
@@ -448,7 +448,7 @@ def divide_time(began: float, until: float, attempts: Sequence[AttemptTimes]) ->
             is_running = attempt.ended_at is None
             _divide_attempt(shares, begin, end, sessions, starts, is_running=is_running)
         else:
-            # Of a trainer's attempts, one without records has never come to train.
+            # Attempt without records in a trainer with others: training never started there.
             shares.add("start_s" if all_sessions else "undivided_s", end - begin)
         clock = end
     shares.waiting_s += max(until - clock, 0.0)
@@ -501,7 +501,7 @@ def _spent_between(earlier: TimeSpent, later: TimeSpent) -> Iterator[tuple[str, 
 
 
 def _lost_fraction(earlier: int, later: int, kept_steps: float) -> float:
-    """Return which part of the way from one step to another lies beyond the steps kept."""
+    """Return the fraction of the way between two steps beyond the steps kept."""
     if later <= kept_steps:
         return 0.0
     return 1.0 if earlier >= kept_steps else (later - kept_steps) / (later - earlier)

@@ -1,4 +1,4 @@
-"""Process and network: usable cores, waits that signals interrupt, terminal text, addresses.
+"""Process and network: cores, waits with signals, terminal text, addresses, ports, TCPStore.
 
 Also: ports, TCPStore.
 """
@@ -25,7 +25,7 @@ _FAR_AWAY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an address, None if none has it.
+    """Return the name of the network interface with an address, None if there is none.
 
     Args:
         address: An IP address, or a host's name that stands for an IPv4 address.
@@ -46,7 +46,7 @@ def interface_of(address: str) -> str | None:
 
 
 def listening_address(host: str) -> str:
-    """Return the address at which a server for a host listens; the host if none is known."""
+    """Return the listening address of a server for a host; the host itself if none is known."""
     try:
         return str(socket.getaddrinfo(host, None, listening_family(host))[0][4][0])
     except OSError:
@@ -54,12 +54,12 @@ def listening_address(host: str) -> str:
 
 
 def listening_family(host: str) -> socket.AddressFamily:
-    """Return the family of addresses in which a server for a host listens."""
+    """Return the address family of a server listening for a host."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def address_for_others(*, is_ipv6: bool = False) -> str:
-    """Return the address by which other machines reach this one, or its name if it has no route."""
+    """Return this machine's address for other machines, or its name without a route."""
     family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -111,7 +111,7 @@ def await_listener(host: str, port: int, timeout_s: float) -> OSError | None:
 
 
 class PortReservation:
-    """Hold a free port until rank 0 listens on it.
+    """Holds a free port until rank 0 listens there.
 
     On Linux the port stays bound (without listening) for the life of the reservation: no other
     process is given it, while rank 0, whose store allows address reuse, can listen on it. Elsewhere
@@ -145,7 +145,7 @@ _VARIABLE = "USE_LIBUV"
 
 
 def with_available_store(make: Callable[[bool], T]) -> T:
-    """Make what needs a TCPStore, once more without libuv if torch was built without it.
+    """Make an object with a TCPStore; try again without libuv if torch was built without libuv.
 
     torch asks for libuv unless USE_LIBUV is 0, and fails in such a build, as Debian's. The variable
     is set then, so that all later stores of this process do without libuv. Stores of both kinds
@@ -174,12 +174,13 @@ SLICE_S = 0.1
 
 
 def wait_until(wait: Callable[[float | None], T], timeout_s: float | None = None) -> T:
-    """Wait until `wait` returns something true, and return that; or what it returned at last.
+    """Wait until `wait` returns a true result; return the last result.
 
     Args:
         wait: Waits for some seconds, or without an end if it gets None, such as `Event.wait`.
         timeout_s: For how long to wait, in seconds; None for ever.
     """
+    # Slices in the main thread only: Python runs signal handlers in no other thread.
     if threading.current_thread() is not threading.main_thread():
         return wait(timeout_s)
     if timeout_s is None:
@@ -195,12 +196,12 @@ def wait_until(wait: Callable[[float | None], T], timeout_s: float | None = None
 
 
 def sleep(seconds: float) -> None:
-    """Do what `time.sleep` does."""
+    """Sleep like `time.sleep`, but let signal handlers run meanwhile."""
     wait_until(lambda slice_s: time.sleep(seconds if slice_s is None else slice_s), seconds)
 
 
 def join(thread: threading.Thread, timeout_s: float | None = None) -> None:
-    """Do what `Thread.join` does."""
+    """Join a thread like `Thread.join`, but let signal handlers run meanwhile."""
 
     def wait(slice_s: float | None) -> bool:
         thread.join(slice_s)
@@ -210,7 +211,7 @@ def join(thread: threading.Thread, timeout_s: float | None = None) -> None:
 
 
 def take(source: "queue.SimpleQueue[T] | queue.Queue[T]") -> T:
-    """Return the next item of a queue, once there is one."""
+    """Return the next item of a queue, waiting until there is an item."""
 
     def wait(slice_s: float | None) -> list[T]:
         try:
@@ -222,7 +223,7 @@ def take(source: "queue.SimpleQueue[T] | queue.Queue[T]") -> T:
 
 
 def exit_code(process: "subprocess.Popen[bytes]") -> int:
-    """Do what `Popen.wait` does."""
+    """Wait like `Popen.wait`, but let signal handlers run meanwhile."""
 
     def wait(slice_s: float | None) -> list[int]:
         try:
@@ -242,17 +243,17 @@ _UNSAFE = re.compile(
 
 
 def terminal_text(text: str) -> str:
-    """Return text with a blank in place of each character that could change a terminal."""
+    """Return text with a blank in place of each character able to change a terminal."""
     return _UNSAFE.sub(" ", text)
 
 
 def escape_in_json(document: str) -> str:
-    """Return JSON without such characters, which stand in strings only: they are escaped."""
+    """Return JSON with terminal control characters escaped; only strings can contain them."""
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
 
 
 class TerminalStream:
-    """A stream that writes `terminal_text` of what it is given; for `sys.stdout` and `sys.stderr`.
+    """Stream writing the `terminal_text` of its input; for `sys.stdout` and `sys.stderr`.
 
     Rich, which has sequences of its own to write, writes to `rich_proxied_file`.
     """
@@ -261,7 +262,7 @@ class TerminalStream:
         self.rich_proxied_file = stream
 
     def write(self, text: str) -> int:
-        """Write text without what could change a terminal."""
+        """Write text without the characters able to change a terminal."""
         return self.rich_proxied_file.write(terminal_text(text))
 
     def writelines(self, lines: Any) -> None:
@@ -270,7 +271,7 @@ class TerminalStream:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the stream itself has."""
+        """Return an attribute of the wrapped stream."""
         return getattr(self.rich_proxied_file, name)
 
 

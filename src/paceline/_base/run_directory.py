@@ -19,7 +19,7 @@ RUN_FORMAT_VERSION = 1
 
 
 class TrialInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a trial that its processes may read."""
+    """Facts of a trial for its processes to read."""
 
     trial_id: int
     experiment_id: int
@@ -93,9 +93,9 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
-# What ended workers that a launcher has started again, as JSON; see `AttemptStarted`.
+# Causes of the end of workers restarted by a launcher, as JSON; see `AttemptStarted`.
 RESTART_CAUSES_VARIABLE = "PACELINE_RESTART_CAUSES"
-# Where the launchers of an attempt on several nodes meet.
+# Meeting port of the launchers of an attempt on several nodes.
 MEETING_PORT_VARIABLE = "PACELINE_MEETING_PORT"
 _LAUNCH_ERROR_FILE = "launch_error.txt"
 # A run on another machine that gives no sign of life for longer is lost.
@@ -119,7 +119,7 @@ class NotARunDirectoryError(ValueError):
 
 
 class JournalKey(msgspec.Struct, frozen=True, order=True):
-    """Which process of a run wrote a journal."""
+    """Identity of the process writing a journal: attempt, generation and rank."""
 
     attempt: int
     generation: int
@@ -150,6 +150,7 @@ class RunDirectory:
             FileExistsError: The directory is a run directory already.
         """
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Mode set again: `mkdir` leaves the mode of an existing directory.
         path.chmod(0o700)
         run = cls(path)
         if run._info_path.exists():
@@ -181,6 +182,7 @@ class RunDirectory:
         try:
             data = read_regular(self._info_path)
             version = msgspec.json.decode(data)["version"]
+            # Checksum of this version only: another version may seal its file in another way.
             if version == RUN_FORMAT_VERSION:
                 check_seal(data)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
@@ -215,7 +217,7 @@ class RunDirectory:
 
     @property
     def control_path(self) -> Path:
-        """The file through which the runner speaks to the processes."""
+        """Path of the file with the runner's requests to the processes."""
         return self.path / "control.json"
 
     @property
@@ -229,7 +231,7 @@ class RunDirectory:
 
     @property
     def logs_path(self) -> Path:
-        """Where launchers keep one output file per rank."""
+        """Directory of the launchers' output files, a file for each rank."""
         return self.path / "logs"
 
     def write_control(self, control: Control) -> None:
@@ -248,7 +250,7 @@ class RunDirectory:
             return Control()
 
     def note_checkpoint(self, uuid: str, storage: str, *, is_part: bool = False) -> None:
-        """Note that a checkpoint is being written, for whoever cleans up after a killed process.
+        """Note a checkpoint being written, for the cleanup after a killed process.
 
         A full disk is no error: then nobody knows of it.
 
@@ -262,13 +264,13 @@ class RunDirectory:
             (self._begun_path / f"{uuid}{_PART * is_part}").write_text(storage)
 
     def forget_checkpoint(self, uuid: str) -> None:
-        """Take the notes of a checkpoint back, once it is committed or removed."""
+        """Remove the notes of a checkpoint after its commit or removal."""
         for suffix in ("", _PART):
             with suppress(OSError):
                 (self._begun_path / f"{uuid}{suffix}").unlink()
 
     def begun_checkpoints(self, *, is_part: bool = False) -> dict[str, str]:
-        """Return the UUIDs of the checkpoints that are being written, with their storages.
+        """Return the UUIDs of the checkpoints being written, with their storages.
 
         Args:
             is_part: Return those that other processes commit, in place of those that the processes
@@ -283,15 +285,15 @@ class RunDirectory:
         }
 
     def journal_path(self, key: JournalKey) -> Path:
-        """Return the directory of one journal."""
+        """Return the directory of a journal."""
         return self.path / "journal" / key.directory_name
 
     def write_launch_error(self, text: str) -> None:
-        """Write why the workers have ended, those of all nodes, for the runner of this one."""
+        """Write why the workers of all nodes have ended, for the runner of this node."""
         write_atomically(self.path / _LAUNCH_ERROR_FILE, text.encode(errors="replace"))
 
     def read_launch_error(self) -> str | None:
-        """Return why the workers have ended; None if no launcher has told it."""
+        """Return why the workers have ended; None without a report of a launcher."""
         try:
             text = read_regular(self.path / _LAUNCH_ERROR_FILE).decode(errors="replace")
             return text.strip() or None
@@ -307,12 +309,12 @@ class RunDirectory:
         return sorted(JournalKey(*map(int, match.groups())) for match in matches if match)
 
     def reader(self, key: JournalKey, *, after: int = -1) -> JournalReader:
-        """Return a reader of one journal that starts after a sequence number."""
+        """Return a reader of a journal, starting after a sequence number."""
         return JournalReader(self.journal_path(key), after=after)
 
     @contextmanager
     def hold_attempt_lock(self) -> Iterator[bool]:
-        """Hold the lock that marks the run as alive; yields False if another process has it.
+        """Hold the lock marking the run as alive; yield False if another process holds the lock.
 
         The operating system releases it when the process dies, however it dies.
         """
@@ -326,13 +328,13 @@ class RunDirectory:
 
     @contextmanager
     def hold_rank_lock(self) -> Iterator[None]:
-        """Hold, together with other ranks, a lock that marks the run as alive without its chief.
+        """Hold a lock shared by the ranks to mark the run as alive after its chief's end.
 
         Without it, what ranks report after their chief was killed would look like that of a run
         that has ended.
         """
         try:
-            # It is there before the processes start, and nobody replaces it while they run.
+            # Info file as the lock: it exists before the processes start and is never replaced.
             file = open(self._info_path, opener=regular_opener)  # noqa: SIM115 - closed below
         except OSError:
             # A machine that does not see the directory: another check names it.
@@ -340,6 +342,7 @@ class RunDirectory:
             return
         with file:
             with suppress(OSError):
+                # Shared lock: all ranks hold it at once; probes ask for an exclusive lock.
                 fcntl.flock(file, fcntl.LOCK_SH)
             _held.add(file)
             try:
@@ -348,24 +351,25 @@ class RunDirectory:
                 _held.discard(file)
 
     def beat(self) -> None:
-        """Give a sign of life of the process that holds the attempt lock.
+        """Write a heartbeat of the process holding the attempt lock.
 
         Raises:
             OSError: It cannot be written.
         """
         host = os.uname().nodename
+        # Same host: a new time stamp is enough, without a new file.
         if self._beating_host() == host:
             os.utime(self._heartbeat_path)
         else:
             write_atomically(self._heartbeat_path, host.encode())
 
     def end_heartbeat(self) -> None:
-        """Say that no further sign of life will come."""
+        """Remove the heartbeat: no further heartbeat will come."""
         with suppress(OSError):
             self._heartbeat_path.unlink()
 
     def keep_last_beat(self, attempt: int) -> None:
-        """Keep the time of the last sign of life of an attempt, before the next one gives some.
+        """Keep the time of an attempt's last heartbeat, before the next attempt writes its own.
 
         Raises:
             OSError: It cannot be written.
@@ -410,7 +414,7 @@ class RunDirectory:
             return None
 
     def is_beating_elsewhere(self) -> bool | None:
-        """Tell whether the run's last sign of life is recent, if it came from another machine.
+        """Return whether the run's last heartbeat is recent, if from another machine.
 
         None if it came from this machine, or if there is none. Clocks of machines must agree within
         some seconds.
@@ -464,7 +468,8 @@ def _is_locked(path: Path, kind: int) -> bool:
 
 
 def _try_lock(file: IO[str], kind: int) -> bool:
-    """Take a lock, which others may have for a moment to see whether somebody holds it."""
+    """Try to take a lock; retry, since others take the lock for moments to probe its holder."""
+    # Exclusive locks only: a probe's short shared lock can refuse them for a moment.
     for number in range(_LOCK_TRIES if kind == fcntl.LOCK_EX else 1):
         if number:
             time.sleep(_LOCK_PAUSE_S)
@@ -475,7 +480,7 @@ def _try_lock(file: IO[str], kind: int) -> bool:
 
 
 class RunTail:
-    """Read what a run's ranks have written since the last call, in the order of its attempts.
+    """Reads new entries of a run's ranks since the last call, in the order of attempts.
 
     Args:
         run: The run directory; it may still be written to.
@@ -489,7 +494,7 @@ class RunTail:
         self._finished: set[JournalKey] = set()
 
     def read(self, max_entries: int = 1000) -> list[tuple[JournalKey, list[Entry]]]:
-        """Return the next entries, at most `max_entries` in all; fewer mean that these are all.
+        """Return the next entries, at most `max_entries` in all; fewer mean there are no more.
 
         An attempt's entries come only after all of the earlier attempts'.
 

@@ -1,4 +1,4 @@
-"""JSON with a checksum as its last field, so that damaged JSON is not read as another.
+"""JSON with a checksum as the last field, so damaged JSON is never taken for valid JSON.
 
 Files of earlier versions have no checksum and are read as they are.
 """
@@ -12,7 +12,7 @@ _SEAL = re.compile(rb',\s*"checksum":\s*"([0-9a-f]{8})"\s*\}\s*\Z')
 
 
 def seal(data: bytes) -> bytes:
-    """Return a JSON object, which must not be empty, with a checksum over all before it."""
+    """Return a non-empty JSON object with a checksum of everything before the checksum."""
     content = data.rstrip()
     assert content.endswith(b"}"), data
     content = content[:-1].rstrip()
@@ -22,7 +22,7 @@ def seal(data: bytes) -> bytes:
 
 
 def check_seal(data: bytes) -> bytes:
-    """Return a JSON object as it is, if what its checksum covers has not changed.
+    """Return a JSON object unchanged, after comparing its content with its checksum.
 
     Raises:
         msgspec.DecodeError: It has.
@@ -39,13 +39,13 @@ def check_seal(data: bytes) -> bytes:
 
 
 def seal_line(line: bytes) -> bytes:
-    """Return a JSON array as a line with a checksum over all before it."""
+    """Return a JSON array as a line with a checksum of everything before the checksum."""
     content = line.removesuffix(b"]")
     return b"%b, %d]\n" % (content, zlib.crc32(content))
 
 
 def check_line(line: bytes) -> bytes:
-    """Return the JSON array of a line. Before the checksum, and without one, it ends with text.
+    """Return the JSON array of a line; a line ending in a string has no checksum.
 
     Raises:
         ValueError: The checksum does not fit.

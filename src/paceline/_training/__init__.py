@@ -1,4 +1,4 @@
-"""Machinery of training that the front doors share: engine, workers, display.
+"""Machinery shared by the training front doors: engine, workers, display, searches.
 
 Also: search without a master.
 """

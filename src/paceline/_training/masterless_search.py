@@ -1,4 +1,4 @@
-"""A search without a master: its trials under way, its journal."""
+"""Search without a master: trials waiting, running, pausing and ending; journal and outcomes."""
 
 import logging
 import math
@@ -41,7 +41,7 @@ faults.register("train.search.input")
 
 
 class SearchJournal:
-    """Directory of a search, which is a run directory with the inputs of the search as its journal.
+    """Run directory of a search, with the inputs of the search as its journal.
 
     Args:
         directory: The directory, for a new search or to go on in; a new one below
@@ -90,7 +90,7 @@ class SearchJournal:
                 yield record
 
     def add(self, given: Input, number: int = 0, metrics: Mapping[str, Any] | None = None) -> None:
-        """Append an input; it counts even if this process is killed next."""
+        """Append an input; the entry survives a kill of this process."""
         self._journal.append(
             SearchInputTaken(
                 time=time.time(),
@@ -133,7 +133,7 @@ class SearchJournal:
 
 @dataclass(slots=True, kw_only=True)
 class TrialOutcome:
-    """One trial of a search.
+    """Outcome of a trial of a search.
 
     Attributes:
         number: Its number, from 1, in the order in which the search has created trials.
@@ -176,7 +176,7 @@ class MetricMissingError(ValueError):
 
 
 class NextMove(Enum):
-    """What a trial does after a report."""
+    """Next action of a trial after a report."""
 
     GO_ON = "go on"
     PAUSE = "pause"
@@ -186,7 +186,7 @@ class NextMove(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class SearchTrial:
-    """A trial, as the search and the threads know it.
+    """Trial with its state shared by the search and the threads.
 
     Attributes:
         create: How the search has created it.
@@ -206,7 +206,7 @@ class SearchTrial:
 
 
 class SearchRun:
-    """Apply what happens to trials to a search, and hand out the trials to run.
+    """Apply the events of trials to a search, and hand out the trials to run.
 
     Its methods may be called from several threads.
 
@@ -251,7 +251,7 @@ class SearchRun:
         self._ready: deque[SearchTrial] = deque()
         self._running: dict[str, SearchTrial] = {}
         self._paused: dict[str, SearchTrial] = {}
-        # Those of the paused trials that keep their workers.
+        # Ids of the paused trials with their workers still held.
         self._holding: set[str] = set()
         self._changed = threading.Condition()
         # Threads without a trial.
@@ -297,7 +297,7 @@ class SearchRun:
     # ---- called by the threads that run trials -------------------------------------------
 
     def next_trial(self) -> SearchTrial | None:
-        """Return the next trial to run, once there is one; None at the end of the search."""
+        """Wait for the next trial to run; None at the end of the search."""
         with self._changed:
             while not self._search.is_over and not self._is_closed:
                 if self._ready:
@@ -320,7 +320,7 @@ class SearchRun:
         metrics: Mapping[str, Any],
         judged: Mapping[str, Any],
     ) -> NextMove:
-        """Give a report to the search, and return what the trial is to do; it may wait for that.
+        """Give a report to the search, wait for its decision, and return the trial's next move.
 
         Args:
             trial: Who reports.
@@ -338,7 +338,7 @@ class SearchRun:
             return self._next_move(trial)
 
     def check_report(self, trial: SearchTrial, judged: Mapping[str, Any]) -> None:
-        """Check what the search judges of a report.
+        """Check the searched metric of a report.
 
         Raises:
             TypeError: The searched metric is no number.
@@ -352,7 +352,7 @@ class SearchRun:
             )
 
     def check_metric(self, trial: SearchTrial) -> None:
-        """Check that a trial that has ended by itself has told the search what it needs.
+        """Check a normally ended trial for the searched metric in its reports.
 
         Raises:
             MetricMissingError: None of its reports had the metric, nor those of another trial.
@@ -374,7 +374,7 @@ class SearchRun:
         raise (ValueError if has_any else MetricMissingError)(problem)
 
     def end(self, trial: SearchTrial, reason: ExitReason, error: BaseException | None) -> None:
-        """Note that a trial has ended.
+        """Record the end of a trial.
 
         Raises:
             ValueError: Too many trials in a row have refused their hyperparameters.
@@ -394,7 +394,7 @@ class SearchRun:
                 ) from error
 
     def pause(self, trial: SearchTrial) -> None:
-        """Note that a trial has left its workers and may go on later."""
+        """Record the pause of a trial after the release of its workers."""
         with self._changed:
             request_id = trial.create.request_id
             self._running.pop(request_id, None)
@@ -414,6 +414,7 @@ class SearchRun:
                 return NextMove.GO_ON
             if not self._can_extend:
                 return NextMove.END
+            # More ready trials than idle threads: this thread's workers are needed for them.
             if len(self._ready) > self._num_idle:
                 return NextMove.PAUSE
             # Nobody needs the workers yet, so it keeps them.
@@ -443,7 +444,7 @@ class SearchRun:
         return not self._ready and not self._running and bool(self._paused)
 
     def _give_up_waiting(self) -> None:
-        """End the trial that has waited longest, as the search has nothing for it."""
+        """End the longest-waiting trial: no decision of the search can come any more."""
         trial = next(iter(self._paused.values()))
         del self._paused[trial.create.request_id]
         self._exit(trial, ExitReason.COMPLETED)
@@ -453,7 +454,7 @@ class SearchRun:
             self._take(Exited(request_id=trial.create.request_id, reason=reason))
 
     def _reopen(self, trial: SearchTrial) -> None:
-        """Have a paused trial run again if the search wants it longer, or end it if stopped."""
+        """Requeue a paused trial if its target was raised, or end a stopped trial."""
         request_id = trial.create.request_id
         if request_id not in self._paused or request_id in self._holding:
             return
@@ -516,7 +517,7 @@ class SearchRun:
             self._reopen(trial)
 
     def _input_of(self, trial: SearchTrial, metrics: Mapping[str, Any]) -> Reported | None:
-        """Return what the search is told of a report; None if that lacks the metric."""
+        """Return the search input for a report; None without the searched metric."""
         value = _metric_number(metrics.get(self._metric))
         if value is None:
             return None
@@ -544,7 +545,7 @@ class SearchRun:
 
 
 def exit_reason_of_trial(error: BaseException) -> ExitReason:
-    """Return how the search counts an exception that has ended a trial."""
+    """Return the exit reason for the exception raised by a trial."""
     return ExitReason.INVALID_HP if isinstance(error, core.InvalidHP) else ExitReason.ERROR
 
 

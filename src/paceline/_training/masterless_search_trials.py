@@ -1,4 +1,4 @@
-"""Set-up of a search without a master, and threads that run its trials."""
+"""Threads running the trials of a search on reusable workers, and the setup of the search."""
 
 import logging
 import threading
@@ -35,7 +35,7 @@ def checked_search(space: Mapping[str, Any], searcher: Any) -> Any:
     """
     section: Any = searcher
     if isinstance(searcher, Searcher):
-        # Its method need not be registered.
+        # Stand-in section: the method of a `Searcher` object need not be registered.
         section = {"name": "single", "metric": searcher.metric}
     config = {
         "entrypoint": "train_func",
@@ -81,7 +81,7 @@ def begun_search(
     config: Mapping[str, Any],
     make_result: Callable[..., TrialOutcome],
 ) -> SearchRun:
-    """Return a search that has begun, or goes on where its journal ends.
+    """Return a search, started anew or replayed from its journal.
 
     Args:
         chosen: What `checked_search` has returned.
@@ -112,24 +112,24 @@ _LOOK_S = 0.2
 
 
 class StepwiseTrial(Protocol):
-    """A trial that runs: it waits at each of its reports.
+    """Running trial as an iterator of reports: the trial waits after each report.
 
     A report is a mapping. It has a `number` and a `step`, and `validation` tells what of it the
     search judges: all, nothing, or these metrics.
     """
 
     def __next__(self) -> Any:
-        """Let it go on, and return its next report."""
+        """Let the trial continue, and return its next report."""
 
     def get_results(self) -> Any:
-        """Wait for its end; what has ended it is raised."""
+        """Wait for the end of the trial; raise the error of a failed trial."""
 
     def stop(self) -> None:
-        """End it at its present report."""
+        """End the trial at its present report."""
 
 
 class TrialThread(threading.Thread):
-    """Run one trial after the other.
+    """Thread to run trials in sequence.
 
     Args:
         search: Hands out trials and judges their reports.
@@ -170,7 +170,7 @@ class TrialThread(threading.Thread):
                 else:
                     self._search.check_report(trial, _judged_metrics(report))
             except MetricMissingError:
-                # Others would train as much for nothing.
+                # Missing metric ends the whole search: other trials would train in vain as well.
                 raise
             except Exception as error:
                 run.stop()
@@ -191,7 +191,7 @@ class TrialThread(threading.Thread):
 
     def _fail(self, trial: SearchTrial, error: Exception) -> None:
         if self._search.is_closed:
-            # Its workers may have ended with the search, and it goes on with the next attempt.
+            # Closed search: the workers may have ended with it, so this is no failure of the trial.
             return
         told = error.__cause__ or error
         logger.warning("Trial %d has failed: %s", trial.result.number, told)
@@ -206,7 +206,7 @@ def _judged_metrics(report: Any) -> Any:
 
 
 def conduct(run: SearchRun, starts: Sequence[Callable[[SearchTrial], StepwiseTrial]]) -> None:
-    """Run trials until the search is over, as many at once as there are functions to start one.
+    """Run trials until the search is over, in a thread for each of the given start functions.
 
     Raises:
         Exception: The search itself has failed; failures of trials are inputs of it.

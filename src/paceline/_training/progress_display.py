@@ -47,7 +47,7 @@ class ProgressFacts:
 
 
 def progress_line(facts: ProgressFacts, width: int | None) -> str:
-    """Return the state in one line; of what does not fit, the least important is left out.
+    """Return the state as a line; parts beyond the width are left out, the least important first.
 
     Args:
         facts: The state.
@@ -67,7 +67,7 @@ def progress_line(facts: ProgressFacts, width: int | None) -> str:
 
 
 def report_line(facts: ProgressFacts, group: str, metrics: Mapping[str, Any]) -> str:
-    """Return one report as a line of any length; only those of training carry no group."""
+    """Return a report as a line of any length; groups other than training are named."""
     values = " ".join(_progress_numbers(metrics))
     told = values if group == "training" else f"{group}: {values}"
     return "  ".join(_parts_fitting_line([*_progress_state(facts), (2, told)], None))
@@ -114,7 +114,7 @@ def _progress_count(facts: ProgressFacts) -> str:
 
 
 def _position(facts: ProgressFacts) -> str:
-    """Return where training is, in another unit than that of the count."""
+    """Return the position of training in a unit other than the main count."""
     if facts.unit == "epochs":
         return "" if facts.batches is None else f"batch {facts.batches:,}"
     return "" if facts.epoch is None else f"epoch {facts.epoch:,}"
@@ -165,7 +165,7 @@ def _progress_time(facts: ProgressFacts) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return seconds in at most two units, such as `2h 5m`."""
+    """Return seconds in at most two units, e.g. `2h 5m`."""
     total = int(seconds)
     if total < 60:
         return f"{total}s"
@@ -184,7 +184,7 @@ def _newest_metrics(facts: ProgressFacts) -> tuple[list[str], list[str]]:
 
 
 def _progress_numbers(metrics: Mapping[str, Any], others: Iterable[str] = ()) -> Iterator[str]:
-    """Yield the metrics that are numbers, losses first; those named as `others` say what they are.
+    """Yield the numeric metrics, losses first; names also in `others` get a validation prefix.
 
     The counts stand in the line already, and only a number is short for certain.
     """
@@ -195,7 +195,7 @@ def _progress_numbers(metrics: Mapping[str, Any], others: Iterable[str] = ()) ->
 
 
 def _plain(text: str) -> str:
-    """Return text in one line, without what would move the cursor."""
+    """Return text as a single line, without characters for moving the cursor."""
     return terminal_text(text).replace("\n", " ").replace("\t", " ")
 
 
@@ -215,7 +215,7 @@ _SHORTEST_S = 0.5
 
 
 class Throughput:
-    """Rates over the last minute of what is counted; times are in seconds of one clock."""
+    """Rates of counters over the last minute; times are in seconds of a single clock."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, tuple[float, ...]]] = deque()
@@ -239,7 +239,7 @@ class Throughput:
                 samples.popleft()
 
     def rates(self) -> tuple[float, ...]:
-        """Return what is done per second by each counter; 0 as long as that cannot be told."""
+        """Return the rate per second of each counter; 0 until enough time has passed."""
         if not self._samples:
             return ()
         begin, before = self._samples[0]
@@ -251,7 +251,7 @@ class Throughput:
 
 
 class TrainingProgress:
-    """Show a training's progress: one line of a terminal or notebook, elsewhere a line per report.
+    """Progress display of a training: a live line in a terminal or notebook, else lines of a log.
 
     Lines that the program prints or logs meanwhile appear above the progress. Nothing is shown when
     the variable `PACELINE_PROGRESS` is 0, and in continuous integration (`CI` is set).
@@ -285,7 +285,7 @@ class TrainingProgress:
 
     @property
     def is_live(self) -> bool:
-        """Whether a state is shown that is replaced by the next one."""
+        """Whether the display replaces its state in place."""
         return self._region is not None and self._region.is_live
 
     def start(
@@ -343,7 +343,7 @@ class TrainingProgress:
             self._draw(now)
 
     def report(self, metrics: Mapping[str, Any], group: str = "training") -> None:
-        """Show metrics as the newest of their group, with the position that was told last.
+        """Show metrics as the newest of their group, at the last known position.
 
         Where there is no terminal or notebook, this writes a line. Of many training reports in a
         short time, only one a second has a line there.
@@ -364,7 +364,7 @@ class TrainingProgress:
             self._region.write(report_line(facts, group, metrics))
 
     def note(self, text: str) -> None:
-        """Show what is under way besides training, such as "validating", until the next update."""
+        """Show another activity, e.g. "validating", until the next update."""
         if self._region is not None:
             self._facts.note = text
             self._draw(time.monotonic())
@@ -451,7 +451,7 @@ def locations_of(
 
 
 def _shortest(location: str) -> str:
-    """Return a path relative to the working directory if it is below it."""
+    """Return a path relative to the working directory if inside of the directory."""
     try:
         relative = os.path.relpath(location)
     except OSError:

@@ -15,12 +15,12 @@ SWITCH_VARIABLE = "PACELINE_PROGRESS"
 
 _CLEAR = "\r\x1b[K"
 _NARROWEST = 20
-# So many reports in a row have a line each in a log.
+# Burst limit: up to 100 frequent reports in a row are written as log lines.
 _MOST_AT_ONCE = 100
 
 
 class Region:
-    """Shows the present state in place of the one before (if it is live), or reports as lines.
+    """Place for progress: shows a state in place (if live), or reports as lines.
 
     Attributes:
         is_live: Whether there is a state that is replaced.
@@ -32,15 +32,15 @@ class Region:
 
     @property
     def width(self) -> int | None:
-        """The columns that a text may have; None if there is no edge."""
+        """Columns available for a text; None if unlimited."""
         raise NotImplementedError
 
     def draw(self, text: str) -> None:
-        """Show a text in place of the one before."""
+        """Show a text in place of the previous text."""
         raise NotImplementedError
 
     def takes_report(self, now: float, *, is_frequent: bool) -> bool:
-        """Tell whether a report is to be written now; a live state shows it anyway."""
+        """Tell whether to write a report now; a live state shows the report anyway."""
         return False
 
     def write(self, text: str) -> None:
@@ -48,15 +48,15 @@ class Region:
         raise NotImplementedError
 
     def end(self, text: str, details: Sequence[str]) -> None:
-        """Show the last state with details below it, and close."""
+        """Show the final state with details below, and close."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave what is shown standing; may be called more than once."""
+        """Stop drawing and keep the shown text; may be called more than once."""
 
 
 class TerminalRegion(Region):
-    """The line at the bottom of what was written to a terminal, drawn anew in place.
+    """Live line at the bottom of a terminal, redrawn in place.
 
     While it is there, whatever this process writes to the terminal by Python's standard streams
     (print, logging, warnings, tracebacks) clears the line first and appears above it. Processes
@@ -82,7 +82,7 @@ class TerminalRegion(Region):
 
     @property
     def width(self) -> int:
-        """The columns that a text may have; one is left for the cursor."""
+        """Columns available for a text; the last column is left for the cursor."""
         try:
             columns = os.get_terminal_size(self._fd).columns
         except OSError:
@@ -91,13 +91,13 @@ class TerminalRegion(Region):
         return max(columns or 80, _NARROWEST) - 1
 
     def draw(self, text: str) -> None:
-        """Show a text in place of the one before, unless someone else's line is unfinished."""
+        """Show a text in place of the previous text, unless another line is unfinished."""
         with self._lock:
             self._text = text
             self._show()
 
     def end(self, text: str, details: Sequence[str]) -> None:
-        """Show the last state with details below it, and let go of the streams."""
+        """Show the final state with details below, and release the streams."""
         with self._lock:
             if self._is_other_line_open and not self._is_shown:
                 for stream, _, _ in self._taken:
@@ -144,6 +144,7 @@ class TerminalRegion(Region):
                 if self._is_shown:
                     self._put(_CLEAR)
                     self._is_shown = False
+                # Written under the lock: a drawing thread must not put the line into the middle.
                 written = write(text)
                 self._return_below(text)
                 return written
@@ -182,7 +183,7 @@ class NotebookRegion(Region):
         self._cell: Any = None
 
     def draw(self, text: str) -> None:
-        """Show a text in place of the one before."""
+        """Show a text in place of the previous text."""
         data = {"text/plain": text}
         shell = import_module("IPython").get_ipython()
         cell = getattr(shell, "execution_count", None)
@@ -194,12 +195,12 @@ class NotebookRegion(Region):
             self._handle.update(data, raw=True)
 
     def end(self, text: str, details: Sequence[str]) -> None:
-        """Show the last state with details below it."""
+        """Show the final state with details below."""
         self.draw(f"{text}\n{_paragraph(details, self.width)}".rstrip())
 
 
 class LogLines(Region):
-    """Lines of a file, a pipe or a terminal that cannot go back: one for each report.
+    """Log lines in a file, pipe or plain terminal: a line for each report.
 
     Args:
         stream: The stream.
@@ -213,7 +214,7 @@ class LogLines(Region):
         self._num_free, self._counted_at = float(_MOST_AT_ONCE), time.monotonic()
 
     def takes_report(self, now: float, *, is_frequent: bool) -> bool:
-        """Tell whether a report is to be written: of frequent ones one a second in the long run."""
+        """Tell whether to write a report; frequent reports get about a line per second."""
         if not is_frequent:
             return True
         seconds, self._counted_at = now - self._counted_at, now
@@ -239,7 +240,7 @@ class LogLines(Region):
 
 
 def find_region(stream: TextIO | None) -> Region | None:
-    """Return where a stream can show progress, or None if it shall stay quiet."""
+    """Return the region for showing progress on a stream, or None to show nothing."""
     if stream is None:
         # A program without a console has none.
         return None
@@ -261,7 +262,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def _paragraph(details: Sequence[str], width: int) -> str:
-    """Return details in one line if they fit, else in a line each."""
+    """Return details as a single line if short enough, else as a line each."""
     details = [terminal_text(part) for part in details]
     line = "  ".join(details)
     return "".join(f"{part}\n" for part in ([line] if len(line) <= width else details) if part)

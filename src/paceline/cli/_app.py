@@ -1,4 +1,4 @@
-"""Command `paceline`: its groups of commands, `examples`, and the way it ends."""
+"""Command `paceline`: groups of commands, `examples`, and exit codes with error output."""
 
 import os
 import shutil

@@ -50,7 +50,7 @@ def backup(
     home: Home = None,
     json: Json = False,
 ) -> None:
-    """Back up the home of a master, which may run meanwhile.
+    """Back up the home of a master; the master may run meanwhile.
 
     A backup has the database, the logs, the uploaded code and the journals of running trials.
     Files that have not changed are shared with the backup before it. Secrets are left out.
@@ -215,7 +215,7 @@ def _access_as_json(access: "RestoredAccess") -> dict[str, object]:
 
 
 def _tell_access(access: "RestoredAccess") -> None:
-    """Say which tokens and passwords open the restored home, and which do not any more."""
+    """Print the tokens and passwords still valid in the restored home, and the revoked ones."""
     import time
 
     from paceline._training.progress_display import format_duration

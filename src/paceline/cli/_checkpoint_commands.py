@@ -104,7 +104,7 @@ def export(
         with _files_to_export(checkpoint, run) as path:
             _write_export(path, output, file_format, options)
     except (ValueError, OSError) as error:
-        # It may be about a copy that the user has not named.
+        # Message of the cause: the error may name a local copy unknown to the user.
         raise CommandError(f"Checkpoint {checkpoint!r} cannot be exported: {error}") from error
     typer.echo(str(output))
 
@@ -168,7 +168,7 @@ def _directory_to_export(path: Path) -> Iterator[Path]:
 
 
 def _uuid_of(path: Path) -> str | None:
-    """Return the UUID that a directory's manifest names, if there is one that can be read."""
+    """Return the UUID in a directory's manifest; None without a readable manifest."""
     try:
         uuid = json.loads((path / "manifest.json").read_bytes())["uuid"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -36,12 +36,12 @@ _STATE_STYLES = {
 
 
 def console() -> "Console":
-    """Return a console on stdout; without colours and edges when it is no terminal."""
+    """Return a console on stdout; without colours and borders if stdout is no terminal."""
     return _console(stderr=False)
 
 
 def error_console() -> "Console":
-    """Return a console on stderr, for all that is not the command's answer."""
+    """Return a console on stderr, for all output except the command's answer."""
     return _console(stderr=True)
 
 
@@ -50,7 +50,7 @@ def _console(*, stderr: bool) -> "Console":
     from rich.segment import Segment
 
     class TerminalConsole(Console):
-        """A console whose texts change no terminal; only its own sequences do."""
+        """Console with texts made safe: only its own control sequences reach the terminal."""
 
         def render_str(self, text: str, **options: Any) -> "Text":
             return super().render_str(terminal_text(text), **options)
@@ -75,7 +75,7 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """Print one message as one line of JSON."""
+    """Print a message as a single line of JSON."""
     _write_json(value, indent=None)
 
 
@@ -137,7 +137,7 @@ def print_table(
 
 
 def _shorten(table: "Table", titles: Sequence[str], width: int) -> None:
-    """Give the columns with these titles what the others leave."""
+    """Limit the columns with these titles to the width left over by the other columns."""
     for column in table.columns:
         if column.header in titles:
             taken = sum(_width(other) for other in table.columns if other is not column)
@@ -150,7 +150,7 @@ def _width(column: "Column") -> int:
 
 
 def print_facts(facts: Iterable[tuple[str, Any]]) -> None:
-    """Print names and values in two columns; facts whose value is None are left out."""
+    """Print names and values in two columns; facts with the value None are left out."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
@@ -163,7 +163,7 @@ def print_facts(facts: Iterable[tuple[str, Any]]) -> None:
 
 
 def _print_without_padding(output: "Console", table: "Table") -> None:
-    """Print a table. In a pipe, where one long cell widens all lines, no line ends in blanks."""
+    """Print a table; without trailing blanks in a pipe, where a long cell widens all lines."""
     if output.is_terminal:
         output.print(table)
         return
@@ -209,14 +209,14 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def format_age(moment: float | None) -> str:
-    """Return how long ago a moment (seconds since the epoch) was, such as `3m ago`."""
+    """Return the age of a moment (seconds since the epoch) as text: `3m ago`, or `-` for None."""
     if moment is None:
         return "-"
     return f"{format_duration(max(time.time() - moment, 0.0))} ago"
 
 
 def format_bytes(size: int) -> str:
-    """Return a size in binary units, such as `1.5 MiB`."""
+    """Return a size in binary units, for example `1.5 MiB`."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -279,7 +279,7 @@ EXPERIMENT_WORDS: dict[str, tuple[str, ...]] = {
     "CANCELED": ("CANCELED",),
     "ERROR": ("ERROR",),
 }
-# What a kind of error says to whoever has to do something about it.
+# Explanation of each error kind for the person who has to fix the error.
 ERROR_KINDS = {
     "transient": "transient (it may pass: continue the experiment once it has)",
     "user": "user (in the code or the configuration)",
@@ -294,42 +294,42 @@ def experiment_word(data: "ExperimentData") -> str:
 
 
 def word_of(trial: "TrialData", experiment_state: "ExperimentState") -> str:
-    """Return where a trial of an experiment stands; masters of before do not tell it."""
+    """Return a trial's shown state; older masters leave the experiment's state out of trials."""
     return trial.model_copy(update={"experiment_state": experiment_state}).shown_state.value
 
 
 def progress_text(data: "ExperimentData") -> str:
-    """Return the progress; a dash while nothing was reported of it."""
+    """Return the progress as a percentage; a dash while no progress was reported."""
     return "-" if data.progress == 0.0 and not data.state.is_terminal else f"{data.progress:.0%}"
 
 
 def num_trials_text(num_trials: int) -> str:
-    """Return a number of trials, such as `1 trial`."""
+    """Return a number of trials as text, for example `1 trial`."""
     return "1 trial" if num_trials == 1 else f"{num_trials} trials"
 
 
 def lost_records_text(num_records: int) -> str:
-    """Return how many records are lost, such as `1 record is lost`."""
+    """Return the number of lost records as text, for example `1 record is lost`."""
     return "1 record is lost" if num_records == 1 else f"{num_records} records are lost"
 
 
 def exit_code(data: "ExperimentData") -> int:
-    """Return the exit code of a command that waited for an experiment's end."""
+    """Return the exit code of a command after waiting for an experiment's end."""
     if data.state.value != "COMPLETED":
         return _UNMEASURED if data.is_unmeasured else _FAILED
     return _INCOMPLETE if data.num_records_lost else 0
 
 
 class Alert(Protocol):
-    """What is shown of an alert."""
+    """Shown parts of an alert."""
 
     @property
     def time(self) -> float:
-        """When it was raised, in seconds since the epoch."""
+        """Time when the alert was raised, in seconds since the epoch."""
 
     @property
     def level(self) -> str:
-        """How urgent it is."""
+        """Urgency of the alert."""
 
     @property
     def title(self) -> str:
@@ -337,7 +337,7 @@ class Alert(Protocol):
 
     @property
     def description(self) -> str:
-        """More about it."""
+        """Details of the alert below its title."""
 
 
 def print_alerts(alerts: Sequence[Alert]) -> None:
@@ -354,7 +354,7 @@ def print_alerts(alerts: Sequence[Alert]) -> None:
 
 
 def alert_text(title: str | None, description: str | None) -> str:
-    """Return the text of an alert in one line."""
+    """Return the text of an alert as a single line."""
     return " ".join(": ".join(filter(None, (title, description))).split())
 
 
@@ -383,7 +383,7 @@ _MEANINGS = {
 
 
 def print_time_table(seconds: dict[str, float], total_s: float, goodput: float | None) -> None:
-    """Print the shares of a time that are not zero, and the goodput."""
+    """Print the non-zero shares of a time, and the goodput."""
     from paceline._training.progress_display import format_duration
 
     rows: list[tuple[Any, ...]] = [

@@ -148,7 +148,7 @@ def _what_was_sent(directory: Path | None) -> str:
 
 @contextmanager
 def _master_to_submit_to(start: bool) -> Iterator[None]:
-    """Start a master if asked and none runs; it ends again if what it was started for fails."""
+    """Start a master if asked and none runs; shut the new master down if the block fails."""
     from paceline.client._http_session import home_directory
 
     home = home_directory()

@@ -1,4 +1,4 @@
-"""Feed of an experiment's events as lines of text. Pure, so that tests can read it."""
+"""Feed of an experiment's events as lines of text; free of I/O, so tests can read the lines."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ _STATE_STYLES = {"COMPLETED": "green", "CANCELED": "yellow", "ERROR": "red"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedLine:
-    """One line about something that happened; `seconds` counts from the start.
+    """Line of the feed about an event; `seconds` counts from the start.
 
     `failed_trial_id` names the trial whose last words belong below the line.
     """
@@ -61,7 +61,7 @@ class _TrialView:
 
 
 class EventFeed:
-    """State of one experiment, built from its events.
+    """State of a single experiment, built from its events.
 
     Args:
         experiment: The experiment.
@@ -91,7 +91,7 @@ class EventFeed:
         self.best_trial_id: int | None = None
 
     def handle(self, event: "Event") -> Iterator[FeedLine]:
-        """Take in one event and yield the lines that tell of it."""
+        """Process an event and yield the feed lines about the event."""
         if self.started_at is None:
             self.started_at = event.time
         handler = getattr(self, f"_on_{event.kind}", None)
@@ -99,7 +99,7 @@ class EventFeed:
             yield from handler(event, event.time - self.started_at)
 
     def adopt(self, trial: "TrialData") -> None:
-        """Take in a trial that was there before the first event."""
+        """Add a trial created before the first event."""
         view = self._trials.setdefault(trial.id, _TrialView())
         view.hparams, view.steps_completed = trial.hparams, trial.steps_completed
         view.num_attempts, view.is_running = trial.num_attempts, trial.is_running
@@ -111,7 +111,7 @@ class EventFeed:
         return any(told in error for told in self._told_errors)
 
     def summary(self) -> str:
-        """Return how far the experiment is, in one line."""
+        """Return the experiment's progress as a single line."""
         trials = self._trials.values()
         num_ended = sum(trial.has_ended for trial in trials)
         num_running = sum(trial.is_running for trial in trials)
@@ -129,7 +129,7 @@ class EventFeed:
         return any(trial.is_running for trial in self._trials.values())
 
     def trial_ids(self) -> list[int]:
-        """Return the trials that were seen."""
+        """Return the ids of the trials seen so far."""
         return sorted(self._trials)
 
     def _trial(self, event: "Event") -> _TrialView:
@@ -179,7 +179,7 @@ class EventFeed:
         how = f"signal {signal}" if signal else f"exit code {code}"
         said = end.get("error") or end.get("detail")
         self._told_errors.add(said or how)
-        # Its other lines are in the output, which is shown above.
+        # First line only: the output shown above has the other lines of the error.
         detail = f": {said.partition(chr(10))[0]}" if said else ""
         number = event.data.get("number", self._trial(event).num_attempts)
         text = f"{self._name(event)}attempt {number} ended with {how}{detail}"
@@ -230,7 +230,7 @@ class EventFeed:
             trial.has_ended = trial.is_announced = False
         if has_ended:
             trial.has_ended, trial.is_running = True, False
-        # What the search stops is told when it decides so; the process ends a moment later.
+        # Trials stopped by the search: the decision is the printed event; the exit comes later.
         if trial.is_announced or not (has_ended or is_search):
             return
         trial.is_announced = True
@@ -275,14 +275,14 @@ class EventFeed:
         yield FeedLine(seconds=seconds, text=f"experiment {text}", style="bold")
 
     def _place(self, metrics: dict[str, Any], steps: int) -> str:
-        """Return where a trial is: in the search's unit if it is reported, else in batches."""
+        """Return the position of a trial: in the search's unit if reported, else in batches."""
         if self._time_metric is not None and self._time_metric in metrics:
             unit = _UNITS.get(self._time_metric, self._time_metric)
             return f"{unit} {format_number(metrics[self._time_metric])}"
         return f"batch {steps}"
 
     def _reached(self, metrics: dict[str, Any], steps: int) -> str:
-        """Return how far the only trial is, and of how much where that is known."""
+        """Return the progress of the only trial, with its total length where known."""
         unit, length = self._length or ("", 0)
         if unit == "batches":
             return f"after batch {steps} of {length}"

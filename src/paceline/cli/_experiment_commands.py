@@ -239,7 +239,7 @@ def list_experiments(
 def _listed(
     client: "Client", word: str | None, limit: int, archived: Literal["no", "only"]
 ) -> "list[ExperimentData]":
-    """Return the newest experiments in the state of this word; several stored ones may be one."""
+    """Return the newest experiments shown with this state word, across all its stored states."""
     from paceline.cli._console_output import EXPERIMENT_WORDS, experiment_word
 
     if word is None:
@@ -316,7 +316,7 @@ def _command(experiment: int, verb: Literal["pause", "activate", "cancel", "kill
 
 
 def _how_it_stands(data: "ExperimentData") -> str:
-    """Return the state in a sentence, with what its running trials may still do."""
+    """Return the experiment's state as a sentence, with the outlook of its running trials."""
     from paceline.cli._console_output import experiment_word, num_trials_text
 
     text = f"Experiment {data.id} is {experiment_word(data)}"
@@ -401,7 +401,7 @@ def continue_experiment(
         if follow:
             from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
 
-            # It begins before the command, so that it sees all that the command leads to.
+            # Follower before the command: no event caused by the command is missed.
             follower = ExperimentFollower(
                 found, client, FollowOptions(all_logs=logs, is_from_now=True)
             )

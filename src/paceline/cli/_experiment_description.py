@@ -49,7 +49,7 @@ def describe(
 
 
 def note_of_end(experiment: "Experiment") -> str | None:
-    """Return why an experiment that has ended well but for it has no best trial, else None."""
+    """Return why an otherwise well ended experiment lacks a best trial; None in other cases."""
 
     data = experiment.data
     if data.is_unmanaged or data.best_metric is not None or data.num_records_lost:
@@ -64,7 +64,7 @@ def _best_trial(client: "Client", data: "ExperimentData") -> "Trial | None":
 
 
 def _waits_for(client: "Client", data: "ExperimentData") -> str | None:
-    """Return what an experiment waits for to start, and who has it; None if it does not wait."""
+    """Return the slots a queued experiment waits for and their holders; None if not queued."""
     from paceline.cli._console_output import experiment_word
 
     if experiment_word(data) != "QUEUED" or data.is_unmanaged:
@@ -89,7 +89,7 @@ def _waits_for(client: "Client", data: "ExperimentData") -> str | None:
 
 
 def _nodes_of(client: "Client", data: "ExperimentData") -> str | None:
-    """Return on which nodes how many of an experiment's trials run; None if none do."""
+    """Return the nodes with an experiment's running trials, with numbers; None without any."""
     if not data.num_running or data.is_unmanaged:
         return None
     trials: dict[str, set[int | None]] = {}
@@ -104,7 +104,7 @@ def _nodes_of(client: "Client", data: "ExperimentData") -> str | None:
 
 
 def _problems_of(client: "Client", data: "ExperimentData") -> str | None:
-    """Return what is wrong on the master that holds up an experiment."""
+    """Return the master's problems holding up an experiment; None without any."""
     if data.ended_at is not None:
         return None
     problems = getattr(client.status(), "problems", [])
@@ -159,7 +159,7 @@ def _print_description(
 
 
 def _search_text(data: "ExperimentData") -> str | None:
-    """Return how an experiment searches; None for a run without a master, which tells of none."""
+    """Return the search method and metric; None for a run without a master and its search."""
     if data.is_unmanaged:
         return None
     direction = "smaller" if data.smaller_is_better else "larger"
@@ -197,7 +197,7 @@ _GAP = 2
 
 
 def print_leaderboard(experiment: "Experiment", output: "Console") -> None:
-    """Print the ten best trials of a search, and the best one with its hyperparameters."""
+    """Print the ten best trials of a search, and the hyperparameters of the best trial."""
     found = experiment.trials(sort_by="metric", limit=_NUM_SHOWN)
     trials = [trial for trial in found if trial.best_metric is not None]
     if not trials:
@@ -272,7 +272,7 @@ def _width(rows: list[list[str]]) -> int:
 
 
 def _varying_in_leaderboard(trials: "Sequence[Trial]") -> list[str]:
-    """Return the hyperparameters in which the trials differ; all of them for one trial."""
+    """Return the hyperparameters with differing values; all of them for a single trial."""
     rows = [flatten(trial.hparams) for trial in trials]
     names = sorted({name for row in rows for name in row})
     if len(rows) == 1:

@@ -1,4 +1,4 @@
-"""Follower of an experiment until it ends, and the printing of log lines."""
+"""Follower of an experiment until its end, and the printing of log lines."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -58,7 +58,7 @@ def print_damaged_log_lines(number: int) -> None:
 
 
 def format_log_line(line: "LogLine", *, timestamps: bool = False, show_trial: bool = False) -> str:
-    """Return a line with what is asked for in front of it."""
+    """Return a log line with the requested prefix: time, trial, rank."""
     prefix = ""
     if timestamps:
         from paceline.cli._console_output import format_moment
@@ -107,7 +107,7 @@ class FollowOptions:
 
 
 class ExperimentFollower:
-    """One look at one experiment: its feed, and how far each trial's log was printed.
+    """Follower of an experiment: its event feed, and the printed position in each trial's log.
 
     A follower from now sees all that happens after it was made.
     """
@@ -138,7 +138,7 @@ class ExperimentFollower:
             self._begin_now()
 
     def follow(self) -> int:
-        """Print what happens until the experiment has ended, and return the exit code.
+        """Print events until the experiment has ended, and return the exit code.
 
         Ctrl-C leaves the experiment running.
         """
@@ -158,7 +158,7 @@ class ExperimentFollower:
         return exit_code(experiment.data)
 
     def _begin_now(self) -> None:
-        """Connect, so that nothing after this moment is missed, and pass over what was before."""
+        """Connect first, so no later event is missed; then skip everything before."""
         for _ in self._events:
             if self._stream.is_connected:
                 break
@@ -194,7 +194,7 @@ class ExperimentFollower:
         if not has_ended:
             self._print_events()
         self._experiment.reload()
-        # What a trial printed last may have arrived after the last event that was read.
+        # Last log lines: they may arrive after the last event, so each log is read again.
         for trial_id in self._feed.trial_ids():
             self._print_logs(trial_id)
 
@@ -216,7 +216,7 @@ class ExperimentFollower:
                 return
 
     def _is_end(self, event: "Event") -> bool:
-        """Tell whether an event is the end of the experiment, not one before it was reopened."""
+        """Return whether an event ends the experiment for good, not an end before a reopening."""
         from paceline._cluster.messages.states import ExperimentState
 
         try:
@@ -229,7 +229,7 @@ class ExperimentFollower:
         return ended_at is None or event.time > ended_at - _SAME_MOMENT_S
 
     def _print_end(self) -> None:
-        """Print how it ended: the best trials of a search, and the state."""
+        """Print the end of the experiment: the best trials of a search, and the state."""
         from paceline._training.progress_display import format_duration
         from paceline.cli._experiment_description import print_leaderboard
 
@@ -263,7 +263,7 @@ class ExperimentFollower:
             self._print_last_words(line.failed_trial_id)
 
     def _print_last_words(self, trial_id: int) -> None:
-        """Print what a failed trial wrote last, unless it was shown, and where to read all."""
+        """Print a failed trial's last lines, if not shown yet, and the command for all lines."""
         if not self._is_single and trial_id not in self._trials_with_errors:
             last = self._trial(trial_id).iter_logs(tail=_NUM_LAST_WORDS, stream="stderr")
             for line in last:
@@ -310,7 +310,7 @@ class ExperimentFollower:
             self._console.print(f"      {summary}", soft_wrap=True)
 
     def _note_wait(self) -> None:
-        """Say why nothing of the experiment runs, once it has waited for a while."""
+        """Print why no trial of the experiment runs, after a while of waiting."""
         from paceline.client._http_session import ApiError, MasterUnreachableError
 
         now = time.monotonic()
@@ -333,7 +333,7 @@ class ExperimentFollower:
                 return
 
     def _note_connection(self, is_connected: bool) -> None:
-        """Say once that the master does not answer, and that it does again."""
+        """Print a line when the master stops answering, and another when the master is back."""
         now = time.monotonic()
         if is_connected:
             if self._is_told:

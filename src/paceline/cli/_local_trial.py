@@ -119,7 +119,7 @@ def _unused_for_local(path: Path) -> Path:
 
 
 def _first_trial(config: "ExperimentConfig", seed: int) -> "Create":
-    """Return the trial that the search would create first: with a seed, always the same."""
+    """Return the first trial of the search; always the same trial for a given seed."""
     from paceline.search._search import Search
     from paceline.search._search_method import Create, Started
 
@@ -197,7 +197,7 @@ def _refuse_local(message: str, code: int) -> int:
 
 @contextmanager
 def _signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Let the script decide what a signal means; the terminal sends it Ctrl-C by itself."""
+    """Pass signals to the script, the judge of their meaning; Ctrl-C comes from the terminal."""
     passed = (signal.SIGTERM, signal.SIGUSR1)
     old = {number: signal.getsignal(number) for number in (*passed, signal.SIGINT)}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -211,7 +211,7 @@ def _signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
 
 
 def _pass_signal_on(pid: int, signal_number: int) -> None:
-    """Send a signal to the command, or, as a shell would die of it alone, to what it runs."""
+    """Send a signal to the command; to the children of a shell, since a shell alone would die."""
     import psutil
 
     try:

@@ -160,7 +160,7 @@ def up(
 
 
 def _leave_hanging_threads() -> None:
-    """End this process, whose master has ended, without waiting for threads that hang."""
+    """End this process after its master without waiting for hanging threads."""
     deadline = time.monotonic() + _THREADS_END_S
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
@@ -172,7 +172,7 @@ def _leave_hanging_threads() -> None:
 
 
 def _load_serve() -> Callable[..., None]:
-    """Load the master, which takes long, and return its entry."""
+    """Import the master, a slow import, and return its entry function."""
     # Modules stay loaded: to look for garbage among them would take a third of their loading.
     gc.disable()
     from paceline._cluster.master.server import serve
@@ -185,7 +185,7 @@ def _load_serve() -> Callable[..., None]:
 def _up_in_background(
     home: Path, host: str, port: int | None, options: dict[str, Any], flags: dict[str, bool]
 ) -> None:
-    """Start a master with options by name; those that are None are left to it."""
+    """Start a master with options by name; a None value leaves the default to the master."""
     from paceline.cli._master_process import running_master, start_detached
 
     if (file := running_master(home)) is not None:
@@ -211,7 +211,7 @@ def _up_in_background(
 def _differences_from_running(
     file: "MasterFile", host: str, port: int | None, options: dict[str, Any]
 ) -> list[str]:
-    """Say what is wanted of a master that the running one does not have."""
+    """Return the requested settings missing in the running master, as texts for the message."""
     address = listening_address(host)
     has_address = address in (LOOPBACK, listening_address(file.host))
     wanted = {
@@ -224,7 +224,7 @@ def _differences_from_running(
 
 @contextmanager
 def _master_announced(home: Path) -> Iterator[None]:
-    """Say where the master listens, as soon as it does within the block."""
+    """Print the master's address as soon as the master listens within the block."""
     stop = threading.Event()
     announcer = threading.Thread(target=_announce_master, args=(home, stop), daemon=True)
     announcer.start()
@@ -236,7 +236,7 @@ def _master_announced(home: Path) -> Iterator[None]:
 
 
 def _announce_master(home: Path, stop: threading.Event) -> None:
-    """Say where the master listens, once it does."""
+    """Print the master's address once the master listens."""
     from paceline.client._http_session import read_master_file
 
     while not stop.wait(_FILE_POLL_S):
@@ -249,7 +249,7 @@ def _announce_master(home: Path, stop: threading.Event) -> None:
 
 
 def _writes_to_log(home: Path) -> bool:
-    """Tell whether the output goes to the log of the home, which others may be shown."""
+    """Return whether stdout is the home's log: logs may be shown to others, sign-in links not."""
     try:
         return os.path.samestat(os.fstat(sys.stdout.fileno()), (home / "master.log").stat())
     except (OSError, ValueError):
@@ -257,7 +257,7 @@ def _writes_to_log(home: Path) -> bool:
 
 
 def _tell_sign_in_link(home: Path, file: "MasterFile") -> None:
-    """Print a link that signs a browser in, once, or that there is no web UI."""
+    """Print a link to sign a browser in, usable once, or the lack of a web UI."""
     from paceline.cli._master_process import NO_WEB_UI, sign_in_link
     from paceline.client._client import Client
     from paceline.client._http_session import ClientError, read_token
@@ -272,9 +272,10 @@ def _tell_sign_in_link(home: Path, file: "MasterFile") -> None:
 
 @contextmanager
 def _interrupt_told(home: Path) -> Iterator[None]:
-    """Say at the first Ctrl-C what the master waits for; the master itself handles the signal."""
+    """Print at the first Ctrl-C why the master still waits; the master handles the signal."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
+    # Wakeup descriptor instead of a handler: the handlers belong to the master.
     old = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     teller = threading.Thread(target=_tell_interrupt, args=(reader, home), daemon=True)
     teller.start()
@@ -391,7 +392,7 @@ def status(json: Json = False) -> None:
 
 
 def _status_facts(info: "MasterStatus") -> list[tuple[str, Any]]:
-    """Return what a master tells that knows of its status; earlier ones do not."""
+    """Return the status facts of a master with status support; earlier releases have none."""
     from paceline.cli._console_output import format_bytes
 
     def by_state(numbers: dict[str, int]) -> str:

@@ -105,13 +105,14 @@ def _start_process(home: Path, log: Path, arguments: list[str]) -> subprocess.Po
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            # New session: a Ctrl-C in the terminal must not reach the master.
             start_new_session=True,
             env=environment,
         )
 
 
 class _SignOfLife:
-    """What is seen of a process that does not answer yet: whether it uses the processor."""
+    """Observed activity of a process not answering yet: whether the process uses CPU time."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -121,16 +122,16 @@ class _SignOfLife:
 
     @property
     def waited_s(self) -> float:
-        """How long it was waited for."""
+        """Seconds since the waiting began."""
         return time.monotonic() - self._begun_at
 
     @property
     def silence_s(self) -> float:
-        """How long it has used no processor time."""
+        """Seconds without any CPU time used by the process."""
         return time.monotonic() - self._last_at
 
     def is_over(self) -> bool:
-        """Tell whether it is given up."""
+        """Return whether the waiting is over: no CPU use for too long, or the start timeout."""
         process = _process(self._pid)
         used_s = self.used_s if process is None else sum(process.cpu_times()[:2])
         if used_s > self.used_s:
@@ -146,7 +147,7 @@ class _SignOfLife:
 
 
 def running_master(home: Path) -> MasterFile | None:
-    """Return the master of this home if it answers."""
+    """Return the master of this home; None unless the master answers."""
     file = read_master_file(home)
     return file if file is not None and master_answers(file) else None
 
@@ -174,7 +175,7 @@ def master_answers(file: MasterFile) -> bool:
 
 
 def sign_in_link(client: "Client", file: MasterFile | None) -> str:
-    """Return a link for the web UI, or why no browser could open it.
+    """Return a link for the web UI, or the reason why no browser could open a link.
 
     Args:
         client: Knows the master.
@@ -197,6 +198,7 @@ def sign_in_link(client: "Client", file: MasterFile | None) -> str:
 def is_port_free(port: int) -> bool:
     """Tell whether a port of this machine can be listened on."""
     with socket.socket() as probe:
+        # Address reuse: connections in TIME_WAIT do not make the port taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))
@@ -206,7 +208,7 @@ def is_port_free(port: int) -> bool:
 
 
 def count_running_attempts(home: Path) -> int:
-    """Return how many attempts of a home run here now, with a master or without one."""
+    """Return the number of a home's attempts running here, with a master or without."""
     from paceline._cluster.runner.attempt_directory import AttemptDirectory
 
     attempts = home / "attempts"
@@ -215,7 +217,7 @@ def count_running_attempts(home: Path) -> int:
 
 
 def count_running_trials(file: MasterFile, home: Path) -> int:
-    """Return how many trials run on all nodes of a master, or here if it does not say."""
+    """Return the number of trials running on all nodes; on this machine without an answer."""
     from paceline._cluster.messages.master_models import MasterStatus
     from paceline._cluster.messages.states import LIVE_ATTEMPTS
     from paceline.client._client import Client
@@ -228,13 +230,13 @@ def count_running_trials(file: MasterFile, home: Path) -> int:
             if isinstance(info, MasterStatus):
                 return sum(info.attempts.get(state, 0) for state in LIVE_ATTEMPTS)
     except ClientError:
-        # It has lost its database, or is about to end.
+        # Master without a database, or about to end: the count on this machine is the fallback.
         pass
     return count_running_attempts(home)
 
 
 def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: float) -> None:
-    """Ask a master to stop and return once it has; one that does not answer is ended.
+    """Ask a master to stop and return after its end; a master without an answer is killed.
 
     Args:
         file: The master.
@@ -253,7 +255,7 @@ def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: flo
     try:
         token = read_token(home) if master_answers(file) else None
     except MasterUnreachableError as error:
-        # It is ended by a signal, and makes a new token when it starts again.
+        # Token unreadable: a signal ends the master, and its next start makes a new token.
         typer.echo(str(error), err=True)
     if token is not None:
         patience_s = _END_TIMEOUT_S
@@ -266,7 +268,7 @@ def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: flo
 
 
 def wait_for_end(pid: int, timeout_s: float) -> bool:
-    """Wait until a process is gone; False if it is not after `timeout_s` seconds."""
+    """Wait until a process is gone; return False if still alive after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while is_alive(pid):
         if time.monotonic() > deadline:
@@ -276,12 +278,12 @@ def wait_for_end(pid: int, timeout_s: float) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process runs; one that only waits to be reaped does not."""
+    """Return whether a process runs; a zombie waiting to be reaped does not count."""
     return _process(pid) is not None
 
 
 def end_process(pid: int) -> None:
-    """End a master that does not leave by itself.
+    """End a master process by signals if the master does not leave by itself.
 
     Raises:
         CommandError: The process is no Python process, so that its number was reused.
@@ -317,7 +319,7 @@ def _process(pid: int) -> "psutil.Process | None":
 
 
 def _last_words(log: Path, start: int) -> str:
-    """Return what the master printed since `start`: its error, if it gave one."""
+    """Return the master's output since `start`: its error message, if there is any."""
     with open(log, "rb", opener=regular_opener) as file:
         # A log that has grown large begins anew.
         file.seek(start if start <= log.stat().st_size else 0)

@@ -1,4 +1,4 @@
-"""Options that commands share, the client that they name, and errors for users."""
+"""Options shared by commands, the client of the chosen master, and errors for users."""
 
 import os
 import sys
@@ -81,7 +81,7 @@ Home = Annotated[
 
 
 def home_of(home: Path | None) -> Path:
-    """Return the home that an option names, or the default one, as an absolute path."""
+    """Return the home named by an option, or the default home, as an absolute path."""
     from paceline.client._http_session import home_directory
 
     return home_directory() if home is None else home.expanduser().absolute()
@@ -92,7 +92,7 @@ chosen_master: ContextVar[str | None] = ContextVar("chosen_master", default=None
 
 
 def trust(ca_file: Path) -> None:
-    """Trust the authorities in a file; so do processes that this one starts."""
+    """Trust the certificate authorities in a file, in this process and its children."""
     from paceline._base.certificates import CA_FILE_VARIABLE
 
     os.environ[CA_FILE_VARIABLE] = str(ca_file.expanduser().absolute())
@@ -100,7 +100,7 @@ def trust(ca_file: Path) -> None:
 
 @contextmanager
 def connect() -> "Iterator[Client]":
-    """Give a client of the master that the options or the environment name."""
+    """Yield a client of the master named by the options or the environment."""
     from paceline.client._client import Client
 
     with Client(chosen_master.get()) as client:
@@ -108,7 +108,7 @@ def connect() -> "Iterator[Client]":
 
 
 def nested_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return changes such as `searcher.max_length=5` as nested fields.
+    """Return changes like `searcher.max_length=5` as nested fields.
 
     Raises:
         ConfigError: A change is not of the form `key=value`.
@@ -118,8 +118,8 @@ def nested_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return apply_overrides({}, overrides)
 
 
-# Where each error that is the user's to mend lives. A class counts only if its package is loaded
-# already, as nothing else can have raised it; importing them all would slow every command down.
+# Errors a user can fix, by package. A class counts only if its package is already loaded: no
+# other package can have raised it, and importing all of them would slow every command down.
 _USER_ERRORS = {
     "paceline.client": ("ClientError",),
     "paceline.config": ("ConfigError",),
@@ -142,11 +142,11 @@ _USER_ERRORS = {
 
 
 class CommandError(Exception):
-    """Raised by a command that cannot do what it was asked to do."""
+    """Raised when a command cannot do the requested work."""
 
 
 def is_cli_user_error(error: BaseException) -> bool:
-    """Tell whether an error is the user's to mend, so that its text is all there is to show."""
+    """Return whether an error is for the user to fix, so only its text is shown."""
     if isinstance(error, CommandError):
         return True
     for package, names in _USER_ERRORS.items():
@@ -159,7 +159,7 @@ def is_cli_user_error(error: BaseException) -> bool:
 
 
 def report_error(message: str) -> None:
-    """Print an error to stderr: what is wrong in red, the hint below it."""
+    """Print an error to stderr: the problem in red, the hint below."""
     from rich.text import Text
 
     from paceline.cli._console_output import error_console
@@ -182,7 +182,7 @@ is_paceline_command: ContextVar[bool] = ContextVar("is_paceline_command", defaul
 
 
 def restart_without_token() -> None:
-    """Restart this process without the user's token, if its environment has one.
+    """Restart this process without the user's token if the environment has a token.
 
     It keeps its number, its arguments and its open files. Call it before anything is begun.
     """

@@ -202,7 +202,7 @@ def list_nodes(json: Json = False) -> None:
 
 
 def _state_of(node: "Node") -> str:
-    """Return the state of a node in words; one may rest after failures of several trials."""
+    """Return the state of a node as text, with the seconds of its rest after trial failures."""
     rest_s = (node.rests_until or 0.0) - time.time()
     return f"{node.state}, rests {rest_s:.0f} s" if rest_s > 0 else node.state
 
@@ -242,7 +242,7 @@ def resume(name: _Name) -> None:
 
 @runner_app.command("forget")
 def forget(name: _Name) -> None:
-    """Forget a node that is lost, has left or is drained."""
+    """Forget a node in the state lost, left or drained."""
     from paceline.cli._options_and_errors import connect
 
     with connect() as client:
@@ -273,7 +273,7 @@ def _slots_of_runner(text: str) -> int | None:
 
 
 def read_labels(texts: list[str]) -> dict[str, str]:
-    """Return labels that are given as KEY=VALUE."""
+    """Return labels given as KEY=VALUE."""
     labels = {}
     for text in texts:
         match = _LABEL.fullmatch(text)
@@ -315,7 +315,7 @@ _Pool = Annotated[str, typer.Argument(metavar="POOL", help="Name of the pool.")]
 
 @pool_app.command("list")
 def list_pools(json: Json = False) -> None:
-    """List the pools that have nodes or settings, or whose runners the master starts."""
+    """List the pools with nodes, with settings, or with runners started by the master."""
     from paceline.cli._console_output import print_json, print_table
     from paceline.cli._options_and_errors import connect
 
@@ -367,7 +367,7 @@ def set_pool(
         ),
     ] = None,
 ) -> None:
-    """Set all settings of a pool. Options that are not given get their defaults."""
+    """Set all settings of a pool. Options not given get their defaults."""
     from paceline.cli._options_and_errors import connect
 
     with connect() as client:

@@ -125,7 +125,7 @@ def show_time(run: RunPath, json: Json = False) -> None:
 
 
 def find_run(run: Path) -> Path:
-    """Return the directory of a run that is named by its path, its name or a part of it.
+    """Return the directory of a run, named by its path, its name or a part of the name.
 
     Raises:
         CommandError: The part fits several runs.
@@ -198,7 +198,7 @@ def _print_run_rows(rows: list[tuple[str, Any]]) -> None:
 
 
 def _groups_of_runs(run: "RunDirectory") -> list[str]:
-    """Return the names of the metric groups that the chief reported."""
+    """Return the names of the metric groups reported by the chief."""
     from paceline._base.journal_records import MetricsReported
 
     names = set()
@@ -212,7 +212,7 @@ def _groups_of_runs(run: "RunDirectory") -> list[str]:
 
 
 def run_state_name(run: "RunSummary") -> str:
-    """Return how a run stands; one whose script never reported anything cannot be judged."""
+    """Return the state of a run; `no_reports` if its script never reported anything."""
     from paceline.core._run_summaries import RunState
 
     if not run.num_attempts and run.state is not RunState.RUNNING:
@@ -310,7 +310,7 @@ def _send_run(sync: "RunSync") -> "SyncResult":
 
 
 def _watch_runs(going_on: "list[RunSync]") -> None:
-    """Send what is new about every second until all have ended; Ctrl-C leaves the runs alone."""
+    """Send news about every second until all runs have ended; Ctrl-C leaves the runs alone."""
     import time
 
     from paceline.client._http_session import MasterUnreachableError

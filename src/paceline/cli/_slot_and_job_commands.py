@@ -22,7 +22,7 @@ class _SlotCounts(Protocol):
 
 
 def slots_text(counts: _SlotCounts, num_slots: int, *, verb: str = "") -> str:
-    """Return how many of the slots that can be used are in use, and how many are drained.
+    """Return the numbers of usable slots in use and of drained slots, as text.
 
     Args:
         counts: How many are in use, drained, and both.
@@ -39,7 +39,7 @@ def slots_text(counts: _SlotCounts, num_slots: int, *, verb: str = "") -> str:
 
 
 def memory_text(sizes: Sequence[int]) -> str | None:
-    """Return the memory of devices, such as `4 x 79.6 GiB`; None if it is unknown."""
+    """Return the memory of devices, for example `4 x 79.6 GiB`; None if unknown."""
     from paceline.cli._console_output import format_bytes
 
     if not any(sizes):
@@ -146,7 +146,7 @@ def list_jobs(
     limit: Limit = 100,
     json: Json = False,
 ) -> None:
-    """List the trials that wait for slots, the next one first, and why each waits."""
+    """List the trials waiting for slots, the next first, with the reason of each wait."""
     from paceline.cli._console_output import format_age, print_json, print_table
     from paceline.cli._options_and_errors import connect
 

@@ -1,4 +1,4 @@
-"""Commands `paceline trial`: show and change a trial, and what its attempts ran in."""
+"""Commands `paceline trial`: show and change a trial, and show its attempts' environments."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,7 +113,7 @@ def _worker_restarts(data: "TrialData") -> str | None:
 
 
 def _runs_on(data: "TrialData") -> str | None:
-    """Return the nodes of the attempt that runs; None if none does."""
+    """Return the nodes of the running attempt; None if no attempt runs."""
     running = [one for one in data.attempts if one.ended_at is None]
     return ", ".join(node.name for one in running for node in one.nodes) or None
 
@@ -154,7 +154,7 @@ def _print_attempts(data: "TrialData") -> None:
                 end += f", {attempt.exit.kind.value} error"
         slots = ",".join(map(str, attempt.slots))
         if [node.name for node in attempt.nodes] not in ([], ["local"]):
-            # By node, the one of rank 0 first.
+            # Slots by node: the node of rank 0 comes first.
             slots = " ".join(f"{n.name}:{','.join(map(str, n.slots))}" for n in attempt.nodes)
         start = f"batch {attempt.resumed_steps}" if attempt.resumed_from else "the beginning"
         rows.append((attempt.number, attempt.state.value, slots, start, took, end))

@@ -120,7 +120,7 @@ def list_tokens(json: Json = False) -> None:
 def revoke(
     token: Annotated[str, typer.Argument(metavar="NAME", help="Name or id of the token.")],
 ) -> None:
-    """Revoke a token for good. Requests with it are refused."""
+    """Revoke a token for good. Requests with the token are refused."""
     from paceline.cli._options_and_errors import CommandError, connect
 
     try:
@@ -156,7 +156,7 @@ def _seconds(text: str) -> float | None:
 
 
 def _binding(token: "Token") -> str:
-    """Return the only node and pool that a token is for; empty if it is for any."""
+    """Return the only node and pool a token is valid for; empty if valid for any."""
     pairs = (("node", token.node), ("pool", token.pool))
     return ", ".join(f"{kind} {value}" for kind, value in pairs if value is not None)
 
@@ -171,7 +171,7 @@ user_app = typer.Typer(help="Manage the password of the web UI.", no_args_is_hel
 
 
 def login() -> None:
-    """Print a sign-in link for the web UI. It works once."""
+    """Print a sign-in link for the web UI. The link works once."""
     from paceline.cli._master_process import NO_WEB_UI, sign_in_link
     from paceline.cli._options_and_errors import connect
     from paceline.client._http_session import home_directory, read_master_file

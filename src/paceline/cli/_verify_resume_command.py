@@ -1,4 +1,4 @@
-"""`paceline verify-resume`: check that a script resumes exactly."""
+"""Command `paceline verify-resume`: check whether a script resumes exactly."""
 
 import logging
 import shutil
@@ -83,7 +83,7 @@ def verify_resume(
     ] = 600.0,
     json: Json = False,
 ) -> None:
-    """Check that a training resumes in the same bits.
+    """Check whether a training resumes with the same bits.
 
     The script runs once without interruption. Then, for each interruption, it runs until the
     interruption and once more to the end. The command compares the final checkpoints bit by bit,

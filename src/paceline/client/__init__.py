@@ -1,4 +1,4 @@
-"""The Python SDK: create experiments, follow them, and fetch what they made.
+"""Python SDK: create experiments, follow them, and fetch their results.
 
 `experiment`, `trial` and `checkpoint` return objects that talk to the master which the environment
 names (`PACELINE_HOME`, or `PACELINE_MASTER` with `PACELINE_TOKEN`); `Client` names one itself.

@@ -1,4 +1,4 @@
-"""A checkpoint as the master knows it, and copying its files here."""
+"""Checkpoint in the master's view, and copying its files to this machine."""
 
 import shutil
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ DownloadMode = Literal["auto", "direct", "master"]
 
 
 class Checkpoint:
-    """A committed checkpoint; `data` is what the master last said of it."""
+    """Committed checkpoint; `data` is the master's last known state of the checkpoint."""
 
     def __init__(self, session: HttpSession, data: "CheckpointData") -> None:
         self._session = session
@@ -31,17 +31,17 @@ class Checkpoint:
 
     @property
     def trial_id(self) -> int:
-        """The trial that stored it."""
+        """Trial owning the checkpoint."""
         return self.data.trial_id
 
     @property
     def experiment_id(self) -> int:
-        """The experiment that its trial belongs to."""
+        """Experiment of the checkpoint's trial."""
         return self.data.experiment_id
 
     @property
     def steps_completed(self) -> int:
-        """The batches that the trial had trained."""
+        """Number of batches trained by the trial before this checkpoint."""
         return self.data.steps_completed
 
     @property
@@ -51,7 +51,7 @@ class Checkpoint:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the training script gave to `store_path` or `upload`."""
+        """Metadata given by the training script to `store_path` or `upload`."""
         return self.data.metadata
 
     @property
@@ -63,14 +63,14 @@ class Checkpoint:
         return None if value is None else float(value)
 
     def reload(self) -> "Checkpoint":
-        """Read the checkpoint again and return it."""
+        """Read the checkpoint's data again and return the checkpoint."""
         from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
 
         self.data = self._session.get(f"checkpoints/{self.uuid}", CheckpointData)
         return self
 
     def delete(self, globs: Sequence[str] | None = None) -> None:
-        """Delete the checkpoint's files, or some of them; the record that it existed stays.
+        """Delete the checkpoint's files, or some of them; the record of the checkpoint stays.
 
         Args:
             globs: Patterns of the files to delete, as in a ``.gitignore``; all by default. A
@@ -87,7 +87,7 @@ class Checkpoint:
         self._session.send("DELETE", f"checkpoints/{self.uuid}", params=params)
 
     def download(self, path: str | Path | None = None, *, mode: DownloadMode = "auto") -> Path:
-        """Copy the checkpoint's files into a new or empty directory and return it.
+        """Copy the checkpoint's files into a new or empty directory and return the directory.
 
         Args:
             path: The directory; `checkpoints/<uuid>` by default.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class ClusterClient:
-    """The part of a client that is about nodes, pools and the queue."""
+    """Part of a client for nodes, pools and the queue."""
 
     _session: HttpSession
 
@@ -48,7 +48,7 @@ class ClusterClient:
         return self._session.get("slots", list[Slot])
 
     def drain_slot(self, node: str, slot: int, *, finish: bool = False) -> None:
-        """Place nothing more on one slot.
+        """Drain a slot: nothing more is placed there.
 
         Args:
             node: The name of its node; `local` is the master's own machine.
@@ -66,7 +66,7 @@ class ClusterClient:
         self._session.send("POST", f"nodes/{node}/slots/{slot}/resume")
 
     def nodes(self, *, include_local: bool = False) -> "list[Node]":
-        """Return the machines whose runners have registered, and what runs there.
+        """Return the machines with registered runners, and the work running there.
 
         Args:
             include_local: Put the master's own machine before them, as the node `local`, if it has
@@ -94,7 +94,7 @@ class ClusterClient:
         self._session.send("POST", f"nodes/{name}/resume")
 
     def forget_node(self, name: str) -> None:
-        """Forget a node that is lost, has left or is drained.
+        """Forget a node in the state lost, left or drained.
 
         Raises:
             ApiError: There is no such node, or it has attempts, or is not lost,
@@ -103,7 +103,7 @@ class ClusterClient:
         self._session.send("DELETE", f"nodes/{name}")
 
     def pools(self) -> "list[Pool]":
-        """Return the pools that have nodes or settings."""
+        """Return the pools with nodes or settings."""
         from paceline._cluster.messages.master_models import Pool
 
         return self._session.get("pools", list[Pool])
@@ -116,7 +116,7 @@ class ClusterClient:
         max_slots: int | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """Say how a pool is shared; what is not given gets its default.
+        """Set the sharing rules of a pool; arguments not given get their defaults.
 
         Args:
             name: The name of the pool; there need be no node in it yet.
@@ -141,7 +141,7 @@ class ClusterClient:
         self._session.send("DELETE", f"pools/{name}")
 
     def queue(self, *, pool: str | None = None, limit: int = 100) -> "list[QueueEntry]":
-        """Return the trials that wait for slots, the next one first, and why each waits."""
+        """Return the trials waiting for slots, the next first, with the reason of each wait."""
         from paceline._cluster.messages.master_models import QueueEntry
 
         return self._session.get("queue", list[QueueEntry], pool=pool, limit=limit)
@@ -178,7 +178,7 @@ class ClusterClient:
 
 
 class Client(ClusterClient):
-    """A connection to one master.
+    """Connection to a master.
 
     Args:
         master: The master's URL; by default `PACELINE_MASTER`, else the master that runs in
@@ -213,13 +213,13 @@ class Client(ClusterClient):
         return self._session.url
 
     def master(self) -> "MasterInfo":
-        """Return what the master is and how busy it is."""
+        """Return the master's facts and its load."""
         from paceline._cluster.messages.master_models import MasterInfo
 
         return self._session.get("master", MasterInfo)
 
     def status(self) -> "MasterStatus | MasterInfo":
-        """Return what the master is, how busy it is, and what is wrong.
+        """Return the master's facts, its load and its problems.
 
         A master of before tells less.
         """
@@ -234,7 +234,7 @@ class Client(ClusterClient):
             return self.master()
 
     def shut_down(self, *, keep_trials: bool = False, timeout_s: float = 30.0) -> None:
-        """Ask the master to stop; it answers before it does.
+        """Ask the master to stop; the answer comes before the stop.
 
         Args:
             keep_trials: Leave running trials to go on without it.
@@ -246,7 +246,7 @@ class Client(ClusterClient):
         self._session.send("POST", "master/shutdown", content=body)
 
     def sign_in_link(self) -> str:
-        """Return a link that signs a browser in, once."""
+        """Return a link to sign a browser in, usable once."""
         from paceline._cluster.messages.master_models import SignInLink
 
         return self._session.call("POST", "sign-in-links", SignInLink).url
@@ -305,7 +305,7 @@ class Client(ClusterClient):
         return self._session.get("tokens", list[Token])
 
     def revoke_token(self, token: "int | str") -> "Token":
-        """Revoke a token for good and return it.
+        """Revoke a token for good and return the token.
 
         Args:
             token: Its id, or the name of a token that is not revoked.
@@ -324,7 +324,7 @@ class Client(ClusterClient):
         return found[0]
 
     def renew_home_token(self) -> str:
-        """Put another token in place of that of the master's home, and return it."""
+        """Replace the token of the master's home, and return the new token."""
         from paceline._cluster.messages.master_models import HomeToken
 
         return self._session.call("PUT", "home-token", HomeToken).secret
@@ -426,7 +426,7 @@ class Client(ClusterClient):
     def events(
         self, *, after: int | None = None, experiment_id: int | None = None
     ) -> "Iterator[Event]":
-        """Yield events for ever; goes on after the last one when the connection breaks.
+        """Yield events for ever; resume after the last event when the connection breaks.
 
         Args:
             after: The cursor (`Event.id`) to start after; None for new events only.
@@ -459,7 +459,7 @@ def _load_config(
 
 
 def _submitted_text(config: "ExperimentConfig | dict[str, Any] | str | Path") -> str | None:
-    """Return the configuration as the user wrote it, to show it with the experiment."""
+    """Return the configuration as written by the user, to show with the experiment."""
     if isinstance(config, (str, Path)):
         return Path(config).read_text(encoding="utf-8")
     if isinstance(config, dict):
@@ -536,7 +536,7 @@ def _client() -> Client:
 
 @lru_cache(maxsize=4)
 def _cached_client(home: Path, master: str | None, token: str | None) -> Client:
-    """Return one client per environment: `home` is read by the client itself."""
+    """Return a client, cached per environment: `home` is part of the key only."""
     client = Client(master, token)
     atexit.register(client.close)
     return client

@@ -1,4 +1,4 @@
-"""Uploads to the master: archives of user code, and runs that were made without it."""
+"""Uploads to the master: archives of user code, and runs made without the master."""
 
 import gzip
 import hashlib
@@ -51,7 +51,7 @@ _FIXED_TIME = 315_532_800 + 86_400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextEntry:
-    """One file, directory or link; `link` is the target relative to the link's directory."""
+    """File, directory or link to upload; `link` is its target relative to its directory."""
 
     name: str
     path: Path
@@ -61,7 +61,7 @@ class ContextEntry:
 
     @property
     def is_directory(self) -> bool:
-        """Whether this is a directory, and no link to one."""
+        """Whether this is a directory, and no link to a directory."""
         return self.link is None and self.path.is_dir()
 
 
@@ -83,6 +83,7 @@ def pack_context(directory: Path, target: IO[bytes], *, limit_bytes: int | None 
     sink = _LimitedSink(target, entries, limit_bytes)
     try:
         with (
+            # Header without name and time: equal code gives an equal digest.
             gzip.GzipFile(filename="", mode="wb", fileobj=sink, compresslevel=6, mtime=0) as zipped,
             tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
         ):
@@ -97,7 +98,7 @@ def pack_context(directory: Path, target: IO[bytes], *, limit_bytes: int | None 
 
 
 def list_context(directory: Path) -> list[ContextEntry]:
-    """Return what would be packed, sorted by name.
+    """Return the entries to be packed, sorted by name.
 
     Raises:
         ContextError: As `pack_context`.
@@ -120,7 +121,7 @@ def list_context(directory: Path) -> list[ContextEntry]:
 
 
 class _CodeWalk:
-    """One pass over a directory; collects what must be refused, to name it all at once."""
+    """Pass over a directory; collects all refused entries to name them together."""
 
     def __init__(self, root: Path, ignores: "GitIgnoreSpec") -> None:
         self._root = root
@@ -142,6 +143,7 @@ class _CodeWalk:
             elif stat.S_ISLNK(status.st_mode):
                 yield from self._link(Path(item.path), name)
             elif stat.S_ISREG(status.st_mode):
+                # Two modes only: a user's umask must not change the digest.
                 mode = 0o755 if status.st_mode & 0o100 else 0o644
                 yield ContextEntry(name=name, path=Path(item.path), mode=mode, size=status.st_size)
             else:
@@ -161,6 +163,7 @@ class _CodeWalk:
             target = os.path.relpath(target, os.path.dirname(path.absolute()))
         written = os.path.normpath(os.path.join(os.path.dirname(name), target))
         leaves = written == os.pardir or written.startswith(os.pardir + os.sep)
+        # Real target as well: an inner path may lead outside through another link.
         real = os.path.realpath(path)
         if leaves or not (real + os.sep).startswith(self._real_root + os.sep):
             self._outside.append(f"{name} -> {os.readlink(path)}")
@@ -266,7 +269,7 @@ class SyncResult:
 
 
 class RunSync:
-    """Send what a run directory holds; the master shows it as an unmanaged experiment.
+    """Sends the content of a run directory to the master, to show as an unmanaged experiment.
 
     What the master has already is not sent again, whoever sent it, so this may be done as often as
     one likes: while the run goes on, after its end, and after it was resumed.
@@ -300,7 +303,7 @@ class RunSync:
         return self._info.name
 
     def send(self) -> SyncResult:
-        """Send what the master does not have yet.
+        """Send everything still missing on the master.
 
         Raises:
             ApiError: The master refused the run, for example as a master started it.
@@ -370,6 +373,7 @@ class RunSync:
             batches=batches, is_alive=is_alive, moved=self._moved(), lease_s=self._lease_s
         )
         content = msgspec.json.encode(body)
+        # Time before the request: the master may start the lease before its answer arrives.
         sent_at = time.monotonic()
         response = self._session.send("POST", f"{self._url}/records", content=content)
         self._last = msgspec.json.decode(response.content, type=RunReply)
@@ -378,7 +382,7 @@ class RunSync:
         return self._last
 
     def _kept_reply(self) -> "RunReply | None":
-        """Return the last reply if the master need not hear yet that the run goes on."""
+        """Return the last reply while the master needs no news of the run; None if due."""
         if self._lease_s is None or time.monotonic() > self._last_at + self._lease_s / 3:
             return None
         return self._last

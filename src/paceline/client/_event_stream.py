@@ -1,4 +1,4 @@
-"""The master's stream of events: parsing it, and following it across restarts."""
+"""Stream of events from the master: parsing, and following across restarts."""
 
 import socket
 import threading
@@ -32,7 +32,7 @@ _LOOK_INTERVAL_S = 0.01
 
 
 class StreamedEvent(msgspec.Struct, frozen=True):
-    """One event of a `text/event-stream`: its `id` and `data` fields."""
+    """Event of a `text/event-stream`: its `id` and `data` fields."""
 
     id: str | None
     data: str
@@ -103,7 +103,7 @@ class EventStream:
             time.sleep(_RECONNECT_S)
 
     def _connect(self) -> Iterator["Event | None"]:
-        """Yield the events of one connection; returns when it breaks."""
+        """Yield the events of a single connection; return when the connection breaks."""
         import httpx
 
         from paceline._cluster.messages.master_models import Event
@@ -131,6 +131,7 @@ class EventStream:
                         continue
                     self.is_current = False
                     event = Event.model_validate_json(streamed.data)
+                    # Cursor before the yield: a consumer leaving the loop has received this event.
                     self.cursor = event.id
                     yield event
         except httpx.TransportError:
@@ -169,12 +170,14 @@ def _stream_lines_of(response: "httpx.Response") -> Iterator[str]:
 
 
 def _end_reading(response: "httpx.Response", thread: threading.Thread, lines: "Queue[Any]") -> None:
-    """End the thread that reads an answer, wherever it waits."""
+    """End the thread reading an answer, wherever the thread waits."""
     connection = response.extensions["network_stream"].get_extra_info("socket")
     with suppress(OSError):
+        # Shutdown instead of close: it wakes the reading thread from a blocked `recv`.
         connection.shutdown(socket.SHUT_RDWR)
     while thread.is_alive():
         with suppress(Empty):
+            # Room in the full queue: the reading thread may be blocked in `put`.
             lines.get_nowait()
         thread.join(_LOOK_INTERVAL_S)
 

@@ -36,7 +36,7 @@ _FOLLOW_INTERVAL_S = 0.5
 
 
 class Trial:
-    """A training run with fixed hyperparameters; `data` is what the master last said of it."""
+    """Training run with fixed hyperparameters; `data` is the master's last known state."""
 
     def __init__(self, session: HttpSession, data: "TrialData") -> None:
         self._session = session
@@ -58,7 +58,7 @@ class Trial:
 
     @property
     def state(self) -> "TrialState | ShownState":
-        """Where the trial stood when it was last read, in the words of the command line.
+        """State of the trial when last read, in the words of the command line.
 
         `data.state` is the state that the master stores.
         """
@@ -82,7 +82,7 @@ class Trial:
         return _number_of_metric(self.data.best_metric)
 
     def reload(self) -> "Trial":
-        """Read the trial again, with its summary and attempts, and return it."""
+        """Read the trial again, with its summary and attempts, and return the trial."""
         from paceline._cluster.messages.experiment_models import Trial as TrialData
 
         self.data = self._session.get(f"trials/{self.id}", TrialData)
@@ -96,13 +96,13 @@ class Trial:
         return Experiment(self._session, data)
 
     def time(self) -> "TrialTime":
-        """Return what the trial's time went to, such as training, starts and lost work."""
+        """Return the trial's time by use, for example training, starts and lost work."""
         from paceline._cluster.messages.experiment_models import TrialTime
 
         return self._session.get(f"trials/{self.id}/time", TrialTime)
 
     def environments(self) -> "list[AttemptEnvironment]":
-        """Return what the attempts of the trial ran in, the earliest first.
+        """Return the environments of the trial's attempts, the earliest first.
 
         A master of before tells of none.
         """
@@ -117,7 +117,7 @@ class Trial:
             return []
 
     def kill(self) -> "Trial":
-        """End the trial at once, without a checkpoint, and return it as it stands."""
+        """End the trial at once, without a checkpoint, and return its present state."""
         from paceline._cluster.messages.experiment_models import Trial as TrialData
 
         self.data = self._session.call("POST", f"trials/{self.id}/kill", TrialData)
@@ -141,7 +141,7 @@ class Trial:
         return Experiment(self._session, data)
 
     def iter_metrics(self, group: str | None = None) -> Iterator["MetricRow"]:
-        """Yield what was reported, by group and step, without superseded rows.
+        """Yield the reported metrics, by group and step, without superseded rows.
 
         Args:
             group: "training", "validation" or another reported group; None for all.
@@ -172,7 +172,7 @@ class Trial:
         stream: str | None = None,
         search: str | None = None,
     ) -> Iterator["LogLine"]:
-        """Yield the lines that the trial's processes printed.
+        """Yield the lines printed by the trial's processes.
 
         Args:
             follow: Go on until the trial has ended.
@@ -216,7 +216,7 @@ class Trial:
 
     @property
     def num_damaged_lines(self) -> int:
-        """How many damaged lines of output were found and left out, as far as it was read."""
+        """Number of damaged output lines found and left out so far."""
         return self._num_damaged_lines
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -227,7 +227,7 @@ class Trial:
         return [Checkpoint(self._session, data) for data in pages]
 
     def top_checkpoint(self) -> Checkpoint:
-        """Return the checkpoint with the best searched metric, else the latest one.
+        """Return the checkpoint with the best searched metric, else the latest checkpoint.
 
         Raises:
             NoCheckpointError: The trial has none.
@@ -259,7 +259,7 @@ _FIRST_PAUSE_S = 0.1
 
 
 class Experiment:
-    """A configuration, its code and its trials; `data` is what the master last said of it."""
+    """Configuration, code and trials; `data` is the master's last known state."""
 
     def __init__(self, session: HttpSession, data: "ExperimentData") -> None:
         self._session = session
@@ -276,12 +276,12 @@ class Experiment:
 
     @property
     def name(self) -> str:
-        """The name that its configuration gives."""
+        """Name from the experiment's configuration."""
         return self.data.name
 
     @property
     def state(self) -> "ExperimentState | ShownState":
-        """Where the experiment stood when it was last read, in the words of the command line.
+        """State of the experiment when last read, in the words of the command line.
 
         `data.state` is the state that the master stores.
         """
@@ -291,7 +291,7 @@ class Experiment:
 
     @property
     def progress(self) -> float:
-        """The part of the search that is done, from 0 to 1 inclusive."""
+        """Completed part of the search, from 0 to 1 inclusive."""
         return self.data.progress
 
     @property
@@ -315,7 +315,7 @@ class Experiment:
         return _number_of_metric(self.data.best_metric)
 
     def reload(self) -> "Experiment":
-        """Read the experiment again and return it."""
+        """Read the experiment again and return the experiment."""
         from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         self.data = self._session.get(f"experiments/{self.id}", ExperimentData)
@@ -326,7 +326,7 @@ class Experiment:
         return self._command("pause")
 
     def activate(self) -> "Experiment":
-        """Go on after `pause`, or start an experiment that was created paused."""
+        """Resume after `pause`, or start an experiment created paused."""
         return self._command("activate")
 
     def cancel(self) -> "Experiment":
@@ -338,7 +338,7 @@ class Experiment:
         return self._command("kill")
 
     def archive(self) -> "Experiment":
-        """Put an ended experiment into the archive, where lists leave it out."""
+        """Archive an ended experiment, so lists leave the experiment out."""
         return self._command("archive")
 
     def unarchive(self) -> "Experiment":
@@ -365,7 +365,7 @@ class Experiment:
         return self._change(max_slots=max_slots or 0)
 
     def fork(self, config: dict[str, Any] | None = None, *, activate: bool = True) -> "Experiment":
-        """Create an experiment with this one's code, and return it.
+        """Create an experiment with this experiment's code, and return the new experiment.
 
         Args:
             config: Fields of the configuration to change.
@@ -413,7 +413,7 @@ class Experiment:
         return len(files)
 
     def loss(self) -> "Loss":
-        """Return what `delete` would take away, and what stands in its way if something does."""
+        """Return the data `delete` would remove, and an obstacle to the deletion, if any."""
         from paceline._cluster.messages.experiment_models import Loss
 
         return self._session.get(f"experiments/{self.id}/loss", Loss)
@@ -500,7 +500,7 @@ class Experiment:
         raise NoCheckpointError(f"Experiment {self.id} must have a checkpoint, but has none.")
 
     def search(self) -> "SearchView":
-        """Return the rungs of the search; empty for searches that do not halve."""
+        """Return the rungs of the search; empty for searches without halving."""
         from paceline._cluster.messages.experiment_models import SearchView
 
         return self._session.get(f"experiments/{self.id}/search", SearchView)
@@ -514,7 +514,7 @@ class Experiment:
         return EventStream(self._session, after=after, experiment_id=self.id)
 
     def iter_logs(self, *, tail: int | None = None) -> Iterator["LogLine"]:
-        """Yield the lines that the processes of all trials printed, in their order of time.
+        """Yield the lines printed by the processes of all trials, in order of time.
 
         Args:
             tail: Only this many lines before the end.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ClientError(RuntimeError):
-    """Base of all errors that the client raises on purpose."""
+    """Base of all errors raised by the client on purpose."""
 
 
 class ApiError(PicklableError, ClientError):
@@ -43,7 +43,7 @@ class ApiError(PicklableError, ClientError):
 
 
 class MasterUnreachableError(ClientError):
-    """Raised when no master answers; the message holds the command that starts one."""
+    """Raised when no master answers; the message contains the command to start a master."""
 
 
 class ContextError(ClientError, ValueError):
@@ -67,7 +67,7 @@ START_COMMAND = "paceline up --detach"
 
 
 class MasterFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `master.json`, which a running master keeps in its home.
+    """Content of `master.json`, kept in the home by a running master.
 
     `url` is for programs on its machine, `public_url` for those on others; `host` is the address
     that it listens on. `certificate` is its own (PEM), if it has one.
@@ -88,7 +88,7 @@ class MasterFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MasterAccess(msgspec.Struct, frozen=True):
-    """URL and token of a master, and its certificate if that is known from its home."""
+    """URL and token of a master, and its certificate if known from its home."""
 
     url: str
     token: str
@@ -96,12 +96,12 @@ class MasterAccess(msgspec.Struct, frozen=True):
 
 
 def home_directory() -> Path:
-    """Return the home that the environment names, by default `~/.paceline`."""
+    """Return the home named by the environment, by default `~/.paceline`."""
     return Path(os.environ.get(HOME_VARIABLE) or "~/.paceline").expanduser().absolute()
 
 
 def read_master_file(home: Path) -> MasterFile | None:
-    """Return what the master of this home says of itself; None when none runs.
+    """Return the content of the home's master file; None without a valid file.
 
     The file outlives a master that was killed, so a file is no proof that one answers.
     """
@@ -135,7 +135,7 @@ def read_token(home: Path) -> str:
 
 
 def given_token() -> str | None:
-    """Return the token that the environment has or names, None if it has none.
+    """Return the token from an environment variable or from a token file, None without any.
 
     Raises:
         MasterUnreachableError: The file cannot be read, or is damaged.
@@ -192,14 +192,14 @@ _PAGE_SIZE = 200
 
 
 class _Pool(NamedTuple):
-    """The connections to a master at one address."""
+    """HTTP connections to a master at a fixed address."""
 
     address: MasterAccess
     http: "httpx.Client"
 
 
 class HttpSession:
-    """Connections to one master, for any number of threads.
+    """Connections to a master, for any number of threads.
 
     The address is looked up at the first request and again when nothing answers there, so that a
     master which came back on another port is found. Connections that other threads may still use
@@ -277,7 +277,7 @@ class HttpSession:
             raise MasterUnreachableError(str(error)) from error
 
     def get(self, path: str, model: type[Model], **params: Any) -> Model:
-        """Return the decoded answer to a GET; parameters that are None are left out."""
+        """Return the decoded answer to a GET; parameters with the value None are left out."""
         return self.call("GET", path, model, params=params)
 
     def call(
@@ -313,7 +313,7 @@ class HttpSession:
         content: "bytes | Path | None" = None,
         has_key: bool = False,
     ) -> "httpx.Response":
-        """Send a request and return the answer, which is a success.
+        """Send a request and return the answer, always a success.
 
         Requests that may be repeated are, when the connection breaks or the master is overloaded.
         """
@@ -395,6 +395,7 @@ class HttpSession:
         except httpx.TransportError as error:
             self._has_moved(pool)
             if explained := _explain_tls(error, url):
+                # Cause left out: with a broken connection as its cause, `send` would try again.
                 raise MasterUnreachableError(explained) from None
             raise MasterUnreachableError(
                 f"The master at {url} broke off its answer ({type(error).__name__}: {error})."
@@ -402,7 +403,7 @@ class HttpSession:
             ) from error
 
     def _has_moved(self, old: _Pool) -> bool:
-        """Tell whether the master has another address now; it is used from now on."""
+        """Return whether the master has a new address; later requests use the new address."""
         try:
             address = find_master(self._master, self._token)
         except MasterUnreachableError:
@@ -418,7 +419,7 @@ class HttpSession:
 
 
 class _SentRequest(NamedTuple):
-    """A request as it is sent, each time in the same way."""
+    """Request to send, the same in each repetition."""
 
     method: str
     path: str
@@ -440,7 +441,7 @@ class _SentRequest(NamedTuple):
 
 
 def _explain_tls(error: "httpx.TransportError", url: str) -> str | None:
-    """Return what is wrong with TLS, if that is why a request failed."""
+    """Return the TLS problem behind a failed request, None if there is no TLS problem."""
     import httpx
 
     from paceline._base.certificates import explain_missing_tls, explain_tls_error, tls_error_of
@@ -455,7 +456,7 @@ def _explain_tls(error: "httpx.TransportError", url: str) -> str | None:
 
 
 def raise_for_problem(response: "httpx.Response") -> None:
-    """Raise the error that an answer holds.
+    """Raise the error described in an answer.
 
     Raises:
         ApiError: The answer is not a success.
@@ -480,7 +481,7 @@ def raise_for_problem(response: "httpx.Response") -> None:
 
 
 def _broken_connection() -> tuple[type[Exception], ...]:
-    """Return what a connection that was there and broke raises."""
+    """Return the exceptions of an established connection breaking."""
     import httpx
 
     return (httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)

@@ -1,4 +1,4 @@
-"""Program that reports a run without a master to one, beside the script that makes it.
+"""Program reporting a run without a master to a master, beside the run's script.
 
 `core.init(master=...)` starts it as ``python -m paceline.client._report_run RUN_DIR URL``. Its
 standard input ends with the script. It then sends the rest, and closes its output. If that does not
@@ -57,14 +57,14 @@ class _Reporter:
             if self._has_script:
                 self._await_script()
                 continue
-            # What did not arrive at once need not be waited for.
+            # Script waits no longer: data not sent at once is sent in the background.
             self._leave_script()
             if time.monotonic() > self._deadline:
                 return 1
             time.sleep(self._pause_s)
 
     def _send(self) -> int | None:
-        """Send what is new; return an exit code if nothing more is to be done."""
+        """Send everything new; return an exit code when the work is done, else None."""
         if (missing := self._missing_token()) is not None:
             self._fail(missing)
             return None
@@ -88,7 +88,7 @@ class _Reporter:
         return None if result.is_alive else 0
 
     def _missing_token(self) -> str | None:
-        """Return what is wrong with the token; that of another master's home is not sent."""
+        """Return the problem of the token; another master's home token is never sent."""
         try:
             if given_token() is not None:
                 return None
@@ -120,7 +120,7 @@ class _Reporter:
             self._deadline = time.monotonic() + _patience_s()
 
     def _leave_script(self) -> None:
-        """Let go of what the script waits for, and of its terminal; say there what is left."""
+        """Release the waiting script and its terminal; print there the amount not sent yet."""
         if self._last_said:
             in_time = (
                 f" It is sent in the background for up to {_patience_s():.0f} s."
@@ -132,6 +132,7 @@ class _Reporter:
                 f" Hint: `paceline sync {self._path}` sends it later."
             )
         nothing = os.open(os.devnull, os.O_RDWR)
+        # Output moved to /dev/null: the waiting script reads the end of the file.
         for descriptor in (_STDOUT, _STDERR):
             os.dup2(nothing, descriptor)
         os.close(nothing)
@@ -151,7 +152,7 @@ def _patience_s() -> float:
 
 
 def main() -> int:
-    """Report a run; returns at once in the process that was started."""
+    """Report a run from a child process; the started process itself returns at once."""
     if os.fork() != 0:
         # Whoever started it need not wait for the work, and leaves no zombie.
         os._exit(0)

@@ -1,4 +1,4 @@
-"""The experiment config: reading, checking, merging, and what it means."""
+"""Experiment config: reading, checking, merging, and the meaning of its sections."""
 
 from paceline.config._entrypoint_command import build_command, fill_entrypoint
 from paceline.config._environment_and_secrets import (

@@ -1,4 +1,4 @@
-"""The entrypoint: its forms, the hyperparameters that are filled in, and the command it becomes."""
+"""Entrypoint: its forms, the filled-in hyperparameters, and the resulting command."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def _check_command(value: str) -> str:
 
 
 def trial_class(entrypoint: Any) -> str | None:
-    """Return the entrypoint if it names a trial class as `module:Class`, else None."""
+    """Return the entrypoint if in the form of a trial class, `module:Class`; else None."""
     if not isinstance(entrypoint, str) or not _TRIAL_CLASS.fullmatch(entrypoint.strip()):
         return None
     return entrypoint.strip()
@@ -77,7 +77,7 @@ def build_command(
     num_slots: int,
     prefix: Sequence[str] = (),
 ) -> str | list[str]:
-    """Return what an attempt runs: a command line for the shell, or a program and its arguments.
+    """Return an attempt's command: a command line for the shell, or a program and its arguments.
 
     A trial class is run by a program of Paceline's own, on several slots by the launcher.
 
@@ -171,7 +171,7 @@ def _replacement_in_entrypoint(
 
 
 def reference_problems(entrypoint: Any, space: dict[str, Any]) -> list[Problem]:
-    """Return a problem for each `${hparams.name}` that a sample of the space may lack."""
+    """Return a problem for each `${hparams.name}` missing in some sample of the space."""
     return [
         _unknown_name_in_entrypoint(path, text, name, [*_space_names(space, "")])
         for path, text, name in _references_in_entrypoint(entrypoint)
@@ -180,7 +180,7 @@ def reference_problems(entrypoint: Any, space: dict[str, Any]) -> list[Problem]:
 
 
 def _references_in_entrypoint(entrypoint: str | list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield the path of each piece of text, the text and the name that it refers to."""
+    """Yield the path of each piece of text, the text and the referenced name."""
     pieces = (
         [("", entrypoint)]
         if isinstance(entrypoint, str)

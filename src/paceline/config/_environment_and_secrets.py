@@ -58,7 +58,7 @@ def is_secret(name: str, value: object) -> bool:
 
 
 def hide_secrets(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config to be shown: secrets, and variables that look like one, are `***`."""
+    """Return a config for display: secrets, and variables looking like secrets, are `***`."""
     environment = config.get("environment")
     if not isinstance(environment, dict):
         return config
@@ -79,7 +79,7 @@ def without_secrets(config: dict[str, Any]) -> dict[str, Any]:
 def reveal_secrets(
     config: dict[str, Any], variables: Mapping[str, str], secrets: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return a resolved config with what stands for a value that is not shown replaced by it.
+    """Return a resolved config with each `***` replaced by its hidden value.
 
     Args:
         config: The resolved config.
@@ -115,7 +115,7 @@ def reveal_secrets(
 
 
 def fill_secrets(data: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return plain data with each secret that is only named given its value.
+    """Return plain data with a value for each secret given by name only.
 
     A secret is named as an entry `NAME` of a list, or as `NAME: null` in a map.
 
@@ -154,7 +154,7 @@ def fill_secrets(data: dict[str, Any], variables: Mapping[str, str]) -> dict[str
 
 
 def hide_in_text(text: str, values: Iterable[str] = ()) -> str | None:
-    """Return the text of a config with its secrets as `***`; None if it is no YAML.
+    """Return the text of a config with its secrets as `***`; None if the text is no YAML.
 
     Values of `environment.secrets`, and of variables that look like a secret, are replaced. All
     else stays as it is, comments included.
@@ -202,7 +202,7 @@ def _hide_entry(entry: Any, *, is_all: bool) -> Any:
 
 
 def _secret_spans(root: yaml.Node | None) -> Iterator[tuple[int, int, str]]:
-    """Yield where values stand that are secret, and what is to stand there."""
+    """Yield the start and end of each secret value in the text, and the text replacing them."""
     for node, hidden in _secret_nodes(root):
         yield node.start_mark.index, node.end_mark.index, hidden
 
@@ -227,7 +227,7 @@ def _child(node: yaml.Node | None, name: str) -> yaml.Node | None:
 
 
 def _fields_with_secrets(node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
-    """Yield the fields of a map, those that `<<` brings included."""
+    """Yield the fields of a map, including the fields merged by `<<`."""
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:
@@ -270,7 +270,7 @@ def _check_prefix(value: list[str]) -> list[str]:
 
 
 def _read_secrets(value: Any) -> Any:
-    """Read secrets as variables are read; what is wrong is told without their values."""
+    """Read secrets in the form of variables; problems are reported without the values."""
     try:
         return _read_variables(value)
     except PydanticCustomError as error:
@@ -354,7 +354,7 @@ _SECRETS_SCHEMA = {
 
 
 class Environment(Section):
-    """Where and with what the entrypoint runs."""
+    """Environment of the entrypoint: interpreter, variables and secrets."""
 
     python: Annotated[str, text_field(_check_python)] | None = Field(
         default=None,

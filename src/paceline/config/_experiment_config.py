@@ -62,7 +62,7 @@ _SENTENCE = re.compile(
 
 
 def check_hyperparameter_space(value: Any, info: ValidationInfo) -> Any:
-    """Refuse a space that cannot be searched; for use as a validator after the searcher's."""
+    """Refuse a space unfit for a search; a field validator to run after the searcher's."""
     if not isinstance(value, dict):
         return value
     space, problems = copy_json_map(value)
@@ -225,13 +225,13 @@ class Resources(Section):
 
     @property
     def fewest_slots(self) -> int:
-        """The fewest slots that a trial can run on."""
+        """Smallest number of slots for a trial to run on."""
         given = self.slots_per_trial
         return given.min if isinstance(given, SlotRange) else given
 
     @property
     def most_slots(self) -> int:
-        """The most slots that a trial can use."""
+        """Largest number of slots usable by a trial."""
         given = self.slots_per_trial
         return given.max if isinstance(given, SlotRange) else given
 
@@ -249,7 +249,7 @@ class Resources(Section):
 
 
 class Reproducibility(Section):
-    """What a search repeats when it is run again."""
+    """Settings repeated exactly when a search is run again."""
 
     experiment_seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         default=None,
@@ -259,7 +259,7 @@ class Reproducibility(Section):
 
 
 class Profiling(Section):
-    """Which part of the training is profiled."""
+    """Profiled part of the training."""
 
     enabled: bool = Field(
         default=False, description="Record the times of the parts of each step on each rank."
@@ -293,7 +293,7 @@ _ENTRYPOINT_SCHEMA = {
 
 
 class ExperimentConfig(Section):
-    """Everything that an experiment is made of besides its code."""
+    """Complete configuration of an experiment, apart from its code."""
 
     name: Text = Field(
         default="experiment",
@@ -398,7 +398,7 @@ class ExperimentConfig(Section):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return a sentence for each setting that is accepted but has no effect."""
+        """Return a sentence for each accepted setting without effect."""
         found = []
         if self.records_per_epoch is not None:
             found.append(
@@ -415,12 +415,12 @@ class ExperimentConfig(Section):
         return tuple(found)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the resolved config as plain data, from which an equal config can be loaded."""
+        """Return the resolved config as plain data, loadable as an equal config."""
         return self.model_dump(mode="json")
 
     @property
     def deletes_while_running(self) -> bool:
-        """Whether checkpoints that are not kept are deleted before the experiment has ended."""
+        """Whether checkpoints not kept are deleted before the experiment has ended."""
         storage = self.checkpoint_storage
         has_rule = storage is not None and (storage.save_age or storage.save_bytes)
         return bool(has_rule) or self.min_checkpoint_period == CONTINUOUS

@@ -41,7 +41,7 @@ MISSING: Final = _Missing.NOTHING
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing that is wrong with a config.
+    """Problem of a config: the place, the value, and the reason.
 
     `path` is dotted from the top of the config (`searcher.max_trials`), `value` is what stands
     there (`MISSING` when nothing does), `message` continues a sentence that starts with the path,
@@ -57,7 +57,7 @@ class Problem:
 
     @property
     def value_text(self) -> str:
-        """Return the value as one short line of JSON."""
+        """Return the value as a short line of JSON."""
         if self.value is MISSING:
             return "nothing"
         try:
@@ -78,7 +78,7 @@ class Problem:
 
 
 class ConfigError(PicklableError, ValueError):
-    """Raised when a config is not valid; its text has one line per problem."""
+    """Raised when a config is not valid; the text has a line per problem."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(problems)
@@ -88,7 +88,7 @@ class ConfigError(PicklableError, ValueError):
 def refused(
     message: str, allowed: str = "", *, hint: str = "", is_missing: bool = False
 ) -> PydanticCustomError:
-    """Return the error that a validator raises to refuse the value of its own field."""
+    """Return the error for a validator to raise when refusing the value of its field."""
     context: dict[str, object] = {"message": message, "allowed": allowed, "hint": hint}
     if is_missing:
         context["value"] = MISSING
@@ -140,18 +140,18 @@ class Section(BaseModel):
 
 
 def alias_names(name: str, field: FieldInfo) -> list[str]:
-    """Return the names that one field may be written with."""
+    """Return the accepted names of a field."""
     alias = field.validation_alias
     return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
 
 
 def field_names(model: type[BaseModel]) -> list[str]:
-    """Return the names that a section's fields may be written with."""
+    """Return the accepted names of all fields of a section."""
     return [n for name, field in model.model_fields.items() for n in alias_names(name, field)]
 
 
 def given_schema(*names: str) -> dict[str, Any]:
-    """Return the JSON Schema of a map in which the fields are there and not null."""
+    """Return the JSON Schema of a map with the fields present and not null."""
     not_null = {"not": {"type": "null"}}
     return {"required": list(names), "properties": dict.fromkeys(names, not_null)}
 
@@ -163,7 +163,7 @@ def _check_text(value: str) -> str:
 
 
 def text_field(check: Callable[[str], str] = _check_text) -> Any:
-    """Return a validator that leaves other types than strings to the field's own type."""
+    """Return a validator of strings; other types are left to the field's own type."""
     return BeforeValidator(lambda value: check(value) if isinstance(value, str) else value)
 
 
@@ -192,7 +192,7 @@ def _is_unicode(text: str) -> bool:
 
 
 class _JsonCopy:
-    """Copies a value of a free-form map and collects what JSON cannot hold."""
+    """Copies a value of a free-form map and collects the parts without a JSON form."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -249,7 +249,7 @@ class _JsonCopy:
 
 
 def copy_json_map(value: dict[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return a deep copy of a free-form map, and a problem for each part that is not JSON."""
+    """Return a deep copy of a free-form map, and a problem for each part outside of JSON."""
     copier = _JsonCopy()
     return copier.copy(value, "", 0), copier.problems
 
@@ -272,7 +272,7 @@ _MAX_LENGTH = 2**53 - 1
 
 
 def split_length(value: Any, *, minimum: int = 1) -> tuple[str, int] | None:
-    """Return the unit and number of a length, or None if it is not one."""
+    """Return the unit and number of a length, or None for any other value."""
     if _is_count(value, minimum):
         return "batches", value
     if isinstance(value, dict) and len(value) == 1:
@@ -347,7 +347,7 @@ Age = Annotated[
 
 
 def without_effect(reason: str) -> Any:
-    """Return a field of older configs that is accepted and ignored.
+    """Return a field of older configs, accepted and ignored.
 
     Args:
         reason: Why it has no effect.
@@ -407,7 +407,7 @@ class Optimizations(Section):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return a sentence for each setting that is given but has no effect."""
+        """Return a sentence for each given setting without effect."""
         return tuple(
             f"`optimizations.{name}` has no effect: {reason}."
             for name, reason in _WITHOUT_EFFECT.items()
@@ -416,7 +416,7 @@ class Optimizations(Section):
 
 
 class RefusedField(NamedTuple):
-    """Why a field is refused, as the end of a sentence, and a hint at what replaces it."""
+    """Reason to refuse a field, as the end of a sentence, and a hint at the replacement."""
 
     reason: str
     hint: str = "leave it out."

@@ -31,7 +31,7 @@ class _LimitError(yaml.MarkedYAMLError):
 
 
 class _Size(NamedTuple):
-    """What a part of a document holds with its aliases expanded, and how deep it nests."""
+    """Size of a part of a document with all aliases expanded, and its nesting depth."""
 
     values: int
     characters: int
@@ -39,7 +39,7 @@ class _Size(NamedTuple):
 
 
 class _LimitedLoader(yaml.SafeLoader):
-    """The safe loader, which refuses a document that is too large or too deep.
+    """Safe loader with limits: documents too large or too deep are refused.
 
     An alias counts as what it stands for: a few lines of aliases of aliases can stand for more
     values than any memory holds. Nothing is expanded to count it.
@@ -48,7 +48,7 @@ class _LimitedLoader(yaml.SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._num_values = self._num_characters = 0
-        # Of the node that is read now, and of the deepest one below it so far.
+        # Level of the node being read, and of the deepest node below so far.
         self._level = self._deepest = 0
         self._anchored: dict[str, _Size] = {}
 
@@ -97,7 +97,7 @@ class _LimitedLoader(yaml.SafeLoader):
 
 
 class _StrictLoader(_LimitedLoader):
-    """The limited loader, which reads `1e-3` as a number and refuses a key that stands twice.
+    """Limited loader: reads `1e-3` as a number and refuses duplicate keys.
 
     Dates and `12:30` stay text: neither has a place in JSON, and the second is base 60 in YAML 1.1.
     """
@@ -164,7 +164,7 @@ def parse_yaml(text: str, *, file_name: str = "<text>") -> dict[str, Any]:
 
 
 def compose_yaml(text: str) -> yaml.Node | None:
-    """Return a YAML text as nodes, which know their lines; None if it is empty.
+    """Return a YAML text as nodes with line numbers; None if the text is empty.
 
     Raises:
         ConfigError: the text is not YAML, or is too large or too deep with all aliases expanded.
@@ -208,7 +208,7 @@ def _load_yaml(text: str, file_name: str) -> Any:
 
 @contextmanager
 def _yaml_problems_of(text: str, file_name: str) -> Iterator[None]:
-    """Raise what is wrong with a text as a `ConfigError`."""
+    """Raise the problems of a text as a `ConfigError`."""
     try:
         yield
     except (yaml.YAMLError, ValueError) as e:
@@ -240,7 +240,7 @@ _LIST_FIELDS = frozenset({("labels",), ("searcher", "bracket_rungs")})
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a copy of `data` in which each override `a.b=value` is set.
+    """Return a copy of `data` with each override `a.b=value` set.
 
     A value that starts with `[`, `{` or a quote is YAML, one with a comma is a list of YAML
     scalars, and any other is one YAML scalar. Maps on the way are made when they are missing.

@@ -50,7 +50,7 @@ BATCHES = "batches"
 
 
 class Searcher(Section):
-    """What all search methods share.
+    """Base of the searcher sections: the fields and properties common to all search methods.
 
     A subclass is the section of one method: its `name` is a literal with a default, its fields are
     what the method needs. `searcher_sections` finds those of other packages.
@@ -93,17 +93,17 @@ class Searcher(Section):
 
     @property
     def length(self) -> int | None:
-        """Return the length that a trial trains to at most, None if the config gives none."""
+        """Return the maximum training length of a trial, None if not configured."""
         return None
 
     @property
     def length_unit(self) -> str | None:
-        """Return what `length` counts: a unit, or the name of the time metric."""
+        """Return the unit of `length`: a unit name, or the name of the time metric."""
         return None
 
     @property
     def judged_metrics(self) -> list[str] | None:
-        """Return the validation metrics that the search needs to judge a report, None if none."""
+        """Return the validation metrics needed by the search to judge a report, None if none."""
         if not self.wants_reports:
             return None
         is_timed = self.time_name != BATCHES
@@ -111,7 +111,7 @@ class Searcher(Section):
 
     @property
     def time_name(self) -> str:
-        """Return the metric that tells how long a trial has trained; batches by default."""
+        """Return the metric measuring a trial's training time; batches by default."""
         return str(getattr(self, "time_metric", None) or BATCHES)
 
     def search_config(self) -> "SearchConfig":
@@ -120,7 +120,7 @@ class Searcher(Section):
 
 
 class MissingSearcher(Searcher):
-    """The section of a search method that is not installed here, or takes other fields now.
+    """Section of a search method not installed here, or with other fields by now.
 
     It keeps what is known of the search, but makes no method. Whether the method wants reports is
     not known, so they are kept for it.
@@ -148,19 +148,19 @@ class _WholeTrials(Searcher):
 
     @property
     def length(self) -> int | None:
-        """Return the length that a trial trains to at most, None if the config gives none."""
+        """Return the maximum training length of a trial, None if not configured."""
         parts = split_length(self.max_length)
         return parts[1] if parts else None
 
     @property
     def length_unit(self) -> str | None:
-        """Return what `length` counts."""
+        """Return the unit of `length`."""
         parts = split_length(self.max_length)
         return parts[0] if parts else None
 
 
 class SingleSearcher(_WholeTrials):
-    """One trial; ranges among the hyperparameters are sampled once."""
+    """Single trial; ranges among the hyperparameters are sampled once."""
 
     name: Literal["single"] = Field(default="single", description="Search method.")
 
@@ -196,7 +196,7 @@ class RandomSearcher(_WholeTrials):
 
 
 class GridSearcher(_WholeTrials):
-    """One trial for each point of the grid that the hyperparameters span."""
+    """Grid search: a trial for each point spanned by the hyperparameters."""
 
     needs_counts = True
 
@@ -218,7 +218,7 @@ class GridSearcher(_WholeTrials):
 
 
 def _halving_schema(schema: dict[str, Any]) -> None:
-    # These are required, unless the length stands for them: null is no default.
+    # Required fields unless the length replaces them: a default of null would make them optional.
     for name in ("time_metric", "max_time"):
         schema["properties"][name].pop("default", None)
     schema["oneOf"] = [given_schema("time_metric", "max_time"), given_schema("max_length")]
@@ -296,7 +296,7 @@ class _Halving(Searcher):
 
     @property
     def length(self) -> int:
-        """Return the time that the best trials train to."""
+        """Return the training time of the best trials."""
         return self.max_time
 
     @property
@@ -316,7 +316,7 @@ class _Halving(Searcher):
 
 
 class AsyncHalvingSearcher(_Halving):
-    """Trials that are stopped early at the rungs of one bracket."""
+    """Trials stopped early at the rungs of a single bracket."""
 
     name: Literal["async_halving"] = Field(default="async_halving", description="Search method.")
     num_rungs: Count = Field(description="Rungs, each `divisor` times as long as the one before.")
@@ -329,7 +329,7 @@ class AsyncHalvingSearcher(_Halving):
 
 
 class AdaptiveAshaSearcher(_Halving):
-    """Trials that are stopped early in several brackets, some of which stop later than others."""
+    """Trials stopped early in several brackets, some stopping later than others."""
 
     name: Literal["adaptive_asha"] = Field(default="adaptive_asha", description="Search method.")
     mode: Literal["standard", "conservative", "aggressive"] = Field(
@@ -402,7 +402,7 @@ _registry = _Registry()
 
 
 def searcher_sections() -> Mapping[str, type[Searcher]]:
-    """Return the section of each search method that is known so far, by the method's name."""
+    """Return the known search methods' sections by method name."""
     return _registry.sections
 
 
@@ -427,7 +427,7 @@ def searcher_section(name: str) -> type[Searcher]:
 
 
 def _loaded_method(point: EntryPoint) -> type[Searcher] | None:
-    """Return a method's section, None with a warning if it cannot be used."""
+    """Return a method's section; None with a warning if unusable."""
     try:
         section = point.load()
         if not (isinstance(section, type) and issubclass(section, Searcher)):
@@ -439,7 +439,7 @@ def _loaded_method(point: EntryPoint) -> type[Searcher] | None:
             )
         if get_args(section.model_fields["name"].annotation) != (name,):
             raise TypeError(f"its field `name` must have the type `Literal[{name!r}]`")
-        # What else is wrong with it must show here, and not in the config that holds them all.
+        # Union of the section alone: its other faults show here, not in the config of all sections.
         either: Any = section | SingleSearcher
         TypeAdapter(Annotated[either, Field(discriminator="name")])
     except Exception as error:

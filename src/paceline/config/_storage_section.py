@@ -1,4 +1,4 @@
-"""The `checkpoint_storage` section: where checkpoints go, and which of them are kept."""
+"""Section `checkpoint_storage`: the place of checkpoints, and the rules to keep them."""
 
 import posixpath
 import re
@@ -93,7 +93,7 @@ def _read_location(value: str) -> str:
 
 
 class DirectoryStorage(CheckpointStorage):
-    """Checkpoints in one directory."""
+    """Checkpoints in a directory."""
 
     type: Literal["directory"] = Field(default="directory", description="Kind of storage.")
     path: Annotated[str, text_field(_read_location)] = Field(
@@ -103,12 +103,12 @@ class DirectoryStorage(CheckpointStorage):
 
     @property
     def root(self) -> str:
-        """Return the absolute path that holds the checkpoints."""
+        """Return the absolute path of the checkpoints' directory."""
         return self.path
 
 
 class SharedFsStorage(CheckpointStorage):
-    """Checkpoints in a file system that all nodes mount at the same path."""
+    """Checkpoints in a file system mounted on all nodes at the same path."""
 
     type: Literal["shared_fs"] = Field(default="shared_fs", description="Kind of storage.")
     host_path: AbsolutePath = Field(description="Absolute path where the file system is mounted.")
@@ -134,7 +134,7 @@ class SharedFsStorage(CheckpointStorage):
 
     @property
     def root(self) -> str:
-        """Return the absolute path that holds the checkpoints."""
+        """Return the absolute path of the checkpoints' directory."""
         return posixpath.normpath(posixpath.join(self.host_path, self.storage_path or ""))
 
 
@@ -181,7 +181,7 @@ def _offered_urls() -> str:
 
 
 class UrlStorage(CheckpointStorage):
-    """Checkpoints in a storage that Paceline or an installed package offers."""
+    """Checkpoints in a storage named by URL, offered by Paceline or an installed package."""
 
     type: Literal["url"] = Field(default="url", description="Kind of storage.")
     url: Annotated[str, text_field(_read_url)] = Field(description="URL of the storage.")

@@ -69,7 +69,7 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
 }
 _UNIONS = (("searcher",), ("checkpoint_storage",), ("resources", "slots_per_trial"))
 
-# What pydantic's error types ask for; the names in braces come from the error's context.
+# Allowed values by pydantic's error type; names in braces come from the error's context.
 _ALLOWED = {
     "bool_type": "true or false",
     "dict_type": "a map",
@@ -108,7 +108,7 @@ def load_config(
 
 
 def validate_config(data: dict[str, Any]) -> ExperimentConfig:
-    """Check plain data and return it as a config.
+    """Check plain data and return the config.
 
     Raises:
         ConfigError: something is wrong; the error holds every problem that was found.
@@ -127,12 +127,12 @@ def validate_config(data: dict[str, Any]) -> ExperimentConfig:
         if is_unknown_method and load_search_methods():
             return validate_config(data)
         problems = [_config_problem_of(error) for error in _flatten_config_errors(e)]
-    # Its text has what pydantic's has, in the user's words.
+    # Problems in the user's words: their text covers all of pydantic's error.
     raise ConfigError(problems)
 
 
 def read_stored_config(data: dict[str, Any]) -> ExperimentConfig:
-    """Return a config that was resolved and stored before.
+    """Return a config resolved and stored before.
 
     Its search method may be missing by now; its section is a `MissingSearcher` then.
 
@@ -152,7 +152,7 @@ def read_stored_config(data: dict[str, Any]) -> ExperimentConfig:
 
 
 def _flatten_config_errors(error: ValidationError) -> Iterator[ErrorDetails | Problem]:
-    """Yield each error; one about the parts of a value becomes the problems it stands for."""
+    """Yield each error; an error about the parts of a value becomes its single problems."""
     for details in error.errors(include_url=False):
         if details["type"] != "refused_parts":
             yield details
@@ -188,7 +188,7 @@ def _config_problem_of(details: ErrorDetails | Problem) -> Problem:
 
 
 def _plain_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return the location without the name of the variant that pydantic puts into it."""
+    """Return the location without the variant name inserted by pydantic."""
     for union in _UNIONS:
         if location[: len(union)] == union:
             return union + location[len(union) + 1 :]
@@ -252,7 +252,7 @@ def _did_you_mean(start: str, name: str, known: list[str]) -> str:
 
 
 def _wrong_config_kind(path: str, value: object) -> Problem:
-    """Return the problem of a searcher or storage that is none of those there are."""
+    """Return the problem of a searcher or storage of an unknown kind."""
     field, names = ("type", list(_STORAGES))
     if path == "searcher":
         field, names = "name", list(searcher_sections())
@@ -274,7 +274,7 @@ def _wrong_config_kind(path: str, value: object) -> Problem:
     return Problem(path=f"{path}.{field}", value=given, message=message, allowed=allowed, hint=hint)
 
 
-# What every kind of a section knows, and so outlives a change of its kind.
+# Fields of every kind of a section: they survive a change of the kind in a merge.
 _SHARED = {
     "searcher": (
         "metric",
@@ -292,7 +292,7 @@ _SHARED = {
     ),
 }
 _KIND = {"searcher": "name", "checkpoint_storage": "type"}
-# Of fields that say the same thing, those of the lower config go when the higher has any.
+# Alternative fields for the same setting: any in the higher config drops those of the lower.
 _ALTERNATIVES = {
     "searcher": (
         (("max_length",), ("time_metric", "max_time")),
@@ -306,7 +306,7 @@ _LENGTHS = (("searcher", "max_length"), ("min_validation_period",), ("min_checkp
 
 
 def merge_configs(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
-    """Return `high` with what it leaves open taken from `low`; neither is changed.
+    """Return `high` with its open fields taken from `low`; neither is changed.
 
     Fields are merged one by one, through nested maps. Labels are united. A hyperparameter and a
     length are replaced as a whole, and only nested maps of hyperparameters are merged. A searcher
@@ -443,7 +443,7 @@ _HYPERPARAMETER = {
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of what `validate_config` accepts.
+    """Return the JSON Schema of the data accepted by `validate_config`.
 
     It covers each field; rules between fields, such as `minval` below `maxval`, are left to
     `validate_config`.
@@ -470,12 +470,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def _allow_null_in_schema(section: dict[str, Any]) -> None:
-    """Let null stand for "not given" in each field that need not be given."""
+    """Let null stand for "not given" in each optional field."""
     required = section.get("required", [])
     for name, field in section.get("properties", {}).items():
         section["properties"][name] = field = {k: v for k, v in field.items() if k != "title"}
         if "const" in field:
-            # This field tells the variants of a section apart, so it has to be there.
+            # Discriminator of a section's variants: required, and so without a default.
             del field["default"]
             section["required"] = [name, *required]
             continue

@@ -69,7 +69,7 @@ class Outcome(Enum):
 
 
 class NotOfferedError(NotImplementedError):
-    """Raised for a value that Paceline knows but does not offer yet."""
+    """Error for a value known to Paceline but not supported yet."""
 
 
 class InvalidHP(Exception):
@@ -98,11 +98,11 @@ class DistributedError(RuntimeError):
 
 
 class DistributedTimeoutError(DistributedError, TimeoutError):
-    """Raised when ranks are missing from a call for longer than the timeout; it names them."""
+    """Error for ranks missing from a call for longer than the timeout; the message names them."""
 
 
 class DistributedPeerError(DistributedError):
-    """Raised when another rank has failed, so that its part of a call will never come.
+    """Error for a call left incomplete because another rank has failed.
 
     `error_type` is the name of that rank's exception, or empty if its connection broke.
     `is_consequence` tells launchers that the other rank's failure came first.
@@ -116,30 +116,30 @@ class DistributedPeerError(DistributedError):
 
 
 class GivenUpError(RuntimeError):
-    """Ends a run that its driver has given up before its end; it can go on later."""
+    """Exception ending a run abandoned by its driver before its end; the run can resume later."""
 
 
 class PreemptedError(SystemExit):
-    """Ends a program whose run has made room and can go on later, with exit code 0."""
+    """Exception ending a preempted program with exit code 0; its run can resume later."""
 
     def __init__(self, code: int = 0) -> None:
         super().__init__(code)
 
 
 RESERVED_GROUPS = frozenset({"cpu", "disk", "gpu", "memory", "network"})
-# What every store of numbers holds.
+# Step limit: the largest integer that every store of numbers holds (signed, 64 bits).
 MAX_STEPS = 2**63 - 1
 
 
 def group_of_rank(group: str, rank: int) -> str:
-    """Return the metric group that a rank reports to; those of a master are the chief's."""
+    """Return the metric group of a rank's reports; the plain group name is the chief's."""
     return group if rank == 0 else f"{group}_rank_{rank}"
 
 
 def new_metrics(
     group: str, steps_completed: int, known: dict[str, Any], metrics: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the metrics whose names were not reported before at this step."""
+    """Return the metrics not yet reported at this step; raise ValueError for a changed value."""
     for key in known.keys() & metrics.keys():
         if not same_value(known[key], metrics[key]):
             raise ValueError(
@@ -152,7 +152,7 @@ def new_metrics(
 
 
 def searched_metrics(searcher: Mapping[str, Any], judged: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the metrics that must be numbers, as a search chooses among its trials by them.
+    """Return the metrics required to be numbers because a search compares its trials by them.
 
     Args:
         searcher: The `searcher` section of the trial's config; empty without one.
@@ -164,7 +164,7 @@ def searched_metrics(searcher: Mapping[str, Any], judged: Sequence[str] | None) 
 
 
 def check_judged(metrics: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Refuse a report in which a metric that a search needs is no number.
+    """Refuse a report with a non-numeric value for a metric needed by a search.
 
     Args:
         metrics: The report, encoded.
@@ -186,6 +186,7 @@ def check_judged(metrics: Mapping[str, Any], names: Sequence[str]) -> None:
 def checked_steps(steps_completed: object) -> int:
     """Return a plain integer for NumPy's and the like."""
     try:
+        # Booleans are integers in Python: only an explicit check refuses True as a step.
         if isinstance(steps_completed, bool):
             raise TypeError
         value = operator.index(steps_completed)  # type: ignore[arg-type]  # refused below
@@ -216,7 +217,7 @@ def check_group(group: object) -> None:
 
 
 def plain_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `metadata` as JSON holds it.
+    """Return a copy of `metadata` in plain JSON types.
 
     Raises:
         TypeError: It is no dictionary, is nested too deep, or holds what JSON does not.
@@ -225,6 +226,7 @@ def plain_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"`metadata` must be a dictionary, but got {metadata!r}.")
     try:
         copy: dict[str, Any] = json.loads(json.dumps(metadata, allow_nan=False))
+        # Second encoder: refuses integers beyond 64 bits, unlike `json`.
         msgspec.json.encode(copy)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise TypeError(
@@ -237,7 +239,7 @@ def plain_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers among metrics; those of nested dictionaries have names such as "a/b".
+    """Yield the name and value of each numeric metric; nested dictionaries give names like "a/b".
 
     Args:
         metrics: The metrics, also as a journal has them.

@@ -1,4 +1,4 @@
-"""Journal of one process in an attempt: its begin and end, notices to its parent.
+"""Journal of a process in an attempt: its start, end, notices to its parent, and time account.
 
 Also: and the account of its time.
 """
@@ -53,27 +53,27 @@ _CHANNEL_VARIABLE = "PACELINE_WORKER_CHANNEL"
 
 
 def tell_run_began(journal: JournalWriter) -> None:
-    """Tell the parent that this process has begun, or goes on with, the run of a journal."""
+    """Notify the parent of the start or resumption of a journal's run in this process."""
     _tell("run", journal)
 
 
 def tell_checkpoint_stored(journal: JournalWriter) -> None:
-    """Tell the parent that this process has committed a checkpoint of a journal's run."""
+    """Notify the parent of a checkpoint committed by this process for a journal's run."""
     _tell("checkpoint", journal)
 
 
 def tell_run_completed(journal: JournalWriter) -> None:
-    """Tell the parent that the run of a journal has come to its end."""
+    """Notify the parent of the completion of a journal's run."""
     _tell("completed", journal)
 
 
 def tell_invalid_hp(journal: JournalWriter, error: Exception) -> None:
-    """Tell the parent that this process has ended a journal's run for all ranks, and why."""
+    """Notify the parent of invalid hyperparameters, the reason why a run ended for all ranks."""
     _tell("invalid_hp", journal, text_of(error))
 
 
 def begin_signs_of_life() -> None:
-    """Have the parent see that this process lives, and what it is at, if the parent looks."""
+    """Start sending heartbeats and the current activity to the parent, if the parent watches."""
     reporter = _reporter()
     if reporter is not None:
         reporter.begin_signs_of_life()
@@ -86,10 +86,10 @@ def _tell(event: str, journal: JournalWriter, text: str = "") -> None:
 
 
 def _reporter() -> Any:
-    """Return what talks to the parent; None where no worker group of Paceline started this one."""
+    """Return the channel to the parent; None outside of a worker group of Paceline."""
     if _WORKER_PROGRAM not in sys.modules and _CHANNEL_VARIABLE not in os.environ:
         return None
-    # By name, as `core` must not depend on the packages of its callers.
+    # Import by name: `core` must not depend on the packages of its callers.
     return import_module("paceline._training.workers.channels")
 
 
@@ -103,7 +103,7 @@ Record = Callable[[TimeEvent, int, dict[str, float]], None]
 
 
 class TimeAccount:
-    """Count seconds by what they are spent on, from the first `begin` on.
+    """Account of the seconds spent on each activity, from the first `begin` on.
 
     Args:
         record: Called with an event, the completed batches and the seconds so far; None on ranks
@@ -127,7 +127,7 @@ class TimeAccount:
 
     @contextmanager
     def spent_on(self, what: str, num_batches: int) -> Iterator[None]:
-        """Count the time of a block; it may lie within another."""
+        """Count the time of a block as spent on an activity; blocks may be nested."""
         before = self._present or OTHER
         self.begin(num_batches, what)
         try:
@@ -136,11 +136,11 @@ class TimeAccount:
             self._switch(before)
 
     def move(self, what: str, seconds: float) -> None:
-        """Count seconds that were counted as training as spent on something else."""
+        """Move seconds from training to another activity."""
         self._seconds[what] += seconds
 
     def report(self, num_batches: int, data_wait_s: float) -> None:
-        """Record the seconds so far, if that was not done lately.
+        """Record the seconds so far, unless the last record is less than a second old.
 
         Args:
             num_batches: The completed batches.
@@ -151,12 +151,12 @@ class TimeAccount:
             self._note("report", num_batches)
 
     def stored(self, num_batches: int, data_wait_s: float) -> None:
-        """Record that training goes on from a checkpoint."""
+        """Record the seconds so far at a new checkpoint, a point to resume from."""
         self._data_wait_s = data_wait_s
         self._note("checkpoint", num_batches)
 
     def end(self, num_batches: int, data_wait_s: float) -> None:
-        """Record that training has ended; it may begin once more."""
+        """Record the end of training; a later `begin` starts again."""
         if self._present is not None and not self._has_ended:
             self._data_wait_s = data_wait_s
             self._switch(OTHER)
@@ -181,7 +181,7 @@ class TimeAccount:
 
 
 class ScriptTimes:
-    """What a script without a trainer spends its time on, from its first report on.
+    """Time account of a script without a trainer, from its first report on.
 
     It knows the steps that the script reports. What the script does between its reports and
     checkpoints counts as training. A block within a thread other than the main one counts nothing,
@@ -225,7 +225,7 @@ class ScriptTimes:
             yield
 
     def stored(self, steps_completed: int) -> None:
-        """Record that the script can go on from a checkpoint."""
+        """Record a checkpoint as a point for the script to resume from."""
         if self._is_counting:
             with self._lock:
                 self._begin()
@@ -233,7 +233,7 @@ class ScriptTimes:
                 self._account.stored(steps_completed, 0.0)
 
     def end(self) -> None:
-        """Record that the script has come to its end."""
+        """Record the end of the script."""
         if self._is_counting and self._has_begun:
             with self._lock:
                 self._account.end(self._steps_completed, 0.0)
@@ -252,7 +252,7 @@ _LONGEST_ERROR = 2000
 def begin_journal(
     run: RunDirectory, opened: OpenedRun, *, rank: int = 0, world_size: int = 1
 ) -> JournalWriter:
-    """Begin a process's journal; rows beyond the step that the run goes on from are superseded.
+    """Begin a process's journal; older rows beyond the resumed step are superseded.
 
     Args:
         run: The run directory on this node.
@@ -289,7 +289,7 @@ def record_start(
     restart_causes: Sequence[str] = (),
     is_parent_told: bool = True,
 ) -> None:
-    """Record that this process is a rank of an attempt, and from which step on it reports.
+    """Record this process's start as a rank of an attempt, with the first step of its reports.
 
     Args:
         journal: The journal.
@@ -303,6 +303,7 @@ def record_start(
         is_parent_told: Whether the parent process must hear of it; it knows of a run that it has
             begun itself.
     """
+    # World size 0: the record of a run's failed end, not a start of workers.
     is_chief = rank == 0 and world_size > 0
     causes = (*restart_causes, *_take_restart_causes())
     journal.append(
@@ -325,7 +326,7 @@ def record_start(
 
 
 def _take_restart_causes() -> list[str]:
-    """Return what the launcher tells, once: it holds for no later run and no further process."""
+    """Return and remove the launcher's restart causes, so no later run or child reports them."""
     causes: list[str] = json.loads(os.environ.pop(RESTART_CAUSES_VARIABLE, "[]"))
     return causes
 
@@ -348,7 +349,7 @@ def record_metrics(
     validation: bool | dict[str, Any] = False,
     number: int | None = None,
 ) -> int:
-    """Record metrics that are encoded, and return the number of the record.
+    """Append encoded metrics to the journal and return the number of the record.
 
     Args:
         journal: The journal.
@@ -373,14 +374,14 @@ def record_metrics(
 def record_time_spent(
     journal: JournalWriter, event: TimeEvent, steps_completed: int, seconds: dict[str, float]
 ) -> None:
-    """Record what training has spent its time on so far."""
+    """Record the seconds spent so far on training and each other activity."""
     journal.append(
         TimeSpent(time=time.time(), event=event, steps_completed=steps_completed, seconds=seconds)
     )
 
 
 def record_store_state(journal: JournalWriter, storage: str, reason: str | None) -> None:
-    """Record that a storage does not answer for a reason, or with None that it answers again."""
+    """Record why a storage is unreachable, or with None its return to service."""
     journal.append(StoreChecked(time=time.time(), storage=storage, reason=reason))
 
 
@@ -427,13 +428,13 @@ def end_journal(
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and the text of an exception, cut where that is very long."""
+    """Return the type and the text of an exception, cut to 2000 characters."""
     name, text = type(error).__name__, text_of(error)
     return f"{name}: {text}"[:_LONGEST_ERROR] if text else name
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
-    """Return how what ended a process is counted; leaving by `sys.exit(0)` is no error."""
+    """Return the outcome for the exception ending a process; `sys.exit(0)` counts as success."""
     if isinstance(error, InvalidHP):
         return Outcome.INVALID_HP
     if isinstance(error, (PreemptedError, GivenUpError)):

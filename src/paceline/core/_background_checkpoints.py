@@ -26,14 +26,14 @@ from paceline.storage._uploads import UploadLimits
 
 logger = logging.getLogger(__name__)
 
-# With so many in a row, over so long, training would lose more and more if it were killed. A store
-# that is away for some minutes does not end it. The time is in times of what one try may take.
+# Limits for ending training: with three failures in a row over this time, a killed run would lose
+# more and more work. An outage of some minutes ends nothing. Unit: the time limit of one upload.
 _MAX_IN_A_ROW = 3
 _LEAST_TIME = 10
 
 
 class StoreFailures:
-    """Say whether training goes on after a checkpoint that could not be stored.
+    """Count of failed checkpoints, for the decision to continue training after a failure.
 
     It does unless it is the third or a later one in a row, and the first of them was at least ten
     times `PACELINE_STORE_PART_TIMEOUT_S` before: ten minutes by default. The newest checkpoint of a
@@ -51,11 +51,11 @@ class StoreFailures:
         return self._newest is not None
 
     def note_stored(self) -> None:
-        """Take in that a checkpoint was stored."""
+        """Record a stored checkpoint: the failures in a row start again at 0."""
         self._num_in_a_row, self._newest = 0, None
 
     def note_lost(self, error: BaseException) -> None:
-        """Take in that a checkpoint could not be stored.
+        """Record a failure to store a checkpoint; training continues unless there are too many.
 
         Raises:
             BaseException: `error`, if training must not go on.
@@ -65,6 +65,7 @@ class StoreFailures:
             self._first_s = now
         self._num_in_a_row, self._newest = self._num_in_a_row + 1, None
         is_last = self._num_in_a_row >= _MAX_IN_A_ROW and now - self._first_s >= least_s
+        # Other errors are no outage of the store: they end training at once.
         if is_last or not isinstance(error, CheckpointWriteError):
             raise error
         self._newest = error
@@ -79,7 +80,7 @@ class StoreFailures:
         )
 
     def check_newest(self) -> None:
-        """Raise the error of the newest checkpoint if that was not stored."""
+        """Raise the error of the newest checkpoint if its storing failed."""
         if self._newest is not None:
             error, self._newest = self._newest, None
             raise error
@@ -92,7 +93,7 @@ _LATE_SHARE = 0.1
 _WARN_AFTER_S = 10.0
 # A checkpoint that is not whole by then is given up.
 _LIMIT_S = 3600.0
-# From then on it is asked whether a later checkpoint is whole, which tells that one is lost.
+# Delay before looking at later checkpoints: a whole later one shows that this one is lost.
 _LOOK_LATER_S = 1.0
 # How long a checkpoint waits for space for its record.
 _RECORD_PATIENCE_S = 10.0
@@ -108,7 +109,7 @@ def commit_checkpoint(
     *,
     num_shards: int,
 ) -> CheckpointStored:
-    """Make a checkpoint exist whose files are all there, record it, and tell the parent process.
+    """Commit a checkpoint with all its files stored, record the commit, and notify the parent.
 
     What was reported before is forced to disk first, and the record of the checkpoint at the end.
     After a power cut, a run that goes on from the checkpoint so lacks no report that led to it.
@@ -157,7 +158,7 @@ def _cannot_be_recorded(journal: JournalWriter, uuid: str) -> str:
 def delete_checkpoint(
     run: RunDirectory, storage: CheckpointStorage, journal: JournalWriter, uuid: str
 ) -> None:
-    """Delete a checkpoint of a run and record that.
+    """Delete a checkpoint of a run and record the deletion.
 
     If the process is killed meanwhile, whoever goes on with the run removes the rest. If the
     storage fails meanwhile, another call removes it. It is no error if the checkpoint is gone
@@ -174,7 +175,7 @@ def delete_checkpoint(
 
 
 class CheckpointParts:
-    """Store this rank's part of each checkpoint; the chief's also commits those that are whole.
+    """Store for this rank's part of each checkpoint; the chief's also commits whole checkpoints.
 
     They are committed in their order, each when all ranks have stored their part. A thread of the
     chief looks for the parts while there is something to wait for; its error is raised by the next
@@ -205,7 +206,7 @@ class CheckpointParts:
         self._world_size = world_size
         self._commit = commit
         self._pending: list[tuple[str, dict[str, Any], int]] = []
-        # In their order; those before one that is committed are lost, and no rank stores them now.
+        # Checkpoints in order: those before a committed one are lost, as no rank stores them now.
         self._begun: list[str] = []
         self._failures = StoreFailures()
         self._changed = threading.Condition()
@@ -255,7 +256,7 @@ class CheckpointParts:
             self._add(uuid, dict(metadata), num_parts or self._world_size)
 
     def check(self) -> None:
-        """Raise the error of a checkpoint that could not be committed."""
+        """Raise the error of a failed commit."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -281,7 +282,7 @@ class CheckpointParts:
         return len(self._pending)
 
     def close(self) -> None:
-        """Give up what still waits."""
+        """Stop waiting for the missing parts of pending checkpoints."""
         with self._changed:
             self._is_closed = True
             thread = self._thread
@@ -349,6 +350,7 @@ class CheckpointParts:
             if not missing:
                 return True
             waited_s = time.monotonic() - began
+            # Ranks store in order: a later checkpoint with all parts shows that this one is lost.
             is_lost = waited_s > _LOOK_LATER_S and not all(
                 self._storage.missing_shards(each, num_expected) for each, _, num_expected in later
             )
@@ -375,7 +377,7 @@ class CheckpointParts:
         self._pending.pop(0)
         self._failures.note_stored()
         while (lost := self._begun.pop(0)) != uuid:
-            # What cannot be removed is swept later.
+            # Files that cannot be removed now: a later sweep deletes them.
             with suppress(CheckpointError):
                 self._storage.discard(lost)
                 self._run.forget_checkpoint(lost)

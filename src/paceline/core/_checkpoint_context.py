@@ -43,7 +43,7 @@ _MUST = "With `LocalWorkersShareDownload` all ranks must "
 
 
 class CheckpointDownload:
-    """Fetch from a storage for one rank."""
+    """Reader of checkpoints from a storage, for a single rank or for a node's ranks together."""
 
     def __init__(self, storage: CheckpointStorage, distributed: DistributedContext) -> None:
         self._storage = storage
@@ -110,7 +110,7 @@ class CheckpointDownload:
                 self._storage.download(uuid, target, selects=wanted.__contains__)
 
     def _wanted_by_node(self, uuid: str, selector: Selector | None) -> set[str]:
-        """Return the paths of the files that the ranks of this node select."""
+        """Return the paths of the files selected by any rank of this node."""
         with failing_together(self._distributed, f"{_MUST}find the checkpoint"):
             names = list(self._storage.manifest(uuid).selected(selector).files)
         # Ranks may be given different checkpoints by mistake.
@@ -170,7 +170,7 @@ class CheckpointContext:
 
     @property
     def latest(self) -> str | None:
-        """The UUID of the newest checkpoint that this process knows, or None."""
+        """The UUID of the newest checkpoint known to this process, or None."""
         return self._committed[-1] if self._committed else None
 
     @contextmanager
@@ -263,7 +263,7 @@ class CheckpointContext:
         *,
         selector: Selector | None = None,
     ) -> AbstractContextManager[Path]:
-        """Return a context manager with a directory that holds a checkpoint's verified files.
+        """Return a context manager for a directory with the verified files of a checkpoint.
 
         The files are read-only; `download` gives a copy that may be changed.
 
@@ -311,7 +311,7 @@ class CheckpointContext:
         self._fetching.download(uuid, ckpt_dir, download_mode, selector)
 
     def get_metadata(self, uuid: str) -> dict[str, Any]:
-        """Return the metadata that a checkpoint was stored with.
+        """Return the metadata stored with a checkpoint.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
@@ -360,11 +360,11 @@ class CheckpointContext:
         self._forget(uuid)
 
     def _forget(self, uuid: str) -> None:
-        """Go on from it no more."""
+        """Remove a checkpoint from those to resume from."""
         self._committed = [other for other in self._committed if other != uuid]
 
     def parts(self, on_committed: Callable[[CheckpointStored], None]) -> CheckpointParts:
-        """Return what stores checkpoints of all ranks in the background; for front doors.
+        """Return the background store of checkpoints for all ranks; used by trainers.
 
         All ranks call this together.
 
@@ -402,6 +402,7 @@ class CheckpointContext:
             own = plain_json({} if metadata is None else metadata)
         is_chief = distributed.rank == 0
         parts = distributed.allgather((new_uuid_of_run(self._run) if is_chief else "", own))
+        # UUID of the chief: every rank draws an id, only the first rank's counts.
         uuid = parts[0][0]
         checked = _checked_metadata(merged_metadata([part for _, part in parts]))
         with self._times.spent_on(CHECKPOINT), self._noted(uuid) if is_chief else nullcontext():
@@ -428,7 +429,7 @@ class CheckpointContext:
 
     @contextmanager
     def _noted(self, uuid: str) -> Iterator[None]:
-        """Leave word of what this process would leave behind if it were killed."""
+        """Note a checkpoint in the run directory while unfinished, for cleanup after a kill."""
         self._run.note_checkpoint(uuid, self._storage.url)
         try:
             yield
@@ -463,7 +464,7 @@ def _is_shard(shard: object) -> bool:
 
 
 def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a plain copy of the metadata, as JSON holds it."""
+    """Return a plain JSON copy of the metadata, with `steps_completed` checked."""
     if metadata is not None and not isinstance(metadata, Mapping):
         raise TypeError(f"`metadata` must be a dictionary, but got {metadata!r}.")
     if metadata is None or "steps_completed" not in metadata:

@@ -1,4 +1,4 @@
-"""`core.init()` and the context of one training process, to its end."""
+"""`core.init()` and the context of a training process, from start to end."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ class ContextParts:
 
 
 class Context:
-    """Everything that a training script may use; made by `core.init()`.
+    """API of a training script, made by `core.init()`: reports, checkpoints, preemption, ranks.
 
     Use it as a context manager, so that the way in which the script ends is recorded.
     """
@@ -83,17 +83,17 @@ class Context:
 
     @property
     def info(self) -> ClusterInfo | None:
-        """What `get_cluster_info()` returns: None without a cluster."""
+        """The cluster facts, as from `get_cluster_info()`; None without a cluster."""
         return self._parts.info
 
     @property
     def run_dir(self) -> Path:
-        """The run directory that this process writes its journal to."""
+        """The run directory with this process's journal."""
         return self._parts.run_dir
 
     @property
     def seed(self) -> int:
-        """The seed of the trial or run, the same in all its attempts; use it as you like."""
+        """The seed of the trial or run, equal in all its attempts; free for any use."""
         return self._parts.seed
 
     @property
@@ -105,7 +105,7 @@ class Context:
         return self.checkpoint.latest
 
     def alert(self, title: str = "", description: str = "", level: str = "info") -> None:
-        """Tell people something that they should see; any rank may call, from any thread.
+        """Send an alert to the users; any rank may call, from any thread.
 
         A master shows it in the trial's log and as an event. Without one it is logged, and
         `paceline runs show` lists it.
@@ -152,8 +152,10 @@ class Context:
                 parts.distributed.fail(error)
             parts.distributed.close()
         finally:
+            # Profiler before the journal's end: its last row goes into the journal.
             parts.profiler.off()
             parts.tensorboard.close()
+            # Unwatch before the journal's end: the callback writes to the journal.
             self.checkpoint.storage.watch(None)
             if outcome is not Outcome.ERROR:
                 parts.times.end()
@@ -198,7 +200,7 @@ def init(
     trackers: Sequence[Tracker | str] = (),
     master: str | None = None,
 ) -> Context:
-    """Begin an attempt and return its context; use it in a `with` statement.
+    """Begin an attempt and return its context, for use in a `with` statement.
 
     Under a master the attempt's facts come from its runner. Without one the process makes a run
     directory ``./paceline_runs/<time>-<name>/``, or goes on in an earlier one, which adds the
@@ -295,7 +297,7 @@ def _open_core_context(
     if rank != 0:
         lock.enter_context(run.hold_rank_lock())
     storage = storage or _run_storage(run, opened, distributed)
-    # What an earlier attempt has reported up to the common step stands.
+    # Reports of an earlier attempt up to the common step: they stay valid.
     is_first = opened.attempt == opened.generation == opened.steps_completed == 0
     next_step = 0 if is_first else opened.steps_completed + 1
     tensorboard = TensorboardFiles(
@@ -384,14 +386,14 @@ def _open_core_context(
 def _run_storage(
     run: RunDirectory, opened: OpenedRun, distributed: DistributedContext
 ) -> CheckpointStorage:
-    """Return where the checkpoints of a run go for which no storage was given."""
+    """Return the default checkpoint storage of a run started without an explicit storage."""
     if opened.info.storage_per_node and distributed.size > 1:
         return NodeStorage(run.checkpoints_path, distributed)
     return storage_of_run(run, opened.info)
 
 
 def _local_run(opened: OpenedRun) -> RunDirectory:
-    """Return the run directory on this node, and make it where no file system is shared."""
+    """Return this node's run directory, created here if the nodes share no file system."""
     run = RunDirectory(Path(os.environ.get(RUN_DIRECTORY_VARIABLE) or opened.path))
     if not (run.path / "run.json").exists():
         try:

@@ -1,4 +1,4 @@
-"""Small exchanges between the ranks of an attempt.
+"""Small exchanges between the ranks of an attempt, with call names to detect mismatches.
 
 Also: and the names by which ranks notice different ones.
 """
@@ -41,12 +41,12 @@ class CallName(NamedTuple):
         return _SEPARATOR.join(self).encode() + b"\n"
 
     def is_same(self, other: "CallName") -> bool:
-        """Tell whether both are one exchange, wherever a script calls it."""
+        """Return whether both names mean the same exchange, wherever a script makes the call."""
         return (self.operation, self.caller) == (other.operation, other.caller)
 
 
 def name_of_call(operation: str) -> CallName:
-    """Return the name of an exchange that the caller of the calling module begins."""
+    """Return the name of an exchange begun by the caller of the calling module."""
     module = sys._getframe(1).f_globals["__name__"]
     frame: FrameType | None = sys._getframe(1)
     caller, function = "", f"distributed.{operation}"
@@ -71,7 +71,7 @@ def split_message(message: bytes) -> tuple[CallName, bytes]:
 
 
 def check_same_call(own: CallName, rank: int, others: Mapping[int, CallName]) -> None:
-    """Require that other ranks make the exchange that this one makes.
+    """Require the same exchange of all other ranks.
 
     Raises:
         CollectiveMismatchError: One makes another one.
@@ -190,7 +190,7 @@ class DistributedContext:
     def from_torch_distributed(
         cls, chief_ip: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> "DistributedContext":
-        """Make the context from the variables that the launcher of this process has set.
+        """Return the context described by the environment variables of this process's launcher.
 
         The launcher is torchrun, Paceline's own, srun, mpirun (Open MPI, MPICH, MVAPICH), mpiexec
         of PALS or jsrun. Without one, or with one process, the context has one rank and loads no
@@ -254,7 +254,7 @@ class DistributedContext:
     def from_deepspeed(
         cls, chief_ip: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> "DistributedContext":
-        """Make the context from the variables that DeepSpeed's launcher or another one has set.
+        """Return the context described by the variables of DeepSpeed's or another launcher.
 
         It works before and after `deepspeed.init_distributed`. DeepSpeed's launcher sets the same
         variables as torchrun, so this is `from_torch_distributed` under the name that users of
@@ -273,7 +273,7 @@ class DistributedContext:
 
     @classmethod
     def single(cls) -> "DistributedContext":
-        """Make the context of a process that works alone."""
+        """Return the context of a process working alone."""
         return cls(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
 
     @classmethod
@@ -297,7 +297,7 @@ class DistributedContext:
         return context
 
     def _agree_on_nodes(self, node_rank: int | None) -> None:
-        """Find out who shares a node, where the launcher tells only a part of it.
+        """Derive the node's ranks from an exchange, where the launcher tells only a part.
 
         Args:
             node_rank: The number of this process's node, as far as it is told.
@@ -314,7 +314,7 @@ class DistributedContext:
 
     @property
     def timeout_s(self) -> float:
-        """How long a call waits for missing ranks, in seconds; it may be set at any time."""
+        """The seconds to wait for missing ranks in a call; changeable at any time."""
         return self._timeout_s
 
     @timeout_s.setter
@@ -361,7 +361,7 @@ class DistributedContext:
         return self._allgather("allgather", "", self.rank, self.size, value)
 
     def broadcast(self, value: T) -> T:
-        """Return the chief's value on every rank; what the others pass is ignored.
+        """Return the chief's value on every rank; the values of other ranks are ignored.
 
         Raises:
             DistributedTimeoutError: The chief is missing.
@@ -370,29 +370,29 @@ class DistributedContext:
         return self._broadcast("broadcast", "", self.rank, self.size, value)
 
     def gather_local(self, value: T) -> list[T] | None:
-        """Do what `gather` does among the ranks of this node."""
+        """Collect values like `gather`, but among the ranks of this node only."""
         return self._gather(
             "gather_local", self._node_prefix, self.local_rank, self.local_size, value
         )
 
     def allgather_local(self, value: T) -> list[T]:
-        """Do what `allgather` does among the ranks of this node."""
+        """Collect values like `allgather`, but among the ranks of this node only."""
         return self._allgather(
             "allgather_local", self._node_prefix, self.local_rank, self.local_size, value
         )
 
     def broadcast_local(self, value: T) -> T:
-        """Do what `broadcast` does among the ranks of this node."""
+        """Return the value of the node's first rank, like `broadcast` within this node."""
         return self._broadcast(
             "broadcast_local", self._node_prefix, self.local_rank, self.local_size, value
         )
 
     def put(self, key: str, value: bytes) -> None:
-        """Leave a value for another rank, without waiting for it; for any thread."""
+        """Leave a value for another rank without waiting for its reader; safe in any thread."""
         self._open_transport().set(f"kept/{key}", value)
 
     def take(self, key: str) -> bytes | None:
-        """Return a value that another rank has left, and forget it; None if there is none."""
+        """Remove and return a value left by another rank; None if there is none."""
         transport, key = self._open_transport(), f"kept/{key}"
         if not transport.has([key]):
             return None
@@ -401,13 +401,13 @@ class DistributedContext:
         return value
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one leaves by an exception, so that none waits for it."""
+        """Tell the other ranks about this rank's exception, so none of them waits in vain."""
         if self._transport is not None and not self._is_closed:
             self._transport.fail(error)
             self._close(is_failure=True)
 
     def close(self) -> None:
-        """Leave the group; the rank that hosts the store waits up to 10 s for the others."""
+        """Leave the group; the rank hosting the store waits up to 10 s for the others."""
         self._close(is_failure=False)
 
     def __enter__(self) -> "DistributedContext":
@@ -499,11 +499,12 @@ class DistributedContext:
         self._check_same(name, {0: told})
         if transport.add(count_key) == size - 1:
             is_broadcast = name.operation.startswith("broadcast")
+            # Last reader deletes the keys: the chief returned long ago, without waiting.
             transport.delete([key, count_key, *(keys[1:] if is_broadcast else ())])
         return answer
 
     def _check_same(self, name: CallName, others: Mapping[int, CallName]) -> None:
-        """Raise if others make another call, and tell the ranks that wait for this one."""
+        """Raise CollectiveMismatchError if others make another call; notify waiting ranks."""
         is_local = name.operation.endswith("_local")
         try:
             check_same_call(name, self.local_rank if is_local else self.rank, others)

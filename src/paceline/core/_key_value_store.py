@@ -17,7 +17,7 @@ _IS_LINUX = sys.platform == "linux"
 
 
 class RankLiveness:
-    """Know the processes of the ranks that share a store.
+    """Liveness of the processes of ranks sharing a store.
 
     Args:
         store: The store, with `set`, `get` and `check`.
@@ -34,15 +34,16 @@ class RankLiveness:
         store.set(f"process/{rank}", f"{os.getpid()} {self._place}")
 
     def leave(self) -> None:
-        """Say that this rank needs nothing more."""
+        """Mark this rank as done with the store."""
         self._store.set(f"gone/{self._rank}", "")
 
     def ended(self) -> list[int]:
-        """Return the ranks of this machine whose process ended while they were still needed."""
+        """Return this machine's ranks with a process ended before calling `leave`."""
         for other in list(self._unknown):
             if self._store.check([f"process/{other}"]):
                 pid, _, place = self._store.get(f"process/{other}").decode().partition(" ")
                 self._unknown.remove(other)
+                # Process ids are comparable only within the same boot and pid namespace.
                 if place == self._place:
                     self._here[other] = int(pid)
         return [
@@ -53,7 +54,7 @@ class RankLiveness:
 
 
 def _own_place_of_rank() -> str:
-    """Return what is equal for processes that can look each other up by their ids."""
+    """Return an identifier shared by all processes able to look each other up by process id."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -87,24 +88,24 @@ _HOST_STAYS_S = 1.0
 _LEAVE_S = 10.0
 _LEAVE_AFTER_FAILURE_S = 2.0
 _OWN_ADDRESS_S = 30.0
-# Of the text of an error: the store refuses values of 8 MB, and breaks the connection then.
+# Length limit for an error's text: the store refuses values of 8 MB and drops the connection.
 _LONGEST_TEXT = 2000
 
 _num_opened: dict[tuple[str, int], int] = {}
 # A server lives as long as its process: another rank may have come to the next context already
 # while this one leaves the last.
 _hosted: list[Any] = []
-# Which threads of this process wait, since when, and in which call.
+# Waits of this process: thread id to the start time and the name of the call.
 _waits: dict[int, tuple[float, str]] = {}
 
 
 def wait_of_thread(thread: int) -> tuple[float, str] | None:
-    """Return since when a thread waits for other ranks, and in which call; None if it does not."""
+    """Return the start time and call of a thread's wait for other ranks; None if not waiting."""
     return _waits.get(thread)
 
 
 class KeyValueStore:
-    """One rank's connection to the store."""
+    """Connection of a rank to the key-value store shared by all ranks."""
 
     def __init__(self, *, host: str, port: int, rank: int, size: int, timeout_s: float) -> None:
         self._rank = rank
@@ -118,7 +119,7 @@ class KeyValueStore:
         self._call(lambda: self._store.set(key, value))
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys that are there."""
+        """Return the values of existing keys."""
         values: list[bytes] = self._call(lambda: self._store.multi_get(list(keys)))
         return values
 
@@ -135,7 +136,7 @@ class KeyValueStore:
         return bool(self._call(lambda: self._store.check(list(keys))))
 
     def missing(self, keys: Sequence[str]) -> list[int]:
-        """Return the indices of the keys that are not there."""
+        """Return the indices of the missing keys."""
         return [index for index, key in enumerate(keys) if not self.has([key])]
 
     def wait(self, keys: Sequence[str], *, call: str, explain: Callable[[], str]) -> None:
@@ -169,11 +170,12 @@ class KeyValueStore:
             del _waits[thread]
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one leaves by an exception; never raises."""
+        """Publish this rank's exception to the other ranks; never raises."""
         try:
+            # First failure wins: later failures are usually its consequences.
             if not self._store.check([_FAILED_KEY]):
                 name = type(error).__name__
-                # This rank prints the rest, which need not be there once for each rank.
+                # First line only: this rank prints the rest, no need to repeat it per rank.
                 line = text_of(error).partition("\n")[0][:_LONGEST_TEXT]
                 text = f"{name}\nrank {self._rank} failed: {name}: {line}"
                 self._store.set(_FAILED_KEY, text.encode())
@@ -194,9 +196,10 @@ class KeyValueStore:
 
     def _raise_if_peer_ended(self, keys: Sequence[str]) -> None:
         ended = self._call(self._peers.ended)
+        # Keys checked again: the process may have set them just before its end.
         if not ended or self.has(keys):
             return
-        # It may have had the time to say why.
+        # Second check: the ended process may have published its error in between.
         self.raise_if_peer_failed()
         if self._is_host:
             # The store may end with this process before the others have looked who has ended.
@@ -207,7 +210,7 @@ class KeyValueStore:
         )
 
     def close(self, *, is_failure: bool = False) -> None:
-        """Leave; the rank that hosts the store waits a bounded time for the others to leave."""
+        """Leave the store; the hosting rank waits a bounded time for the others to leave."""
         try:
             self._peers.leave()
             self._store.add("left", 1)
@@ -257,7 +260,7 @@ def _connect_to_store(host: str, port: int, rank: int, timeout_s: float) -> tupl
     is_host = False
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         try:
-            # It listens at all addresses of this machine, so that each of them can be given.
+            # Server bound to all addresses of this machine: any of them may be given to the ranks.
             _hosted.append(make_store(LOOPBACK, is_server=True))
             is_host = True
         except RuntimeError as error:

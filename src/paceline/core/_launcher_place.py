@@ -1,4 +1,4 @@
-"""Place that an outer launcher (torchrun, srun, mpirun) gives a process: rank, node.
+"""Place given to a process by an outer launcher (torchrun, srun, mpirun), and a meeting point.
 
 Also: meeting point.
 """
@@ -17,7 +17,7 @@ from paceline._base.process_and_network import LOOPBACK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """The variables of one launcher; where several are named, the first that is set counts.
+    """Environment variables of a launcher; of several names, the first variable set counts.
 
     Attributes:
         name: What it is called.
@@ -60,7 +60,7 @@ class Launcher:
 
 
 def first_host_of(node_list: str) -> str:
-    """Return the first host of a list as Slurm writes it, such as ``rack[1-2]n[07,09],m3``."""
+    """Return the first host of a node list in Slurm's format, e.g. ``rack[1-2]n[07,09],m3``."""
     depth, end = 0, len(node_list)
     for index, letter in enumerate(node_list):
         depth += {"[": 1, "]": -1}.get(letter, 0)
@@ -182,7 +182,7 @@ _SIZES_OF_ALPS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedPlace:
-    """This process among those that an outer launcher started together.
+    """Place of this process among all processes started together by an outer launcher.
 
     Attributes:
         launcher: The launcher's name.
@@ -225,7 +225,7 @@ class LaunchedPlace:
         return self.local_rank
 
     def meeting_point(self, address: str | None = None) -> tuple[str, int]:
-        """Return the address and port at which all processes meet.
+        """Return the address and port of the store where all processes meet.
 
         Args:
             address: Takes the place of the address found.
@@ -246,7 +246,7 @@ class LaunchedPlace:
 
 
 def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlace | None:
-    """Return the place that torchrun, srun, mpirun or another launcher gave this process.
+    """Return the place given to this process by torchrun, srun, mpirun or another launcher.
 
     None for a process that works alone: one that no launcher started, or as the only one.
 
@@ -274,6 +274,7 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
     if launcher.tasks_per_node in environment and node_rank is not None:
         local_size = _tasks_of_node(environment[launcher.tasks_per_node], node_rank)
     num_nodes = _optional_from_launcher(launcher, (launcher.num_nodes,), environment)
+    # Single node: node numbers of the launcher are not needed.
     if local_size == size:
         node_rank, num_nodes = 0, 1
     return LaunchedPlace(
@@ -291,7 +292,7 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
 
 
 def _size_of_mpi() -> int | None:
-    """Return the number of processes as mpi4py knows it; None where the script does not use it."""
+    """Return the number of processes known to mpi4py; None if the script does not use mpi4py."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return None
@@ -301,7 +302,7 @@ def _size_of_mpi() -> int | None:
 def _with_place_of_alps(
     environment: Mapping[str, str], num_of_mpi: int | None
 ) -> Mapping[str, str]:
-    """Return the variables with those that follow from what a user of aprun tells.
+    """Return the variables plus those derived from the variables set by a user of aprun.
 
     ALPS sets the rank alone, and places as many processes on each node as `aprun -N` says, one node
     after the other. While the size is unknown, a process may be one of several.
@@ -320,7 +321,7 @@ def _with_place_of_alps(
     if "WORLD_SIZE" not in environment and num_of_mpi is not None:
         environment = {**environment, "WORLD_SIZE": str(num_of_mpi)}
         if "LOCAL_WORLD_SIZE" not in environment:
-            # Who shares a node shows when the ranks meet.
+            # Local rank 0 for all: the ranks find out who shares a node when they meet.
             return {**environment, "LOCAL_RANK": "0"}
     rank, *sizes = (environment.get(n, "") for n in ("ALPS_APP_PE", *_SIZES_OF_ALPS))
     if sizes == ["1", ""]:
@@ -345,7 +346,7 @@ def _with_place_of_alps(
 
 
 def _same_place(outer: Launcher, environment: Mapping[str, str]) -> Launcher | None:
-    """Return the launcher that tells the same rank and size, and the rest of the place as well."""
+    """Return a launcher with the same rank and size and a full place; None without a match."""
     names = (outer.rank, outer.size)
     for launcher in LAUNCHERS:
         if launcher is outer or not launcher.is_at_work(environment):
@@ -357,7 +358,7 @@ def _same_place(outer: Launcher, environment: Mapping[str, str]) -> Launcher | N
 
 
 def forget_launcher(environment: MutableMapping[str, str]) -> None:
-    """Remove what would make a process of this environment one of a launcher's group."""
+    """Remove launcher variables, so a new process does not join the launcher's group."""
     for launcher in LAUNCHERS:
         for name in (launcher.rank, launcher.size, launcher.local_rank):
             environment.pop(name, None)
@@ -382,7 +383,7 @@ def _optional_from_launcher(
 
 
 def _tasks_of_node(text: str, node_rank: int) -> int | None:
-    """Return what "2(x3),1" says for a node."""
+    """Return the task count of a node from a list like "2(x3),1"; None beyond the list's end."""
     counts: list[int] = []
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(tasks)] * int(times or 1)
@@ -411,12 +412,13 @@ def _port_from_launcher(
         return None
     if launcher.step:
         job = f"{job}.{environment.get(launcher.step, '0')}"
+    # Port derived from the job: all ranks compute the same number without communication.
     digest = hashlib.sha256(job.encode()).digest()
     return _FIRST_PORT + int.from_bytes(digest[:4], "big") % _NUM_PORTS
 
 
 def _pid_of_launcher(rank_variable: str) -> int:
-    """Return the nearest process above this one that has no rank: that which started all ranks."""
+    """Return the id of the launcher: the nearest ancestor process without a rank variable."""
     marker = f"{rank_variable}=".encode()
     pid = os.getppid()
     while pid > 1:

@@ -1,4 +1,4 @@
-"""Opening of a run: where a process writes, which attempt it is, and from what it resumes."""
+"""Opening of a run: choice of directory, attempt number and checkpoint to resume from."""
 
 import logging
 import os
@@ -59,7 +59,7 @@ _NO_CHECKPOINT = "access-test"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
-    """Run that the chief opened or created, for all ranks."""
+    """Run opened or created by the chief, as sent to all ranks."""
 
     path: Path
     info: RunInfo
@@ -73,7 +73,7 @@ class OpenedRun:
 
 
 def next_run_number() -> int:
-    """Return which run of this process the next one is, from 1, and count it."""
+    """Return the number of this process's next run, from 1, and advance the counter."""
     return next(_run_numbers)
 
 
@@ -90,7 +90,7 @@ def open_run(
     master: str | None = None,
     lock: ExitStack,
 ) -> OpenedRun:
-    """Decide where an attempt writes and what it goes on from, and mark the run as alive.
+    """Choose an attempt's directory and its checkpoint to resume from; mark the run as alive.
 
     Args:
         name: The run's name; the stem of the script by default. A master has its own names.
@@ -151,7 +151,7 @@ def open_run(
 
 
 def open_run_of_attempt(path: Path, seed: int | None) -> OpenedRun:
-    """Take up the run directory that a runner has prepared; a trial has its own seed.
+    """Open the run directory prepared by a runner; a trial has its own seed.
 
     Raises:
         NotARunDirectoryError: There is none at `path`.
@@ -191,6 +191,7 @@ def open_run_of_attempt(path: Path, seed: int | None) -> OpenedRun:
         info=info,
         seed=seed,
         attempt=info.attempt,
+        # New generation: a second process must not write to the journals of the first.
         generation=max(generation, max(taken) + 1),
         latest_checkpoint=uuid,
         steps_completed=steps,
@@ -211,7 +212,7 @@ def open_run_by_name(
     master: str | None = None,
     lock: ExitStack,
 ) -> OpenedRun:
-    """Make a run directory, or go on in an earlier one, and lock it.
+    """Create a run directory or open an earlier run to resume, and lock the directory.
 
     A new run records its seed and hyperparameters; an earlier one has its own seed, unless another
     one is given.
@@ -252,6 +253,7 @@ def open_run_by_name(
         info = RunInfo(
             run_id=uuid4().hex,
             name=name,
+            # Chain of runs: shows the newest even if the clock is set back.
             previous=None if before is None else before.read_info().run_id,
             created=time.time(),
             checkpoint_storage=(storage or storage_of_new_run(path)).url,
@@ -291,9 +293,10 @@ def _place_resumed(
     # Runs of earlier versions have recorded none.
     recorded = drawn_seed() if info.seed is None else info.seed
     _take_lock(run, master, lock)
+    # Order matters: `discard_unfinished` below forgets these notes.
     being_deleted = {*run.begun_checkpoints()}
     discard_unfinished(run)
-    # What was said to the last attempt does not concern this one.
+    # Control file of the last attempt: its commands do not concern this attempt.
     run.control_path.unlink(missing_ok=True)
     history = read_history(run)
     place = storage or storage_of_run(run, info)
@@ -318,7 +321,7 @@ def _place_resumed(
 
 
 def _tell_of_unknown_checkpoints(run: RunDirectory, storage: CheckpointStorage) -> None:
-    """Warn if the run's own directory has checkpoints of which its journal knows nothing."""
+    """Warn if the run's own directory has checkpoints unknown to its journal."""
     if storage.local_root == run.checkpoints_path and (unknown := storage.list()):
         logger.warning(
             "The journal of the run %s tells of no checkpoint, but %d are there, such as %s: the"
@@ -365,12 +368,12 @@ def _generation_of_run(info: RunInfo) -> int:
 
 
 def _steps_up_to(history: History, steps_completed: int) -> dict[str, int]:
-    """Return the last step of each group that stands for an attempt that goes on from a step."""
+    """Return the last valid step of each group for an attempt resuming from a step."""
     return {group: min(step, steps_completed) for group, step in history.last_steps.items()}
 
 
 def join_run(opened: OpenedRun, lock: ExitStack, *, is_chief: bool) -> OpenedRun:
-    """Return what the chief has opened as this node has it, and mark the run as alive.
+    """Return the chief's opened run with this node's directory, and mark the run as alive.
 
     Each node of a master's attempt has a run directory of its own, which its runner ships. Other
     runs are in one directory that all nodes see.

@@ -34,7 +34,7 @@ _SETTLED_NS = 100_000_000
 
 
 class ControlFile:
-    """Follow a run directory's `control.json`; a call costs one `stat` while it is unchanged.
+    """Reader of a run directory's `control.json`; an unchanged file costs only a `stat` per read.
 
     A damaged file says nothing; the runner writes it anew.
     """
@@ -49,11 +49,11 @@ class ControlFile:
 
     @property
     def num_changes(self) -> int:
-        """How often `read` has found a file that was not there before."""
+        """The number of changed control files found by `read` so far."""
         return self._num_changes
 
     def read(self) -> Control:
-        """Return the runner's last word, or the defaults if it has said nothing."""
+        """Return the runner's latest message, or the defaults before the first message."""
         try:
             status = os.stat(self._path)
         except FileNotFoundError:
@@ -82,7 +82,7 @@ _POLL_S = 0.002
 
 
 class SearchDecision:
-    """Know the newest report that the search judges, and wait for the decision on it.
+    """Newest report pending a search's decision, with a bounded wait for the decision.
 
     The chief's process reports and waits. Once a decision has not come in time, no later one is
     waited for until the runner has written the control file again.
@@ -108,7 +108,7 @@ class SearchDecision:
 
     @property
     def metrics(self) -> Sequence[str] | None:
-        """The validation metrics that the search needs; None if there is no such search."""
+        """The validation metrics needed by the search; None if no search stops trials."""
         return self._metrics
 
     @property
@@ -117,7 +117,7 @@ class SearchDecision:
         return self._metrics is not None
 
     def expect_none(self) -> None:
-        """Wait for no report any more: the search judges what operations complete."""
+        """Stop waiting for decisions on reports: the search judges whole operations instead."""
         self._metrics = self._pending = None
 
     def reported(self, sequence: int, steps_completed: int, metrics: Mapping[str, Any]) -> None:
@@ -148,6 +148,7 @@ class SearchDecision:
         if pending is None or self._is_silent():
             return False
         deadline = time.monotonic() + DECISION_TIMEOUT_S
+        # Pairs of generation and record number: they compare in order of writing.
         while not is_over() and (self._control.read().judged or (-1, -1)) < pending:
             if time.monotonic() >= deadline:
                 self._silent_at = self._control.num_changes
@@ -204,7 +205,7 @@ class PreemptContext:
         self._decision = decision
         self._distributed = distributed
         self._journal = journal
-        # One voice is enough where every rank gets the signal.
+        # Message of Ctrl-C only on rank 0: every rank gets the signal, a single message suffices.
         self._signals = SignalWatch(is_quiet=distributed.rank != 0, is_supervised=is_supervised)
         self._is_installed = False
         self._is_preempted = False
@@ -216,7 +217,7 @@ class PreemptContext:
         return self._is_acknowledged
 
     def should_preempt(self, auto_ack: bool = True) -> bool:
-        """Tell whether to store a checkpoint and leave; once True it stays so.
+        """Return True when the code should store a checkpoint and leave; True stays True.
 
         The first call, if it comes from the main thread, takes over SIGTERM and SIGUSR1: the
         first such signal turns the answer to True, and a second one has its default action.
@@ -249,7 +250,7 @@ class PreemptContext:
         return self._is_preempted
 
     def acknowledge_preemption_signal(self) -> None:
-        """Say that the code is going to leave because of the preemption.
+        """Record the user code's intention to leave because of the preemption.
 
         Raises:
             RuntimeError: `should_preempt()` has not returned True.
@@ -266,7 +267,7 @@ class PreemptContext:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether this process was interrupted by Ctrl-C while it watched for that."""
+        """Whether Ctrl-C interrupted this process while SIGINT was watched."""
         return self._signals.is_interrupted
 
     def watch_signals(self, interrupt: bool = False) -> None:
@@ -284,16 +285,16 @@ class PreemptContext:
             self._signals.install_interrupt()
 
     def release_interrupt(self) -> None:
-        """Give SIGINT back; does nothing if it is not watched."""
+        """Restore the previous SIGINT handler; does nothing if SIGINT is not watched."""
         self._signals.restore(signal.SIGINT)
 
     @property
     def has_signal(self) -> bool:
-        """Whether this process has received one of the signals that it watches."""
+        """Whether this process has received a watched signal."""
         return self._signals.has_come
 
     def settle(self) -> None:
-        """Take a True answer that the ranks have agreed on by other means, and acknowledge it."""
+        """Accept and acknowledge a preemption agreed on by the ranks by other means."""
         self._is_preempted = True
         self.acknowledge_preemption_signal()
 
@@ -303,7 +304,7 @@ class PreemptContext:
         return self._decision.is_expected
 
     def is_wanted(self) -> bool:
-        """Tell what this process knows by itself, without asking the chief.
+        """Return whether this process itself knows of a preemption, without asking the chief.
 
         Like `should_preempt`, it waits for the search's decision on what this process reported.
         """
@@ -320,7 +321,7 @@ class PreemptContext:
 
 
 class SignalWatch:
-    """Note the first signal, and leave a second one to what it would have done before.
+    """Handler of the first signal, restoring the default or previous action for a second signal.
 
     After SIGTERM and SIGUSR1 that is their default action, after SIGINT a KeyboardInterrupt.
 
@@ -340,7 +341,7 @@ class SignalWatch:
         self._ours: dict[int, Any] = {}
 
     def install(self, numbers: Iterable[int] = _SIGNALS) -> None:
-        """Take over signals; only the main thread can, elsewhere it does nothing.
+        """Install handlers for signals; outside the main thread only log a warning.
 
         Args:
             numbers: SIGTERM, SIGUSR1 or both.
@@ -379,10 +380,12 @@ class SignalWatch:
         signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Forked children, such as workers of a data loader, inherit this handler.
         is_forked = os.getpid() != self._pid
         self.has_come = True
         for watched, ours in self._ours.items():
             if signal.getsignal(watched) == ours:
+                # All watched signals change together: the second signal may be of another kind.
                 self._ours[watched] = self._second_action(watched)
                 signal.signal(watched, self._ours[watched])
         if number == signal.SIGINT:
@@ -518,7 +521,7 @@ class SearcherContext:
         self._has_asked = False
 
     def operations(self) -> Iterator[SearcherOperation]:
-        """Yield the search's operations until there is no further one.
+        """Yield the search's operations until the search ends.
 
         The next one may take long to come, as it depends on other trials. The iteration also ends
         when the attempt is preempted: ask `should_preempt()` afterwards. All ranks iterate.
@@ -572,7 +575,7 @@ class SearcherContext:
 
 
 def configured_length(searcher: Mapping[str, Any]) -> int | None:
-    """Return the longest training that a searcher config asks for, or None if it says none."""
+    """Return the longest training length of a searcher config, or None if there is no length."""
     length = searcher.get("max_length", searcher.get("max_time"))
     if isinstance(length, Mapping):
         length = next(iter(length.values()), None)

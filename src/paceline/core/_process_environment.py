@@ -16,7 +16,7 @@ import paceline
 from paceline._base.gpus import gpus_of_machine, names_in_variable
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
 
-# Of uncommitted changes, which may be as large as one likes.
+# Limit for recorded uncommitted changes: a diff may be arbitrarily large.
 MAX_DIFF_BYTES = 100_000
 DIFF_VARIABLE = "PACELINE_RECORD_DIFF"
 
@@ -26,7 +26,7 @@ _AMD_DRIVER = Path("/sys/module/amdgpu/version")
 
 
 def describe_environment(*, with_source: bool) -> dict[str, Any]:
-    """Return what this process runs in, as values of JSON.
+    """Return this process's environment (interpreter, host, packages, GPUs, source) as JSON data.
 
     Variables are left out, as they may be secret.
 
@@ -66,7 +66,7 @@ def describe_source(directory: Path) -> dict[str, Any] | None:
         return None
     deadline = time.monotonic() + _GIT_LIMIT_S
     try:
-        # One request tells nearly all: the script waits for it.
+        # Single request for nearly all facts: the script waits for each git process.
         status = _run_git(
             directory, deadline, "status", "--porcelain=v2", "--branch", "--untracked-files=all",
             "--no-renames", "--", ".",
@@ -102,6 +102,7 @@ def _run_git(directory: Path, deadline: float, *arguments: str) -> bytes:
         stderr=subprocess.DEVNULL,
         timeout=max(0.0, deadline - time.monotonic()),
         check=True,
+        # No optional locks: a status query must not disturb git commands of the user.
         env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
     ).stdout
 
@@ -154,7 +155,7 @@ def _gpus_of_environment() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterInfo:
-    """The facts of the attempt that this process belongs to.
+    """Facts of this process's attempt: ids, slots, nodes and trial.
 
     Attributes:
         cluster_id: The master's identity; empty when the trial runs without one.
@@ -187,7 +188,7 @@ class ClusterInfo:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name):
-            """Say where an attribute is that the trial has."""
+            """Raise AttributeError, with a hint for attributes of the trial."""
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             if name in TrialInfo.__struct_fields__:
                 text += f". Hint: `get_cluster_info().trial.{name}`"
@@ -195,7 +196,7 @@ class ClusterInfo:
 
     @property
     def gpu_uuids(self) -> list[str]:
-        """The UUIDs of this node's GPUs that the attempt holds; empty where no driver tells them.
+        """The UUIDs of the attempt's GPUs on this node; empty if no driver reports UUIDs.
 
         For a device of a GPU that is divided by MIG, it is that of the device.
         """
@@ -215,7 +216,7 @@ class ClusterInfo:
 
 
 def get_cluster_info() -> ClusterInfo | None:
-    """Return the facts of this process's trial, or None when it runs without a cluster.
+    """Return the facts of this process's trial, or None without a cluster.
 
     Raises:
         NotARunDirectoryError: PACELINE_RUN_DIR names no run directory.
@@ -226,7 +227,7 @@ def get_cluster_info() -> ClusterInfo | None:
 
 
 def cluster_info_of(info: RunInfo) -> ClusterInfo | None:
-    """Return the cluster facts in a run's info, or None if it is no trial's."""
+    """Return the cluster facts of a run's info, or None for a run without a trial."""
     if info.trial is None:
         return None
     addresses = list(info.container_addrs) or ["127.0.0.1"]
@@ -253,7 +254,7 @@ _MODES = ("1", "warn")
 
 
 def apply_determinism() -> None:
-    """Do what PACELINE_DETERMINISTIC asks for; nothing without it.
+    """Apply PACELINE_DETERMINISTIC to torch; do nothing if unset.
 
     With "1" an operation that has no deterministic implementation raises, with "warn" it warns
     and goes on.

@@ -25,7 +25,7 @@ Sample = dict[str, float]
 
 
 class SystemSampler:
-    """Take samples of this node; a source that fails is named once and left out from then on.
+    """Sampler of this node's metrics; a failing source is logged once and then left out.
 
     Rates are means since the last sample, so the first one has none. For use in one thread.
 
@@ -46,6 +46,7 @@ class SystemSampler:
         import psutil
 
         process = psutil.Process()
+        # First call only sets the start: psutil measures from call to call.
         psutil.cpu_percent()
         self._sources = {
             "CPU": lambda: {"cpu_percent": psutil.cpu_percent()},
@@ -56,7 +57,7 @@ class SystemSampler:
         self._open_gpus()
 
     def take(self) -> Sample:
-        """Return one sample: names to values, with the unit in each name."""
+        """Return a sample: metric names, each with its unit, to values."""
         sample: Sample = {}
         for name, source in list(self._sources.items()):
             try:
@@ -152,7 +153,7 @@ def _gpu_source(gpu: NvmlDevice, read: Callable[[NvmlDevice], Sample]) -> Callab
 
 
 def _visible_gpus(gpus: list[NvmlDevice], num_processes: int) -> list[NvmlDevice]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves to this node's processes.
+    """Return the GPUs left to this node's processes by CUDA_VISIBLE_DEVICES.
 
     All of them if the variable names fewer than there are processes: then each process has been
     given its own, and this one does not see those of the others.
@@ -226,13 +227,13 @@ class ProfilerContext:
             self._thread.start()
 
     def off(self) -> None:
-        """Stop sampling, and report what was sampled last; does nothing if it is off."""
+        """Stop sampling and report the last samples; do nothing if off."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.finish()
 
     def note_steps(self, steps_completed: int) -> None:
-        """Tell how far training is, on a rank that reports no metrics itself.
+        """Note the number of completed batches, on a rank without metric reports of its own.
 
         Args:
             steps_completed: The number of batches that training has completed.
@@ -240,7 +241,7 @@ class ProfilerContext:
         self._noted_steps = operator.index(steps_completed)
 
     def _report(self, means: dict[str, float]) -> bool:
-        """Write a row, unless the newest step has one."""
+        """Write a row and return True; return False if the newest step already has a row."""
         step = max(self._noted_steps, self._reported_steps())
         if step <= self._last_step:
             return False
@@ -253,7 +254,7 @@ class ProfilerContext:
 
 
 class _SamplingThread(threading.Thread):
-    """Take samples until told to finish; hold no more than one sum for each metric."""
+    """Sampling thread; keeps only a sum and a count for each metric, so memory stays bounded."""
 
     def __init__(
         self,
@@ -315,7 +316,7 @@ def _checked_profiler_settings(
 ) -> tuple[float, int]:
     if isinstance(sampling_interval, bool) or not isinstance(sampling_interval, (int, float)):
         raise TypeError(f"`sampling_interval` must be a number, but got {sampling_interval!r}.")
-    # Not `<`, so that NaN is refused as well.
+    # Negated comparison: NaN is refused as well.
     if not _LEAST_INTERVAL_S <= sampling_interval <= threading.TIMEOUT_MAX:
         raise ValueError(
             f"`sampling_interval` must be at least {_LEAST_INTERVAL_S} seconds, but got"

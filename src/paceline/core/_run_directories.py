@@ -39,7 +39,7 @@ _LONGEST_NAME = 230
 
 
 def run_name(file: str | os.PathLike[str] | None = None) -> str:
-    """Return the name of a run that was given none: the stem of a file, by default the script's."""
+    """Return a default run name: the stem of a file, by default the script's."""
     script = Path(file if file is not None else sys.argv[0] if sys.argv else "")
     stem = script.parent.name if script.stem == "__main__" else script.stem
     if stem == "ipykernel_launcher":
@@ -50,7 +50,7 @@ def run_name(file: str | os.PathLike[str] | None = None) -> str:
 
 
 def checked_run_name(name: str) -> str:
-    """Return the name that a run was given.
+    """Return a given run name, once checked.
 
     Raises:
         ValueError: It cannot be part of a file name, or is too long.
@@ -70,13 +70,14 @@ def checked_run_name(name: str) -> str:
 
 
 def make_run_directory(root: Path, name: str) -> Path:
-    """Make the directory of a new run, which no other run has, and return its path."""
+    """Create a new directory for a run, never shared with another run, and return its path."""
     root.mkdir(exist_ok=True)
     base = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     number = 1
     while True:
         path = root / (base if number == 1 else f"{base}-{number}")
         try:
+            # Creation claims the name: runs begun in the same second get different numbers.
             path.mkdir(mode=0o700)
         except FileExistsError:
             number += 1
@@ -112,7 +113,7 @@ RESUME_VARIABLE = "PACELINE_RESUME"
 
 
 class NewRunStart(NamedTuple):
-    """The checkpoint of another machine's run that a new run goes on from.
+    """Start of a new run from a checkpoint of another machine's run.
 
     `seed` is that of the training, if the checkpoint tells.
     """
@@ -124,7 +125,7 @@ class NewRunStart(NamedTuple):
 
 
 def storage_of_new_run(path: Path) -> CheckpointStorage:
-    """Return the storage of the run at a path: there, or below the URL that PACELINE_RUNS names.
+    """Return the storage of the run at a path: in its directory, or below the PACELINE_RUNS URL.
 
     Raises:
         StorageNotInstalledError: No installed package offers the URL's scheme.
@@ -139,11 +140,11 @@ def storage_of_new_run(path: Path) -> CheckpointStorage:
             f" {url!r}. Hint: s3://bucket/prefix; the journals of runs stay in ./paceline_runs."
         )
     try:
-        # As it is first: without a bucket, the name of the run would be taken for one.
+        # Check of the plain URL first: without a bucket, the run's name would pass for a bucket.
         storage_from(url)
         return storage_from(f"{url.rstrip('/')}/{quote(path.name)}")
     except ValueError as error:
-        # It names the argument that the text usually comes from.
+        # Argument name in the message: usually `checkpoint_storage`, here the variable.
         text = str(error).replace("`checkpoint_storage`", f"`{RUNS_VARIABLE}`")
         raise type(error)(text) from error
 
@@ -154,12 +155,12 @@ def is_storage_in_environment() -> bool:
 
 
 def is_checkpoint_url(resume: str | os.PathLike[str] | None) -> bool:
-    """Tell whether what a run is to go on from is a checkpoint by its URL, not a run directory."""
+    """Return whether `resume` is the URL of a checkpoint rather than a run directory."""
     return isinstance(resume, str) and "://" in resume
 
 
 def starting_point(url: str, storage: CheckpointStorage | None) -> NewRunStart:
-    """Return the checkpoint at a URL. The new run keeps its own checkpoints beside it.
+    """Return the checkpoint at a URL; the new run stores its own checkpoints beside this start.
 
     Args:
         url: The URL of the checkpoint.
@@ -191,7 +192,7 @@ _resume_hint: ContextVar[str] = ContextVar(
 
 @contextmanager
 def resuming_by(hint: str) -> Iterator[None]:
-    """Have a hint about an earlier run end with what the caller's users can write."""
+    """Set the ending of hints about earlier runs to code for the caller's users, in the block."""
     token = _resume_hint.set(hint)
     try:
         yield
@@ -202,7 +203,7 @@ def resuming_by(hint: str) -> Iterator[None]:
 def run_to_resume(
     root: Path, name: str, resume: str | os.PathLike[str] | None
 ) -> RunDirectory | None:
-    """Return the run that a start goes on with; None if it begins a new one.
+    """Return the run to resume; None to start a new run.
 
     Args:
         root: The directory of runs.
@@ -239,7 +240,7 @@ def run_to_resume(
 
 
 def tell_of_earlier_run(run: RunDirectory, name: str) -> None:
-    """Warn if the last run of a name did not end well, as a new run begins beside it."""
+    """Warn about a crashed or preempted last run of this name before a new run begins."""
     history = read_history(run)
     state = run_state(run, history)
     if state not in (RunState.CRASHED, RunState.PREEMPTED):
@@ -270,7 +271,7 @@ def drawn_seed() -> int:
 
 
 def recordable(value: Any) -> Any:
-    """Return a copy of hyperparameters for JSON; what JSON cannot hold becomes text."""
+    """Return a JSON copy of hyperparameters; values unknown to JSON become text."""
     if isinstance(value, Mapping):
         return {str(key): recordable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -288,7 +289,7 @@ def recordable(value: Any) -> Any:
 
 
 def tell_of_changes(info: RunInfo, hparams: Mapping[str, Any] | None) -> None:
-    """Warn if a run goes on with other hyperparameters than it began with."""
+    """Warn if a resumed run has other hyperparameters than at its beginning."""
     if hparams is None or info.hparams is None:
         return
     before, now = info.hparams, recordable(hparams)
@@ -313,7 +314,7 @@ _FIRST_S = 1.0
 
 
 class _Heartbeats:
-    """One thread that gives signs of life for all runs of this process.
+    """Heartbeats for all runs of this process, sent by a single thread.
 
     The thread ends when it finds no run. Runs that follow each other share it, because starting a
     thread takes long compared with an empty run.
@@ -327,8 +328,9 @@ class _Heartbeats:
         self._has_thread = False
 
     def add(self, run: RunDirectory) -> None:
-        """Give signs of life of a run until it is removed."""
+        """Send heartbeats for a run until its removal."""
         with self._lock:
+            # Due at once: the thread beats for a new run in its next round.
             self._runs[run] = 0.0
             if not self._has_thread:
                 threading.Thread(
@@ -343,7 +345,7 @@ class _Heartbeats:
                 run.end_heartbeat()
 
     def forget(self) -> None:
-        """Give no further sign of life of any run, in a process that is forked."""
+        """Drop all runs in a forked child: the parent process alone sends their heartbeats."""
         self._runs, self._has_thread = {}, False
         self._lock = threading.RLock()
 
@@ -379,12 +381,13 @@ def sending_heartbeats(run: RunDirectory) -> Iterator[None]:
         heartbeats.remove(run)
 
 
+# Fork copies the list of runs without its thread, and the lock in any state.
 os.register_at_fork(after_in_child=lambda: _heartbeats.forget())
 
 
 REPORT_TO_VARIABLE = "PACELINE_REPORT_TO"
 
-# By its name, as `client` stands above `core`.
+# Module name of the reporter: `client` stands above `core`, so no import.
 _PROGRAM = "paceline.client._report_run"
 # The reporter says sooner that it has sent all, or that it goes on in the background.
 _END_LIMIT_S = 10.0
@@ -392,7 +395,7 @@ _URL = re.compile(r"(https?://)?[A-Za-z0-9.\[\]:_-]+/?")
 
 
 def master_to_report_to(given: str | None) -> str | None:
-    """Return the URL of the master that a run reports to, None if it reports to none.
+    """Return the URL of the master to report a run to; None without live reports.
 
     Args:
         given: What the script says; the variable PACELINE_REPORT_TO by default.
@@ -416,7 +419,7 @@ def master_to_report_to(given: str | None) -> str | None:
 
 @contextmanager
 def reporting(run: RunDirectory, master: str | None) -> Iterator[Callable[[], None]]:
-    """Give a function that begins to report a run; at the end of the block the rest is sent.
+    """Yield a function starting the live reports of a run; leaving the block sends the rest.
 
     The run's lock must be taken and released within the block. A master that does not answer is
     no error: the reporter goes on without the script for a while.
@@ -455,9 +458,9 @@ def _start_live_reports(path: Path, master: str) -> "subprocess.Popen[bytes]":
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, "-m", _PROGRAM, str(path), master],
-        # Its end tells the reporter that the script has ended, however it did.
+        # End of file at the reporter: the script has ended, in any way.
         stdin=subprocess.PIPE,
-        # Its end tells the script that the reporter needs it no more.
+        # End of file at the script: the reporter no longer needs the script.
         stdout=subprocess.PIPE,
         env=os.environ
         | {
@@ -471,13 +474,13 @@ def _start_live_reports(path: Path, master: str) -> "subprocess.Popen[bytes]":
 
 
 def _end_live_reports(process: "subprocess.Popen[bytes]") -> None:
-    """Let the reporter send the rest, and leave it alone if that takes long."""
+    """Let the reporter send the rest of the run, for at most 10 seconds."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
     _await_end(process.stdout)
     process.stdout.close()
-    # It has left its work to a child at once, which outlives this script if need be.
+    # Reporter exited already: its work continues in a child, which may outlive this script.
     process.wait()
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint storage of a run: the one a script names, shared between nodes.
+"""Checkpoint storage of a run: named by a script, checked on all nodes and ranks, cleaned up.
 
 Also: agreed between ranks, swept.
 """
@@ -34,12 +34,12 @@ from paceline.storage._storage_by_url import storage_from
 
 GivenStorage: TypeAlias = CheckpointStorage | str | Path | Mapping[str, Any] | None
 
-# Where the mappings that `storage_from` takes hold their path.
+# Path keys in the mappings accepted by `storage_from`.
 _PATH_NAMES = ("host_path", "path", "container_path")
 
 
 def given_storage(spec: GivenStorage) -> CheckpointStorage | None:
-    """Return the storage that a script names; None for that of the run.
+    """Return the storage given by a script; None for the run's own storage.
 
     Raises:
         TypeError: `spec` has another type.
@@ -52,7 +52,7 @@ def given_storage(spec: GivenStorage) -> CheckpointStorage | None:
 
 
 def _check_directory(root: Path) -> None:
-    """Check that a storage's directory is there or can be made, before the first checkpoint."""
+    """Raise ValueError early if a storage's directory neither exists nor can be created."""
     place = next((each for each in (root, *root.parents) if os.path.lexists(each)), None)
     if place is None or place.is_dir():
         return
@@ -68,7 +68,7 @@ def _check_directory(root: Path) -> None:
 
 
 def check_given_storage(spec: GivenStorage, info: RunInfo) -> None:
-    """Refuse what would put checkpoints into a directory that is deleted with the attempt.
+    """Refuse a relative path under a master: the directory would go with the attempt.
 
     Args:
         spec: What the script names.
@@ -91,7 +91,7 @@ def check_given_storage(spec: GivenStorage, info: RunInfo) -> None:
 
 
 class NodeStorage(DirectoryStorage):
-    """A directory of one node, for checkpoints that ranks of several nodes store together.
+    """Directory of a single node, for checkpoints stored jointly by ranks on several nodes.
 
     Each rank stores its files on its own node. The done files of other nodes' ranks reach the chief
     through the store of the ranks. So the chief commits as usual, with a manifest that names the
@@ -108,7 +108,7 @@ class NodeStorage(DirectoryStorage):
 
     @contextmanager
     def store_shard(self, uuid: str, rank: int) -> Iterator[Path]:
-        """Yield a directory of its own; afterwards the chief is told what is in it."""
+        """Yield a directory for this rank's files; afterwards send their list to the chief."""
         with super().store_shard(uuid, rank) as path:
             yield path
         if self._distributed.cross_rank:
@@ -134,7 +134,7 @@ _LOOK_INTERVAL_S = 0.05
 
 
 def check_shared_storage(storage: CheckpointStorage, distributed: DistributedContext) -> None:
-    """Refuse a directory that some of the machines do not see; all ranks call this together.
+    """Refuse a directory not visible to all machines; all ranks call together.
 
     No checkpoint of theirs would ever be whole, which would show only after the training.
 
@@ -167,7 +167,7 @@ def check_shared_storage(storage: CheckpointStorage, distributed: DistributedCon
 
 
 def _write_mark(root: Path) -> str | None:
-    """Return the name of a file there; None if it cannot be written, which a save will tell."""
+    """Return the name of a mark file; None if not writable (a later save raises the error)."""
     name = f".paceline-{uuid4().hex}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ def _is_seen(path: Path) -> bool:
 
 
 def _is_there(path: Path) -> bool:
-    """Tell whether a file is there; the server is asked, not what this machine knew before."""
+    """Return whether a file exists, after listing its directories to bypass NFS caches."""
     for directory in (path.parent.parent, path.parent):
         # Opening a directory makes NFS forget that something was not there. Not everyone may.
         with suppress(OSError):
@@ -197,7 +197,7 @@ def _is_there(path: Path) -> bool:
 
 @contextmanager
 def failing_together(distributed: DistributedContext, must: str) -> Iterator[None]:
-    """Raise on every rank if the block raises on one of them.
+    """Raise on every rank if the block raises on any rank.
 
     Args:
         distributed: Where the ranks meet.
@@ -212,7 +212,7 @@ def failing_together(distributed: DistributedContext, must: str) -> Iterator[Non
     except GeneratorExit:
         raise
     except BaseException as error:
-        # Also of Ctrl-C: a program may catch it and go on, in step with the other ranks.
+        # Errors include Ctrl-C: a program may catch it and continue in step with the other ranks.
         own = error
     by_rank = distributed.allgather(None if own is None else (type(own).__name__, text_of(own)))
     if own is not None:
@@ -227,7 +227,7 @@ def failing_together(distributed: DistributedContext, must: str) -> Iterator[Non
 
 
 def merged_metadata(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one dictionary of those of all ranks, in rank order.
+    """Return the metadata of all ranks merged into a single dictionary, in rank order.
 
     Raises:
         ValueError: Two ranks have different values for a key; dictionaries are merged.
@@ -257,7 +257,7 @@ def source_of_rank(
     source: str | os.PathLike[str] | None,
     selector: Selector | None,
 ) -> Path | None:
-    """Return the directory whose files this rank brings.
+    """Return the directory uploaded by this rank; None if another rank uploads the same files.
 
     Ranks that give the same directory bring it once, unless they select files.
 
@@ -277,6 +277,7 @@ def source_of_rank(
     own = None
     if path is not None:
         facts = path.stat()
+        # Identity of the directory; with a selector, each rank's choice of files counts.
         own = (socket.gethostname(), facts.st_dev, facts.st_ino, distributed.rank * bool(selector))
     by_rank = distributed.allgather(own)
     if by_rank == [None] * distributed.size:
@@ -285,7 +286,7 @@ def source_of_rank(
 
 
 def check_selector(selector: object) -> None:
-    """Refuse what cannot select files.
+    """Refuse a selector neither None nor callable.
 
     Raises:
         TypeError: It is neither None nor a function.
@@ -296,12 +297,12 @@ def check_selector(selector: object) -> None:
 
 logger = logging.getLogger(__name__)
 
-# For how long a server may be at work on what a process had sent when it was killed.
+# Grace period of object stores: requests of a killed process may still complete this long.
 _LANDING_S = 2.0
 
 
 def discard_unfinished(run: RunDirectory) -> None:
-    """Remove the checkpoints that a run's processes have begun and not committed or recorded.
+    """Remove checkpoints begun but not committed or recorded by a run's ended processes.
 
     What is left of those that they have begun to delete is removed too. Only for whoever knows that
     all of these processes have ended.
@@ -311,12 +312,12 @@ def discard_unfinished(run: RunDirectory) -> None:
     """
     begun = run.begun_checkpoints()
     recorded = {stored.uuid for stored in read_checkpoints(run)} if begun else set()
-    # One that another process commits may be recorded in another run directory.
+    # Part of another process's checkpoint: the record may be in another run directory.
     parts = run.begun_checkpoints(is_part=True)
     if parts and run.read_info().storage_per_node:
         # The runner of this node sends them, and learns whether the chief has committed them.
         parts = {}
-    # What a copied run directory has noted is the work of the original, in the original's storage.
+    # Notes in a copied run directory: they mean the original's work, in the original's storage.
     moved = moved_storage(run, run.read_info()) if parts or begun else {}
     unfinished = {uuid: moved.get(url, url) for uuid, url in {**parts, **begun}.items()}
     found = _discard(unfinished, {*begun} - recorded)
@@ -329,7 +330,7 @@ def discard_unfinished(run: RunDirectory) -> None:
 
 
 def _discard(unfinished: Mapping[str, str], unrecorded: set[str]) -> set[str]:
-    """Remove checkpoints that are not whole, and those that are but that no journal tells of.
+    """Remove incomplete checkpoints, and complete checkpoints missing from every journal.
 
     Args:
         unfinished: The URLs of their storages by UUID.

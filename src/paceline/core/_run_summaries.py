@@ -57,7 +57,7 @@ _INVALID_HP = "invalid_hp"
 
 
 class MetricsRow(NamedTuple):
-    """One report as it stands in a journal; later rows of the same step add to it.
+    """Metrics of a report as recorded in a journal; later rows of the same step add metrics.
 
     `is_superseded` tells that a later attempt went back to an earlier step.
     """
@@ -93,7 +93,7 @@ class History:
 
 
 def read_history(run: RunDirectory) -> History:
-    """Read all journals that the chiefs of a run wrote."""
+    """Return the history of a run, read from all journals of its chiefs."""
     history = History()
     stored: dict[str, CheckpointStored] = {}
     for key, last_step in _standing_journals(run):
@@ -129,14 +129,14 @@ def read_history(run: RunDirectory) -> History:
 
 
 def read_checkpoints(run: RunDirectory) -> list[CheckpointStored]:
-    """Return the checkpoints that a run has stored and not deleted, oldest first."""
+    """Return a run's stored and not deleted checkpoints, oldest first."""
     return read_history(run).checkpoints
 
 
 def read_metrics(
     run: RunDirectory, group: str | None = None, *, rank: int = 0
 ) -> Iterator[MetricsRow]:
-    """Yield the metrics of one group, or of all, that a rank has reported, in order of writing.
+    """Yield a rank's reported metrics, of a single group or of all, in order of writing.
 
     Args:
         run: The run directory; it may still be written to.
@@ -166,7 +166,7 @@ def read_alerts(run: RunDirectory) -> list[AlertRaised]:
 
 
 def last_steps(run: RunDirectory, rank: int) -> dict[str, int]:
-    """Return the last step of each metric group that a rank has reported and that stands."""
+    """Return the last valid step of each metric group reported by a rank."""
     found: dict[str, int] = {}
     for key, last_step in _standing_journals(run, rank):
         for record in _metrics_records(run, key):
@@ -178,7 +178,7 @@ def last_steps(run: RunDirectory, rank: int) -> dict[str, int]:
 def standing_metrics(
     run: RunDirectory, group: str, steps_completed: int, rank: int
 ) -> dict[str, Any]:
-    """Return what a rank has reported for a group and step, merged, in its encoded form."""
+    """Return a rank's valid metrics of a group and step, merged, in encoded form."""
     merged: dict[str, Any] = {}
     for key, last_step in _standing_journals(run, rank):
         if steps_completed <= last_step:
@@ -189,9 +189,10 @@ def standing_metrics(
 
 
 def _standing_journals(run: RunDirectory, rank: int = 0) -> list[tuple[JournalKey, float]]:
-    """Return a rank's journals, each with the last step at which its rows stand."""
+    """Return a rank's journals, each with the last step not superseded by a later attempt."""
     standing: list[tuple[JournalKey, float]] = []
     last_step = inf
+    # Backwards: each attempt limits the valid steps of all journals before it.
     for key in reversed([key for key in run.journal_keys() if key.rank == rank]):
         standing.append((key, last_step))
         last_step = min(last_step, _first_step_of_attempt(run, key))
@@ -199,20 +200,20 @@ def _standing_journals(run: RunDirectory, rank: int = 0) -> list[tuple[JournalKe
 
 
 def _refusal_of_attempt(run: RunDirectory, attempt: int) -> AttemptFinished | None:
-    """Return the end of a rank that found the hyperparameters of an attempt invalid."""
+    """Return the end record of a rank with invalid hyperparameters in an attempt, or None."""
     found: AttemptFinished | None = None
     for key in run.journal_keys():
         if key.attempt == attempt and key.rank != 0:
             for entry in run.reader(key):
                 record = entry.decode()
                 if isinstance(record, AttemptFinished) and record.outcome == _INVALID_HP:
-                    # Those that only heard of it do not know why.
+                    # Record with an error preferred: ranks only told of the end do not know why.
                     found = record if found is None or found.error is None else found
     return found
 
 
 def _first_step_of_attempt(run: RunDirectory, key: JournalKey) -> float:
-    """Return the step from which a journal's attempt went on."""
+    """Return the first step of a journal's attempt; infinity if not recorded."""
     for entry in run.reader(key).read(1):
         record = entry.decode()
         if isinstance(record, AttemptStarted):
@@ -237,13 +238,13 @@ logger = logging.getLogger(__name__)
 
 RUNS_DIRECTORY = "paceline_runs"
 
-# Of thousands of runs of a name, these are read.
+# Limit for the runs of a name to read: there may be thousands.
 _NUM_LOOKED_AT = 100
 _DIRECTORY_NAME = re.compile(r"(\d{8}-\d{6})-(.+?)(?:-(\d+))?")
 
 
 class RunState(Enum):
-    """How a run stands; `CRASHED` covers errors as well as processes that vanished."""
+    """State of a run; `CRASHED` covers errors as well as vanished processes."""
 
     RUNNING = "running"
     COMPLETED = "completed"
@@ -280,7 +281,7 @@ class RunSummary:
 
 
 def list_runs(root: Path) -> list[RunSummary]:
-    """Return the runs below `root`, oldest first; what is no run directory is left out.
+    """Return the runs below `root`, oldest first; other directories are left out.
 
     Args:
         root: A directory of run directories, such as ``./paceline_runs``.
@@ -295,7 +296,7 @@ def list_runs(root: Path) -> list[RunSummary]:
 
 
 def summarize_run(path: Path) -> RunSummary:
-    """Return the summary of one run.
+    """Return the summary of a run.
 
     Raises:
         NotARunDirectoryError: There is none at `path`.
@@ -338,7 +339,7 @@ def storage_at(path: Path) -> CheckpointStorage:
 
 
 def restorable_checkpoint(path: Path) -> tuple[CheckpointStorage, str | None]:
-    """Return the storage of the run at a path, and its newest checkpoint whose files are whole.
+    """Return the storage of the run at a path and the newest complete checkpoint, or None.
 
     Raises:
         NotARunDirectoryError: There is none at `path`.
@@ -359,12 +360,12 @@ def restorable_checkpoint(path: Path) -> tuple[CheckpointStorage, str | None]:
 
 
 def is_of_master(info: RunInfo) -> bool:
-    """Tell whether a run is that of a master's trial; the master deletes checkpoints, too."""
+    """Return whether a run belongs to a master's trial; the master may delete its checkpoints."""
     return bool(info.cluster_id)
 
 
 def storage_of_run(run: RunDirectory, info: RunInfo) -> CheckpointStorage:
-    """Return the checkpoint storage that a run was started with."""
+    """Return a run's checkpoint storage: as recorded, or moved with its run directory."""
     recorded, own = storage_from(info.checkpoint_storage), run.checkpoints_path
     root = recorded.local_root
     if root is None or not own.is_dir():
@@ -375,7 +376,7 @@ def storage_of_run(run: RunDirectory, info: RunInfo) -> CheckpointStorage:
 
 
 def _is_in_run(checkpoints: Path, run_id: str) -> bool:
-    """Tell whether a directory of checkpoints is that within the directory of a run."""
+    """Return whether a directory of checkpoints lies in the directory of the run `run_id`."""
     run = RunDirectory(checkpoints.parent)
     try:
         return run.checkpoints_path == checkpoints and run.read_info().run_id == run_id
@@ -402,7 +403,7 @@ def _latest_known(run: RunDirectory, info: RunInfo, history: History) -> str | N
 
 
 def latest_checkpoint(storage: CheckpointStorage, history: History) -> tuple[str | None, int]:
-    """Return the newest checkpoint that still exists, and its step; else None and 0."""
+    """Return the newest existing checkpoint and its step; None and 0 without any."""
     for stored in reversed(history.checkpoints):
         if storage.exists(stored.uuid):
             return stored.uuid, stored.steps_completed
@@ -416,7 +417,7 @@ def newest_whole_checkpoint(
     being_deleted: Collection[str] = (),
     may_be_gone: bool = False,
 ) -> tuple[str | None, int]:
-    """Return the newest checkpoint whose files are whole, and its step; None and 0 without any.
+    """Return the newest checkpoint with complete files, and its step; None and 0 without any.
 
     Damaged and missing ones are passed over with a warning.
 
@@ -473,7 +474,7 @@ def newest_whole_checkpoint(
 
 
 def _refuse_other_storage(stored: CheckpointStored, storage: CheckpointStorage) -> None:
-    """Raise an error if a checkpoint that is missing is where the run has stored it."""
+    """Raise CheckpointNotFoundError if a missing checkpoint exists in another storage."""
     if stored.storage == storage.url:
         return
     try:
@@ -510,9 +511,10 @@ def newest_run_named(
         runs = previous or [run for run in runs if run[0].created <= before.created]
     later: dict[str | None, tuple[RunInfo, Path]] = {}
     newest = None
-    # Of those that began at once, the last one.
+    # Ties of runs begun at the same time: the last run wins.
     for run in sorted(runs, key=lambda run: run[0].created):
         newest = later[run[0].previous] = run
+    # Chain of `previous` ids: correct even if the clock was set back.
     while newest is not None and newest[0].run_id in later:
         newest = later.pop(newest[0].run_id)
     return None if newest is None else RunDirectory(newest[1])
@@ -525,6 +527,7 @@ def _newest_by_directory_name(root: Path, name: str) -> list[tuple[RunInfo, Path
     """
     named = []
     for entry in os.listdir(root):
+        # Offset 16: length of the time and hyphen before a name.
         if entry.startswith(name, 16) and (match := _DIRECTORY_NAME.fullmatch(entry)):
             named.append((match[1], int(match[3] or 1), entry))
     found: list[tuple[RunInfo, Path]] = []
@@ -542,7 +545,7 @@ def _newest_by_directory_name(root: Path, name: str) -> list[tuple[RunInfo, Path
 
 
 def time_shares_of_run(path: Path) -> TimeShares:
-    """Return what the time of a run went to, from its creation to its last sign of life, or to now.
+    """Return the shares of a run's time by activity, from creation to last heartbeat or now.
 
     Raises:
         NotARunDirectoryError: There is none at `path`.

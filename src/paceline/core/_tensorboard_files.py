@@ -1,4 +1,4 @@
-"""TensorBoard files of a run: where they are, what writes them, and how they reach a storage."""
+"""TensorBoard files of a run: their directory, their writer, and their upload to a storage."""
 
 import logging
 import threading
@@ -19,7 +19,7 @@ PathMangler = Callable[[Path, int], Path]
 
 
 class TensorboardFiles:
-    """The TensorBoard files of one rank.
+    """TensorBoard files of a single rank: directory, writer and uploads.
 
     The chief has the directory itself, rank 2 has ``rank_2`` in it. A run has ``tensorboard`` in
     its run directory. A trial has ``tensorboard/<cluster>/trial_<id>`` in its storage, as its run
@@ -65,7 +65,7 @@ class TensorboardFiles:
         self._has_failed = False
 
     def make_path(self) -> Path | None:
-        """Return the directory of this rank, which is made; None in the mode `OFF`."""
+        """Create and return this rank's directory; None in the mode `OFF`."""
         if self.mode is TensorboardMode.OFF:
             return None
         self.path.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ class TensorboardFiles:
     def upload(
         self, selector: PathSelector | None = None, mangler: PathMangler | None = None
     ) -> None:
-        """Upload what has changed since the last time, if the storage is no directory.
+        """Upload files changed since the last upload, unless the storage is a directory.
 
         Raises:
             OSError: The storage does not take it.
@@ -109,7 +109,7 @@ class TensorboardFiles:
                     self._uploaded[name.as_posix()] = stamp
 
     def upload_quietly(self) -> None:
-        """Upload in the mode `AUTO`; what fails is logged, as training must go on."""
+        """Upload in the mode `AUTO`; errors are only logged, as training must continue."""
         if self.mode is TensorboardMode.AUTO:
             try:
                 self.upload()
@@ -117,7 +117,7 @@ class TensorboardFiles:
                 logger.warning("TensorBoard files cannot be uploaded now: %s", error)
 
     def add_trace(self, name: str, write: Callable[[Path], object]) -> Path:
-        """Write a trace beside the other files, in every mode, and upload it.
+        """Write a trace beside the other files, in every mode, and upload the trace.
 
         Args:
             name: The name of the file; if there is one already, a number is added.
@@ -137,7 +137,7 @@ class TensorboardFiles:
         return path
 
     def close(self) -> None:
-        """Write and upload what is pending."""
+        """Close the writer and upload its last files."""
         with self._lock:
             writer, self._writer = self._writer, None
             if writer is not None:

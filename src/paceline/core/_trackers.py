@@ -1,4 +1,4 @@
-"""Trackers: base class, registry, and the threads that send them what a run records."""
+"""Trackers: base class, registry, and threads sending a run's records to the trackers."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ _GROUPS = ("training", "validation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """A run, as a tracker is told of it.
+    """Facts of a run for a tracker: identity, name, directory, hyperparameters and attempt.
 
     Attributes:
         run_id: Its identity, the same in all attempts.
@@ -43,7 +43,7 @@ class TrackedRun:
 
 
 class MetricPoint(NamedTuple):
-    """A number of one report: a name such as "loss", "validation/loss" or "rank_2/loss"."""
+    """Number from a report, named e.g. "loss", "validation/loss" or "rank_2/loss"."""
 
     name: str
     value: float
@@ -52,7 +52,7 @@ class MetricPoint(NamedTuple):
 
 
 class Tracker(ABC):
-    """Show runs in another system, such as MLflow; subclasses are what users pass to a trainer.
+    """Base class of trackers, for showing runs in another system, for example MLflow.
 
     Training never waits for a tracker. Its methods are called by one thread, which is not that of
     training, one at a time and in the order start, log, finish. They may block, and may raise: the
@@ -95,7 +95,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, run: TrackedRun) -> str | None:
-        """Begin to show a run, or go on with one that an earlier attempt has begun.
+        """Begin to show a run, or continue with a run begun by an earlier attempt.
 
         Args:
             run: The run.
@@ -106,11 +106,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def log_metrics(self, points: Sequence[MetricPoint]) -> None:
-        """Add points; of a call that is repeated, some may be there already."""
+        """Add points; after a failed call some points may already be there."""
 
     @abstractmethod
     def log_checkpoints(self, checkpoints: Mapping[str, str], newest: str) -> None:
-        """Show which checkpoints there are, in place of those before.
+        """Replace the shown checkpoints by the existing checkpoints.
 
         Args:
             checkpoints: The UUID of each one that exists, with its path or URL, oldest first.
@@ -127,7 +127,7 @@ class Tracker(ABC):
         """
 
     def abandon(self) -> None:  # noqa: B027  # most have nothing to do
-        """Let go of what could keep this process from ending; called while a method hangs."""
+        """Release anything able to block the process's exit; called while a method hangs."""
 
     def takes(self, group: str, rank: int) -> bool:
         """Tell whether metrics of a group and rank are wanted."""
@@ -160,7 +160,7 @@ def tracker_names() -> Sequence[str]:
 
 
 def tracker_named(name: str) -> Tracker:
-    """Return a new tracker with the options that it has by default.
+    """Return a new tracker of a name, with its default options.
 
     Raises:
         ImportError: Its library is not installed.
@@ -178,7 +178,7 @@ def tracker_named(name: str) -> Tracker:
 
 
 def as_trackers(trackers: Iterable[Tracker | str] | None) -> list[Tracker]:
-    """Return trackers that were given as such or by name.
+    """Return tracker objects for a list of trackers and names.
 
     Raises:
         ImportError: A library is not installed.
@@ -216,7 +216,7 @@ _BEYOND_ALL = 1 << 62
 
 
 class TrackingGroup:
-    """What sends a run to its trackers, from here to `finish`.
+    """Trackers of a run, each fed by its own thread from creation until `finish`.
 
     Args:
         trackers: The trackers.
@@ -236,7 +236,7 @@ class TrackingGroup:
             tracking.start()
 
     def finish(self, outcome: Outcome, error: str | None) -> None:
-        """End: send the rest, as far as the trackers take it in time.
+        """Send the rest of the run to each tracker, as far as its time limit allows.
 
         Args:
             outcome: How the run has ended.
@@ -250,7 +250,7 @@ class TrackingGroup:
 
 
 class _Tracking:
-    """One tracker of one run."""
+    """Thread feeding a single tracker from the journals of a run."""
 
     def __init__(self, tracker: Tracker, name: str, run: RunDirectory, opened: OpenedRun) -> None:
         self._tracker = tracker
@@ -288,12 +288,12 @@ class _Tracking:
         self._thread.start()
 
     def end(self, outcome: Outcome, error: str | None) -> None:
-        """Have the thread come to its end, but do not wait for it."""
+        """Signal the end to the thread without waiting."""
         self._ending = outcome, error
         self._has_ended.set()
 
     def join(self, began: float) -> None:
-        """Wait for the thread, not longer than the tracker may take, and tell what is lost."""
+        """Wait for the thread within the tracker's time limit, and log the lost records."""
         left_s = began + self._tracker.close_timeout_s - time.monotonic()
         self._thread.join(max(left_s, 0.0))
         tracker = self._tracker
@@ -389,7 +389,7 @@ class _Tracking:
                 yield MetricPoint(name, value, record.steps_completed, record.time)
 
     def _try(self, call: Callable[[], object], tries: int | None = _NUM_TRIES) -> bool:
-        """Call the tracker, again after a while if it fails; tell whether it has succeeded.
+        """Call the tracker, with retries and delays after failures; return False if all failed.
 
         Args:
             call: What to call.
@@ -456,6 +456,7 @@ class _Tracking:
             self._path.parent.mkdir(exist_ok=True)
             written = self._path.with_name(f".{self._path.name}.{os.getpid()}")
             written.write_text(json.dumps(state))
+            # Atomic rename: a killed process leaves either the old or the new state.
             written.replace(self._path)
         except OSError as error:
             # On a full disk a later attempt may send some of it twice.

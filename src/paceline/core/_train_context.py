@@ -104,7 +104,7 @@ class TrainContext:
 
     @property
     def steps_completed(self) -> int:
-        """The largest step that this process has reported, 0 before the first report."""
+        """The largest step reported by this process; 0 before the first report."""
         return self._steps_completed
 
     def report_training_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ class TrainContext:
         self._report(group, steps_completed, metrics)
 
     def report_progress(self, progress: float) -> None:
-        """Report the fraction of the whole training that is done.
+        """Report the completed fraction of the whole training.
 
         Args:
             progress: From 0 to 1 inclusive.
@@ -170,7 +170,7 @@ class TrainContext:
         self._journal.append(ProgressReported(time=time.time(), progress=float(progress)))
 
     def report_early_exit(self, reason: EarlyExitReason | str) -> None:
-        """Say that no further attempt of this trial makes sense.
+        """Report a reason against further attempts of this trial.
 
         Args:
             reason: Why.
@@ -187,7 +187,7 @@ class TrainContext:
                 self._journal.append(EarlyExitReported(time=time.time(), reason=value))
 
     def set_status(self, status: str) -> None:
-        """Say what the process is doing, in a few words for people.
+        """Report the current activity of the process, as a few words for people.
 
         Raises:
             RuntimeError: This process is not the chief.
@@ -199,7 +199,7 @@ class TrainContext:
         self._journal.append(StatusReported(time=time.time(), status=status))
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Say something of the run as a whole, in place of what was said before.
+        """Set the metadata of the whole run, replacing earlier metadata.
 
         Later attempts read it by `get_metadata`; a trial shows it.
 
@@ -224,7 +224,7 @@ class TrainContext:
             self._journal.append(RunMetadataSet(time=time.time(), metadata=plain))
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return what was last given to `set_metadata`, by this attempt or an earlier one.
+        """Return the metadata last set by `set_metadata`, in this attempt or an earlier attempt.
 
         On another node than the chief's without a shared run directory, it is what earlier
         attempts have set.
@@ -255,7 +255,7 @@ class TrainContext:
     def note_time_spent(
         self, event: TimeEvent, steps_completed: int, seconds: dict[str, float]
     ) -> None:
-        """Record what training has spent its time on so far; trainers call it.
+        """Record the seconds spent so far on training and other activities; called by trainers.
 
         Args:
             event: What has happened, as `journal.TimeSpent` says.
@@ -293,7 +293,7 @@ class TrainContext:
     def upload_tensorboard_files(
         self, selector: PathSelector | None = None, mangler: PathMangler | None = None
     ) -> None:
-        """Upload this rank's TensorBoard files that have changed, in `TensorboardMode.MANUAL`.
+        """Upload this rank's changed TensorBoard files, in `TensorboardMode.MANUAL`.
 
         Any rank may call. Files that are in a directory which stays are not copied.
 
@@ -315,7 +315,7 @@ class TrainContext:
         self._tensorboard.upload(selector, mangler)
 
     def keep_trace(self, name: str, write: Callable[[Path], object]) -> Path:
-        """Write a trace of a profiler among this rank's TensorBoard files; trainers call it.
+        """Write a profiler trace among this rank's TensorBoard files; called by trainers.
 
         It is uploaded if the storage is no directory. What fails is logged.
 
@@ -329,7 +329,7 @@ class TrainContext:
         return self._tensorboard.add_trace(name, write)
 
     def standing(self, group: str, steps_completed: int) -> dict[str, Any]:
-        """Return what was reported of a step already, by this attempt or an earlier one."""
+        """Return the metrics already reported for a step, by this or an earlier attempt."""
         with self._lock:
             return self._standing(group_of_rank(group, self._rank), steps_completed)
 
@@ -344,6 +344,7 @@ class TrainContext:
         return known
 
     def _report(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> dict[str, Any]:
+        # Fast path for plain integers: reports are frequent.
         if type(steps_completed) is not int or not 0 <= steps_completed <= MAX_STEPS:
             steps_completed = checked_steps(steps_completed)
         encoded = encode_metrics(metrics)
@@ -377,7 +378,7 @@ class TrainContext:
         return encoded
 
     def _read_history(self) -> None:
-        """Read what this rank has reported in earlier attempts; the chief was given it."""
+        """Load this rank's last steps from earlier attempts; the chief received its own."""
         self._is_history_read = True
         found = last_steps(self._run, self._rank)
         self._last = {group: (step, None) for group, step in found.items()}
@@ -432,6 +433,6 @@ def alert_of(title: str, description: str, level: str) -> AlertRaised:
 
 
 def log_alert(alert: AlertRaised, rank: int) -> None:
-    """Log an alert, for runs that have no trial's log."""
+    """Log an alert of a run without a trial log."""
     text = ": ".join(filter(None, (alert.title, alert.description)))
     logger.log(_LOGGED_LEVELS[alert.level], "Alert of rank %d: %s", rank, text)

@@ -40,7 +40,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # It loads Ray.
+    # Lazy import: this module loads Ray.
     if name == "PyTorchTrainable":
         return import_module("paceline.integrations").PyTorchTrainable
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The default train and validation functions: one model, one optimizer, one scheduler."""
+"""Default train and validation functions: a single model, optimizer and scheduler."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +21,7 @@ def train_one_model(
     steps_scheduler: bool,
     means: LocalMeans,
 ) -> dict[str, Any]:
-    """Train one model on the batches of a pass, each ``(*features, target)``.
+    """Train a model on the batches of a pass, each ``(*features, target)``.
 
     Raises:
         NonFiniteError: A loss was not finite and training is to stop then.
@@ -56,7 +56,7 @@ def _plain_step(given: GivenParameters) -> Callable[[Any, Any], Any]:
 def _measured_step(
     given: GivenParameters, precision: Precision, measure: Measure | None
 ) -> Callable[[Any, Any], Any]:
-    """Return what `_plain_step` does, with a precision and what measures its parts."""
+    """Return a step like `_plain_step`, with a precision and timed parts."""
     model, criterion, optimizer = given.models, given.criterion, given.optimizers
     scaler, measure = given.scaler, measure or _measure_nothing
 
@@ -80,7 +80,7 @@ def _measured_step(
 def validate_one_model(
     given: GivenParameters, batches: Pass, precision: Precision, measure: Measure | None
 ) -> dict[str, Any]:
-    """Validate one model on the batches of a pass, each ``(*features, target)``.
+    """Validate a model on the batches of a pass, each ``(*features, target)``.
 
     There is an accuracy where targets are class indices and outputs have a value for each class.
 

@@ -30,7 +30,7 @@ _COUNTS = ("epoch", "batch_count")
 
 
 class PassSeconds(NamedTuple):
-    """What a pass has taken on one rank, in seconds.
+    """Time spent on a pass by a rank, in seconds.
 
     Attributes:
         whole: All of it.
@@ -44,7 +44,7 @@ class PassSeconds(NamedTuple):
 
 
 class PassResult(NamedTuple):
-    """Result of a pass on one rank.
+    """Result of a pass on a rank.
 
     Attributes:
         statistics: What the function returned, and counts.
@@ -133,7 +133,7 @@ def reduced_statistics(results: Sequence[PassResult]) -> dict[str, Any]:
 
 
 def _last_values(results: Sequence[PassResult]) -> dict[str, float]:
-    """Return the values of the last batch, of the ranks that have samples in it."""
+    """Return the last batch's values, averaged over the ranks with samples in this batch."""
     places = [result.last_own or (0, 0) for result in results]
     last = max(position for position, _ in places)
     if last == 0:
@@ -154,7 +154,7 @@ def _means_of_pass(parts: Sequence[dict[str, Any]], shares: Sequence[float]) -> 
     for name, first in parts[0].items():
         values = [part.get(name) for part in parts]
         if all(map(_is_number, values)):
-            # With one worker a value stays what it is.
+            # Single worker: the value keeps its type.
             means[name] = first if len(values) == 1 else _dot(values, shares)
         elif all(isinstance(value, dict) for value in values):
             means[name] = _means_of_pass(
@@ -200,7 +200,7 @@ class StepTimes:
 
 @contextmanager
 def measured_pass(times: StepTimes | None, whole: str) -> Iterator[Measure | None]:
-    """Return what measures the parts of a pass, or None if there is nothing to keep."""
+    """Yield the function measuring parts of a pass, or None without timing."""
     if times is None:
         yield None
         return
@@ -214,7 +214,7 @@ _LAYOUT = struct.Struct("<qqq")
 
 
 class NotedProgress:
-    """What the chief notes of a pass.
+    """Writer of a pass's progress, used by the chief.
 
     Args:
         path: The file of the driver; on a node that does not see it nothing is noted.
@@ -282,7 +282,7 @@ def shown_pass(*, is_shown: bool) -> Iterator[str | None]:
 
 
 class _ShownPass:
-    """A thread that looks at what was noted, and draws it."""
+    """Thread reading and drawing the noted progress."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -318,7 +318,7 @@ logger = logging.getLogger(__name__)
 
 
 class PassRecord:
-    """Report what passes came to, as any run does: each trainer is a run, begun by its first pass.
+    """Run record of a trainer's passes; the first pass begins the run.
 
     Steps are the batches that the trainer has trained on, whatever state it went on from. In a
     trial of a master, or once the program has called `core.init()`, the program reports what it
@@ -357,7 +357,7 @@ class PassRecord:
 
     @contextmanager
     def begun(self, num_workers: int, what: str = core.TRAINING) -> Iterator[None]:
-        """Begin the run, unless it is, and remember whether the pass in the block has failed.
+        """Begin the run unless begun, and remember a failure of the pass in the block.
 
         Args:
             num_workers: How many workers there are.
@@ -383,7 +383,7 @@ class PassRecord:
         self._failure = None
 
     def storing(self) -> AbstractContextManager[None]:
-        """Count the time of a block, which stores a checkpoint, as time without training."""
+        """Count the time of a block for storing a checkpoint as time without training."""
         return self._spent_on(core.CHECKPOINT)
 
     def add_training(
@@ -394,7 +394,7 @@ class PassRecord:
         *,
         is_repeated: bool,
     ) -> None:
-        """Report a pass; one without batches of the trainer's counts as one.
+        """Report a training pass; without batches of the trainer's, the pass is a single step.
 
         Args:
             num_batches: Its batches.
@@ -468,7 +468,7 @@ class PassRecord:
 
 
 class _OpenRun:
-    """A run that is being recorded."""
+    """Run being recorded."""
 
     def __init__(
         self,
@@ -490,7 +490,7 @@ class _OpenRun:
                 lock=lock,
             )
             self.path = opened.path
-            # What an earlier process has recorded here stands.
+            # Steps recorded by an earlier process in this directory are kept.
             self.last_step = core.summarize_run(self.path).last_step or 0
             opened = replace(opened, latest_checkpoint=None, steps_completed=self.last_step)
             run = RunDirectory(self.path)
@@ -521,10 +521,11 @@ class _OpenRun:
         self._lock.close()
 
     def close_unasked(self) -> None:
-        """Record the end of a trainer that nobody shut down, by how the program ends."""
+        """Record the end of a trainer without a `shutdown`, based on the end of the program."""
+        # Forked children run the finalizer too, but the run belongs to the parent.
         if os.getpid() != self._pid:
             return
-        # In a notebook or a console an error ends a cell or a line, but not the program.
+        # Interactive sessions: an error ends a cell or a line, but not the program.
         is_interactive = hasattr(sys, "ps1")
         error = None if is_interactive else getattr(sys, "last_value", None)
         self.close(core.outcome_of(error), error)
@@ -541,6 +542,6 @@ def _reportable(statistics: Mapping[str, Any]) -> dict[str, Any]:
         try:
             metrics |= encode_metrics({name: value})
         except (TypeError, ValueError):
-            # Such as an integer of more than 64 bits.
+            # Values that JSON cannot hold, such as integers of more than 64 bits, are left out.
             continue
     return metrics

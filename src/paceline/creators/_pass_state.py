@@ -1,4 +1,4 @@
-"""State of a training in passes, as one file or as a checkpoint."""
+"""State of a training in passes: a shared part and a part per rank; files and checkpoints."""
 
 import errno
 import logging
@@ -59,11 +59,11 @@ class TrainsInPasses(Protocol):
         """Whether models are divided among the ranks."""
 
     def objects(self) -> ModelsAndOptimizers:
-        """Return what is trained."""
+        """Return the models, optimizers and further trained objects."""
 
 
 def capture_pass_state(replica: TrainsInPasses) -> dict[str, Any]:
-    """Return this rank's part of the state; that of the chief has what all share.
+    """Return this rank's part of the state; the chief's part includes the shared state.
 
     Of sharded models, each rank has its pieces.
     """
@@ -92,7 +92,7 @@ def join_pass_state(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if any("pieces" in part for part in parts):
         shared = joined_pieces(shared, [part.get("pieces", {}) for part in parts])
     if (sharded := shared.get("sharded_gradients")) is not None:
-        # Those of models in one piece are the same on all ranks too.
+        # Gradients of unsharded models are the same on all ranks, so each rank gets them too.
         shared = {**shared, "sharded_gradients": None}
         ranks = [{**own, "gradients": _merged(sharded, own["gradients"])} for own in ranks]
     return {**shared, "ranks": ranks}
@@ -163,7 +163,7 @@ def _go_to_position(
 
 
 def _load_own(replica: TrainsInPasses, objects: ModelsAndOptimizers, state: dict[str, Any]) -> None:
-    """Put back what a rank alone knew; with another number of workers, all take up the chief's.
+    """Restore a rank's own state; with another number of workers, all ranks take the chief's.
 
     Gradients are summed in each backward pass, so that they are the same on all ranks.
     """
@@ -193,7 +193,7 @@ _NO_COMMENT = b"\x00\x00"
 
 
 def seal_zip(file: BinaryIO) -> None:
-    """Add the digest to what `torch.save` has written; the file must be open for updates."""
+    """Append a digest as zip comment to a file of `torch.save`, opened for updates."""
     file.seek(-_END_BYTES, os.SEEK_END)
     end = file.read()
     assert end.startswith(_END_BEGINS), end
@@ -206,7 +206,7 @@ def seal_zip(file: BinaryIO) -> None:
 
 
 def check_zip(file: BinaryIO) -> None:
-    """Check that an open file is as it was written; without a digest, by the checksums of the zip.
+    """Check the digest of an open file, or the zip's own checksums if there is no digest.
 
     Another file may take its name meanwhile. Afterwards it is at its beginning.
 
@@ -258,7 +258,7 @@ def write_pass_state(state: dict[str, Any], path: Path) -> None:
             " to be saved, but this one has other values. Hint: return plain values from"
             " `state_dict()` of modules, optimizers and schedulers of your own."
         )
-    # What a link leads to is replaced, not the link.
+    # Symbolic links are followed: their target is replaced, not the link.
     path = path.resolve()
     with _naming(path, "written to"):
         if path.exists() and not (path.is_file() or path.is_dir()):
@@ -282,7 +282,7 @@ def _write_whole(state: dict[str, Any], path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path, action: str) -> Iterator[None]:
-    """Have errors of the system name the file that the user knows, and say what to do.
+    """Replace system errors in the body by errors naming the user's file, with a hint.
 
     Raises:
         OSError: The body has raised one, of the same type.
@@ -299,7 +299,7 @@ def _naming(path: Path, action: str) -> Iterator[None]:
             f"{str(path)!r} must be a file that can be {action}, but it cannot"
             f" ({error.strerror or error}). Hint: {hint}."
         )
-        # Who asks for it decides by it what to do.
+        # Errno is kept: callers decide by this number.
         named.errno = error.errno
         raise named from error
 
@@ -307,7 +307,7 @@ def _naming(path: Path, action: str) -> Iterator[None]:
 def save_pass_state(
     take: Callable[[], dict[str, Any]], place: str | os.PathLike[str] | CheckpointStorage
 ) -> str:
-    """Write a state to a file, or store it as a new checkpoint; return the path or URL.
+    """Write a state to a file, or store a new checkpoint; return the path or URL.
 
     Args:
         take: Returns the state.
@@ -359,12 +359,12 @@ def load_pass_state(place: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def is_url(place: str | os.PathLike[str] | None) -> bool:
-    """Tell whether a place is one of a storage, not a file of this machine."""
+    """Tell whether a place is a storage URL, not a file of this machine."""
     return isinstance(place, str) and "://" in place
 
 
 def read_pass_state(path: Path) -> dict[str, Any]:
-    """Return what `write_pass_state` has written.
+    """Return the state written by `write_pass_state`, after checks.
 
     Raises:
         CheckpointCorruptError: The file is damaged, or something else.

@@ -25,7 +25,7 @@ from paceline.data._sharded_loader import ShardedData, WorkerBatch, worker_batch
 
 
 class DataPosition:
-    """Data, and the position in them at which the next pass begins.
+    """Data with the position for the start of the next pass.
 
     Args:
         data: The data, made with `joins_shards`.
@@ -75,13 +75,13 @@ class DataPosition:
 
     @property
     def num_batches(self) -> int | None:
-        """The batches of the present epoch; None if that is not known."""
+        """Number of batches in the present epoch; None if unknown."""
         order = self._data.order(self.epoch)
         return None if order is None else order.num_batches
 
     @property
     def num_samples(self) -> int | None:
-        """The samples of the present epoch; None if that is not known."""
+        """Number of samples in the present epoch; None if unknown."""
         order = self._data.order(self.epoch)
         return None if order is None else order.num_samples
 
@@ -91,9 +91,9 @@ class DataPosition:
         return self._num_copies
 
     def batches(self) -> Iterator[WorkerBatch]:
-        """Return the batches of the present epoch that are left; whoever takes one counts it."""
+        """Return an iterator of the epoch's remaining batches; the consumer counts them."""
         if self._batches is None:
-            # What it draws must not depend on how often an epoch is taken up.
+            # Random state restored: draws here must not depend on how often an epoch is resumed.
             saved = capture_random_state()
             self._batches = worker_batches(self._data, self.epoch, self.next_batch)
             restore_random_state(saved)
@@ -129,7 +129,7 @@ class DataPosition:
         }
 
     def load_state(self, state: dict[str, Any]) -> bool:
-        """Go to what `state` returned; tell whether that is possible within an epoch."""
+        """Go to a stored position; return False if other data restart its epoch."""
         self.go_to(state["epoch"], state["next_batch"])
         self._data.seeds_epochs = state.get("seeds_epochs", False)
         fits = state["num_shards"] == self._data.num_shards
@@ -142,7 +142,7 @@ class DataPosition:
 
 
 class Pass:
-    """The batches of one pass, on this worker's device; what a train function iterates over.
+    """Iterable of the batches of a pass, on this worker's device, for train functions.
 
     Iterating once more begins the same pass again.
 
@@ -218,6 +218,7 @@ class Pass:
     def finish(self) -> None:
         """End the epoch if its last batch was given out."""
         position = self._position
+        # Consumers may stop right after the last batch, before the iterator ends the epoch.
         if position.next_batch and position.next_batch == position.num_batches:
             self._end_epoch()
 
@@ -267,7 +268,7 @@ class Pass:
 
 @contextmanager
 def node_data_lock() -> Iterator[None]:
-    """Hold a lock that one process of this user holds at a time, so that downloads do not collide.
+    """Hold a per-user file lock on this node, to prevent collisions of downloads.
 
     The operating system releases it when the process dies.
     """
@@ -300,7 +301,7 @@ class _Batches(IterableDataset[Any]):
 
 
 def make_replica_loaders(spec: ReplicaSpec) -> Loaders:
-    """Call `data_creator`, and return loaders of what it returned.
+    """Call `data_creator`, and return loaders of the created data.
 
     Raises:
         ValueError: It returned more than two data sets, or none.
@@ -323,7 +324,7 @@ def make_replica_loaders(spec: ReplicaSpec) -> Loaders:
 
 
 def creators_config(spec: ReplicaSpec) -> dict[str, Any]:
-    """Return the config as creators get it, with the batch size of one worker."""
+    """Return the config for creators, with the batch size of a single worker."""
     if BATCH_SIZE not in spec.config:
         return spec.config
     return {**spec.config, BATCH_SIZE: spec.config[BATCH_SIZE] // spec.num_shards}
@@ -332,7 +333,7 @@ def creators_config(spec: ReplicaSpec) -> dict[str, Any]:
 def data_position_in(
     loader: "DataLoader[Any]", spec: ReplicaSpec, rank: int, world_size: int
 ) -> DataPosition:
-    """Return the part of a loader's data that a worker has, from the beginning."""
+    """Return a worker's share of a loader's data, at the beginning."""
     num_shards = spec.num_shards if spec.deals_out else None
     return DataPosition.in_loader(
         loader, num_shards=num_shards, rank=rank, world_size=world_size, seed=spec.seed

@@ -1,4 +1,4 @@
-"""The driver of a training handed over as functions; its workers, saves and end."""
+"""Driver of a training given as functions: worker group, state, and passes."""
 
 import os
 import threading
@@ -93,7 +93,7 @@ class ReplicaGroup(RecoveringGroup):
 
     def _set_up(self) -> None:
         self._call(_replica_functions.set_up, self._spec)
-        # What was asked for could run, so fewer are a loss that may pass.
+        # Limits relaxed once the requested number has run: having fewer is a loss that may pass.
         self._elastic.limits = ElasticLimits(least=1, most=self._spec.num_shards)
 
     def _make_pool(self) -> WorkerPool:
@@ -113,7 +113,7 @@ _Trainer = TypeVar("_Trainer", bound="TrainerState")
 def one_at_a_time(
     method: Callable[Concatenate[_Trainer, P], T],
 ) -> Callable[Concatenate[_Trainer, P], T]:
-    """Wait for calls by other threads, and refuse a call of a trainer that was shut down."""
+    """Serialize calls by several threads, and refuse calls after `shutdown`."""
 
     @wraps(method)
     def call(self: _Trainer, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -125,7 +125,7 @@ def one_at_a_time(
 
 
 class TrainerState:
-    """The part of a `PyTorchTrainer` that has workers and state; the other part runs passes."""
+    """Workers and state of a `PyTorchTrainer`; the subclass runs passes."""
 
     _group: ReplicaGroup
     _record: PassRecord
@@ -149,7 +149,7 @@ class TrainerState:
 
     @one_at_a_time
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, here or in another trainer.
+        """Restore a state returned by `state_dict`, here or in another trainer.
 
         Args:
             state_dict: The state.
@@ -194,7 +194,7 @@ class TrainerState:
 
     @one_at_a_time
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from what `save` has written, here or in another trainer.
+        """Restore a state written by `save`, here or in another trainer.
 
         Args:
             path: The file, or the URL of the checkpoint.
@@ -209,7 +209,7 @@ class TrainerState:
         self._group.load(load_pass_state(path))
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Do what `load` does."""
+        """Restore a state; alias of `load`."""
         self.load(path)
 
     @one_at_a_time
@@ -227,7 +227,7 @@ class TrainerState:
 
     @one_at_a_time
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
-        """Call a function of nothing in every worker and return what it returned, in rank order.
+        """Call a function without arguments in every worker; return the results in rank order.
 
         Args:
             fn: The function.
@@ -236,7 +236,7 @@ class TrainerState:
             RuntimeError: The trainer was shut down.
             Exception: What the function raised on the rank that failed first.
         """
-        # It may change anything.
+        # State may change: the called function may do anything.
         return self._group.call(_replica_functions.call, fn, changes_state=True)
 
     @property
@@ -250,7 +250,7 @@ class TrainerState:
         return self._record.run_dir
 
     def shutdown(self, force: bool = False) -> None:
-        """End the workers, in bounded time; what was not saved is lost.
+        """End the workers, in bounded time; unsaved state is lost.
 
         Args:
             force: Whether to kill them at once.
@@ -283,7 +283,7 @@ _NUM_VALIDATION_RETRIES = 3
 
 
 class PyTorchTrainer(TrainerState):
-    """Train what functions create, on several workers, pass by pass.
+    """Trainer for user functions, on several workers, pass by pass.
 
     The workers start here and stay warm until `shutdown`, the end of a `with` block, or the end of
     this process. All functions are called in them; of the script or notebook they may use all.
@@ -461,7 +461,7 @@ class PyTorchTrainer(TrainerState):
         override_tune_step: Callable[..., dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> type[Any]:
-        """Return a trainable of Ray Tune; it needs ``paceline[tune]``.
+        """Return a trainable of Ray Tune; requires ``paceline[tune]``.
 
         A trial makes a trainer with these arguments. Its hyperparameters are added to `config`.
 
@@ -493,7 +493,7 @@ class PyTorchTrainer(TrainerState):
         profile: bool = False,
         info: dict[str, Any] | None = None,
     ) -> Any:
-        """Train for one pass over the data, or for some batches, from where the last one ended.
+        """Train for a pass over the data, or for some batches, from the present position.
 
         Args:
             num_steps: How many batches, over the end of an epoch too; by default the rest of the
@@ -594,7 +594,7 @@ class PyTorchTrainer(TrainerState):
 
     @one_at_a_time
     def update_scheduler(self, metric: float) -> None:
-        """Step all schedulers with a metric, as ReduceLROnPlateau needs it.
+        """Step all schedulers with a metric, as needed by ReduceLROnPlateau.
 
         Args:
             metric: What they judge by.

@@ -51,7 +51,7 @@ from paceline.data._sharded_loader import WorkerBatch
 
 
 class Replica:
-    """The models of a worker, and all that trains them.
+    """Models of a worker, with all objects for training them.
 
     Args:
         spec: What to make.
@@ -79,6 +79,7 @@ class Replica:
         self._make()
         # Slow creators must not count against the time that ranks wait for each other.
         self._join()
+        # Second seeding: all ranks create equal weights, then draw different numbers per rank.
         seed_everything(spec.seed, self.rank)
 
     def _make(self) -> None:
@@ -152,14 +153,14 @@ class Replica:
         return self._spec.data_parallel == "fsdp" and self.world_size > 1
 
     def whole_models(self) -> list[torch.nn.Module] | None:
-        """Return the models, on the chief; all ranks call it."""
+        """Return the unsharded models on the chief, else None; all ranks call this."""
         models = self.models
         if self.is_sharded:
             models = list(map(whole_model, self._outlines, models))
         return models if self.rank == 0 else None
 
     def objects(self) -> ModelsAndOptimizers:
-        """Return what the state is made of."""
+        """Return the objects making up the state."""
         return ModelsAndOptimizers(
             rank=self.rank,
             models=self.models,
@@ -170,7 +171,7 @@ class Replica:
         )
 
     def state_part(self, path: str | None) -> dict[str, Any] | None:
-        """Return this rank's part of the state; None if the chief could write it to a file."""
+        """Return this rank's part of the state; None if the chief wrote its part to a file."""
         self._compare_ranks()
         part = capture_pass_state(self)
         return part if self.rank else write_part(part, path)
@@ -181,7 +182,7 @@ class Replica:
     # ---- passes --------------------------------------------------------------------------
 
     def train(self, order: ReplicaPassOrder, state_path: str | None = None) -> PassResult:
-        """Run the train function over one pass.
+        """Run the train function for a single pass.
 
         Args:
             order: What is to be done.
@@ -242,7 +243,7 @@ class Replica:
 
     @contextmanager
     def _noting(self, batches: Pass, order: ReplicaPassOrder) -> Iterator[None]:
-        """Note the progress of a pass within the block, if the driver shows it."""
+        """Note the progress of a pass within the block, if shown by the driver."""
         if order.progress_path is None or self.rank:
             yield
             return
@@ -274,7 +275,7 @@ class Replica:
         )
         times = StepTimes(self.device) if order.is_profiled else None
         given = self._given(batches, order)
-        # It draws the same numbers each time, and changes nothing of how training goes on.
+        # Isolated randomness: each validation draws the same numbers and leaves training unchanged.
         seed = mix_seed(self.seed, self.rank)
         with (
             isolated_randomness(seed),
@@ -334,7 +335,7 @@ class Replica:
 def _statistics(
     argument: str, told: Any, batches: Pass, times: StepTimes | None, whole: str
 ) -> dict[str, Any]:
-    """Return what a function told of a pass, with counts."""
+    """Return the metrics returned by a function for a pass, with counts."""
     if told is not None and not isinstance(told, dict):
         raise TypeError(
             f"`{argument}` must return a dictionary of metrics, but returned a"
@@ -351,7 +352,7 @@ def _statistics(
 
 
 def _plain_metrics(value: Any) -> Any:
-    """Return metrics with numbers in place of tensors of one element."""
+    """Return metrics with 0-d tensors replaced by numbers."""
     if isinstance(value, dict):
         return {name: _plain_metrics(item) for name, item in value.items()}
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
@@ -367,7 +368,7 @@ def _make_loss(creator: Callable[..., Any] | None, config: dict[str, Any]) -> An
 
 
 def _created_as_list(made: Any, kind: type, creator: str, name: str) -> list[Any]:
-    """Return what a creator made, which may be one or several."""
+    """Return the results of a creator as a list, after type checks."""
     is_several = isinstance(made, (list, tuple))
     values = list(made) if is_several else [made]
     wrong = next((value for value in values if value is None or not isinstance(value, kind)), None)
@@ -403,7 +404,7 @@ def validate(order: ReplicaPassOrder) -> PassResult:
 
 
 def state(path: str | None) -> dict[str, Any] | None:
-    """Return this rank's part of the state; None if it is in a file now."""
+    """Return this rank's part of the state; None if written to a file."""
     return _replica[0].state_part(path)
 
 

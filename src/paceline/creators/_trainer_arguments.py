@@ -35,7 +35,7 @@ What the user gives there is the size over all workers.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
-    """Specification of what each worker builds; the functions are the user's.
+    """Specification of a replica built by each worker; the functions come from the user.
 
     Attributes:
         config: What each function is given.
@@ -84,7 +84,7 @@ class ReplicaSpec:
 
 
 class ReplicaPassOrder(NamedTuple):
-    """Order for one pass.
+    """Order for a single pass.
 
     Attributes:
         num_steps: How many batches, or None for the rest of the epoch.
@@ -113,8 +113,8 @@ def check_gpu(*, has_gpu: bool) -> None:
         )
 
 
-# What a function can ask for, in the order in which those without a signature get the first six,
-# and the names under which it is known.
+# Parameters available to functions, with the accepted names. Functions without a
+# signature get the first six in this order.
 _NAMES: Mapping[str, Sequence[str]] = {
     "config": ("config",),
     "models": ("model", "models"),
@@ -151,7 +151,7 @@ class HookWorker(RankInfo):
 
 
 class GivenParameters(NamedTuple):
-    """Objects that a train or validation function can take as parameters."""
+    """Objects available as parameters of train and validation functions."""
 
     config: dict[str, Any]
     models: Any
@@ -165,7 +165,7 @@ class GivenParameters(NamedTuple):
 
 
 def check_function(name: str, function: Callable[..., Any]) -> None:
-    """Check that every parameter a function requires has a known name.
+    """Check all required parameters of a function for known names.
 
     Raises:
         ValueError: One has not.
@@ -181,10 +181,10 @@ def check_function(name: str, function: Callable[..., Any]) -> None:
 
 
 def call_with(function: Callable[..., Any], given: GivenParameters) -> Any:
-    """Call a function with what its parameters name."""
+    """Call a function with the objects named by its parameters."""
     parameters = _parameters(function)
     if parameters is None:
-        # What is written in C has no signature.
+        # Functions written in C have no signature, so the parameters are positional.
         return function(*given[:_NUM_BY_ORDER])
     values = given._asdict()
     args, kwargs = [], {}
@@ -200,7 +200,7 @@ def call_with(function: Callable[..., Any], given: GivenParameters) -> Any:
 
 
 def call_hook(hook: Callable[..., Any], worker: HookWorker) -> None:
-    """Call an initialization hook with its worker, or with nothing if it takes nothing."""
+    """Call an initialization hook, with its worker if a parameter is required."""
     takes_worker = any(
         parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         and parameter.default is parameter.empty
@@ -229,7 +229,7 @@ _STEP_FREQUENCIES = ("batch", "epoch", "manual")
 _DATA_PARALLEL = ("flat", "fsdp")
 _DEFAULT_BATCH_SIZE = 16
 _LEVELS = {"O0": "fp32", "O1": "fp16", "O2": "fp16", "O3": "fp16"}
-# What users of other releases may give, and what to give instead.
+# Arguments of other releases, with the replacement for each.
 _OTHER_NAMES = {
     "data_loader_args": "give `dataloader_config`, or return DataLoaders from `data_creator`",
     "training_operator_cls": "give `train_function` and `validation_function`",
@@ -248,7 +248,7 @@ _NOT_OFFERED = {
 
 
 def check_creator_names(unknown: Mapping[str, Any]) -> None:
-    """Refuse arguments that there are not.
+    """Refuse unknown arguments, with hints for known foreign names.
 
     Raises:
         DeprecationWarning: One belongs to another release of the original; the message says what
@@ -284,7 +284,7 @@ def chosen_num_workers(num_replicas: Any, num_workers: Any) -> int:
 
 
 def check_creators_alone() -> None:
-    """Check that this process works alone.
+    """Check for a process working alone, not as a worker of a launcher.
 
     Raises:
         RuntimeError: It is one of several workers itself.
@@ -297,7 +297,7 @@ def check_creators_alone() -> None:
 
 
 def precision_of_creators(use_fp16: Any, apex_args: Any) -> str:
-    """Return the precision for the flag, and for what NVIDIA's Apex would be told.
+    """Return the precision for `use_fp16` and the options of NVIDIA's Apex.
 
     Raises:
         ValueError: A value is unknown.
@@ -342,7 +342,7 @@ def make_replica_spec(
     precision: str,
     settings: Mapping[str, Any],
 ) -> ReplicaSpec:
-    """Return what workers are told to make.
+    """Return the specification of the replicas, after checks of all arguments.
 
     Raises:
         TypeError: A value has another type.
@@ -372,7 +372,7 @@ def make_replica_spec(
 
 
 def check_pass_arguments(num_steps: Any, max_retries: Any = 0, info: Any = None) -> None:
-    """Check what a pass is asked for.
+    """Check the arguments of a pass.
 
     Raises:
         TypeError: A value has another type.
@@ -437,7 +437,7 @@ def _check_data_parallel(data_parallel: Any, given: Mapping[str, Any], precision
 
 
 def _shard_size(batch_size: Any, num_workers: int, name: str) -> int:
-    """Return the batch size of one worker."""
+    """Return the batch size of a single worker."""
     if batch_size is None and name == "batch_size":
         # Perhaps nothing of it is used, as with loaders of the user's own.
         return max(_DEFAULT_BATCH_SIZE // num_workers, 1)

@@ -61,11 +61,11 @@ def to_device(data: TorchData, device: torch.device, warned: set[type] | None = 
 
 
 def mover_to(device: torch.device, warned: set[type] | None = None) -> Callable[[Any], Any]:
-    """Return `to_device` for one device, quick where there is nothing to move."""
+    """Return `to_device` bound to a device, with a fast path for data already there."""
     if device.type != "cpu":
 
         def move_on(data: Any) -> Any:
-            # What torch collates by default; this runs with every step.
+            # Fast path for lists of tensors, the output of torch's collate: runs in every step.
             if type(data) is list:
                 for value in data:
                     if type(value) is not torch.Tensor:
@@ -77,7 +77,7 @@ def mover_to(device: torch.device, warned: set[type] | None = None) -> Callable[
         return move_on
 
     def move(data: Any) -> Any:
-        # What torch collates by default; this runs with every step.
+        # Fast path for lists of CPU tensors, the output of torch's collate: runs in every step.
         kind = type(data)
         if kind is list or kind is tuple:
             for value in data:
@@ -91,7 +91,7 @@ def mover_to(device: torch.device, warned: set[type] | None = None) -> Callable[
 
 
 def release_device_memory() -> None:
-    """Free what earlier trainings of this process hold of a GPU by reference cycles alone.
+    """Free GPU memory of earlier trainings in this process, held by reference cycles alone.
 
     Such as those that torch's schedulers make. Python looks for cycles when it has made many
     objects, and knows nothing of how full a GPU is.
@@ -101,7 +101,7 @@ def release_device_memory() -> None:
 
 
 def data_length(data: TorchData) -> int:
-    """Return the number of samples of a batch: the length of its first leaf that is not None.
+    """Return the number of samples of a batch: the length of the first leaf other than None.
 
     Raises:
         ValueError: A container is empty.
@@ -139,7 +139,7 @@ def _can_move_on(kind: Hashable) -> bool:
 
 
 def _is_single(value: Any) -> bool:
-    """Tell whether a list's element stands for one sample of the list."""
+    """Return whether a list element is a single sample of the list, not a container."""
     is_container = isinstance(value, (Mapping, list, tuple)) or hasattr(value, "shape")
     return not is_container
 
@@ -150,7 +150,7 @@ def _is_numeric_array(value: Any) -> bool:
 
 
 def _like(data: Mapping[Any, Any], moved: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return the moved values in a mapping of the same type, where that can be copied."""
+    """Return the moved values in a copy of the mapping, or as a plain dict if immutable."""
     if not isinstance(data, MutableMapping):
         return moved
     same = copy.copy(data)

@@ -1,4 +1,4 @@
-"""`Dataset`, `read` and folds."""
+"""The data set type accepted by every front door."""
 
 import importlib
 import importlib.util
@@ -38,7 +38,7 @@ from paceline.data._streams import (
 
 
 class Fold(NamedTuple):
-    """One way to part a data set for cross validation.
+    """Pair of training and validation data sets of a cross validation.
 
     Attributes:
         train: The samples of the other folds.
@@ -54,7 +54,7 @@ _STREAM_BUFFER = 10_000
 
 
 class Dataset:
-    """A data set that is read when its samples are needed, and by each worker in part.
+    """Data set with lazy reads; each worker of a run reads only its own part.
 
     All methods leave it as it is and return a new one. A data set of samples with numbers has a
     length, can be split, and resumes anywhere at once; a stream has neither length nor numbers.
@@ -94,7 +94,7 @@ class Dataset:
 
     @property
     def is_stream(self) -> bool:
-        """Whether it has no length."""
+        """Whether the data set is a stream, without a length."""
         return isinstance(self._source, Stream)
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ class Dataset:
         return self.apply_stages(self._numbered("has numbers").fetch(numbers), numbers)
 
     def apply_stages(self, samples: Any, numbers: Sequence[int] | None = None) -> Any:
-        """Return what becomes of samples of the source, whose numbers errors name."""
+        """Return samples of the source after all stages; `numbers` name them in errors."""
         for stage in self._stages:
             samples = stage.apply(samples, numbers)
         return samples
@@ -149,7 +149,7 @@ class Dataset:
     # ---- operations ----------------------------------------------------------------------
 
     def map(self, function: Callable[[Any], Any]) -> "Dataset":
-        """Return the data set of what a function makes of each sample.
+        """Return a data set with a function applied to each sample.
 
         Args:
             function: It is called in the worker whenever a sample is read.
@@ -160,7 +160,7 @@ class Dataset:
         return self._with(stages=(*self._stages, MapSamplesStage(function)))
 
     def map_batches(self, function: Callable[[Any], Any]) -> "Dataset":
-        """Return the data set of what a function makes of samples that are read together.
+        """Return a data set with a function applied to samples as they are fetched together.
 
         Which samples these are depends on the batch size and the number of workers: the function
         must treat each by itself.
@@ -175,7 +175,7 @@ class Dataset:
         return self._with(stages=(*self._stages, MapBatchesStage(function)))
 
     def filter(self, keeps: Callable[[Any], Any]) -> "Dataset":
-        """Return the data set of the samples for which a function is true.
+        """Return a data set of only the samples accepted by a function.
 
         Samples with numbers are counted once, which reads all of them: when the length is first
         needed, or before the data set is sent to workers.
@@ -240,7 +240,7 @@ class Dataset:
         return [self._with(source=part) for part in split_into_parts(source, counts, seed)]
 
     def to_cv(self, splits: int = 5, *, seed: int | None = 0) -> list[Fold]:
-        """Return the folds of a cross validation; each sample is validated on in one of them.
+        """Return the folds of a cross validation; each sample is in exactly 1 validation part.
 
         Args:
             splits: The number of folds.
@@ -273,7 +273,7 @@ class Dataset:
         return self.get_shard()
 
     def read_by(self, reader: Reader) -> "Dataset":
-        """Return the data set as a worker of a run reads it."""
+        """Return the data set bound to the worker of a run, its reader."""
         return self._with(plan=replace(self._plan, reader=reader))
 
     def to_torch(
@@ -354,7 +354,7 @@ class Dataset:
         )
 
     def identity(self) -> Mapping[str, Any] | None:
-        """Return what tells these samples from others; None if nothing does."""
+        """Return facts to recognise these samples by in a checkpoint, or None."""
         if isinstance(self._source, Stream):
             return None
         identity = self._source.identity()
@@ -365,12 +365,12 @@ class Dataset:
 
     @property
     def source(self) -> Source | Stream:
-        """What the samples come from."""
+        """The source of the samples."""
         return self._source
 
     @property
     def plan(self) -> Plan:
-        """How it is read."""
+        """The plan of reading: order, windows and the worker's part."""
         return self._plan
 
     @property
@@ -379,7 +379,7 @@ class Dataset:
         return bool(self._stages)
 
     def _alone(self) -> "Dataset":
-        """Return the part that this is as a data set of its own."""
+        """Return this worker's part as an independent data set."""
         part, source = self._plan.part, self._source
         if part is None:
             return self
@@ -483,7 +483,7 @@ def read(
 
 
 def read_images(url: str | os.PathLike[str]) -> Dataset:
-    """Return the data set of images in folders, whose names are those of their classes.
+    """Return the data set of images in folders; each folder's name is the class name.
 
     A sample has the keys "image", an array of uint8 of shape [height, width, 3], and "label", the
     number of the class among the sorted folders. `num_workers` of `to_torch` decodes in processes.

@@ -22,7 +22,7 @@ _default_collate: Callable[[list[Any]], Any] = _load_and_collate
 
 
 def collate_samples(samples: Any) -> Any:
-    """Return what torch's `default_collate` makes of samples.
+    """Return samples as a batch by torch's `default_collate`, with clearer errors.
 
     Args:
         samples: A list of samples.
@@ -42,7 +42,7 @@ def collate_samples(samples: Any) -> Any:
 
 
 def _batch_reason(name: str, values: Sequence[Any]) -> str | None:
-    """Return in what the values of a batch differ; None if they do not, as far as is known."""
+    """Return how the values of a batch differ, or None if no difference is found."""
     for kind, reason_of in ((Mapping, _batch_reason_of_keys), ((list, tuple), _reason_of_lengths)):
         if all(isinstance(value, kind) for value in values):
             return reason_of(name, values)
@@ -87,11 +87,11 @@ class DataError(Exception):
 
 
 class DataChangedError(DataError):
-    """Raised when a file is not the one that it was when the data set was made."""
+    """Raised when a file has changed since the data set was made."""
 
 
 class DataFormatError(DataError):
-    """Raised when a file is damaged, cut off, or has other columns than the files before it."""
+    """Raised when a file is damaged, cut off, or has other columns than the first."""
 
 
 class DataNotFoundError(DataError, FileNotFoundError):

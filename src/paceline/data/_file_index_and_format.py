@@ -1,4 +1,4 @@
-"""The base of file formats, and the index of files."""
+"""The index of files: the number of samples in each piece of each file."""
 
 import hashlib
 import io
@@ -19,7 +19,7 @@ from paceline.data._file_locations import DirectoryLocation, FileLocation, Found
 
 
 class FileChunk(NamedTuple):
-    """A piece of a file that is read as a whole, such as a row group.
+    """Piece of a file, read as a whole, for example a row group.
 
     Attributes:
         rows: The number of samples.
@@ -35,7 +35,7 @@ class FileChunk(NamedTuple):
 
 
 class IndexedFile(NamedTuple):
-    """What an index holds of a file.
+    """Entry of a file in the index: pieces, fingerprint and schema.
 
     Attributes:
         chunks: Its pieces.
@@ -49,7 +49,7 @@ class IndexedFile(NamedTuple):
 
 
 class DataFile:
-    """A file that a format reads.
+    """File to be read by a format: reads byte ranges and makes errors with the file's name.
 
     Args:
         place: Where it lies.
@@ -64,11 +64,11 @@ class DataFile:
 
     @property
     def local_path(self) -> Path | None:
-        """Where it lies on this machine."""
+        """Path of the file on this machine, or None if remote."""
         return self._place.local_path(self.found)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return a piece of it.
+        """Return a byte range of the file.
 
         Raises:
             DataFormatError: It ends before.
@@ -83,13 +83,13 @@ class DataFile:
     def damaged(
         self, reason: object, hint: str = "is it cut off, or of another format?"
     ) -> DataFormatError:
-        """Return the error for content that cannot be read."""
+        """Return the error for unreadable content of this file."""
         return DataFormatError(
             f"The file {self.name!r} ({self.size} bytes) cannot be read: {reason}. Hint: {hint}"
         )
 
     def columns_of(self, schema: Any, columns: Sequence[str] | None) -> str:
-        """Return what an index holds of the columns to read: a line for each.
+        """Return the schema text of the columns to read for the index: a line per column.
 
         Args:
             schema: The schema of the file, of Arrow.
@@ -111,7 +111,7 @@ class DataFile:
 
 
 class FileSegments(io.RawIOBase):
-    """A file of which some pieces are in memory, for readers that want a file.
+    """File object with some byte ranges in memory, for readers in need of a file.
 
     Args:
         file: What reads the rest.
@@ -125,11 +125,11 @@ class FileSegments(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Tell that it can be read."""
+        """Return True: the file can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Tell that any place can be read."""
+        """Return True: the file supports random access."""
         return True
 
     def tell(self) -> int:
@@ -160,7 +160,7 @@ class FileSegments(io.RawIOBase):
 
 
 class FileFormat(ABC):
-    """A format of files whose samples lie in pieces.
+    """File format of samples in pieces: indexes files and reads pieces.
 
     Implementers override `index_file` and `read_chunk`.
     """
@@ -172,7 +172,7 @@ class FileFormat(ABC):
 
     @abstractmethod
     def index_file(self, file: DataFile) -> IndexedFile:
-        """Return what an index holds of a file.
+        """Return the index entry of a file.
 
         Raises:
             DataFormatError: It cannot be read.
@@ -287,12 +287,12 @@ class FileIndex:
         return dict(zip(stored.names, stored.prints, strict=True))
 
     def encode(self) -> bytes:
-        """Return it as bytes."""
+        """Return the index as MessagePack bytes."""
         return msgspec.msgpack.encode(self._stored)
 
 
 def load_index(place: FileLocation, pattern: str, file_format: FileFormat) -> FileIndex:
-    """Return the index of files: the one beside them, the one kept from before, or a new one.
+    """Return the index of files: stored beside them, from the local cache, or newly made.
 
     Raises:
         DataError: Files cannot be read, or differ in their columns.
@@ -314,7 +314,7 @@ def load_index(place: FileLocation, pattern: str, file_format: FileFormat) -> Fi
 
 
 def write_index(place: FileLocation, pattern: str, file_format: FileFormat) -> FileIndex:
-    """Write an index beside the files, which is taken from then on without looking at them."""
+    """Write an index beside the files; later reads use this index without listing them."""
     found = _find_indexed_files(place, pattern)
     index = make_index(place, pattern, file_format, found)
     place.write(INDEX_NAME, index.encode())
@@ -333,7 +333,7 @@ def _find_indexed_files(place: FileLocation, pattern: str) -> list[FoundFile]:
 def make_index(
     place: FileLocation, pattern: str, file_format: FileFormat, found: Sequence[FoundFile]
 ) -> FileIndex:
-    """Return the index of files, each of which is looked into.
+    """Return a new index of files, after a look into each file.
 
     Raises:
         DataFormatError: A file cannot be read, or has other columns than the first.
@@ -411,7 +411,7 @@ def _options(file_format: FileFormat) -> list[Any]:
 
 
 def _decode_index(data: bytes | None) -> _Stored | None:
-    """Return a stored index, or None for none or one of another version."""
+    """Return a stored index, or None if absent, unreadable or of another version."""
     if data is None:
         return None
     try:

@@ -40,7 +40,7 @@ _Ended: TypeAlias = "queue.SimpleQueue[tuple[float, Any, BaseException | None]]"
 
 
 class HedgedCalls:
-    """Call functions that may hang; the first answer of several equal calls counts.
+    """Hedged calls of functions prone to hang: a slow call is repeated, first answer wins.
 
     A call that takes three times as long as the slowest answer so far, and 5 seconds at least, is
     repeated beside it, twice at most. A call that hangs keeps a thread until its own time limit;
@@ -63,6 +63,7 @@ class HedgedCalls:
             if _start(function, ended):
                 num_running += 1
             elif not num_running:
+                # Thread limit reached: the call runs in this thread, without a hedge.
                 return function()
             is_last = number == _MOST_CALLS
             while num_running and (first := _first(ended, None if is_last else delay_s)):
@@ -97,7 +98,7 @@ def _start(function: Callable[[], Any], ended: _Ended) -> bool:
 
 
 def _first(ended: _Ended, timeout_s: float | None) -> list[tuple[float, Any, BaseException | None]]:
-    """Return the call that ends next, in a list; an empty one if none does in time."""
+    """Return the next finished call in a list, or an empty list at the timeout."""
 
     def wait(slice_s: float | None) -> list[tuple[float, Any, BaseException | None]]:
         try:
@@ -110,12 +111,12 @@ def _first(ended: _Ended, timeout_s: float | None) -> list[tuple[float, Any, Bas
 
 logger = logging.getLogger(__name__)
 
-# So much is left of the limit when the oldest pieces are removed.
+# Share of the limit left after the oldest pieces are removed: makes removals rare.
 _SHARE_LEFT = 0.9
 
 
 class DiskCache:
-    """A directory of pieces that the processes of a machine share.
+    """Directory of cached pieces, shared by the processes of a machine.
 
     The pieces that were used longest ago are removed.
 
@@ -131,7 +132,7 @@ class DiskCache:
         self._has_warned = False
 
     def get(self, *key: object) -> bytes | None:
-        """Return what was kept under a key, or None."""
+        """Return the cached piece of a key, or None."""
         try:
             with (
                 opened_directory(self._directory) as directory,
@@ -144,7 +145,7 @@ class DiskCache:
         return data
 
     def put(self, data: bytes, *key: object) -> None:
-        """Keep a piece, unless it is larger than the limit or the disk does not take it."""
+        """Keep a piece, unless larger than the limit or refused by the disk."""
         if len(data) > self._limit_bytes:
             return
         try:
@@ -194,9 +195,9 @@ READ_TIMEOUT_VARIABLE = "PACELINE_DATA_TIMEOUT_S"
 _READ_TIMEOUT_S = 300.0
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
-# What an error says that is still there later.
+# Texts of permanent errors: a retry would not help.
 _REFUSAL = re.compile("403 Forbidden|AccessDenied|[Cc]redential|AZURE_STORAGE_ACCOUNT")
-# One that has answered before may be about to come back.
+# Missing-bucket errors: permanent only if the store has never answered before.
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 _ADDRESS = re.compile(r"\w+://\S+")
 _MACHINE_CREDENTIALS = "/latest/api/token"
@@ -209,7 +210,7 @@ _WILD = re.compile(r"[*?\[]")
 
 
 class FoundFile(NamedTuple):
-    """A file: its path below the place, its size in bytes, and what changes when it is changed."""
+    """File found: path below the location, size in bytes, and a mark of its version."""
 
     name: str
     size: int
@@ -217,7 +218,7 @@ class FoundFile(NamedTuple):
 
 
 class FileLocation(ABC):
-    """A directory of files, wherever it is."""
+    """Directory of files, local or remote."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -228,7 +229,7 @@ class FileLocation(ABC):
 
     @abstractmethod
     def find(self, pattern: str) -> list[FoundFile]:
-        """Return the files whose paths match a pattern, sorted by name."""
+        """Return the files with paths matching a pattern, sorted by name."""
 
     @abstractmethod
     def read(self, file: FoundFile, offset: int, size: int) -> bytes:
@@ -248,7 +249,7 @@ class FileLocation(ABC):
         """Write a small file."""
 
     def local_path(self, file: FoundFile) -> Path | None:
-        """Return where a file lies on this machine, once it is known to be the one found."""
+        """Return the local path of a file, checked to be unchanged; None if remote."""
         return None
 
 
@@ -260,7 +261,7 @@ class DirectoryLocation(FileLocation):
         self._path = path
 
     def find(self, pattern: str) -> list[FoundFile]:
-        """Return the files whose paths match a pattern, sorted by name."""
+        """Return the files with paths matching a pattern, sorted by name."""
         names = glob.glob(pattern, root_dir=self._path, recursive=True)
         found = []
         for name in sorted(names):
@@ -287,7 +288,7 @@ class DirectoryLocation(FileLocation):
             return opened.read(size)
 
     def local_path(self, file: FoundFile) -> Path:
-        """Return where a file lies, once it is known to be the one found."""
+        """Return the path of a file, checked to be unchanged since the search."""
         with self._naming(file):
             self._check(file, os.stat(self._file(file.name)))
         return self._path / file.name
@@ -315,7 +316,7 @@ class DirectoryLocation(FileLocation):
         return path.read_bytes() if path.is_file() else None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file, so that nobody sees a part of it."""
+        """Write a small file atomically, so readers never see a part."""
         path = self._path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -326,7 +327,7 @@ class DirectoryLocation(FileLocation):
 
 
 class ObjectLocation(FileLocation):
-    """Objects below a prefix of a store, read by the client that checkpoints are stored by.
+    """Objects below a prefix of an object store, read by the checkpoint storage client.
 
     A store that fails or does not answer is asked again, for 300 seconds or what
     PACELINE_DATA_TIMEOUT_S says.
@@ -347,7 +348,7 @@ class ObjectLocation(FileLocation):
         vars(self).update(state, _storage=storage_from(state["url"]))
 
     def find(self, pattern: str) -> list[FoundFile]:
-        """Return the objects whose keys match a pattern, sorted by name."""
+        """Return the objects with keys matching a pattern, sorted by name."""
         prefix = pattern[: _first_wild(pattern)].rpartition("/")[0]
         found = self._again(pattern, lambda: self._storage.objects(f"{prefix}/" if prefix else ""))
         matches = _glob_matcher(pattern)
@@ -361,6 +362,7 @@ class ObjectLocation(FileLocation):
         """Return a piece of an object."""
         name, mark, cache = file.name, file.mark, self.disk_cache
         key = (self.url, name, mark, offset, size)
+        # Objects without a version mark are not cached: a change would go unnoticed.
         data = cache.get(*key) if cache is not None and mark else None
         if data is None or len(data) != size:
             data = self._again(
@@ -388,7 +390,7 @@ class ObjectLocation(FileLocation):
             self._again(name, lambda: self._storage.put_file(name, Path(file.name)))
 
     def _again(self, name: str, ask: Callable[[], T]) -> T:
-        """Ask the store until it answers or the time is over."""
+        """Retry a request to the store until an answer or the time limit."""
         timeout_s = _timeout_s()
         deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         while True:
@@ -415,7 +417,7 @@ class ObjectLocation(FileLocation):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _hint_of(self, error: CheckpointError, name: str) -> str | None:
-        """Return how to mend what will not pass by itself; None if it may."""
+        """Return a hint for a permanent error ("" without a hint), None for a transient error."""
         text = str(error)
         if _MACHINE_CREDENTIALS in text:
             # A machine of a cloud gets credentials for the asking, which may fail for a while.
@@ -451,12 +453,12 @@ def _timeout_s() -> float:
 
 
 def file_missing_error(name: str) -> DataNotFoundError:
-    """Return the error for a file that is not there any more."""
+    """Return the error for a missing file."""
     return DataNotFoundError(f"The file {name!r} must be there, but there is none.")
 
 
 def file_changed_error(name: str) -> DataChangedError:
-    """Return the error for a file that was written again."""
+    """Return the error for a file changed since the index was made."""
     return DataChangedError(
         f"The file {name!r} must stay as it is while it is read, but it was changed since its data"
         " set was indexed. Hint: make the data set anew; an index that lies beside the files must"
@@ -509,7 +511,7 @@ def location_of(url: str | os.PathLike[str]) -> tuple[FileLocation, str]:
 
 
 def _parted_location(path: str) -> tuple[str, str]:
-    """Return the directory and the pattern below it; a path that ends in no file has none."""
+    """Return the directory and the pattern below; the pattern of a directory is empty."""
     at = _first_wild(path)
     # The names of directories and files may have what else is wild.
     while at < len(path) and os.path.lexists(_through(path, at)):
@@ -528,7 +530,7 @@ def _parted_location(path: str) -> tuple[str, str]:
 
 
 def _through(path: str, at: int) -> str:
-    """Return a path to the end of the name in which a place lies."""
+    """Return the path up to the end of the name at a position."""
     end = path.find("/", at)
     return path if end < 0 else path[:end]
 
@@ -539,7 +541,7 @@ def _first_wild(pattern: str) -> int:
 
 
 def _glob_matcher(pattern: str) -> Callable[[str], bool]:
-    """Return what tells whether a key matches, with the meaning that `glob` has for files."""
+    """Return a function to match keys against a pattern, with the semantics of `glob`."""
     text = re.escape(pattern)
     for wild, meaning in (
         (r"\*\*/", "(?:[^/]+/)*"),

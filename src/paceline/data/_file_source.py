@@ -1,4 +1,4 @@
-"""Samples of files that have an index, with pieces in memory (pyarrow)."""
+"""Samples of indexed files."""
 
 import atexit
 import ctypes
@@ -26,15 +26,15 @@ _EXIT_S = 5.0
 
 
 class Payload(Protocol):
-    """What was read of a piece."""
+    """Content of a piece, as read from a file."""
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes."""
+        """Memory of the content in bytes."""
 
 
 class ChunkCache:
-    """The pieces that were used last, and those that are needed next.
+    """Cache of pieces: the last used, and those read ahead by threads.
 
     Args:
         load: Reads a piece by its number.
@@ -53,7 +53,7 @@ class ChunkCache:
         self._num_bytes = self._least_bytes = 0
         self._under_way: dict[int, Future[Any]] = {}
         self._expected: deque[int] = deque()
-        # What the first batch still needs; None until that is known.
+        # Pieces that the first batch still waits for; None until the first `expect`.
         self._first: set[int] | None = None
         self._threads: set[threading.Thread] = set()
         self._num_busy = 0
@@ -61,7 +61,7 @@ class ChunkCache:
         _open_caches.add(self)
 
     def get(self, chunk: int) -> Any:
-        """Return a piece, which may have to be read first."""
+        """Return a piece, from memory or by reading the file."""
         with self._lock:
             if chunk in self._kept:
                 self._kept.move_to_end(chunk)
@@ -72,7 +72,7 @@ class ChunkCache:
                     self._expected.remove(chunk)
                 self._under_way[chunk] = Future()
         if future is not None:
-            # What fails ahead of time may succeed now, and else fails here, where it is needed.
+            # Errors of reading ahead are dropped: the read below retries, or raises in the caller.
             with suppress(Exception):
                 return future.result()
             return self.get(chunk)
@@ -81,7 +81,7 @@ class ChunkCache:
     def expect(
         self, chunks: Iterable[int], later: Iterable[int] = (), *, least_bytes: int = 0
     ) -> None:
-        """Read pieces ahead, in this order, in place of those that were expected before.
+        """Read pieces ahead in this order; replaces the earlier list of expected pieces.
 
         Args:
             chunks: The pieces that are needed next.
@@ -99,6 +99,7 @@ class ChunkCache:
                 for each in [*chunks, *later]
                 if each not in self._kept and each not in self._under_way
             )
+            # Until the first batch is complete, pieces needed later must not delay it.
             if self._first is None or self._first:
                 self._first = set(chunks) - set(self._kept)
             self._start_threads()
@@ -124,7 +125,7 @@ class ChunkCache:
                     self._num_bytes -= payload.num_bytes
 
     def close(self, timeout_s: float = _EXIT_S) -> None:
-        """Read nothing ahead any more, and wait for what is under way."""
+        """Stop reading ahead, and wait for reads in progress up to a time limit."""
         with self._lock:
             self._is_closed = True
             self._expected.clear()
@@ -165,6 +166,7 @@ class ChunkCache:
             self._kept[chunk] = payload
             self._num_bytes += payload.num_bytes
             limit_bytes = max(self._limit_bytes, self._least_bytes)
+            # Newest piece always stays: a single piece may be larger than the limit.
             while self._num_bytes > limit_bytes and len(self._kept) > 1:
                 _, dropped = self._kept.popitem(last=False)
                 self._num_bytes -= dropped.num_bytes
@@ -226,10 +228,11 @@ class FileSource(Source):
         self.memory_bytes = MEMORY_BYTES
 
     def __getstate__(self) -> dict[str, Any]:
+        # Caches have threads and locks, and cannot be pickled.
         return {**vars(self), "_made": None}
 
     def keep(self, memory_bytes: int | None, disk_bytes: int) -> None:
-        """Set how much is kept of what was read, in the memory and on the disk.
+        """Set the bytes of pieces to keep in memory and, for remote files, on disk.
 
         Raises:
             ValueError: A number of bytes is none.
@@ -319,9 +322,10 @@ class FileSource(Source):
 
     @property
     def _memory(self) -> tuple[int, ChunkCache, ConcatenatedPieces]:
-        """The pieces in the memory of this process: a forked one has neither threads nor locks."""
+        """The piece caches of this process: a fork has neither threads nor usable locks."""
         made = self._made
         if made is None or made[0] != os.getpid():
+            # Second check under the lock: another thread may have made the caches meanwhile.
             with _making:
                 made = self._made
                 if made is None or made[0] != os.getpid():
@@ -346,7 +350,7 @@ class FileSource(Source):
 
 
 def _by_chunk(chunks: Any, rows: Any) -> Iterator[tuple[int, Any]]:
-    """Yield each piece with the rows that lie in it."""
+    """Yield each piece with the rows inside."""
     if not len(rows):
         return
     rows = rows[np.argsort(chunks[rows], kind="stable")]
@@ -355,7 +359,7 @@ def _by_chunk(chunks: Any, rows: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _note_loaded(num_bytes: int) -> None:
-    """Give back to the system what files took, each time that enough was loaded by this process.
+    """Return freed memory to the system each time this process has loaded enough bytes.
 
     Each thread would keep its own. Threads may miscount a little.
     """

@@ -1,4 +1,4 @@
-"""Images: decoded late, in folders by class, in WebDataset shards (numpy; named by string)."""
+"""Samples with late decoding of images: per sample, or for a whole batch."""
 
 import io
 import json
@@ -74,21 +74,21 @@ _DECODERS: dict[str, Callable[[bytes, str], Any]] = {
 
 
 def decode(content: bytes, name: str) -> Any:
-    """Return what a file holds, by its suffix; its bytes if that is not known."""
+    """Return the decoded content of a file by suffix; the bytes for an unknown suffix."""
     at = name.rfind(".")
     decoder = _DECODERS.get(name[at:].lower())
     return content if decoder is None else decoder(content, name)
 
 
 class Encoded(NamedTuple):
-    """The content of a file, and what messages call it; its suffix tells how it is decoded."""
+    """Encoded content of a file, with its name for messages and the choice of a decoder."""
 
     content: bytes
     name: str
 
 
 class ImageBatchMemory:
-    """Memory of the batches that nobody holds any more, for the next ones.
+    """Pool of arrays for image batches, reused when no reference to a batch is left.
 
     New memory costs a third as much time as the images that are decoded into it.
 
@@ -97,8 +97,8 @@ class ImageBatchMemory:
     """
 
     def __init__(self, most: int) -> None:
-        # Only CPython with its global lock counts all references at once, so that a count tells
-        # whether somebody holds a batch. Elsewhere each batch gets new memory.
+        # Reference counts are exact only in CPython with its global lock: they show whether a batch
+        # is still in use. Other interpreters get new memory for each batch.
         has_exact_counts = sys.implementation.name == "cpython" and _has_global_lock()
         self._most = most if has_exact_counts else 0
         self._lock = threading.Lock()
@@ -108,13 +108,14 @@ class ImageBatchMemory:
         self._num_unused = sys.getrefcount(unused[0])
 
     def take(self, shape: tuple[int, ...]) -> Any:
-        """Return an array of uint8 whose contents are not set."""
+        """Return an uninitialised array of uint8."""
         with self._lock:
             kept = self._kept
             for number in range(len(kept)):
                 if sys.getrefcount(kept[number]) == self._num_unused:
                     if kept[number].shape == shape:
                         return kept[number]
+                    # Unused array of another shape: its slot is freed for the new shape.
                     del kept[number]
                     break
             array = np.empty(shape, np.uint8)
@@ -128,7 +129,7 @@ def _has_global_lock() -> bool:
 
 
 def decoded_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample as users get it.
+    """Return a sample with all contents decoded.
 
     Raises:
         DataFormatError: A content is damaged.
@@ -140,7 +141,7 @@ def decoded_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoded_batch(samples: Sequence[Mapping[str, Any]], memory: ImageBatchMemory) -> Any:
-    """Return what `collate_samples` makes of samples once they are decoded.
+    """Return a batch of encoded samples, decoded and collated as by `collate_samples`.
 
     Images of one size are decoded into the memory of the batch. Memory for each of them would
     cost half as much time as to decode it.
@@ -169,7 +170,7 @@ def decoded_batch(samples: Sequence[Mapping[str, Any]], memory: ImageBatchMemory
 
 
 def _images(values: Sequence[Encoded], memory: ImageBatchMemory) -> Any:
-    """Return images in one tensor, or None if their sizes differ."""
+    """Return decoded images in a single tensor, or None if the sizes differ."""
     import torch
 
     batch: Any = None
@@ -299,6 +300,7 @@ class WebDatasetFormat(FileFormat):
         content = file.read(chunk.start, chunk.size)
         samples: list[dict[str, Any]] = []
         try:
+            # Zero blocks are the end mark of a tar archive, which a piece of a shard lacks.
             with tarfile.open(fileobj=io.BytesIO(content + bytes(2 * _BLOCK)), mode="r:") as tar:
                 for info in tar:
                     if not info.isfile():

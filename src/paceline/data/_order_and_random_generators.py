@@ -29,7 +29,7 @@ def shuffled_indices(num_samples: int, seed: int, epoch: int) -> Sequence[int]:
 
 
 def shards_of_worker(num_shards: int, rank: int, world_size: int) -> range:
-    """Return the shards that a worker runs, in order; every shard has one worker.
+    """Return the shards of a worker, in order; each shard belongs to a single worker.
 
     The first workers get one more where it does not divide; workers beyond the number of shards
     get none.
@@ -40,7 +40,7 @@ def shards_of_worker(num_shards: int, rank: int, world_size: int) -> range:
 
 
 class CutIndices(Sequence[Sequence[int]]):
-    """Sample indices in order, as shards of a size; only the last one may be smaller.
+    """Sample indices cut into shards of equal size; only the last may be smaller.
 
     Args:
         indices: The samples.
@@ -60,7 +60,7 @@ class CutIndices(Sequence[Sequence[int]]):
 
     @property
     def num_samples(self) -> int:
-        """The number of samples that are in a shard."""
+        """The number of samples in all shards."""
         return min(len(self._indices), self._num_shards * self.shard_size)
 
     def first(self, num_shards: int) -> "CutIndices":
@@ -69,7 +69,7 @@ class CutIndices(Sequence[Sequence[int]]):
         return CutIndices(self._indices[: num_shards * size], size, drop_last=False)
 
     def from_shard(self, start: int) -> Iterator[Sequence[int]]:
-        """Return the shards from one on, at less cost than by their numbers."""
+        """Return the shards from a position onward; cheaper than access by index."""
         size, end = self.shard_size, self._num_shards * self.shard_size
         starts, ends = range(start * size, end, size), range((start + 1) * size, end + size, size)
         return map(self._indices.__getitem__, map(slice, starts, ends))
@@ -88,7 +88,7 @@ class CutIndices(Sequence[Sequence[int]]):
 
 
 def without_rest(shards: Sequence[Sequence[int]], num_shards: int) -> Sequence[Sequence[int]]:
-    """Return the shards of whole global batches only, without those of a smaller last one."""
+    """Return the shards of complete global batches, without a smaller last batch."""
     num_whole = len(shards) // num_shards * num_shards
     if num_whole == len(shards):
         return shards
@@ -98,7 +98,7 @@ def without_rest(shards: Sequence[Sequence[int]], num_shards: int) -> Sequence[S
 
 @dataclass(frozen=True, slots=True)
 class EpochOrder:
-    """The samples of one epoch, cut into shards; global batch b has shards b*L to b*L + L - 1.
+    """Samples of an epoch, cut into shards; global batch b has shards b*L to b*L + L - 1.
 
     Attributes:
         shards: Sample indices of each shard, in order.
@@ -110,7 +110,7 @@ class EpochOrder:
 
     @property
     def num_batches(self) -> int:
-        """The number of global batches, the last one possibly smaller."""
+        """The number of global batches; the last may be smaller."""
         return -(-len(self.shards) // self.num_shards)
 
     @property
@@ -125,7 +125,7 @@ class EpochOrder:
         return self.shards.shard_size if isinstance(self.shards, CutIndices) else None
 
     def shard(self, batch: int, shard: int) -> Sequence[int]:
-        """Return the sample indices of one shard; empty beyond the end of the data."""
+        """Return the sample indices of a shard; empty beyond the end of the data."""
         index = batch * self.num_shards + shard
         return self.shards[index] if index < len(self.shards) else ()
 
@@ -142,7 +142,7 @@ class EpochOrder:
 
 _BEGIN = "While reading"
 _MOST_NUMBERS = 16
-# By words of torch's messages.
+# Hint for a lost loader process, found by the text of torch's error messages.
 _LOST_PROCESS = (
     "Hint: a process of the data loader was killed, as happens if the memory runs out. Use fewer"
     " `num_workers` or smaller batches."
@@ -157,7 +157,7 @@ _HINTS = {
 
 
 def note_samples(error: BaseException, dataset: Any, batch: Sequence[Any]) -> None:
-    """Add to an error which samples were read when it was raised.
+    """Add a note to an error with the samples in reading when the error was raised.
 
     Args:
         error: The error.
@@ -176,7 +176,7 @@ def note_samples(error: BaseException, dataset: Any, batch: Sequence[Any]) -> No
 
 
 def _is_broken_connection(error: BaseException) -> bool:
-    """Tell whether a loader's process ended while it sent a batch; torch does not say so."""
+    """Return whether a loader process ended while sending a batch; torch does not report this."""
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
         step = step.tb_next
@@ -186,7 +186,7 @@ def _is_broken_connection(error: BaseException) -> bool:
 
 
 def _failed_samples(error: BaseException, dataset: Any) -> str | None:
-    """Return the sample whose `__getitem__` failed, if the traceback shows one."""
+    """Return the sample of the failed `__getitem__` from the traceback, or None."""
     step = error.__traceback__
     while step is not None:
         code, values = step.tb_frame.f_code, step.tb_frame.f_locals
@@ -218,6 +218,7 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     if "numpy" in sys.modules or _has_numpy():
         import numpy
 
+        # NumPy takes seeds of 32 bits only.
         numpy.random.seed(mixed % _NUMPY_SEED_LIMIT)
 
 
@@ -242,7 +243,7 @@ def capture_random_state() -> dict[str, Any]:
         legacy: Any = numpy.random.get_state(legacy=True)
         kind, keys, position, has_gauss, cached = legacy
         state["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
-    # Where nothing has used a GPU so far, asking for its state would take memory of it.
+    # Uninitialised CUDA is left alone: asking for the state would take GPU memory.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         state["cuda"] = torch.cuda.get_rng_state()
         if others := _other_devices():
@@ -251,7 +252,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put back what `capture_random_state` returned."""
+    """Restore a state returned by `capture_random_state`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch"])
@@ -265,6 +266,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
     if "cuda" in state and is_used:
         torch.cuda.set_rng_state(state["cuda"])
+        # Visible GPUs may be more or fewer than when the state was captured.
         for device, own in zip(_other_devices(), state.get("cuda_others", ()), strict=False):
             torch.cuda.set_rng_state(own, device)
 
@@ -281,7 +283,7 @@ def isolated_randomness(seed: int) -> Iterator[None]:
 
 
 class IteratorWithGenerators:
-    """Draw items from an iterator that has generators of its own.
+    """Iterator with random generators of its own, swapped in for each item.
 
     Args:
         source: The iterator.
@@ -311,7 +313,7 @@ class IteratorWithGenerators:
 
 
 def _other_devices() -> list[int]:
-    """Return the GPUs that this process sees besides its own; one process may use several."""
+    """Return the other GPUs visible to this process; a process may use several."""
     own = torch.cuda.current_device()
     return [device for device in range(torch.cuda.device_count()) if device != own]
 
@@ -341,7 +343,7 @@ def make_seeded_shard(indices: Sequence[int], seed: int) -> SeededShard:
 
 
 class SeededShardDataset(torch.utils.data.Dataset[Any]):
-    """A map-style data set whose loader process is seeded anew for every shard.
+    """Map-style data set, for loader processes to reseed themselves before every shard.
 
     What a loader's worker processes draw then depends on the shard alone, not on which worker got
     it or where the epoch was begun. Other attributes are those of the user's data set.
@@ -377,7 +379,7 @@ class SeededShardDataset(torch.utils.data.Dataset[Any]):
         return getattr(self._dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What a `worker_init_fn` sets, such as an open file, is meant for the user's data set.
+        # Attributes set by a `worker_init_fn`, such as an open file, go to the user's data set.
         if name == "_dataset":
             super().__setattr__(name, value)
         else:
@@ -385,7 +387,7 @@ class SeededShardDataset(torch.utils.data.Dataset[Any]):
 
 
 class ShardBatchSampler(torch.utils.data.Sampler[Any]):
-    """The batch sampler of the clone: the shards of one worker from some batch on.
+    """Batch sampler of the cloned loader: a worker's shards from some batch onward.
 
     Joined shards are one fetch per global batch, also where the worker has none of its own.
     """
@@ -401,6 +403,7 @@ class ShardBatchSampler(torch.utils.data.Sampler[Any]):
     def __iter__(self) -> Iterator[list[Any]]:
         shards_of_epoch = self.order.shards
         is_plain = self.order.num_shards == 1 and len(self.own_shards) == 1 and not self.is_keyed
+        # Fast path without Python code for each batch.
         if is_plain and isinstance(shards_of_epoch, CutIndices):
             return map(list, shards_of_epoch.from_shard(self.start_batch))
         return self._own_batches()

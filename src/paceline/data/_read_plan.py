@@ -1,4 +1,4 @@
-"""How a data set is read: order, windows, the part of a worker."""
+"""The order of samples in pieces, for example row groups of files."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ _WINDOWS_KEPT = 4
 
 
 class PartitionedOrder:
-    """The samples of one epoch in partitions.
+    """Order of an epoch's samples, cut into a partition for each shard of a global batch.
 
     Args:
         sizes: The number of samples of each piece, as an array.
@@ -58,7 +58,7 @@ class PartitionedOrder:
         self._kept: OrderedDict[tuple[int, int], Numbers] = OrderedDict()
 
     def partition_size(self, partition: int) -> int:
-        """Return the number of samples of a partition; the first ones may have one more."""
+        """Return the number of samples of a partition; the first few may have 1 more."""
         whole, rest = divmod(self.num_samples, self._num_partitions)
         return whole + (partition < rest)
 
@@ -81,6 +81,7 @@ class PartitionedOrder:
             self._kept[key] = numbers
             if self._expect is not None:
                 self._tell(partition, index, firsts)
+            # Room for two windows of each partition: a shard may span a window boundary.
             while len(self._kept) > max(_WINDOWS_KEPT, 2 * self._num_partitions):
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
@@ -124,7 +125,7 @@ class PartitionedOrder:
 
 
 class OrderShard(Sequence[int]):
-    """The samples of one shard, found when they are asked for."""
+    """Samples of a shard, computed on access."""
 
     def __init__(self, order: PartitionedOrder, partition: int, begin: int, end: int) -> None:
         self._order = order
@@ -146,7 +147,7 @@ class OrderShard(Sequence[int]):
 
 
 class OrderShards(Sequence[Sequence[int]]):
-    """The shards of an epoch: shard s of global batch b is the one with index b * partitions + s.
+    """Shards of an epoch: shard s of global batch b has the index b * partitions + s.
 
     Args:
         order: The samples.
@@ -183,7 +184,7 @@ class OrderShards(Sequence[Sequence[int]]):
 
     @property
     def num_samples(self) -> int:
-        """The number of samples that are in a shard."""
+        """The number of samples in all shards."""
         batches, rest = divmod(self._num_shards, self._num_partitions)
         return sum(
             min(self._order.partition_size(partition), (batches + (partition < rest)) * self._size)
@@ -216,7 +217,7 @@ class OrderShards(Sequence[Sequence[int]]):
 
 
 def _generator(*parts: int) -> Any:
-    """Return a generator whose numbers NumPy promises to keep in later versions."""
+    """Return a legacy NumPy generator: its numbers are stable across NumPy versions."""
     import numpy as np
 
     seed = mix_seed(*parts)
@@ -227,7 +228,7 @@ _PIPELINE_OPTIONS = ("length", "window")
 
 
 class Reader(Protocol):
-    """A worker of a run, which reads its part of a data set."""
+    """Worker of a run, as the reader of its part of a data set."""
 
     rank: int
     world_size: int
@@ -308,7 +309,7 @@ class Plan:
         return replace(self, part=(int(rank), num_parts))
 
     def check_own_part(self) -> None:
-        """Check that a worker of a run reads its own part.
+        """Check against reading another worker's part.
 
         Raises:
             ValueError: This is the part of another worker.

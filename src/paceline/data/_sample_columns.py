@@ -19,7 +19,7 @@ _DTYPES = {
 
 
 class Columns:
-    """Samples by column: each an array whose first axis is the samples.
+    """Samples as columns: arrays with the samples along the first axis.
 
     Numbers without gaps are NumPy arrays, also vectors of one length; all else, such as text, is an
     array of Arrow until a sample is asked for.
@@ -60,7 +60,7 @@ class Columns:
         return {name: _column_as_numpy(array) for name, array in self.arrays.items()}
 
     def changed_to(self, arrays: Any) -> "Columns":
-        """Return the samples that a user's function has made of these.
+        """Return the result of a user's function on these samples, checked.
 
         Args:
             arrays: What it returned: a dictionary of arrays, tensors or lists.
@@ -91,12 +91,12 @@ class Columns:
         return Columns(changed)
 
     def to_torch(self) -> dict[str, Any]:
-        """Return a batch: a tensor for each column of numbers, a list for each other one."""
+        """Return a batch: tensors for columns of numbers or vectors, lists for the rest."""
         return {name: _batch_of_column(name, array) for name, array in self.arrays.items()}
 
 
 def join_columns(parts: Sequence[Columns], unused: Columns | None = None) -> Columns:
-    """Return the samples of several parts, one after the other.
+    """Return the concatenated samples of several parts.
 
     Args:
         parts: The parts.
@@ -114,7 +114,7 @@ def join_columns(parts: Sequence[Columns], unused: Columns | None = None) -> Col
 
 
 def gather_columns(total: int, taken: Sequence[tuple[Any, Any, Any]]) -> Any:
-    """Return samples of several pieces in one order.
+    """Return samples of several pieces, put into the wanted order.
 
     Args:
         total: The number of samples.
@@ -125,7 +125,7 @@ def gather_columns(total: int, taken: Sequence[tuple[Any, Any, Any]]) -> Any:
     """
     if len(taken) == 1 and isinstance(taken[0][1], Columns):
         rows, piece, places = taken[0]
-        # One piece has all samples, and those in their order.
+        # Single piece: `places` are already in the wanted order.
         return piece.take(places)
     parts = [piece.take(places) for _, piece, places in taken]
     if not parts or not isinstance(parts[0], Columns):
@@ -233,7 +233,7 @@ def _column_as_arrow(array: Any) -> Any:
 
 
 def _column_as_array(values: Any) -> Any:
-    """Return values as an array: numbers and vectors of one length as such, others as objects."""
+    """Return values as an array: numbers and equal-length vectors as numbers, else objects."""
     numpy = getattr(values, "numpy", None)
     if callable(numpy):
         return numpy()
@@ -273,7 +273,7 @@ def _batch_of_column(name: str, array: Any) -> Any:
     import torch
 
     if isinstance(array, np.ndarray) and array.dtype.kind in "biuf":
-        # What was taken from a piece is nobody else's; a whole piece may be read only.
+        # Copy of read-only arrays: these belong to a whole piece, writable ones to this batch.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     values = _row_values_of_column(array)
     is_vectors = len(values) > 0 and isinstance(values[0], np.ndarray)
@@ -289,7 +289,7 @@ _KEPT = 2
 
 
 class FoundInPieces(NamedTuple):
-    """Samples that lie in joined pieces.
+    """Samples found in joined pieces.
 
     Attributes:
         rows: Which of the wanted samples these are.
@@ -303,7 +303,7 @@ class FoundInPieces(NamedTuple):
 
 
 class ConcatenatedPieces:
-    """The columns of the pieces of the present window, and of the one before.
+    """Joined columns of the pieces of the current window and the previous window.
 
     Args:
         sizes: The number of samples of every piece.
@@ -338,7 +338,7 @@ class ConcatenatedPieces:
         self._planned = np.sort(chunks) if is_of_use else None
 
     def find(self, chunks: Any, places: Any) -> Iterator[FoundInPieces]:
-        """Yield the samples that lie in joined pieces.
+        """Yield the samples contained in joined pieces.
 
         Args:
             chunks: The piece of each wanted sample.
@@ -375,11 +375,12 @@ class ConcatenatedPieces:
         unused = self._windows.pop().columns if len(self._windows) == _KEPT else None
         window = _Window(planned, np.cumsum(counts) - counts, join_columns(pieces, unused))
         self._windows.insert(0, window)
+        # Joined pieces leave the cache: the window has a copy of their samples.
         self._forget(numbers)
         return window
 
     def _piece(self, number: int) -> Any:
-        """Return a piece; one that two windows share is in the memory of the first."""
+        """Return a piece, from the newest window if already joined there."""
         if self._windows and self._windows[0].has(np.array([number]))[0]:
             return self._windows[0].piece(number, int(self._sizes[number]))
         return self._get(number)
@@ -402,6 +403,6 @@ class _Window(NamedTuple):
 
 
 def _is_in(values: Any, ordered: Any) -> Any:
-    """Tell which values are in a sorted array."""
+    """Return a mask of the values contained in a sorted array."""
     at = np.searchsorted(ordered, values)
     return ordered[np.minimum(at, len(ordered) - 1)] == values

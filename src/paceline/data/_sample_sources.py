@@ -13,7 +13,7 @@ Numbers = Any
 
 
 class Source(ABC):
-    """Samples that have numbers from 0 on.
+    """Samples by number, from 0.
 
     Implementers override `__len__` and `fetch`; those whose samples lie in pieces that are read as
     a whole, such as the row groups of a file, override `chunk_sizes` and `expect` as well.
@@ -39,11 +39,11 @@ class Source(ABC):
         return 1
 
     def expect(self, now: Numbers, later: Numbers) -> None:  # noqa: B027
-        """Keep the pieces in which some samples lie, and read others ahead."""
+        """Keep the pieces of the current samples, and read those of later samples ahead."""
 
     @property
     def is_encoded(self) -> bool:
-        """Whether samples have to be decoded, such as images, and `fetch_encoded` gives them."""
+        """Whether samples, like images, need decoding; `fetch_encoded` returns them raw."""
         return False
 
     def fetch_encoded(self, numbers: Sequence[int]) -> list[Any]:
@@ -54,7 +54,7 @@ class Source(ABC):
         raise NotImplementedError
 
     def identity(self) -> Mapping[str, Any] | None:
-        """Return what tells these samples from others, for checkpoints; None if nothing does."""
+        """Return facts to recognise these samples by in a checkpoint, or None."""
         return None
 
 
@@ -105,11 +105,11 @@ def is_iterable_only(data: Any) -> bool:
 
 
 class Stage(ABC):
-    """A step between what is read and what a user gets; the number of samples stays."""
+    """Processing step between reading and delivery; the number of samples stays the same."""
 
     @abstractmethod
     def apply(self, samples: Any, numbers: Sequence[int] | None = None) -> Any:
-        """Return the samples that become of some that were fetched together.
+        """Return the processed samples of a single fetch.
 
         Args:
             samples: The samples.
@@ -124,7 +124,7 @@ class MapSamplesStage(Stage):
         self._function = function
 
     def apply(self, samples: Any, numbers: Sequence[int] | None = None) -> list[Any]:
-        """Return what the function makes of each sample."""
+        """Return the function's result for each sample."""
         made: list[Any] = []
         try:
             for sample in samples:
@@ -137,13 +137,13 @@ class MapSamplesStage(Stage):
 
 
 class MapBatchesStage(Stage):
-    """A function of the samples that are fetched together."""
+    """Function applied to samples as they are fetched together."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
 
     def apply(self, samples: Any, numbers: Sequence[int] | None = None) -> Any:
-        """Return what the function makes of them.
+        """Return the function's result for all the samples together.
 
         Raises:
             TypeError: It returns something else.
@@ -168,7 +168,7 @@ class MapBatchesStage(Stage):
 
 
 class StagedSource(Source):
-    """The samples of a source with what is done to them, such as for a filter."""
+    """Source with stages applied to its samples, for example before a filter."""
 
     def __init__(self, source: Source, stages: tuple[Stage, ...]) -> None:
         self.name = source.name
@@ -198,7 +198,7 @@ class StagedSource(Source):
 
 
 class SamplesInMemory(Source):
-    """What has a length and gives samples by number.
+    """Samples of any data with a length and access by number.
 
     Args:
         data: A map-style torch data set, a list, an array, a tensor.
@@ -212,7 +212,7 @@ class SamplesInMemory(Source):
         return len(self.data)
 
     def fetch(self, numbers: Sequence[int]) -> list[Any]:
-        """Return samples one by one, or at once if the data set can."""
+        """Return samples by a single `__getitems__` call if supported, else in a loop."""
         fetch_all = getattr(self.data, "__getitems__", None)
         if fetch_all is not None:
             samples: list[Any] = fetch_all(list(numbers))
@@ -267,7 +267,7 @@ class PickedSamples(Source):
         self._source.expect(self._picked[now], self._picked[later])
 
     def identity(self) -> Mapping[str, Any] | None:
-        """Return the source's identity, and what tells the picked samples from others."""
+        """Return the source's identity with a digest of the picked numbers, or None."""
         return self._identity
 
     @cached_property
@@ -276,7 +276,7 @@ class PickedSamples(Source):
 
 
 class FilteredSamples(Source):
-    """The samples of a source for which a function is true.
+    """Samples of a source accepted by a function.
 
     The samples are counted once: when their number is first asked for, or before they travel to
     another process.
@@ -340,7 +340,7 @@ class FilteredSamples(Source):
         self.counted.expect(now, later)
 
     def identity(self) -> Mapping[str, Any] | None:
-        """Return the source's identity, and what tells the kept samples from others."""
+        """Return the source's identity with a digest of the kept samples, or None."""
         return self.counted.identity()
 
 
@@ -349,7 +349,7 @@ def _as_it_is(source: PickedSamples) -> PickedSamples:
 
 
 class SampleRanges(Source):
-    """Ranges of the samples of a source whose samples lie in pieces.
+    """Ranges of samples of a source in pieces.
 
     Args:
         source: The source.
@@ -407,7 +407,7 @@ class SampleRanges(Source):
         self._source.expect(self._in_source(now), self._in_source(later))
 
     def identity(self) -> Mapping[str, Any] | None:
-        """Return the source's identity, and what tells the ranges from others."""
+        """Return the source's identity with a digest of the ranges, or None."""
         return self._identity
 
     @cached_property
@@ -422,6 +422,7 @@ def _with_selection(
         return None
     import xxhash
 
+    # Digest includes an earlier selection: a split of a split differs from a split.
     hasher = xxhash.xxh3_64(str(identity.get("selection")).encode())
     for array in selected:
         hasher.update(array.tobytes())
@@ -429,7 +430,7 @@ def _with_selection(
 
 
 def sizes_of_split(total: int, sizes: int | Sequence[float]) -> list[int]:
-    """Return the numbers of samples of the parts that a user asks for.
+    """Return the number of samples of each requested part.
 
     Args:
         total: The number of samples.
@@ -457,6 +458,7 @@ def sizes_of_split(total: int, sizes: int | Sequence[float]) -> list[int]:
         )
     if all(isinstance(size, Integral) for size in sizes):
         counts = [int(size) for size in sizes]
+    # Tolerance for the rounding of shares such as (0.7, 0.2, 0.1).
     elif sum(sizes) > 1 + 1e-9:
         raise ValueError(f"Shares must sum to at most 1, but got {list(sizes)}.")
     else:
@@ -507,7 +509,7 @@ def split_into_folds(
 
 
 def range_of(source: Source, numbers: range) -> Source:
-    """Return a range of the samples; those that are read in pieces must follow each other."""
+    """Return a range of the samples; the step must be 1 if they lie in pieces."""
     import numpy as np
 
     if source.chunk_sizes() is None:
@@ -516,7 +518,7 @@ def range_of(source: Source, numbers: range) -> Source:
 
 
 def _span_of_source(source: Source, spans: Sequence[tuple[int, int]], seed: int | None) -> Source:
-    """Return the samples that lie in some spans of the mixed line of all samples."""
+    """Return the samples in spans of the shuffled sequence of all samples."""
     import numpy as np
 
     sizes = source.chunk_sizes()

@@ -46,7 +46,7 @@ _WORKER_LOOP = "_worker_loop"
 
 
 class LoaderSignals:
-    """A `worker_init_fn` whose process lets a first signal pass that asks training to leave.
+    """`worker_init_fn` of a loader process: the first stop signal is ignored.
 
     Such signals often go to all processes of a job, and the last batches must still be served. A
     second one is meant. So is that by which a program that exits ends its loaders' processes, or a
@@ -70,22 +70,24 @@ class LoaderSignals:
 
     def _let_pass(self, number: int, frame: FrameType | None) -> None:
         if self._is_exiting.is_set() or _has_loader_ended(frame):
+            # Exit without cleanup: the interrupted code may hold locks that cleanup needs.
             os._exit(0)
         if number in self._passed:
+            # Second signal of a kind: the default action ends the process.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self._passed.add(number)
 
 
 def _has_loader_ended(frame: FrameType | None) -> bool:
-    """Tell whether the loader of this process has told it to end, by torch's own event.
+    """Return whether the loader has told this process to end, by torch's own event.
 
     The event is not asked itself, as its lock may be held by the code that the signal interrupts.
     """
     while frame is not None and frame.f_code.co_name != _WORKER_LOOP:
         frame = frame.f_back
     done: Any = None if frame is None else frame.f_locals.get("done_event")
-    # Not every system tells the value of a semaphore.
+    # Semaphore values cannot be read on every system, such as macOS.
     with suppress(AttributeError, NotImplementedError):
         return bool(done._flag._semlock._get_value())
     return False
@@ -93,7 +95,8 @@ def _has_loader_ended(frame: FrameType | None) -> bool:
 
 @cache
 def _exit_event(start_method: str | None) -> Any:
-    """Return an event for other processes that is set when this one begins to exit."""
+    """Return an event for other processes, set when this process begins to exit."""
+    # Start method of the loader: events of another one cannot be sent to its processes.
     event = multiprocessing.get_context(start_method).Event()
     atexit.register(event.set)
     return event
@@ -101,7 +104,7 @@ def _exit_event(start_method: str | None) -> Any:
 
 logger = logging.getLogger(__name__)
 
-# By which torch knows that it makes a trace.
+# Name of the flag by which torch knows that a profiler is active.
 _FLAG = "_is_profiler_enabled"
 
 
@@ -177,7 +180,7 @@ class ShardedData:
             )
 
     def order(self, epoch: int) -> EpochOrder | None:
-        """Return an epoch's order, or None for an iterable data set, which has its own."""
+        """Return an epoch's order, or None for an iterable data set with its own order."""
         if self.is_iterable:
             return None
         if epoch not in self._cached:
@@ -202,7 +205,7 @@ class ShardedData:
         return order
 
     def known_order(self, epoch: int) -> EpochOrder | None:
-        """Return an epoch's order; None if that is not decided before the epoch begins.
+        """Return an epoch's order, or None if not decided before the epoch begins.
 
         A sampler of the user's own may depend on what happens until then.
         """
@@ -215,7 +218,7 @@ class ShardedData:
         return is_batched and _is_shuffled(self._loader.sampler) is not None
 
     def _has_own_state(self) -> bool:
-        """Tell whether the order may depend on how often it was drawn before."""
+        """Return whether the order may depend on the number of earlier draws."""
         batch_sampler = self._loader.batch_sampler
         sampler = self._loader.sampler if type(batch_sampler) is BatchSampler else batch_sampler
         is_from_torch = type(sampler).__module__.startswith("torch.")
@@ -232,6 +235,7 @@ class ShardedData:
         plan = self._plan
         plan.order, plan.own_shards, plan.start_batch = order, self.own_shards, start_batch
         plan.seed_parts = (self._seed, epoch)
+        # Copy of the plan for error notes: a later call of `iterate` changes the plan itself.
         return self._with_notes(iter(self._clone), copy.copy(plan))
 
     def _with_notes(self, batches: Iterator[Any], plan: ShardBatchSampler) -> Iterator[Any]:
@@ -278,7 +282,7 @@ class ShardedData:
         return self.is_iterable and self._partitions is None
 
     def stream_state(self) -> Any:
-        """Return where an iterable data set stands, or None if it cannot tell."""
+        """Return the position of an iterable data set, or None if unavailable."""
         if not self.is_iterable:
             return None
         if self._partitions is not None and self._whole_epoch is None:
@@ -286,7 +290,7 @@ class ShardedData:
         return self._whole.state()
 
     def load_stream_state(self, state: Any) -> None:
-        """Put an iterable data set where `stream_state` found it.
+        """Restore an iterable data set's position from `stream_state`.
 
         Raises:
             CheckpointMismatchError: The checkpoint is of another stream.
@@ -302,7 +306,7 @@ class ShardedData:
                 )
             self._partitions.load_state(state)
             return
-        # Of an earlier version, which read all streams whole.
+        # States without marks are of an earlier version: all streams were read whole then.
         self._is_earlier = self._partitions is not None
         self._whole.load_state(state)
 
@@ -361,7 +365,7 @@ class ShardedData:
     def _planned_epoch(
         self, epoch: int, size: int, drop_last: bool, is_shuffled: bool | None
     ) -> Sequence[Sequence[int]] | None:
-        """Return the shards of an epoch by a data set that has an order of its own, or None.
+        """Return the shards of an epoch in the data set's own order, or None if no own order.
 
         Such a data set lies in files: an order of all samples would read all of them at once.
         """
@@ -380,7 +384,7 @@ class ShardedData:
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """What tells the data from others, for checkpoints; None if nothing does."""
+        """Facts to recognise the data by in a checkpoint, or None."""
         tell = getattr(self._loader.dataset, "identity", None)
         identity = tell() if callable(tell) else None
         return None if identity is None else dict(identity)
@@ -399,8 +403,8 @@ class ShardedData:
         return isolated_randomness(mix_seed(self._seed, epoch))
 
     def _clone_loader(self) -> "DataLoader[Any]":
-        # In the process itself the generators are part of a checkpoint and resume exactly; seeding
-        # them for each shard would tie the model's dropout to the data.
+        # Keyed shards only for loader processes: the main process's generators are in checkpoints,
+        # and seeding them for each shard would tie the model's dropout to the data.
         self._plan.is_keyed = self._loader.num_workers > 0
         dataset = self._loader.dataset
         # A copy of the object rather than a loader made anew keeps every option there is, and a
@@ -413,7 +417,7 @@ class ShardedData:
             _iterator=None,
         )
         if clone.collate_fn is default_collate:
-            # Its errors do not say in what the samples differ.
+            # Errors of torch's `default_collate` do not say how the samples differ.
             clone.collate_fn = collate_samples
         return clone
 
@@ -434,12 +438,12 @@ def num_samples_of(dataset: Any) -> int:
 
 
 def _without_marks(batches: Iterator[Any]) -> Iterator[Any]:
-    """Return an iterator over the same batches that marks none of them for torch's profiler.
+    """Return an iterator over the same batches without marks for torch's profiler.
 
     A mark costs 9 us with each batch that is read in this process. Both iterators take the samples
     from one sampler, so that they can take turns.
     """
-    # By names that torch 2.6 to 2.15 have, but does not promise.
+    # Private names of torch 2.6 to 2.15: torch does not promise to keep them.
     known: Any = batches
     with suppress(AttributeError):
         is_plain = type(known) is torch.utils.data.dataloader._SingleProcessDataLoaderIter
@@ -449,7 +453,7 @@ def _without_marks(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _is_shuffled(sampler: Any) -> bool | None:
-    """Tell whether a sampler mixes all samples, or has them in order; None if it does neither."""
+    """Return True for a sampler in random order, False for in order, None for neither."""
     # A data set that has an order of its own, and a sampler whose shards are dealt among the ranks
     # here.
     if hasattr(sampler, "is_order_of_dataset"):
@@ -466,7 +470,7 @@ def _is_plain_shuffle(sampler: RandomSampler) -> bool:
 
 
 class WorkerBatch(NamedTuple):
-    """A worker's part of one global batch.
+    """Part of a worker in a global batch.
 
     Attributes:
         data: The worker's samples. Without any, those of the first shard stand in for them.
@@ -483,7 +487,7 @@ class WorkerBatch(NamedTuple):
 
 
 def worker_batches(data: ShardedData, epoch: int, start_batch: int) -> Iterator[WorkerBatch]:
-    """Return a worker's part of each global batch of an epoch, from one on.
+    """Yield a worker's part of each global batch of an epoch, from a start batch.
 
     Like `ShardedData.iterate`, making it may draw from the process's generators.
 
@@ -523,13 +527,13 @@ def worker_stream_batches(batches: Iterator[StreamBatch], own: range) -> Iterato
     for batch in batches:
         sizes = batch.sizes
         data = _concatenate(batch.own or [batch.stand_in()])
-        # Those who look whether a worker has nothing ask how many shards come before.
+        # Callers need the number of shards before the first empty shard.
         num_present = sizes.index(0) if 0 in sizes else len(sizes)
         yield WorkerBatch(data, sum(sizes[own.start : own.stop]), sum(sizes), num_present)
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:
-    """Return the batches of several shards as one; each has the structure of the first."""
+    """Return the batches of several shards as a single batch of the first's structure."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -551,5 +555,5 @@ def _concatenate(parts: Sequence[Any]) -> Any:
 
 
 def _holds_samples(values: Sequence[Any]) -> bool:
-    """Tell whether a list has one element per sample, such as strings have."""
+    """Return whether a list has an element per sample, as a list of strings does."""
     return not (values and isinstance(values[0], (torch.Tensor, Mapping, list, tuple)))

@@ -1,4 +1,4 @@
-"""Streams, read in pieces or as a whole, with shards of a global batch for each worker."""
+"""Streams in pieces: each shard of a global batch reads pieces of its own."""
 
 import copy
 from collections import deque
@@ -25,7 +25,7 @@ from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 
 class PartitionBatch(NamedTuple):
-    """A batch that one process of the loader has read.
+    """Batch read by a process of the loader, with the position after the batch.
 
     Attributes:
         data: The samples, collated.
@@ -130,7 +130,7 @@ class PartitionBatches(IterableDataset[PartitionBatch]):
         chunks = IteratorWithGenerators(self._chunks(process), self._seed)
         for samples, number, offset in chunks:
             piece = self._orders[process][min(number, len(self._orders[process]) - 1)]
-            # What it draws must not depend on the samples that are read again at a resume.
+            # Separate seed: draws must not depend on samples that are read again at a resume.
             with isolated_randomness(mix_seed(self._seed, piece, number, offset)):
                 data = self._collate(samples if self._batch_size else samples[0])
             yield PartitionBatch(data, len(samples), process, number, offset)
@@ -143,6 +143,7 @@ class PartitionBatches(IterableDataset[PartitionBatch]):
         for number in range(first, len(order)):
             seed_everything(mix_seed(self._seed, order[number]))
             samples = iter(self._pieces.read(order[number], self._epoch))
+            # Samples before the resume position are read again and dropped.
             for _ in islice(samples, skipped):
                 pass
             for taken, sample in enumerate(samples, skipped + 1):
@@ -156,7 +157,7 @@ class PartitionBatches(IterableDataset[PartitionBatch]):
 
 
 def as_it_is(value: Any) -> Any:
-    """Return a value, in place of collating it."""
+    """Return the value unchanged; replaces a collate function."""
     return value
 
 
@@ -199,7 +200,7 @@ class StreamBatch(NamedTuple):
 
 
 class WholeStream:
-    """A stream that is read from its beginning to its end, the same on all workers.
+    """Stream read from beginning to end in the same way by all workers.
 
     Args:
         loader: The user's loader.
@@ -260,7 +261,7 @@ class WholeStream:
         return (shards[self._own.start : self._own.stop] for shards in batches)
 
     def state(self) -> Any:
-        """Return where the stream stands, or None if it cannot tell."""
+        """Return the stream's position, or None if unavailable."""
         source = self._source()
         if source is None:
             return None
@@ -268,14 +269,14 @@ class WholeStream:
         return {"source": source.state_dict(), "random": random}
 
     def load_state(self, state: Any) -> None:
-        """Put the stream where `state` found it."""
+        """Restore the stream's position from `state`."""
         source = self._source()
         if source is not None and state is not None:
             source.load_state_dict(state["source"])
             self._placed = state
 
     def _source(self) -> Any:
-        """Return what knows the place in the stream: a stateful loader, or the data set itself."""
+        """Return the owner of the stream's position: a stateful loader or data set, else None."""
         loader: Any = self._loader
         if hasattr(loader, "state_dict"):
             return loader
@@ -293,11 +294,13 @@ def _given(value: Any) -> Any:
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Return a small CPU tensor summed over all ranks, in rank order."""
+    # Gather and local sum: every rank adds in the same order, unlike an all-reduce.
     return gather_from_ranks(values).sum(0)
 
 
 def gather_from_ranks(values: Tensor) -> Tensor:
     """Return a small CPU tensor of each rank, stacked in rank order."""
+    # NCCL takes tensors on a GPU only.
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     gathered = [torch.zeros_like(values, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, values.to(device))
@@ -354,7 +357,7 @@ class PartitionedStream:
     def iterate(
         self, epoch: int, start_batch: int, *, agrees: bool = True
     ) -> Iterator[StreamBatch]:
-        """Yield this worker's shards of each global batch, from one on.
+        """Yield this worker's shards of each global batch, from a start batch.
 
         Args:
             epoch: The epoch.
@@ -388,7 +391,7 @@ class PartitionedStream:
                 batch += 1
 
     def state(self) -> dict[str, Any] | None:
-        """Return where the stream stands, for checkpoints; None before it is read."""
+        """Return the stream's position for checkpoints, or None before the first read."""
         if not self._marks:
             return None
         marks = [[epoch, batch, [list(p) for p in places]] for epoch, batch, places in self._marks]
@@ -401,7 +404,7 @@ class PartitionedStream:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned, once the batch is asked for at which it was called.
+        """Restore a position from `state`; applied when the batch of the checkpoint is requested.
 
         Raises:
             CheckpointMismatchError: The checkpoint is of another stream.
@@ -427,7 +430,7 @@ class PartitionedStream:
         known = [mark for mark in self._marks if mark.epoch == epoch and mark.batch <= batch]
         if batch and known:
             return known[-1]
-        # What earlier epochs were read with counts no more.
+        # New epochs use the loader's own number of processes, not that of a checkpoint.
         self._num_processes = max(1, self._loader.num_workers)
         nothing = PartitionPosition(0, [0] * self._num_processes, [0] * self._num_processes)
         return StreamMark(epoch, 0, [nothing] * self._num_partitions)
@@ -487,7 +490,7 @@ class PartitionedStream:
         return rows[:, 1 + 2 * num_processes :]
 
     def _first_batch(self) -> Any:
-        """Return the first batch of the stream, for a worker that has none when others do."""
+        """Return the stream's first batch, as a stand-in for a worker with no shard."""
         if self._stand_in is None:
             everything = [list(range(self._pieces.num_pieces))]
             nothing = PartitionPosition(0, [0], [0])
@@ -508,7 +511,7 @@ class PartitionedStream:
 
 
 class _PartitionReader:
-    """The batches of one partition, by a clone of the user's loader.
+    """Reader of a partition's batches by a clone of the user's loader.
 
     Args:
         loader: The user's loader.
@@ -525,7 +528,7 @@ class _PartitionReader:
         self._last = self.place
 
     def read_ahead(self, count: int) -> list[int]:
-        """Read some batches, or those that are left; return the numbers of their samples."""
+        """Read up to `count` batches, fewer at the end; return their numbers of samples."""
         while len(self._pending) < count:
             batch = next(self._batches, None)
             if batch is None:
@@ -535,7 +538,7 @@ class _PartitionReader:
         return [size for _, size, _ in self._pending]
 
     def pop(self) -> Any:
-        """Return the next batch that was read."""
+        """Return the next batch already read."""
         data, _, self.place = self._pending.popleft()
         return data
 
@@ -548,7 +551,7 @@ def _length(data: Any, num_samples: int) -> int:
 
 
 def _next_boundary(batch: int) -> int:
-    """Return where the batches end that are read ahead at once, at first few of them."""
+    """Return the end of the next group of batches to read ahead; early groups are small."""
     if batch >= _MOST_AHEAD:
         return batch - batch % _MOST_AHEAD + _MOST_AHEAD
     return 1 << batch.bit_length()

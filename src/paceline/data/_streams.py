@@ -1,4 +1,4 @@
-"""Samples without numbers, and streams that can be read in pieces."""
+"""Streams readable in pieces, for example file by file."""
 
 import copy
 import logging
@@ -13,7 +13,7 @@ _OPENERS = ("StreamingOpen", "FileCache")
 
 
 class StreamPieces(ABC):
-    """A stream in pieces, each of which can be read by itself.
+    """Stream in pieces, each readable independently.
 
     Together the pieces have each sample of an epoch once.
 
@@ -29,7 +29,7 @@ class StreamPieces(ABC):
 
     @abstractmethod
     def read(self, piece: int, epoch: int) -> Iterable[Any]:
-        """Return the samples of one piece; the same ones each time for the same epoch.
+        """Return the samples of a piece, the same each time for the same epoch.
 
         Args:
             piece: The piece, from 0.
@@ -38,7 +38,7 @@ class StreamPieces(ABC):
 
 
 def stream_pieces(data: Any) -> StreamPieces | None:
-    """Return an iterable data set in pieces, or None if it can only be read whole.
+    """Return an iterable data set in pieces, or None if only readable as a whole.
 
     Pieces are had of streams of Hugging Face and of all others that have `num_shards` and
     `shard(num_shards=, index=)`, and of WebDataset's pipelines over a list of shards.
@@ -63,7 +63,7 @@ def stream_pieces(data: Any) -> StreamPieces | None:
 
 
 class _Shards(StreamPieces):
-    """The shards of a stream that can give one of them, as those of Hugging Face do."""
+    """Pieces of a stream with `shard(num_shards, index)`, as in Hugging Face data sets."""
 
     def __init__(self, data: Any) -> None:
         split = getattr(data, "_distributed", None)
@@ -87,7 +87,7 @@ class _Shards(StreamPieces):
 
 
 def _mixes_samples(data: Any) -> bool:
-    """Tell whether a stream of Hugging Face was shuffled, which it does not tell itself."""
+    """Return whether a Hugging Face stream was shuffled, found from its private steps."""
     step = getattr(data, "_ex_iterable", None)
     while step is not None:
         if "Shuffle" in type(step).__name__:
@@ -97,7 +97,7 @@ def _mixes_samples(data: Any) -> bool:
 
 
 def _is_webdataset(data: Any) -> bool:
-    """Tell whether a data set is a pipeline of WebDataset that reads each of its shards once."""
+    """Return whether a data set is a WebDataset pipeline with a single pass over its shards."""
     stages = getattr(data, "pipeline", None)
     if not isinstance(stages, list) or not stages or getattr(data, "repetitions", 1) != 1:
         return False
@@ -106,12 +106,12 @@ def _is_webdataset(data: Any) -> bool:
 
 
 class _WebDatasetShards(StreamPieces):
-    """The shards of a pipeline of WebDataset; what deals them among workers is left out."""
+    """Shards of a WebDataset pipeline, without its splitters among nodes and workers."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
         shards, *stages = data.pipeline
-        # What comes before the shards are opened deals with their URLs alone.
+        # Stages before the opener handle shard URLs only, such as their order and split.
         opener = next((n for n, stage in enumerate(stages) if type(stage).__name__ in _OPENERS), 0)
         self._stages = [stage for stage in stages[opener:] if not _is_splitter(stage)]
         self.num_pieces = len(shards.urls)
@@ -128,14 +128,14 @@ class _WebDatasetShards(StreamPieces):
 
 
 def _exact(stage: Any, epoch: int) -> Any:
-    """Return a stage that mixes samples in the same way each time that a shard is read."""
+    """Return a mixing stage with the same order each time a shard is read."""
     if type(stage).__name__ == "detshuffle":
         stage = copy.copy(stage)
         stage.epoch = epoch - 1
         return stage
     options = getattr(stage, "kw", {})
     if _is_shuffle(stage) and not {"seed", "rng"} & set(options):
-        # Its own seed is the time. The process's generator is seeded for each piece.
+        # Seed from the process's generator, reset for each piece: the stage's default is the time.
         seed = random.getrandbits(32)
         return lambda samples: stage.f(samples, *stage.args, **options, seed=seed)
     return stage
@@ -157,7 +157,7 @@ _FETCHED_TOGETHER = 256
 
 
 class Stream:
-    """An iterable with what is done to its samples on their way.
+    """Iterable of samples with processing steps.
 
     Args:
         data: An iterable; an iterable torch data set keeps its place in a checkpoint if it has
@@ -182,17 +182,17 @@ class Stream:
         return _run_steps(self.data, self.steps)
 
     def then(self, step: "StreamStep") -> "Stream":
-        """Return the stream with one more step."""
+        """Return the stream with an added step."""
         return Stream(self.data, (*self.steps, step))
 
     def pieces(self) -> StreamPieces | None:
-        """Return the stream in pieces, or None if it can only be read whole."""
+        """Return the stream in pieces, or None if only readable as a whole."""
         pieces = stream_pieces(self.data)
         return pieces and _SteppedPieces(pieces, self.steps)
 
     @property
     def holds_samples(self) -> bool:
-        """Whether a step has read samples that it did not give out yet."""
+        """Whether a step buffers samples already read but not yet yielded."""
         return any(step.holds_samples for step in self.steps)
 
 
@@ -204,7 +204,7 @@ def _run_steps(data: Iterable[Any], steps: tuple["StreamStep", ...]) -> Iterator
 
 
 class _SteppedPieces(StreamPieces):
-    """Pieces with what is done to the samples of each of them."""
+    """Pieces of a stream with steps applied to the samples of each piece."""
 
     def __init__(self, pieces: StreamPieces, steps: tuple["StreamStep", ...]) -> None:
         self.num_pieces, self.name = pieces.num_pieces, pieces.name
@@ -217,7 +217,7 @@ class _SteppedPieces(StreamPieces):
 
 
 class StreamStep:
-    """What is done to the samples of a stream."""
+    """Processing step for the samples of a stream."""
 
     holds_samples = False
 
@@ -225,7 +225,7 @@ class StreamStep:
         self._function = function
 
     def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """Return what becomes of samples."""
+        """Return the processed samples."""
         raise NotImplementedError
 
 
@@ -233,7 +233,7 @@ class MappingStreamStep(StreamStep):
     """A function of each sample."""
 
     def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """Return what the function makes of them."""
+        """Return the function's result for each sample."""
         return map(self._function, samples)
 
 
@@ -241,7 +241,7 @@ class FilterStreamStep(StreamStep):
     """Leaves samples out."""
 
     def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """Return those for which the function is true."""
+        """Return the samples accepted by the function."""
         return filter(self._function, samples)
 
 
@@ -251,13 +251,13 @@ class BatchStreamStep(StreamStep):
     holds_samples = True
 
     def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """Return what the function makes of them."""
+        """Yield the function's results for groups of samples."""
         while batch := list(islice(samples, _FETCHED_TOGETHER)):
             yield from self._function(batch)
 
 
 class MixingStreamStep(StreamStep):
-    """A buffer from which samples are drawn at random.
+    """Shuffle buffer: yields samples drawn at random.
 
     Args:
         size: The samples in the buffer.

@@ -107,7 +107,7 @@ class ParquetFormat(FileFormat):
 
 
 def _footer_of(file: DataFile) -> tuple[int, bytes]:
-    """Return where the end of a file begins that has its metadata, and that end."""
+    """Return the offset and bytes of a file's end with all of its metadata."""
     start = max(0, file.size - _TAIL_BYTES)
     tail = file.read(start, file.size - start)
     if tail[-4:] != b"PAR1" or len(tail) < 12:
@@ -133,7 +133,7 @@ def _row_group_chunk(group: Any) -> FileChunk:
 
 
 class ArrowFormat(FileFormat):
-    """Arrow IPC files and streams, such as Feather 2 and those of Hugging Face.
+    """Arrow IPC files and streams, including Feather 2 and Hugging Face files.
 
     Args:
         columns: The columns to read; None for all.
@@ -250,7 +250,7 @@ def _end_of_lines(data: bytes, *, has_quotes: bool) -> int:
 
 
 def line_ends(data: bytes, *, has_quotes: bool) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """Return the places of the newlines that end lines; data begin with a line."""
+    """Return the positions of the newlines at line ends; `data` begins at a line start."""
     characters = np.frombuffer(data, dtype=np.uint8)
     ends = np.flatnonzero(characters == _NEWLINE)
     if has_quotes and b'"' in data:
@@ -333,7 +333,7 @@ class CsvFormat(FileFormat):
         return columns_of_table(table)
 
     def _head(self, file: DataFile) -> tuple[bytes, dict[str, Any]]:
-        """Return the line of names and the types that the index has found."""
+        """Return the header line and the column types found by the index."""
         if file.name not in self._heads:
             hasher = xxhash.xxh3_64()
             blocks = blocks_of(file, hasher, has_quotes=True)
@@ -382,7 +382,7 @@ def _parted(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _num_lines(data: bytes) -> int:
-    """Return the number of lines that are not empty."""
+    """Return the number of non-empty lines."""
     ends = line_ends(data, has_quotes=True).tolist()
     if not ends or ends[-1] != len(data) - 1:
         ends.append(len(data))
@@ -395,7 +395,7 @@ _MEMORY_PER_BYTE = 4
 
 
 class JsonLinesFormat(FileFormat):
-    """Files with a JSON value on each line, which is a sample as it is."""
+    """Files with a JSON value on each line; each value is a sample."""
 
     kind = "json-lines"
     suffixes = (".jsonl", ".ndjson", ".json")
@@ -410,7 +410,7 @@ class JsonLinesFormat(FileFormat):
         self._decode = msgspec.json.Decoder().decode
 
     def index_file(self, file: DataFile) -> IndexedFile:
-        """Count the lines, and take the keys of the first one."""
+        """Count the lines, and take the keys of the first line as the schema."""
         hasher, schema = xxhash.xxh3_64(), ""
         chunks: list[FileChunk] = []
         for block in blocks_of(file, hasher, has_quotes=False):

@@ -26,7 +26,7 @@ _MOST_THREADS = 4
 
 
 class DecodingLoader(DataLoader[Any]):
-    """A loader of samples that have to be decoded.
+    """Loader of samples in need of decoding, with decoding threads in this process.
 
     Without processes of its own, threads decode the next batches. The stages of the data set and
     a user's `collate` run in the thread that iterates, in the order of the batches: they may draw
@@ -57,12 +57,12 @@ class DecodingLoader(DataLoader[Any]):
         return self._decode_ahead()
 
     def _decode_ahead(self) -> Iterator[Any]:
-        # As torch's own iterator does: what is drawn afterwards stays the same.
+        # Base seed drawn as by torch's own iterator: later random draws stay the same.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         is_pinned = self.pin_memory and torch.cuda.is_available()
         num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="paceline-decode")
-        # Those that are decoded, and two that the loop over the batches has in its hands.
+        # Memory for the batches being decoded, and for two in use by the loop over the batches.
         memory = ImageBatchMemory(num_threads + 2)
         under_way: deque[Future[Any]] = deque()
         batches = iter(self._index_sampler)
@@ -77,6 +77,7 @@ class DecodingLoader(DataLoader[Any]):
                     batch = self._finish(batch)
                 yield pin_memory(batch) if is_pinned else batch  # type: ignore[no-untyped-call]
         finally:
+            # No wait: a loop that was left early has no use for the next batches.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _decode(self, numbers: Sequence[int], memory: ImageBatchMemory) -> Any:
@@ -90,7 +91,7 @@ _DRAWN_AT_ONCE = 4096
 
 
 class TorchLoaderSamples(torch.utils.data.Dataset[Any]):
-    """The samples of a data set by their numbers, as a loader fetches them for one batch.
+    """Samples of a data set by number, fetched together for each batch of a loader.
 
     Args:
         dataset: The data set, none that is a stream.
@@ -114,12 +115,12 @@ class TorchLoaderSamples(torch.utils.data.Dataset[Any]):
         return self.dataset.epoch_order(**options)
 
     def identity(self) -> Mapping[str, Any] | None:
-        """Return what tells these samples from others."""
+        """Return facts to recognise these samples by in a checkpoint, or None."""
         return self.dataset.identity()
 
 
 class TorchLoaderOrder(torch.utils.data.Sampler[int]):
-    """The order of samples that lie in pieces, for loaders outside of a run.
+    """Sampler in the order of samples in pieces, for loaders outside of a run.
 
     Each iteration is an epoch, whose order comes from torch's seed; see `set_epoch`.
 
@@ -135,7 +136,7 @@ class TorchLoaderOrder(torch.utils.data.Sampler[int]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of an epoch."""
+        """Set the epoch of the next iteration."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -156,7 +157,7 @@ class TorchLoaderOrder(torch.utils.data.Sampler[int]):
 
 
 class _Collate:
-    """Makes a batch of what was fetched: columns become tensors at once.
+    """Collate function for fetched samples: columns become tensors directly.
 
     Args:
         collate: The user's, of a list of samples.
@@ -186,18 +187,18 @@ class TorchLoaderStream(IterableDataset[Any]):
         return iter(self._stream)
 
     def stream_pieces(self) -> StreamPieces | None:
-        """Return the stream in pieces, or None if it can only be read whole."""
+        """Return the stream in pieces, or None if only readable as a whole."""
         return self._stream.pieces()
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream the epoch, if it wants to know."""
+        """Pass the epoch to the stream's data, if they have `set_epoch`."""
         set_epoch = getattr(self._stream.data, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
 
 
 class TorchLoaderPlacedStream(TorchLoaderStream):
-    """The samples of a stream that can tell its place."""
+    """Samples of a stream with a position to store and restore."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the place."""
@@ -247,7 +248,7 @@ def make_loader(
 def _check_loader_options(
     source: Source | Stream, batch_size: object, options: dict[str, Any]
 ) -> None:
-    """Check options that torch would not, or that would have no effect.
+    """Check for loader options without effect on samples in pieces.
 
     Raises:
         ValueError: One has no effect.
@@ -271,7 +272,7 @@ def _stream_for_loader(stream: Stream) -> IterableDataset[Any]:
     data: Any = stream.data
     if isinstance(data, IterableDataset) and not stream.steps:
         return data
-    # Those of Hugging Face do not keep what they promise, see the engine's `ShardedData`.
+    # Hugging Face streams do not resume exactly from their state, see `WholeStream._source`.
     is_trusted = not type(data).__module__.startswith("datasets.")
     has_place = hasattr(data, "state_dict") and is_trusted and not stream.holds_samples
     return TorchLoaderPlacedStream(stream) if has_place else TorchLoaderStream(stream)

@@ -1,4 +1,4 @@
-"""The config object front door: describe a run, then build and train it."""
+"""Front door for config objects: describe a run, then build and train the run."""
 
 from paceline.declarative._config_classes import (
     Config,

@@ -1,4 +1,4 @@
-"""A trainer that was built step by step from a config, and its trial."""
+"""Trainer as built from a config, step by step."""
 
 import logging
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ _DONE = "num_epochs_done"
 
 
 class ConfiguredTrial(pytorch.PyTorchTrial):
-    """Call the trainer's methods for each batch, and name what they return.
+    """Trial for the engine: calls the trainer's methods per batch and names their results.
 
     Args:
         trainer: The trainer, with its data and loss built.
@@ -85,7 +85,7 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
             trainer.context.wrap_reducer(self._variance)
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        """Train on one shard."""
+        """Train on a shard."""
         trainer = self._trainer
         if len(self._rates) < batch_idx:
             # The rate after the batch before, as schedulers step between the two.
@@ -108,7 +108,7 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
         return self._trainer
 
     def evaluate_batch(self, batch: Any, batch_idx: int = 0) -> dict[str, Any]:
-        """Evaluate one batch."""
+        """Evaluate a batch."""
         trainer = self._trainer
         records, _, preds, labels = trainer.load_data_and_get_loss(
             batch, trainer.get_epoch_loss_buffer()
@@ -124,7 +124,7 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
         return self._trainer.validation_dataloader
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        """Return what keeps the history in checkpoints."""
+        """Return the callback for keeping the history in checkpoints."""
         return {"history": _History(self, self._trainer)}
 
     def names_of(self, part: str) -> list[str]:
@@ -156,7 +156,7 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
 
 
 class _History(pytorch.PyTorchCallback):
-    """Keep the trainer's losses in checkpoints, and tell it of each that was stored."""
+    """Callback to keep the loss history in checkpoints and report stored checkpoints."""
 
     def __init__(self, trial: ConfiguredTrial, trainer: "BuiltTrainer") -> None:
         self._trial = trial
@@ -190,7 +190,7 @@ logger = logging.getLogger(__name__)
 
 
 class BuiltTrainer(OwnBuilds):
-    """What a config describes, built by methods that a subclass may override.
+    """Builder of all training parts from a config, by overridable methods.
 
     Args:
         configs: The config; as a trial of a master, its hyperparameters take the place of fields.
@@ -226,7 +226,7 @@ class BuiltTrainer(OwnBuilds):
     # ---- building ------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Build all that training needs, and begin the run.
+        """Build all parts of the training, and begin the run.
 
         Raises:
             FileNotFoundError: `checkpoint_dir` or `pretrained_model_path` is not there.
@@ -269,7 +269,7 @@ class BuiltTrainer(OwnBuilds):
             stack.pop_all()
 
     def check_configs(self) -> None:
-        """Check what several fields say together.
+        """Check the consistency of the config's fields.
 
         Raises:
             ValueError: Fields are missing, or do not fit.
@@ -326,7 +326,7 @@ class BuiltTrainer(OwnBuilds):
         self._take_place()
 
     def _take_place(self) -> None:
-        """Take over from the context which process this is, and where it trains."""
+        """Set rank, device and number of processes from the context."""
         self.rank, self.device = self.context.distributed.rank, self.context.device
         check_config_place(self._given_place, self.rank, self.context.distributed.size)
         # `move_to_device` moves a batch, so that it can be overridden.
@@ -382,7 +382,7 @@ class BuiltTrainer(OwnBuilds):
         self.test_dataset = configs.test_dataset
 
     def _check_same_data(self) -> None:
-        """Refuse a split that depends on the rank, before anything is made of it."""
+        """Refuse data sets and splits with differences between ranks, before their use."""
         parts = ("training", "validation", "test")
         check_same_data(
             self.context.core.distributed,
@@ -391,7 +391,7 @@ class BuiltTrainer(OwnBuilds):
         )
 
     def build_dataloaders(self) -> None:
-        """Make the loaders; a batch is what one process trains on."""
+        """Make the loaders; each batch is a single process's share."""
         self.training_dataloader = self._loader("training_dataset", is_shuffled=True)
         self.validation_dataloader = self._loader("validation_dataset")
         if self.test_dataset is not None:
@@ -428,7 +428,7 @@ class BuiltTrainer(OwnBuilds):
         )
 
     def build_scheduler(self) -> None:
-        """Make the scheduler of the learning rate, if there is to be one."""
+        """Make the learning rate scheduler, if configured."""
         configs = self.configs
         if configs.scheduler is not None:
             self.scheduler = make_scheduler(
@@ -436,11 +436,11 @@ class BuiltTrainer(OwnBuilds):
             )
 
     def build_dir(self) -> None:
-        """Make the directory for what the run writes."""
+        """Make the output directory of the run."""
         self.make_dir()
 
     def load_state_checkpoint(self) -> None:
-        """Go on from what the run or `checkpoint_dir` stored."""
+        """Resume from the state of the run or of `checkpoint_dir`."""
         if self._stored is not None:
             self._engine.restore(self._stored.place)
         self._go_on()
@@ -462,7 +462,7 @@ class BuiltTrainer(OwnBuilds):
         self.num_epochs = num_epochs_of(config, self.configs.num_epochs)
 
     def _go_on(self) -> None:
-        """Begin with the epoch at which a stored state stands."""
+        """Set the first epoch from the restored state."""
         self._has_gone_on = True
         if self._engine.steps_completed:
             self.current_epoch = self.num_epochs_done
@@ -475,7 +475,7 @@ class BuiltTrainer(OwnBuilds):
         if begun is None and self._stored is not None:
             begun = self._stored.uuids[-1]
         kept = checkpoints_in(self._save_dir)
-        # Those of another run that wrote here stay.
+        # Checkpoints of another run in this directory stay, outside of this run's retention.
         self._is_continued = begun in kept or (self._is_managed and begun is not None)
         self._kept = self._keep_newest(kept if begun in kept else [])
         if num_batches := self._engine.steps_completed:
@@ -512,7 +512,7 @@ class BuiltTrainer(OwnBuilds):
         return size
 
     def _rate_scale(self) -> float:
-        """Return what the learning rates of parameter groups are multiplied by."""
+        """Return the factor for the learning rates of parameter groups."""
         rate = self.configs.learning_rate_per_process
         is_usual = self.learning_rate == rate * self.num_processes
         return self.num_processes if is_usual else self.learning_rate / rate

@@ -1,4 +1,4 @@
-"""Every config class of a run: what to train, on what, how, and where."""
+"""Config classes of a run: model, data, training method and place."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ _BEST = "best_model.pth"
 
 @dataclasses.dataclass
 class ModelParameters(OptionContainer):
-    """The arguments of a model's constructor; subclass it with one field for each."""
+    """Arguments of a model's constructor; subclass with a field for each argument."""
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> "ModelParameters":
@@ -268,7 +268,7 @@ class InferenceConfig(Config):
     prediction_postprocessor: Any = option(None, optional(checks.check_function))
 
     def of_file(self, data: Any, path: Path) -> Any:
-        """Return what this class has of the config of a training, whose best model it takes."""
+        """Return the fields for this class from a training's config, with its best model."""
         if not isinstance(data, Mapping) or "model_save_dir" not in data:
             return data
         names = {*type(self).__dataclass_fields__, "left_out", "config_class"}

@@ -13,7 +13,7 @@ _POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_i
 
 
 def check_task_type(name: str, value: Any) -> str:
-    """Return a text that says classification, regression or both.
+    """Return a checked task type: text with classification, regression or both.
 
     Raises:
         TypeError: It is no text.
@@ -51,7 +51,7 @@ def check_mapping(name: str, value: Any) -> dict[str, Any]:
 
 
 def check_without_rate(name: str, value: Any) -> dict[str, Any]:
-    """Return the parameters of an optimizer, which must not hold the learning rate.
+    """Return checked parameters of an optimizer, without the learning rate.
 
     Raises:
         TypeError: It is no mapping.
@@ -65,7 +65,7 @@ def check_without_rate(name: str, value: Any) -> dict[str, Any]:
 
 
 def check_class(base: Callable[[], type], example: str) -> Check:
-    """Return a check for a class, not an object, below a base that is looked up at need."""
+    """Return a check for subclasses of a base class; the base is looked up lazily."""
 
     def check(name: str, value: Any) -> type:
         if not isinstance(value, type):
@@ -98,7 +98,7 @@ def check_object(kind: type) -> Check:
 
 
 def check_function(name: str, value: Any) -> Any:
-    """Return something that can be called.
+    """Return a checked callable.
 
     Raises:
         TypeError: It cannot.
@@ -109,7 +109,7 @@ def check_function(name: str, value: Any) -> Any:
 
 
 def check_shard_units(name: str, value: Any) -> Any:
-    """Return what selects modules: a class or several, a number of parameters, or a function.
+    """Return a checked module selector: class or classes, parameter count, or function.
 
     Raises:
         TypeError: It is something else.
@@ -124,7 +124,7 @@ def check_shard_units(name: str, value: Any) -> Any:
 
 
 def check_policy(name: str, value: Any) -> dict[str, Any]:
-    """Return a `MixedPrecisionPolicy` as a dictionary with the names of types, as files have it.
+    """Return a `MixedPrecisionPolicy` as a dictionary with type names, as in files.
 
     Raises:
         TypeError: It is neither.
@@ -190,7 +190,7 @@ def _check_loss(name: str, value: Any) -> Any:
 
 
 def check_losses(name: str, value: Any) -> Any:
-    """Return one loss, or a tuple of them.
+    """Return a checked loss, or a tuple of checked losses.
 
     Raises:
         TypeError: One is a class or cannot be called.
@@ -204,7 +204,7 @@ def check_losses(name: str, value: Any) -> Any:
 
 
 def check_weights(name: str, value: Any) -> Any:
-    """Return one weight, or a tuple of them.
+    """Return a checked weight, or a tuple of checked weights.
 
     Raises:
         TypeError: One is no number.

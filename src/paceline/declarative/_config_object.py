@@ -27,7 +27,7 @@ _CONFIG_CLASS, _LEFT_OUT = "config_class", "left_out"
 
 
 def is_earlier(data: Any) -> bool:
-    """Tell whether a config is one that generic_trainer has written."""
+    """Return whether a config was written by generic_trainer."""
     if not isinstance(data, Mapping):
         return False
     inner = [value for value in data.values() if isinstance(value, Mapping)]
@@ -38,7 +38,7 @@ def is_earlier(data: Any) -> bool:
 
 
 def taken_over(data: Mapping[str, Any], namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config of generic_trainer as this package writes it.
+    """Return a config of generic_trainer converted to this package's format.
 
     Args:
         data: What generic_trainer has written.
@@ -112,7 +112,7 @@ def option(default: Any, check: Check) -> Any:
 
 
 def new_option(factory: Callable[[], Any], check: Check) -> Any:
-    """Return a field of a config class whose default is made anew for each object.
+    """Return a field of a config class with a new default for each object.
 
     Args:
         factory: Makes the default.
@@ -123,13 +123,13 @@ def new_option(factory: Callable[[], Any], check: Check) -> Any:
 
 @dataclasses.dataclass
 class OptionContainer:
-    """Hold options as fields; every value is checked when it is set, at construction and later.
+    """Base class of configs: options as fields, checked on every assignment.
 
     Subclasses are dataclasses too.
     """
 
     def __new__(cls: type[_Kind], *_args: Any, **given: Any) -> _Kind:
-        """Refuse fields that there are not.
+        """Refuse unknown fields.
 
         Raises:
             TypeError: The class has no such field.
@@ -142,7 +142,7 @@ class OptionContainer:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Refuse a subclass that is no dataclass, whose fields would be lost.
+        """Refuse a subclass without the dataclass decorator: its fields would be lost.
 
         Raises:
             TypeError: It is none.
@@ -156,7 +156,7 @@ class OptionContainer:
 
     @staticmethod
     def remove(*names: str) -> Callable[[type[_Kind]], type[_Kind]]:
-        """Return a decorator of a config class that drops inherited fields.
+        """Return a decorator of a config class to drop inherited fields.
 
         Use it if a parameter class inherits a field that its model does not accept. Write it above
         `@dataclasses.dataclass`.
@@ -184,7 +184,7 @@ class OptionContainer:
                         f" ({inherited or 'it has none'}), but got {name!r}."
                     )
             kept = [each for each in dataclasses.fields(kind) if each.name not in names]
-            # What a dataclass of these fields alone would be given.
+            # Dataclass of the kept fields only: its generated methods replace the old ones.
             made = dataclasses.make_dataclass(
                 kind.__name__,
                 [(each.name, each.type, _like(each)) for each in kept],
@@ -221,7 +221,7 @@ class OptionContainer:
         return {**data, _LEFT_OUT_KEY: left_out} if left_out else data
 
     def dump_to_json(self, filename: str | os.PathLike[str]) -> None:
-        """Write the fields to a file; what cannot be written is named under "left_out".
+        """Write the fields to a file; fields without a plain form are listed in "left_out".
 
         Data sets are left out, and what has no import path, such as a lambda. Losses are written
         by their class and the arguments of its constructor.
@@ -239,7 +239,7 @@ class OptionContainer:
         *,
         allowed_modules: Iterable[str] = (),
     ) -> None:
-        """Set the fields that a file names; the others stay.
+        """Set the fields present in a file; the others stay unchanged.
 
         No code comes from the file. Classes and functions are found by their import path, in
         torch, Paceline, the main script, `namespace` and `allowed_modules`, and nowhere else.
@@ -261,7 +261,7 @@ class OptionContainer:
         self.load_dict(data, namespace=namespace, allowed_modules=allowed_modules)
 
     def of_file(self, data: Any, path: Path) -> Any:
-        """Return what a file holds as it is for this class; a subclass may change it."""
+        """Return a file's data adapted to this class; subclasses may override."""
         return data
 
     def load_dict(
@@ -271,7 +271,7 @@ class OptionContainer:
         namespace: Mapping[str, Any] | None = None,
         allowed_modules: Iterable[str] = (),
     ) -> None:
-        """Set the fields that plain data name, as `load_from_json` does.
+        """Set the fields present in plain data, as `load_from_json` does.
 
         Raises:
             ValueError: A field is unknown, or a module is not allowed.
@@ -280,7 +280,7 @@ class OptionContainer:
         self.load_found(data, ObjectFinder(namespace or {}, tuple(allowed_modules), _PACKAGE))
 
     def load_found(self, data: Any, finder: ObjectFinder) -> None:
-        """Set the fields that plain data name, with classes and functions of a finder.
+        """Set the fields present in plain data; a finder resolves classes and functions.
 
         Raises:
             ValueError: A field is unknown, or a module is not allowed.
@@ -294,7 +294,7 @@ class OptionContainer:
                 raise ValueError(_unknown(type(self), name))
         for name, value in found.items():
             setattr(self, name, value)
-        # What cannot be written otherwise is written as it was read.
+        # Plain data as read are kept, to write them back if a value has no plain form.
         vars(self)[_SOURCES] = {
             **vars(self).get(_SOURCES, {}),
             **{name: (found[name], data[name]) for name in found.keys() & data.keys()},
@@ -318,7 +318,7 @@ def _like(field: "dataclasses.Field[Any]") -> Any:
 
 
 def with_hyperparameters(configs: Any, hparams: Mapping[str, Any]) -> Any:
-    """Return a copy of a config in which hyperparameters take the place of fields.
+    """Return a copy of a config with fields replaced by hyperparameters.
 
     A map changes the fields of a config object, and the entries of a dict, that it names.
 

@@ -123,7 +123,7 @@ class LossTracker(dict[str, Any]):
 
     @property
     def current_epoch(self) -> int:
-        """The last epoch that was trained, from 0; -1 before the first."""
+        """The last trained epoch, from 0; -1 before the first."""
         return self["epochs"][-1] if self["epochs"] else -1
 
     def update_losses(
@@ -169,7 +169,7 @@ class LossTracker(dict[str, Any]):
         return True
 
     def update_accuracies(self, metrics: Mapping[str, Any], part: str) -> None:
-        """Add the accuracies of an epoch, `<part>_acc_<name>`, that are among its metrics.
+        """Add an epoch's accuracies, `<part>_acc_<name>`, found among its metrics.
 
         Args:
             metrics: The metrics by name.
@@ -189,12 +189,12 @@ class LossTracker(dict[str, Any]):
         return [self[type], *(self[f"{type}_{term}"] for term in self.terms)]
 
     def get_metric_names_for_hyperparam_tuning(self) -> list[str]:
-        """Return the names of what a search may minimise."""
+        """Return the names of the metrics for a search to minimise."""
         best = [f"best_val_loss_{term}" for term in self.terms]
         return ["best_val_loss", *best, "epoch_best_val_loss"]
 
     def print_losses(self) -> None:
-        """Log the losses of the last epoch; the first one is 1 here."""
+        """Log the losses of the last epoch, numbered from 1 in the log."""
         epoch = self.current_epoch + 1
         for term in ("", *(f"_{term}" for term in self.terms)):
             shown = [
@@ -215,7 +215,7 @@ class LossTracker(dict[str, Any]):
             file.write_text("".join(f"{key} = {json.dumps(self[key])}\n" for key in self))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read what `dump` wrote.
+        """Read a file written by `dump`.
 
         Raises:
             ValueError: The file holds something else.
@@ -237,12 +237,12 @@ class LossTracker(dict[str, Any]):
         return {**self, "lrs": torch.tensor(self["lrs"], dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
+        """Restore the state returned by `state_dict`."""
         self.update(state)
         self["lrs"] = state["lrs"].tolist()
 
 
-# These broadcast what does not fit, and train on nonsense without an error.
+# Element-wise losses broadcast a misshapen label and train on nonsense without an error.
 _BY_ELEMENT = (
     nn.MSELoss,
     nn.L1Loss,
@@ -255,7 +255,7 @@ _BY_ELEMENT = (
 
 
 class Prediction(NamedTuple):
-    """One output of the model; `kind` is "cls" or "regr"."""
+    """Output of the model; `kind` is "cls" or "regr"."""
 
     name: str
     kind: str
@@ -377,7 +377,7 @@ class LossPlan:
             )
 
     def fit(self, label: Tensor, pred: Tensor, index: int) -> Tensor:
-        """Return a label in the type that the loss wants.
+        """Return a label converted to the type expected by the loss.
 
         Raises:
             ValueError: Its shape does not fit the prediction.
@@ -444,7 +444,7 @@ def _binds(signature: inspect.Signature, given: tuple[Any, ...], named: dict[str
 
 
 def accuracy(pred: Tensor, label: Tensor) -> Tensor:
-    """Return the part of the samples whose most likely class is the right one.
+    """Return the share of samples with the correct most likely class.
 
     Args:
         pred: Scores [batch, classes, ...].

@@ -13,7 +13,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# What an object, a class, a function and a tensor are written as.
+# JSON keys that mark an object, a class, a function or a tensor.
 _OBJECT, _CLASS, _FUNCTION, _TENSOR = "object", "class", "function", "tensor"
 _CONFIG_CLASS, _LEFT_OUT = "config_class", "left_out"
 _SAFE_BASES = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.Dataset)
@@ -22,14 +22,14 @@ _FORGOTTEN_ARGUMENTS = ("size_average", "reduce")
 
 
 class _NotWritableError(ValueError):
-    """Raised for a value that has no form as plain data."""
+    """Raised for a value without a form as plain data."""
 
 
 class JsonWriter:
     """Turn config objects into plain data."""
 
     def fields_of(self, container: Any) -> dict[str, Any]:
-        """Return the fields of a config object, with its class and what was left out."""
+        """Return a config object's fields, with its class and the omitted fields."""
         data: dict[str, Any] = {}
         left_out: dict[str, str] = {}
         try:
@@ -114,7 +114,7 @@ class ObjectFinder:
         self._hint = hint
 
     def find(self, path: Any, field: str) -> Any:
-        """Return what a path names.
+        """Return the object at an import path.
 
         Raises:
             ValueError: It is no path, its module is not allowed, or there is no such name.
@@ -123,7 +123,7 @@ class ObjectFinder:
         if not isinstance(path, str) or not module or not name:
             raise ValueError(f"`{field}` must name a module and a name in it, but got {path!r}.")
         for value in self.namespace.values():
-            # What a script had defined itself may be imported in another one.
+            # `__main__` matches any module: the script's class may be imported in this process.
             is_there = module in (getattr(value, "__module__", ""), "__main__")
             if is_there and getattr(value, "__qualname__", "") == name:
                 return value
@@ -131,7 +131,7 @@ class ObjectFinder:
         try:
             found = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            # What a module misses itself is another matter.
+            # Modules missing inside the named module raise with their own traceback.
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
             raise ValueError(
@@ -149,7 +149,7 @@ class ObjectFinder:
         return found
 
     def is_users(self, module: str) -> bool:
-        """Tell whether a module is the user's, who has named it or runs it."""
+        """Return whether a module belongs to the user: allowed by name, or the main script."""
         return module == "__main__" or any(
             module == allowed or module.startswith(f"{allowed}.") for allowed in self._allowed
         )
@@ -166,7 +166,7 @@ class ObjectFinder:
             )
 
     def _check_safe(self, found: Any, path: str, field: str) -> None:
-        """Refuse what a file has no business to name in packages that do more than train."""
+        """Refuse objects unrelated to training, in packages with other uses."""
         module = str(getattr(found, "__module__", ""))
         if self.is_users(module) or self.is_users(path.partition(":")[0].rpartition(".")[0]):
             return
@@ -200,7 +200,7 @@ class JsonReader:
         self._other_names = other_names
 
     def fields(self, container: Any, data: Any) -> dict[str, Any]:
-        """Return the values of the fields that plain data name.
+        """Return the field values contained in plain data.
 
         Args:
             container: The config object that they are for.

@@ -1,4 +1,4 @@
-"""A subclass's own `build_` methods, and generic_trainer's names in them."""
+"""Completion of `build_` methods, even those of a subclass in plain PyTorch."""
 
 import inspect
 from contextlib import suppress
@@ -44,7 +44,7 @@ _NEVER_CALLED = {
 
 
 def earlier_attribute(trainer: "OwnBuilds", name: str) -> Any:
-    """Return what an attribute of generic_trainer's trainer is here.
+    """Return the counterpart of an attribute of generic_trainer's trainer.
 
     Raises:
         AttributeError: There is none; the message tells what to use.
@@ -58,7 +58,7 @@ def earlier_attribute(trainer: "OwnBuilds", name: str) -> Any:
 
 
 def refuse_methods_never_called(trainer: "OwnBuilds") -> None:
-    """Refuse methods of a subclass that generic_trainer calls and this package does not.
+    """Refuse methods of a subclass called by generic_trainer but never by this package.
 
     Raises:
         TypeError: There is one; the message tells what to override.
@@ -72,7 +72,7 @@ def refuse_methods_never_called(trainer: "OwnBuilds") -> None:
 
 
 class StepScaler:
-    """What an override calls `self.grad_scaler`: a step by it is one of the trainer.
+    """Stand-in for `self.grad_scaler` in overrides: its steps are the trainer's steps.
 
     Args:
         trainer: The trainer.
@@ -129,7 +129,7 @@ class _ScaledLoss:
 
 
 class OwnBuilds(Outputs):
-    """The part of a trainer that has the engine take what the `build_` methods have made.
+    """Mixin of a trainer: registers the results of `build_` methods with the engine.
 
     Attributes:
         scheduler: The scheduler of the learning rate, or None.
@@ -150,7 +150,7 @@ class OwnBuilds(Outputs):
         return earlier_attribute(self, name)
 
     def forget_build(self) -> None:
-        """Forget what an earlier `build` has made, so that it does not pass for this one's.
+        """Discard the results of an earlier `build`, to detect parts missing in this build.
 
         Raises:
             TypeError: A subclass has a method that would never be called.
@@ -163,7 +163,7 @@ class OwnBuilds(Outputs):
         self._encoder_name = ""
 
     def require_built(self, name: str, kind: type) -> Any:
-        """Return what a `build_` method has made.
+        """Return a result of the `build_` methods, checked for its type.
 
         Raises:
             TypeError: It has made none.
@@ -178,7 +178,7 @@ class OwnBuilds(Outputs):
         return found
 
     def check_device(self) -> None:
-        """Refuse another device than that of the run.
+        """Refuse a device other than the run's device.
 
         Raises:
             ValueError: `build_device` has set one.
@@ -196,13 +196,13 @@ class OwnBuilds(Outputs):
         self.require_built("validation_dataloader", DataLoader)
         loader = self.require_built("training_dataloader", DataLoader)
         if "iterations_per_epoch" not in vars(self):
-            # Those of a stream are not known.
+            # Streams have no length: the number of batches stays unset.
             with suppress(TypeError):
                 # The last batch of an epoch may be smaller.
                 self.iterations_per_epoch = -(-len(loader) // self.context.num_shards)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Have the engine train a model, and return what is to be called."""
+        """Register a model with the engine, and return the model to call."""
         self._plain_model, parallel = model, self.configs.parallelization_params
         return self.context.wrap_model(
             model,
@@ -215,7 +215,7 @@ class OwnBuilds(Outputs):
         )
 
     def adopt_model(self) -> None:
-        """Have the engine train the model, unless it does already."""
+        """Register the model with the engine, unless already registered."""
         model = self.require_built("model", nn.Module)
         known = self.context.models
         if isinstance(model, DistributedDataParallel) and all(model is not each for each in known):
@@ -229,7 +229,7 @@ class OwnBuilds(Outputs):
             self.model = model if isinstance(model, nn.DataParallel) else wrapped
 
     def adopt_optimizer(self) -> None:
-        """Have the engine step the optimizer, unless it does already.
+        """Register the optimizer with the engine, unless already registered.
 
         Raises:
             TypeError: The optimizer needs a closure, and nobody has written one.
@@ -248,7 +248,7 @@ class OwnBuilds(Outputs):
         self.clip_gradients = clipping_of(self.configs)
 
     def adopt_scheduler(self) -> None:
-        """Have the engine step the scheduler at each `scheduler_step`, unless it does already."""
+        """Register the scheduler with the engine, unless already registered."""
         entries, scheduler = self.context.lr_schedulers, self.scheduler
         if scheduler is not None and all(scheduler is not each.scheduler for each in entries):
             mode = scheduler_step_mode(self.configs, scheduler)
@@ -269,7 +269,7 @@ class OwnBuilds(Outputs):
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """Return a model without what wraps it."""
+    """Return a model without its data-parallel wrappers."""
     while isinstance(model, (nn.DataParallel, DistributedDataParallel)):
         model = model.module
     return model

@@ -1,4 +1,4 @@
-"""Checks of a whole config, and what is made of parts of it."""
+"""Checks of a whole config, and construction of parts from the config."""
 
 import inspect
 import logging
@@ -23,7 +23,7 @@ from paceline.pytorch._fit_arguments import searched_length, searcher_of
 logger = logging.getLogger(__name__)
 
 _LOSSES_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss, MarginLoss)
-# Where the rise of the default schedule begins, as a part of the rate, and how long it takes.
+# Default schedule: start of the rise as a share of the rate, and its duration in epochs.
 _CYCLE_START, _CYCLE_EPOCHS = 0.1, 6
 # How earlier scripts name a part of the model.
 _OLD_PATH = re.compile(r"self\.get_model_object\(\)\.([\w.]+)\.parameters\(\)")
@@ -58,7 +58,7 @@ def predictions_of(configs: TrainingConfig) -> tuple[Prediction, ...]:
 
 
 def losses_of(configs: TrainingConfig, predictions: Sequence[Prediction]) -> LossPlan:
-    """Return what computes the losses of a batch; see `LossPlan`."""
+    """Return the loss computation of a batch; see `LossPlan`."""
     return LossPlan(
         configs.loss_function,
         configs.loss_weights,
@@ -69,7 +69,7 @@ def losses_of(configs: TrainingConfig, predictions: Sequence[Prediction]) -> Los
 
 
 def require_fields(configs: TrainingConfig) -> None:
-    """Refuse a config that lacks something, or says what excludes each other.
+    """Refuse a config with missing fields or mutually exclusive settings.
 
     Raises:
         ValueError: The message names every field.
@@ -108,7 +108,7 @@ def require_fields(configs: TrainingConfig) -> None:
 
 
 def _parallel_problems_of(parallel: ParallelizationConfig, *, saves_onnx: bool) -> list[str]:
-    """Return which options of several processes exclude each other."""
+    """Return the conflicts among the options for several processes."""
     problems = []
     if parallel.data_parallel != "fsdp":
         problems += [
@@ -124,7 +124,7 @@ def _parallel_problems_of(parallel: ParallelizationConfig, *, saves_onnx: bool) 
 
 
 def check_config_arguments(configs: TrainingConfig) -> None:
-    """Check that model, optimizer and scheduler take the arguments that they are to get.
+    """Check the arguments for model, optimizer and scheduler against their signatures.
 
     Raises:
         TypeError: One does not; the message names the argument.
@@ -157,14 +157,14 @@ def _check_call(
 
 
 def precision_of(configs: TrainingConfig) -> str | None:
-    """Return the number format of the forward pass; None leaves it to the experiment."""
+    """Return the number format of the forward pass, or None for the experiment's."""
     return configs.mixed_precision_type if configs.automatic_mixed_precision else None
 
 
 def recorded_fields(configs: TrainingConfig) -> dict[str, Any]:
-    """Return what a run records as its hyperparameters: the plain fields."""
+    """Return the fields to record as hyperparameters of a run: the plain fields."""
     fields = {**configs.values(), "model_params": configs.model_params.values()}
-    # Where a run begins and writes is no part of what it is, and its seed is recorded anyway.
+    # Paths of input and output do not define a run, and its seed is recorded anyway.
     left_out = (
         "loss_function", "checkpoint_dir", "checkpoint_storage", "pretrained_model_path",
         "model_save_dir", "random_seed",
@@ -245,7 +245,7 @@ def make_scheduler(
     iterations_per_epoch: int,
     context: pytorch.PyTorchTrialContext,
 ) -> Any:
-    """Return the scheduler, which the engine steps and checkpoints.
+    """Return the scheduler, registered for the engine's steps and checkpoints.
 
     Args:
         configs: The training.
@@ -276,7 +276,7 @@ def make_scheduler(
 
 
 def scheduler_step_mode(configs: TrainingConfig, scheduler: Any) -> pytorch.LRScheduler.StepMode:
-    """Return when the engine steps a scheduler; that of a plateau is not for it."""
+    """Return the step mode of a scheduler: manual for a plateau scheduler."""
     if isinstance(scheduler, ReduceLROnPlateau):
         return pytorch.LRScheduler.StepMode.MANUAL_STEP
     return _STEP_MODES[configs.scheduler_step]
@@ -298,7 +298,7 @@ def mixed_precision_policy_of(parallel: ParallelizationConfig) -> Any:
 
 
 def clipping_of(configs: TrainingConfig) -> ClipGrads | None:
-    """Return what clips the gradients of a step, or None."""
+    """Return the gradient clipping function, or None."""
     norm, value = configs.gradient_clip_norm, configs.gradient_clip_value
     if norm is None and value is None:
         return None
@@ -307,7 +307,7 @@ def clipping_of(configs: TrainingConfig) -> ClipGrads | None:
 
 
 def num_epochs_of(config: Mapping[str, Any], num_epochs: int) -> int:
-    """Return how many epochs to train: what an experiment's searcher says, else the config's.
+    """Return the number of epochs: the experiment's searcher's, else the config's.
 
     Args:
         config: The experiment's config; empty without one.
@@ -354,7 +354,7 @@ def num_launched_for_config(*, is_single: bool) -> int:
 
 
 def check_config_place(given: tuple[int | None, int | None], rank: int, size: int) -> None:
-    """Refuse a rank and a number of processes that are not those of this process.
+    """Refuse a rank or number of processes different from this process's own.
 
     Args:
         given: What the script says; None for what it leaves out.

@@ -37,7 +37,7 @@ def load_run(
     allowed_modules: Iterable[str] = (),
     overrides: Sequence[str] = (),
 ) -> TrainingConfig:
-    """Return the config that a YAML file describes, by fields.
+    """Return the config described by a YAML file, with overrides.
 
     A class is given by its import path, and an object, such as a loss or a data set, as
     ``{object: PATH, arguments: {...}}``. They may come from torch, from modules that lie beside the
@@ -56,6 +56,7 @@ def load_run(
     text = _text_of(file)
     directory = str(file.absolute().parent)
     if directory not in sys.path:
+        # Modules beside the file are importable, like those beside a script.
         sys.path.insert(0, directory)
     beside = [entry.stem for entry in file.absolute().parent.iterdir() if _is_module(entry)]
     try:
@@ -70,7 +71,7 @@ def load_run(
         config.load_found(data, ObjectFinder({}, (*beside, *allowed_modules), _PACKAGE, _HINT))
     except (ConfigError, ValueError, TypeError) as error:
         if not is_explained(error):
-            # Of the user's own code.
+            # User code raised the error: its traceback is needed.
             raise
         raise RunFileError(f"{file} must describe a run, but: {error}") from error
     return config
@@ -101,7 +102,7 @@ def _parsed(text: str, file: Path) -> dict[str, Any]:
 
 
 def is_explained(error: BaseException) -> bool:
-    """Tell whether this package has raised an error, so that its message says all.
+    """Return whether an error was raised by this package and needs no traceback.
 
     What the user's own code raises, or what is a mistake of this package, needs its traceback.
     """
@@ -117,7 +118,7 @@ def _is_module(entry: Path) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what a YAML file describes, and return the exit code.
+    """Train the run described by a YAML file, and return the exit code.
 
     Raises:
         RunFileError: The file describes no run.
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "=" not in override:
             parser.error(f"{override!r} must be a field and its value, such as num_epochs=5")
     place = launched_place()
-    # One rank speaks for all, unless something is wrong.
+    # Info messages come from rank 0 only; warnings and errors come from every rank.
     is_chief = place is None or place.rank == 0
     logging.basicConfig(level=logging.INFO if is_chief else logging.WARNING, format=LOG_FORMAT)
     config = load_run(given.file, allowed_modules=given.allow, overrides=given.overrides)

@@ -1,4 +1,4 @@
-"""Data sets whose samples are lists of items: split, and gathered into batches."""
+"""Splitting and batching of data sets with lists of items as samples."""
 
 import logging
 import math
@@ -62,7 +62,7 @@ def form_of(dataset: Any, name: str, num_inputs: int | None, is_leading: bool | 
     if not len(dataset):
         raise ValueError(f"`{name}` must have samples, but is empty.")
     if type(dataset) is Subset:
-        # It fetches several by the way of the data set that it is a part of.
+        # Subsets fetch through the data set below, so that data set decides the form.
         return form_of(dataset.dataset, name, num_inputs, is_leading)
     fetch = getattr(dataset, "__getitems__", None)
     try:
@@ -100,14 +100,14 @@ def form_of(dataset: Any, name: str, num_inputs: int | None, is_leading: bool | 
 
 
 def _looks_leading(inputs: Sequence[Any], items: Sequence[Any]) -> bool:
-    """Tell whether all tensors have a first axis of size 1, and an input has more than that."""
+    """Return whether all tensors have a first axis of size 1, and an input has more axes."""
     shapes = [tuple(getattr(item, "shape", ())) for item in items]
     has_more = any(len(getattr(item, "shape", ())) > 1 for item in inputs)
     return has_more and all(shape[:1] == (1,) for shape in shapes)
 
 
 def collate_of(form: SampleForm) -> Collate:
-    """Return what makes a batch, a list of items with an axis for the samples, of samples.
+    """Return the collate function of a form: samples to a list of batched items.
 
     It is called with every step, so the form is asked for once.
     """
@@ -148,7 +148,7 @@ def loader_of(
     is_shuffled: bool,
     pins: bool,
 ) -> "DataLoader[Any]":
-    """Return a loader of one shard's batches.
+    """Return a loader of a shard's batches.
 
     Args:
         dataset: The data.

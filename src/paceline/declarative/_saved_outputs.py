@@ -1,4 +1,4 @@
-"""Files of a run: weights, checkpoints, pictures, reports."""
+"""Output files of a trainer in `model_save_dir`."""
 
 import json
 import logging
@@ -52,10 +52,10 @@ class SavedRun(NamedTuple):
 def write_state(
     save_dir: Path, *, seed: int, num_shards: int, uuids: list[str], storage: CheckpointStorage
 ) -> None:
-    """Write which checkpoints a run keeps and where, as a whole or not at all."""
+    """Write the names and place of a run's kept checkpoints, atomically."""
     facts = {"format": _FORMAT, "seed": seed, "num_shards": num_shards, "checkpoints": uuids}
     if storage.local_root != (save_dir / CHECKPOINTS).absolute():
-        # Those below `save_dir` move with it.
+        # Storage outside of `save_dir` is recorded; checkpoints inside move with the directory.
         facts["storage"] = storage.url
     with replacing_atomically(save_dir / STATE_FILE) as file:
         file.write_text(json.dumps(facts, indent=2) + "\n")
@@ -97,7 +97,7 @@ def read_state(save_dir: str | os.PathLike[str]) -> SavedRun:
 
 
 def check_save_dir(path: str) -> None:
-    """Refuse a `model_save_dir` that is no directory and cannot be made one.
+    """Refuse a `model_save_dir` other than a writable or creatable directory.
 
     Raises:
         ValueError: It is a file, lies below one, or cannot be written to.
@@ -116,7 +116,7 @@ def check_save_dir(path: str) -> None:
 
 
 def checkpoints_in(save_dir: Path) -> list[str]:
-    """Return the checkpoints that the state of a run keeps and that are there, the newest last."""
+    """Return the existing checkpoints listed in a run's state, the newest last."""
     try:
         state = read_state(save_dir)
     except (FileNotFoundError, ValueError):
@@ -139,7 +139,7 @@ def save_weights(state: Mapping[str, Any], path: Path) -> None:
 
 
 def load_weights(module: nn.Module, path: str | os.PathLike[str], prefix: str = "") -> None:
-    """Load weights that `save_weights` or `torch.save` wrote, whatever device they were on.
+    """Load weights written by `save_weights` or `torch.save`, from any device, to the CPU.
 
     Args:
         module: The module.
@@ -249,13 +249,13 @@ logger = logging.getLogger(__name__)
 _NUM_KEPT = 2
 _LOSSES = ("loss", "val_loss", "test_loss")
 _PARTS = ("train", "val", "test")
-# What a run writes, besides its checkpoints.
+# Files that a run writes besides checkpoints and pictures: moved aside by a new run.
 _WRITTEN = ("best_model.*", "final_model.*", "checkpoint_model.*", "training_info.txt")
 _DRAWN = ("lr_history.png", "loss_history.png", "acc_history_*.png")
 
 
 class Outputs(Step):
-    """The part of a trainer that writes weights, states, histories and pictures.
+    """Mixin of a trainer: writes weights, states, histories and pictures.
 
     Attributes:
         loss_tracker: The history of the losses.
@@ -307,7 +307,7 @@ class Outputs(Step):
             with torch.random.fork_rng():
                 batch = next(iter(self.validation_dataloader))
                 data, _ = self.divided(batch)
-                # Of a part of the model, nobody knows what it returns.
+                # Names fit the outputs of the whole model only; a part's outputs are unknown.
                 names = [prediction.name for prediction in self.predictions]
                 export_onnx(
                     part,
@@ -327,7 +327,7 @@ class Outputs(Step):
             self.loss_tracker.dump(self._save_dir / "training_info.txt")
 
     def set_earlier_files_aside(self) -> None:
-        """Move what another run has written into `model_save_dir` to a directory in it.
+        """Move another run's files in `model_save_dir` to a subdirectory.
 
         Its best model would else count as that of this run, which may never have one.
         """
@@ -346,7 +346,7 @@ class Outputs(Step):
         logger.info("What an earlier run has written was moved to %r.", str(directory))
 
     def note_checkpoint(self, uuid: str) -> None:
-        """Write down that a checkpoint was stored, and delete all but the newest ones."""
+        """Record a stored checkpoint in the state file, and delete all but the newest."""
         if self.rank != 0 or self._is_managed:
             return
         checkpoint = self.context.core.checkpoint
@@ -360,7 +360,7 @@ class Outputs(Step):
         self._kept.add(Kept(uuid, self._engine.steps_completed, None))
 
     def _keep_newest(self, uuids: Sequence[str]) -> KeptCheckpoints:
-        """Return what keeps the newest checkpoints of a run, and deletes the others.
+        """Return the retention of a run's newest checkpoints; deletes the others.
 
         Args:
             uuids: Those that are there, the newest last.

@@ -1,4 +1,4 @@
-"""The trainer and the tester of config objects."""
+"""Trainer of config objects: trains the described run by the engine."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -92,7 +92,7 @@ class Tester:
             self.update_result_holders(preds, tuple(items[index:] if index else ()))
 
     def update_result_holders(self, preds: tuple[Tensor, ...], labels: tuple[Any, ...]) -> None:
-        """Take in a batch; does nothing unless it is overridden.
+        """Process a batch's predictions and labels; does nothing by default.
 
         Args:
             preds: The predictions, after `prediction_postprocessor`.
@@ -169,7 +169,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer(BuiltTrainer):
-    """Train what a config describes: `trainer.build()`, then `trainer.run_training()`.
+    """Trainer of a config: `trainer.build()`, then `trainer.run_training()`.
 
     Override what does not fit. `process_data_loader_yield`, `move_to_device`,
     `load_data_and_get_loss`, `compute_losses`, `get_pred_dict` and `run_model_update_step` make up
@@ -254,7 +254,7 @@ class Trainer(BuiltTrainer):
         _call(self.configs.post_training_epoch_hook)
 
     def run_validation(self) -> None:
-        """Validate, and keep the model if it is the best."""
+        """Validate, and save the model if the loss is the best so far."""
         before = self.loss_tracker["best_val_loss"]
         metrics = self._engine.validate()
         if self._note(metrics, "val", "val_loss"):
@@ -283,7 +283,7 @@ class Trainer(BuiltTrainer):
         return self._plain_model
 
     def communicate_value_across_ranks(self, var: Any, mode: str = "average") -> Any:
-        """Return a value of all ranks; all must call it.
+        """Return the values of all ranks, averaged or as a list; all ranks call this.
 
         Args:
             var: This rank's value.
@@ -298,7 +298,7 @@ class Trainer(BuiltTrainer):
         return values if mode == "gather" else sum(values) / len(values)
 
     def cleanup(self) -> None:
-        """End the run if it was built and not trained, and let the model go."""
+        """End the run if built but not trained, and release the model."""
         self._is_built = False
         self._stack.close()
         self.__dict__.pop("model", None)
@@ -366,7 +366,7 @@ class Trainer(BuiltTrainer):
             yield batch
 
     def _note_rates(self) -> None:
-        """Add the present learning rate for the batches that the history has none of."""
+        """Add the present learning rate for each batch missing in the rate history."""
         rates = self.loss_tracker["lrs"]
         while len(rates) < self._engine.steps_completed:
             rates.append(self.optimizer.param_groups[0]["lr"])
@@ -399,7 +399,7 @@ class Trainer(BuiltTrainer):
         return {k: len(v) for k, v in self.loss_tracker.items() if isinstance(v, list)}
 
     def _report_own(self, group: str, starts: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-        """Report what a method of a subclass's own has added to the history."""
+        """Report the values added to the history by a subclass's own method."""
         if self.rank != 0:
             return
         train, step = self.context.core.train, self._engine.steps_completed

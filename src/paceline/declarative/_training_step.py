@@ -1,4 +1,4 @@
-"""One training step, in methods that a subclass of the trainer may override."""
+"""Training step, in methods for subclasses of the trainer to override."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ _OF_CONFIG = object()
 
 
 class Step:
-    """The part of a trainer that turns a batch into a step of the optimizer.
+    """Mixin of a trainer: turns a batch into an optimizer step.
 
     Attributes:
         configs: The config in use.
@@ -60,7 +60,7 @@ class Step:
         return loss_buffer, total, preds, labels
 
     def divided(self, data_and_labels: Any) -> tuple[list[Any], list[Any]]:
-        """Return what `process_data_loader_yield` does, whether an override takes an index or not.
+        """Return the result of `process_data_loader_yield`, called with an index if accepted.
 
         Args:
             data_and_labels: What the loader gave: a list of items.
@@ -86,7 +86,7 @@ class Step:
                 the config by default.
         """
         if type(self).move_to_device is Step.move_to_device:
-            # What is there already, as with a CPU, costs least when looked at together.
+            # Whole batch at once: cheapest when all items are on the device, as with a CPU.
             items = self._move(data_and_labels)
         else:
             items = [self.move_to_device(item) for item in data_and_labels]
@@ -127,7 +127,7 @@ class Step:
         return self._losses.has_one_loss and self._keeps("compute_losses")
 
     def is_plain(self) -> bool:
-        """Tell whether `train_plainly` does what a step is to do."""
+        """Return whether `train_plainly` has the same effect as a full step."""
         has_one_loss = self._losses.has_one_loss and len(self.predictions) == 1
         return has_one_loss and self._keeps(
             "load_data_and_get_loss",
@@ -180,7 +180,7 @@ class Step:
         self.context.step_optimizer(self.optimizer, self.clip_gradients)
 
     def _ordered(self, returned: Any) -> list[Tensor]:
-        """Return what the model returned as a list in the order of the names.
+        """Return the model's outputs as a list in the order of the names.
 
         Raises:
             ValueError: There are not as many as names, or a name is missing.

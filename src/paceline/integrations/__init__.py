@@ -1,4 +1,4 @@
-"""Other libraries together with Paceline; each part is loaded when it is asked for.
+"""Integrations with other libraries; each part is loaded on first use.
 
 Importing this loads none of them.
 """

@@ -13,12 +13,12 @@ from accelerate.tracking import GeneralTracker  # type: ignore[import-untyped]  
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]  # noqa: E402
 
 _FOLDER = "accelerate"
-# These write pieces on all ranks into one directory.
+# Types with sharded state: all ranks write pieces into one directory.
 _SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def save_accelerator(accelerator: Any, **state: Any) -> None:
-    """Save what `accelerator.save_state` saves as a checkpoint of the run; all ranks call it.
+    """Save the state of `accelerator.save_state` as a checkpoint of the run; all ranks call this.
 
     Args:
         accelerator: The `Accelerator`.
@@ -40,7 +40,7 @@ def save_accelerator(accelerator: Any, **state: Any) -> None:
 
 
 def load_accelerator(accelerator: Any) -> dict[str, Any] | None:
-    """Put back what `save_accelerator` has saved, if the run goes on from such a checkpoint.
+    """Restore the state saved by `save_accelerator` if the run resumes from its checkpoint.
 
     Call it after `accelerator.prepare`, right before training goes on: random numbers are put back
     too.
@@ -73,7 +73,7 @@ def load_accelerator(accelerator: Any) -> dict[str, Any] | None:
 
 
 class AccelerateReports(GeneralTracker):  # type: ignore[misc]  # Accelerate has no types
-    """Report what `accelerator.log` logs: `Accelerator(log_with=AccelerateReports())`.
+    """Tracker reporting `accelerator.log`; use `Accelerator(log_with=AccelerateReports())`.
 
     As with each tracker, `accelerator.init_trackers(name)` must be called before.
     """
@@ -87,7 +87,7 @@ class AccelerateReports(GeneralTracker):  # type: ignore[misc]  # Accelerate has
 
     @property
     def tracker(self) -> None:
-        """There is nothing behind it."""
+        """Return None: there is no tracker object behind this class."""
         return
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Reports of libraries that tell training and evaluation apart."""
+"""Reports of libraries with separate training and evaluation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from paceline.train._run_protocol import current_session
 def report_of_library(
     metrics: Mapping[str, Any], evaluated: Mapping[str, Any], *, step: int, evaluates: bool
 ) -> None:
-    """Report metrics of training, what was evaluated, or both.
+    """Report metrics of training, metrics of an evaluation, or both.
 
     A search judges what was evaluated. If a library evaluates nothing, it judges all reports.
 

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa:
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-# What Lightning is given as a path for a checkpoint of ours.
+# Path given to Lightning for a checkpoint of the run.
 _PLACE = "paceline"
 _KEY = "lightning"
 
@@ -28,7 +28,7 @@ def lightning_trainer(
     every_n_steps: int | None = None,
     **arguments: Any,
 ) -> pl.Trainer:
-    """Return a Lightning trainer that trains on all workers of a run, prepared as below.
+    """Return a Lightning trainer for all workers of a run, prepared by `prepare_lightning`.
 
     Gradients are averaged as `train.prepare_model` does it. Each worker is one device of Lightning.
 
@@ -76,7 +76,7 @@ def prepare_lightning(
     every_n_epochs: int | None = 1,
     every_n_steps: int | None = None,
 ) -> pl.Trainer:
-    """Have a Lightning trainer report, save checkpoints of the run, and go on from the last one.
+    """Make a Lightning trainer report, save checkpoints of the run, and resume from the last.
 
     Metrics that the model logs are reported at the end of each epoch, and every
     `log_every_n_steps` steps; those of a validation once. A search judges what is validated, and
@@ -111,14 +111,14 @@ def prepare_lightning(
     trainer.strategy.checkpoint_io = _LightningCheckpoints(trainer.strategy.checkpoint_io, stored)
     if stored is not None:
         trainer.ckpt_path = _PLACE
-        # It would put back the random numbers from before it.
+        # Sanity validation off on a resume: it would restore the random state from before itself.
         trainer.num_sanity_val_steps = 0
     trainer.callbacks.append(_LightningCallback(every_n_epochs, every_n_steps))
     return trainer
 
 
 class LightningWorkersEnvironment(LightningEnvironment):  # type: ignore[misc]  # Lightning has no types
-    """The workers of the run, as the processes that Lightning is to use."""
+    """Cluster environment of Lightning: the workers of the run are its processes."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -142,10 +142,10 @@ class LightningWorkersEnvironment(LightningEnvironment):  # type: ignore[misc]  
         return train.node_rank()
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the run has set it."""
+        """Do nothing: the run has set the world size."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the run has set it."""
+        """Do nothing: the run has set the rank."""
 
     def teardown(self) -> None:
         """Leave the variables of the worker as they are."""
@@ -171,7 +171,7 @@ class LightningWorkersStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning 
 
 
 class _LightningCheckpoints(CheckpointIO):  # type: ignore[misc]  # Lightning has no types
-    """Lightning's checkpoints, of which those of the run go where the run has them."""
+    """Checkpoint I/O of Lightning; checkpoints of the run go to the run's storage."""
 
     def __init__(self, others: CheckpointIO, stored: Any) -> None:
         self._others = others
@@ -179,7 +179,7 @@ class _LightningCheckpoints(CheckpointIO):  # type: ignore[misc]  # Lightning ha
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         if str(path) == _PLACE:
-            # What the model keeps as hyperparameters may be anything.
+            # Pickle allowed: a model may keep any objects among its hyperparameters.
             train.save_checkpoint({_KEY: checkpoint}, allow_pickle=True)
         else:
             self._others.save_checkpoint(checkpoint, path, storage_options)
@@ -197,7 +197,7 @@ class _LightningCheckpoints(CheckpointIO):  # type: ignore[misc]  # Lightning ha
 
 
 class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no types
-    """Reports and checkpoints. Lightning calls those that save after all others."""
+    """Callback for reports and checkpoints; Lightning calls checkpoint callbacks last."""
 
     def __init__(self, every_n_epochs: int | None, every_n_steps: int | None) -> None:
         self._every_n_epochs = every_n_epochs
@@ -258,7 +258,7 @@ class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no 
         self._save_or_leave(trainer, is_due=is_due)
 
     def _save_or_leave(self, trainer: pl.Trainer, *, is_due: bool) -> None:
-        """Save if it is due, and if the run is to make room, which ends training."""
+        """Save if due or if the run is preempted; a preemption also ends training."""
         is_preempted = train.should_preempt()
         if is_due or (is_preempted and trainer.global_step != self._saved_step):
             self._save(trainer)

@@ -20,12 +20,12 @@ _NUM_TO_KEEP = 2
 
 
 def resources_of(bundles: Sequence[Mapping[str, float]]) -> tune.PlacementGroupFactory:
-    """Return what a trial asks Ray for: nothing for itself, and a bundle for each worker."""
+    """Return a trial's resources for Ray: nothing for itself, and a bundle for each worker."""
     return tune.PlacementGroupFactory([{}, *(dict(bundle) for bundle in bundles)], strategy="PACK")
 
 
 class TrainTrainable(tune.Trainable):
-    """A train function in the workers of a trial; `to_trainable` makes a subclass of it.
+    """Train function in the workers of a trial; `to_trainable` makes a subclass.
 
     Each report of the chief is a result of the trial. The function waits at it until Tune has
     decided, so a trial that is paused, stopped or copied has trained no further. A checkpoint that
@@ -61,14 +61,14 @@ class TrainTrainable(tune.Trainable):
         self._told_uuid: str | None = None
 
     def step(self) -> dict[str, Any]:
-        """Let the function go on to its next report, and return that."""
+        """Let the function continue to its next report, and return the report."""
         run = self._run
         if run is None:
             run = self._run = self._begin()
         report = next(run, None)
         result = self._last if report is None else self._result_of(report)
         if report is None:
-            # What the function raised is raised here.
+            # Exceptions of the function: `get_results` raises them here.
             run.get_results()
             result = {**result, DONE: True, RESULT_DUPLICATE: True}
         self._last = result
@@ -79,13 +79,13 @@ class TrainTrainable(tune.Trainable):
         return result
 
     def _result_of(self, report: train.Report) -> dict[str, Any]:
-        """Return the report; a library's with what it has evaluated last, as Tune needs that."""
+        """Return the report; a library's report plus its last evaluation, needed by Tune."""
         if isinstance(report.validation, dict):
             self._evaluated |= report.validation
         return {**report, **({} if report.validation is True else self._evaluated)}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Copy the function's newest checkpoint, or note where it is if others can reach that."""
+        """Copy the function's newest checkpoint, or note its place if reachable for others."""
         checkpoint, recent = self._start, self._known
         if self._run is not None:
             checkpoint, recent = self._run.latest_checkpoint or checkpoint, self._run.recent
@@ -99,7 +99,7 @@ class TrainTrainable(tune.Trainable):
         (Path(checkpoint_dir) / train.Checkpoint.tune_file).write_text(json.dumps(facts))
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
-        """Have the function go on from what `save_checkpoint` has stored."""
+        """Make the function resume from the checkpoint stored by `save_checkpoint`."""
         self._end_run()
         self._begin_anew()
         directory = Path(checkpoint_dir)
@@ -149,7 +149,7 @@ class TrainTrainable(tune.Trainable):
             run.stop()
 
     def _folder(self, name: str) -> Path:
-        """Return an empty place in the trial's directory; what was there before is removed."""
+        """Return a path in the trial's directory, after removing anything left there."""
         path = Path(self.logdir) / name
         shutil.rmtree(path, ignore_errors=True)
         return path
@@ -171,7 +171,7 @@ def to_trainable(
 
 
 def name_of(function: Callable[..., Any], default: str) -> str:
-    """Return the name that Tune gives to trials and their directories.
+    """Return the name of a function for Tune's trials and directories.
 
     Args:
         function: The function; what `functools.partial` wraps has the name.
@@ -188,7 +188,7 @@ def _copy_checkpoint(source: Path, target: Path) -> None:
 
 
 def _link_checkpoint_file(source: str, target: str) -> None:
-    """Make another name for a file of a checkpoint, which never changes; else copy it."""
+    """Link an unchanging file of a checkpoint to a second name; copy the file if links fail."""
     try:
         os.link(source, target)
     except OSError:

@@ -14,7 +14,7 @@ _STATE_FILE = "trainer.pt"
 
 
 class PyTorchTrainable(tune.Trainable):
-    """A `creators.PyTorchTrainer` in the workers of a trial, whose config has its arguments.
+    """A `creators.PyTorchTrainer` in a trial's workers; the config contains its arguments.
 
     Each step is one pass over the training data and one over the validation data. Without
     validation data, the config needs ``validation_function=False``. Lost workers end the trial;
@@ -48,7 +48,7 @@ class PyTorchTrainable(tune.Trainable):
         self._trainer = PyTorchTrainer(**arguments)
 
     def step(self) -> dict[str, Any]:
-        """Train for one pass, validate, and return the statistics of both."""
+        """Train for a pass, validate, and return the statistics of both."""
         statistics: dict[str, Any] = self._trainer.train(max_retries=0)
         return {**statistics, **self._trainer.validate()}
 

@@ -71,7 +71,7 @@ class MLflowTracker(Tracker):
         self._checkpoints: set[str] = set()
 
     def start(self, run: TrackedRun) -> str:
-        """Make a run, or set an earlier one running again."""
+        """Create a run, or set an earlier run running again."""
         self._client = self._tracking.MlflowClient(self._tracking_uri)
         experiment = self._experiment()
         found = run.tracked_as or self._earlier(experiment, run)
@@ -136,7 +136,7 @@ class MLflowTracker(Tracker):
         return str(experiment.experiment_id)
 
     def _earlier(self, experiment: str, run: TrackedRun) -> str | None:
-        """Return the run that another attempt has made, if its run directory is gone."""
+        """Return the run created by an earlier attempt, in case the run directory is gone."""
         if not run.attempt:
             return None
         runs = self._client.search_runs([experiment], f"tags.`{_RUN_TAG}` = '{run.run_id}'")
@@ -153,7 +153,7 @@ def _parameters(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def _name(name: str) -> str:
-    """Return a name with the characters that MLflow allows."""
+    """Return a name with only the characters allowed by MLflow."""
     allowed = _NOT_IN_NAMES.sub("_", name)[:_LONGEST_NAME]
     # A name must not look like a path out of the run, or one that begins at the root.
     return "/".join("_" if part in ("", ".", "..") else part for part in allowed.split("/"))
@@ -267,7 +267,7 @@ class WandbTracker(Tracker):
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> str:
-        """Make a run, or go on with an earlier one."""
+        """Create a run, or resume an earlier run."""
         self._run = self._wandb.init(
             **self._options,
             id=run.run_id,
@@ -283,7 +283,7 @@ class WandbTracker(Tracker):
         return run.run_id
 
     def log_metrics(self, points: Sequence[MetricPoint]) -> None:
-        """Add points; those of one report become one row."""
+        """Add points; the points of a report become a single row."""
         rows: dict[tuple[int, float], dict[str, float]] = {}
         for each in points:
             rows.setdefault((each.step, each.time), {})[each.name] = each.value
@@ -296,14 +296,14 @@ class WandbTracker(Tracker):
         self._run.summary["checkpoints"] = dict(checkpoints)
 
     def finish(self, outcome: Outcome, error: str | None) -> None:
-        """Set the status; one that was preempted counts as failed there, until it goes on."""
+        """Set the status; a preempted run counts as failed in W&B until the run resumes."""
         self._run.summary["outcome"] = outcome.value
         if error is not None:
             self._run.summary["error"] = error
         self._run.finish(exit_code=0 if outcome is Outcome.COMPLETED else 1)
 
     def abandon(self) -> None:
-        """Have the end of this process not wait for W&B's own, if that still hangs then."""
+        """Keep this process's exit from waiting for W&B's own exit if W&B still hangs then."""
         # Handlers run last in, first out: before that of W&B, which waits without a limit.
         atexit.register(self._end_service)
 

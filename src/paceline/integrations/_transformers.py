@@ -57,7 +57,7 @@ def prepare_transformers(trainer: Any) -> Any:
 
 
 def _go_on_from(trainer: Any, place: str) -> None:
-    """Have `train` begin with a checkpoint, unless it is told of another one."""
+    """Make `train` start from a checkpoint, unless given another checkpoint."""
     own = trainer.train
 
     def train_on(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:

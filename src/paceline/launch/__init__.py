@@ -1,3 +1,3 @@
-"""Start one worker per slot on this node: `python3 -m paceline.launch.torch_distributed`."""
+"""Launchers of a worker per slot on this node, as `paceline.launch.torch_distributed`."""
 
 __all__: list[str] = []

@@ -56,7 +56,7 @@ options (with - or _, as `--name VALUE` or `--name=VALUE`):
                                   ranks and has the stacks of all (default 1800; 0: no limit)
 """
 
-# What torchrun has and this launcher does not, so that it is told from a slip of the pen.
+# Options of torchrun missing here: told apart from misspelled options.
 _NOT_OFFERED = frozenset(
     {
         "--event-log-handler",
@@ -96,7 +96,7 @@ class LaunchArgumentError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """Options of the command line; None for those that are not given.
+    """Options of the command line; None for options not given.
 
     `num_workers` is a number, a pair of bounds, or one of "auto", "cpu" and "gpu".
     """
@@ -260,12 +260,12 @@ def _checked_arguments(options: LaunchOptions) -> LaunchOptions:
 
 
 def _check_tensor_size(options: LaunchOptions) -> None:
-    """Check that the numbers of workers that are given can be divided into groups."""
+    """Check the given numbers of workers for divisibility into tensor-parallel groups."""
     size, given = options.tensor_parallel_size, options.num_workers
     if size < 1:
         raise LaunchArgumentError(f"`--tensor-parallel-size` must be at least 1, but got {size}.")
     if isinstance(given, tuple):
-        # One process alone trains whole models; above the most, workers wait.
+        # Lower bound alone: a single process trains whole models; spare workers above it wait.
         is_fitting = given[0] == 1 or given[0] % size == 0
     else:
         num_workers = given * options.num_nodes if isinstance(given, int) else 1
@@ -284,7 +284,7 @@ _PROGRAM_FLAGS = {"m": "module", "c": "code"}
 
 
 def worker_command(program: Sequence[str]) -> WorkerCommand:
-    """Return the command that runs a program as a worker.
+    """Return the command to run a program as a worker.
 
     Raises:
         LaunchArgumentError: A script does not exist, or `-m` has no module.
@@ -305,7 +305,7 @@ def _as_it_is(program: Sequence[str]) -> WorkerCommand:
 
 
 def _interpreter(name: str) -> str:
-    """Return the interpreter for a name; a bare name that fits this one means this one.
+    """Return the interpreter for a name; a bare name of the running version means this process's.
 
     It is the one that has Paceline, while the PATH may lead to another.
     """
@@ -316,7 +316,7 @@ def _interpreter(name: str) -> str:
 
 
 def _split_flags(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split the words after an interpreter into its flags and what it is to run."""
+    """Split the words after an interpreter into its flags and the program to run."""
     flags: list[str] = []
     rest = list(words)
     while rest and len(rest[0]) > 1 and rest[0].startswith("-"):
@@ -341,7 +341,7 @@ def _split_flags(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _wrapped_command(interpreter: str, flags: list[str], target: list[str]) -> WorkerCommand | None:
-    """Return the command that runs a Python program in the wrapper, None if it cannot."""
+    """Return the command to run a Python program in the wrapper, or None if impossible."""
     if not target:
         return None
     first, *arguments = target
@@ -365,7 +365,7 @@ def _wrapped_command(interpreter: str, flags: list[str], target: list[str]) -> W
 
 
 class Backend:
-    """A back end of the launcher; this one needs nothing more than torch.distributed.
+    """Back end of the launcher; the base class needs nothing more than torch.distributed.
 
     Override `open` in back ends that do.
 
@@ -378,7 +378,7 @@ class Backend:
 
     @contextmanager
     def open(self, options: LaunchOptions) -> Iterator[WorkerVariables]:
-        """Yield what returns the variables of the workers, for as long as they run.
+        """Yield a function for the variables of the workers, for as long as they run.
 
         Raises:
             LaunchArgumentError: The back end cannot do what the options ask for.
@@ -387,7 +387,7 @@ class Backend:
 
 
 def check_installed(package: str, launcher: str, hint: str) -> None:
-    """Check that a package can be imported, without importing it.
+    """Check whether a package can be imported, without importing the package.
 
     Raises:
         LaunchArgumentError: It cannot.

@@ -1,4 +1,4 @@
-"""Start one worker per slot for DeepSpeed, as ``python3 -m paceline.launch.deepspeed``.
+"""Launcher of a worker per slot for DeepSpeed: ``python3 -m paceline.launch.deepspeed``.
 
 It is the launcher of `torch_distributed` with the same options. The workers get what DeepSpeed's
 own launcher sets besides: LOCAL_SIZE, CROSS_RANK and CROSS_SIZE. What killed workers leave in
@@ -25,13 +25,13 @@ class DeepSpeedBackend(Backend):
 
     @contextmanager
     def open(self, options: LaunchOptions) -> Iterator[WorkerVariables]:
-        """Yield what returns the variables of the workers.
+        """Yield a function for the variables of the workers.
 
         Raises:
             LaunchArgumentError: DeepSpeed is not installed.
         """
         check_installed("deepspeed", self.launcher, "DS_BUILD_OPS=0 pip install deepspeed")
-        # Where groups of workers have met so far.
+        # Meeting places of groups of workers so far.
         met: set[tuple[str, int]] = set()
 
         def variables(layout: NodeLayout) -> list[dict[str, str]]:
@@ -47,7 +47,7 @@ class DeepSpeedBackend(Backend):
 
 
 def _remove_buffers(met: set[tuple[str, int]]) -> None:
-    """Remove what ended ranks have left, 66 MB each: on CPUs, DeepSpeed sums in shared memory.
+    """Remove buffers left by ended ranks, 66 MB each: DeepSpeed on CPUs sums in shared memory.
 
     Args:
         met: The addresses and ports at which they met. Names of buffers have them.

@@ -1,4 +1,4 @@
-"""Start one worker per slot for Horovod, as ``python3 -m paceline.launch.horovod``.
+"""Launcher of a worker per slot for Horovod: ``python3 -m paceline.launch.horovod``.
 
 It is the launcher of `torch_distributed` with the same options, on one node. The workers get what
 `horovodrun --gloo` sets as well, and meet in Horovod's own rendezvous server, which runs here.
@@ -20,11 +20,11 @@ from paceline.launch.torch_distributed import launch
 
 
 class HorovodBackend(Backend):
-    """Horovod's rendezvous server, and the variables that lead the workers there."""
+    """Back end with Horovod's rendezvous server, and the variables to lead workers there."""
 
     @contextmanager
     def open(self, options: LaunchOptions) -> Iterator[WorkerVariables]:
-        """Yield what returns the variables of the workers, while the server runs.
+        """Yield a function for the variables of the workers, while the server runs.
 
         Raises:
             LaunchArgumentError: Horovod is not installed, or there are several nodes.

@@ -1,4 +1,4 @@
-"""Start one worker per slot, as ``python3 -m paceline.launch.torch_distributed``."""
+"""Launcher of a worker per slot: ``python3 -m paceline.launch.torch_distributed``."""
 
 import logging
 import os
@@ -54,7 +54,7 @@ _MEETING_PORT_VARIABLE = "PACELINE_MEETING_PORT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptNodes:
-    """The nodes of an attempt, and this one among them.
+    """Nodes of an attempt, and the place of this node among them.
 
     Attributes:
         rank: The number of this node.
@@ -69,7 +69,7 @@ class AttemptNodes:
     num_slots: tuple[int, ...]
 
     def place(self, options: LaunchOptions) -> LaunchOptions:
-        """Return options with the place of this node, unless they name one themselves."""
+        """Return the options with this node's place, unless they name several nodes already."""
         if options.num_nodes > 1:
             return options
         return replace(
@@ -81,12 +81,12 @@ class AttemptNodes:
         )
 
     def sizes_for(self, options: LaunchOptions) -> tuple[int, ...]:
-        """Return the number of workers of each node; empty if the options say it for all."""
+        """Return the number of workers of each node; empty if the options give this number."""
         return self.num_slots if options.num_workers is None else ()
 
 
 def attempt_nodes() -> AttemptNodes | None:
-    """Return the nodes of the attempt of this process; None if there is one at most."""
+    """Return the nodes of this process's attempt; None for fewer than two nodes."""
     port = os.environ.get(_MEETING_PORT_VARIABLE)
     info = info_of_attempt() if port else None
     if port is None or info is None or len(info.container_slot_counts) < 2:
@@ -113,7 +113,7 @@ def tell_runner(text: str) -> None:
 
 
 def info_of_attempt() -> "RunInfo | None":
-    """Return the facts of the attempt of this process, None if it is none of a master's.
+    """Return the facts of this process's attempt, or None outside of a master's attempt.
 
     Raises:
         LaunchArgumentError: They cannot be read.
@@ -131,13 +131,13 @@ def info_of_attempt() -> "RunInfo | None":
 
 
 class RankLineWriter:
-    """Write each line as a whole, with its rank, to the stream that it came from."""
+    """Writer of whole lines, each with its rank, to the stream of its origin."""
 
     def __init__(self) -> None:
         self._broken: set[int] = set()
 
     def __call__(self, line: OutputLine) -> None:
-        """Write one line."""
+        """Write a line."""
         descriptor = 1 if line.stream == "stdout" else 2
         data = f"[rank={line.rank}] {line.text}\n".encode()
         # Training goes on when nobody reads any more, as with `| head`.
@@ -165,7 +165,7 @@ _LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the launcher and return its exit code: 0, or that of the first worker that failed.
+    """Run the launcher and return its exit code: 0, or the code of the first worker to fail.
 
     After a restart that of the last start counts.
     """
@@ -262,7 +262,7 @@ def _run_workers(
 
 
 def _exit_code(error: CollectiveMismatchError | WorkerFailedError, is_interrupted: bool) -> int:
-    """Return the exit code that tells of an error: that of the worker which failed first."""
+    """Return the exit code for an error: the code of the first worker to fail."""
     if isinstance(error, CollectiveMismatchError):
         return 1
     if error.exit_code is not None:
@@ -333,7 +333,7 @@ def _node_layout(
 def _worker_limits(
     wanted: int | tuple[int, int] | str | None, tensor_size: int
 ) -> tuple[ElasticLimits, Callable[[], int]]:
-    """Return how many workers there may be, and what tells how many could run."""
+    """Return the limits of the number of workers, and a function for the present capacity."""
     if isinstance(wanted, tuple):
         least, most = wanted
         _check_crowd(least)

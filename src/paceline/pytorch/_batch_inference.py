@@ -1,4 +1,4 @@
-"""Batch inference: the processor, its context, the loop over a data set.
+"""Batch inference progress in checkpoints, and the results belonging to them.
 
 Also: progress in checkpoints.
 """
@@ -98,7 +98,7 @@ class TorchBatchProcessorContext:
     def wrap_reducer(
         self, reducer: MetricReducer | Callable[[list[Any]], Any], name: str | None = None
     ) -> MetricReducer:
-        """Register a metric over all batches, which is reported at the end; return what to feed.
+        """Register a metric over all batches, reported at the end; return the reducer to feed.
 
         Checkpoints hold what each rank has collected: `per_slot_reduce` must return plain values
         or tensors, and must not change the reducer.
@@ -136,7 +136,7 @@ class TorchBatchProcessor(ABC):
         """
 
     def on_checkpoint_start(self) -> None:  # noqa: B027
-        """Write what is still in memory, on every rank; after this, its batches are done."""
+        """Write results still in memory, on every rank; the batches count as done afterwards."""
 
     def on_finish(self) -> None:  # noqa: B027
         """Finish, on every rank, after the last checkpoint.
@@ -159,7 +159,7 @@ _BATCHES = re.compile(r"batches-(\d{10,})")
 
 
 class InferenceProgress:
-    """Number of finished batches, and what reducers have collected of them.
+    """Progress of batch inference: number of finished batches and the reducers' values.
 
     Every rank makes it and calls each of its methods.
 
@@ -197,7 +197,7 @@ class InferenceProgress:
         if latest is None:
             self._output_id = context.distributed.broadcast(str(uuid4()))
             self._check_output()
-            # So that results of this attempt are told from those of another run.
+            # First checkpoint stores the output ID, to tell these results from another run's.
             self.store()
         else:
             self._resume(latest)
@@ -206,14 +206,14 @@ class InferenceProgress:
 
     @property
     def output_path(self) -> Path | None:
-        """The directory for what this rank makes of the next batches."""
+        """The directory for this rank's results of the next batches, or None."""
         if self._output_dir is None:
             return None
         name = f"batches-{self.num_done:010}"
         return self._output_dir / name / f"rank-{self._context.distributed.rank}"
 
     def store(self) -> None:
-        """Store a checkpoint, and delete the one that this attempt has stored before."""
+        """Store a checkpoint, and delete the previous checkpoint of this attempt."""
         metadata = {
             "steps_completed": self.num_done,
             "output_id": self._output_id,
@@ -233,7 +233,7 @@ class InferenceProgress:
                     f" checkpoints hold it. {problem} Hint: give such values to `update`, or return"
                     " them from `per_slot_reduce`."
                 ) from None
-        # One of an earlier attempt stays, as it may be of another run.
+        # Checkpoints of earlier attempts stay: they may belong to another run.
         if rank == 0 and self._stored is not None:
             self._context.checkpoint.delete(self._stored)
         self._stored = uuid
@@ -276,7 +276,7 @@ class InferenceProgress:
         has_results = False
         if directory is not None:
             marker = directory / _MARKER
-            # It is empty if an earlier version was killed while it wrote it.
+            # Empty markers are left by an earlier version if killed while writing them.
             known = (marker.read_text() if marker.exists() else "") or None
             machine, has_results = socket.gethostname(), known == self._output_id
             if known is not None and not has_results:
@@ -299,7 +299,7 @@ class InferenceProgress:
         self._machines = sorted({*self._machines, *here})
 
     def _check_earlier_results(self, here: Mapping[str, bool], earlier: Sequence[str]) -> None:
-        """Check that what earlier attempts made is where this one adds to it.
+        """Check the output directory for the results of earlier attempts.
 
         Args:
             here: The machines of this attempt, with whether their directories have results.
@@ -329,8 +329,9 @@ class InferenceProgress:
             )
 
     def _clean_output(self) -> None:
-        """Remove what was made of batches that are not finished."""
+        """Remove results of unfinished batches."""
         distributed, directory = self._context.distributed, self._output_dir
+        # Local rank 0 cleans: the ranks of a machine share the directory.
         if directory is not None and distributed.local_rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             with replacing_atomically(directory / _MARKER) as part:
@@ -339,11 +340,12 @@ class InferenceProgress:
                 batches = _BATCHES.fullmatch(path.name)
                 if batches is not None and int(batches[1]) >= self.num_done:
                     shutil.rmtree(path)
+        # Barrier: no rank may write results before the directory is clean.
         distributed.allgather(None)
 
 
 def _has_others(directory: Path) -> bool:
-    """Tell whether a directory has more than a marker, or a part of one that a kill has left."""
+    """Return whether a directory has files other than the marker or a partial marker."""
     return any(_MARKER not in path.name for path in directory.iterdir())
 
 
@@ -351,20 +353,20 @@ faults.register("inference.batch")
 
 
 class ProcessesBatches(Protocol):
-    """What processes batches of a data set."""
+    """Interface of a processor of batches."""
 
     def process_batch(self, batch: Any, batch_idx: int) -> None:
         """Process a batch."""
 
     def on_checkpoint_start(self) -> None:
-        """Write what is still in memory."""
+        """Write results still in memory."""
 
     def on_finish(self) -> None:
         """Finish after the last checkpoint."""
 
 
 class BatchInference:
-    """One attempt of a batch inference on this rank.
+    """Attempt of a batch inference on this rank.
 
     Args:
         context: The core context.
@@ -405,7 +407,7 @@ class BatchInference:
         interval: int,
         output_dir: Path | None,
     ) -> bool:
-        """Process what is left, and tell whether that is done.
+        """Process the remaining batches; return True when done, False when preempted.
 
         Args:
             make_processor: Makes what processes the batches.
@@ -436,6 +438,7 @@ class BatchInference:
                 progress.num_done = end
                 progress.store()
                 self._report_progress(end)
+                # Preemption after the last batch is ignored: nothing is left to resume.
                 if end < self._num_batches and self._context.preempt.should_preempt():
                     return False
             self._finish(processor, progress)
@@ -462,7 +465,7 @@ class BatchInference:
             processor.process_batch(batch, number)
 
     def _own_batches(self, num_done: int) -> Iterator[Any]:
-        """Return this rank's batches of those that are left."""
+        """Return this rank's share of the remaining batches."""
         first = num_done * self._batch_size
         if first >= self._num_samples:
             return iter(())

@@ -41,7 +41,7 @@ class FitDefaults:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "FitDefaults":
-        """Return the defaults of a resolved config; fields may be missing from an older one.
+        """Return the defaults of a resolved config; an older config may lack fields.
 
         Args:
             config: The config, as in `get_cluster_info().trial.config`.
@@ -76,7 +76,7 @@ def searcher_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def searched_length(searcher: Mapping[str, Any]) -> TrainUnit | None:
-    """Return the length that a config's searcher sets; None if it sets none."""
+    """Return the training length set by a config's searcher, or None."""
     length = searcher.get("max_length")
     if length is None and searcher.get("time_metric") in ("batches", "epochs", "records"):
         length = {searcher["time_metric"]: searcher["max_time"]}
@@ -84,7 +84,7 @@ def searched_length(searcher: Mapping[str, Any]) -> TrainUnit | None:
 
 
 def precision_of(config: Mapping[str, Any]) -> str | None:
-    """Return the precision that a resolved config asks for, None if it says nothing of it."""
+    """Return the precision set by a resolved config, or None."""
     level = (config.get("optimizations") or {}).get("mixed_precision")
     return None if level is None else _PRECISIONS[level]
 
@@ -107,12 +107,12 @@ _POLICIES = ("best", "all", "none")
 
 
 def first_argument(*values: Any) -> Any:
-    """Return the first value that is given; None if none is."""
+    """Return the first argument other than None, or None without any."""
     return next((value for value in values if value is not None), None)
 
 
 def checked_policy(policy: str) -> str:
-    """Return which validations ask for a checkpoint.
+    """Return the checked policy for checkpoints after validations.
 
     Raises:
         ValueError: There is no such policy.
@@ -125,7 +125,7 @@ def checked_policy(policy: str) -> str:
 
 
 def training_length(searcher: Mapping[str, Any], given: TrainUnit | None) -> TrainUnit:
-    """Return how long to train in all: the searcher's length, or else the given one.
+    """Return the total training length: the searcher's, or else the given length.
 
     Raises:
         ValueError: There is neither.
@@ -144,12 +144,12 @@ def training_length(searcher: Mapping[str, Any], given: TrainUnit | None) -> Tra
     return given
 
 
-# Those of continuous checkpoints without a rule of the user's.
+# Retention defaults of continuous checkpoints, for users who give no rule.
 _CONTINUOUS_LATEST, _CONTINUOUS_BEST = 2, 1
 
 
 def checked_period(period: Any) -> TrainUnit | ContinuousPeriod | None:
-    """Return `checkpoint_period` if it is one.
+    """Return the checked `checkpoint_period`.
 
     Raises:
         TypeError: It is neither a train unit nor "continuous".
@@ -195,7 +195,7 @@ def checked_rules(
     metric: str | None,
     is_continuous: bool,
 ) -> RetentionRules:
-    """Return the rules that the arguments `keep_...` give.
+    """Return the retention rules of the arguments `keep_...`.
 
     Args:
         keep_latest: The argument, as the next three.

@@ -60,7 +60,7 @@ class CheckpointLoadContext(PyTorchTrialContext):
         return model
 
     def get_experiment_config(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the experiment's config: its section `data`."""
+        """Return the stored part of the experiment's config: its section `data`."""
         return {"data": self._data_config}
 
 
@@ -83,7 +83,7 @@ def load_trial_from_checkpoint_path(
     trial_class: type[PyTorchTrial] | None = None,
     trial_kwargs: Mapping[str, Any] | None = None,
 ) -> PyTorchTrial:
-    """Build a trial as it was trained and load the weights of its models, on the CPU.
+    """Build a trial as in training and load its models' weights, on the CPU.
 
     No code comes from the checkpoint: without `trial_class`, the class is imported by its name
     from `sys.path`.
@@ -138,7 +138,7 @@ def _loaded_trial(
 def load_weights_from_checkpoint_path(
     path: str | os.PathLike[str], model: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of one model, for `load_state_dict`; tied weights under all their names.
+    """Return a model's weights for `load_state_dict`; tied weights under all their names.
 
     Of a model that was wrapped with `trainable_only`, they are those that were trained, and the
     buffers: `load_state_dict(weights, strict=False)` adds them to the base.

@@ -43,7 +43,7 @@ def init(
     tensorboard_mode: core.TensorboardMode = core.TensorboardMode.OFF,
     trackers: Sequence[core.Tracker | str] = (),
 ) -> Iterator[PyTorchTrialContext]:
-    """Begin an attempt and yield the context that a trial is made with.
+    """Begin an attempt and yield the context for making a trial.
 
     With several ranks (`launch`, Paceline's launcher, torchrun) the process group is made here if
     it is not there yet: NCCL if each rank has a GPU, else gloo. All generators are seeded.
@@ -132,7 +132,7 @@ def init(
 
 
 class Beginning(NamedTuple):
-    """What a context is made of when an attempt begins."""
+    """Arguments for making a context at the start of an attempt."""
 
     core_context: core.Context
     hparams: Mapping[str, Any] | None
@@ -152,7 +152,7 @@ def begin_trial(
     seed: int | None,
     **options: Any,
 ) -> Iterator[_Context]:
-    """Begin an attempt of ranks that are joined, and yield the context that was made.
+    """Begin an attempt of already joined ranks, and yield the new context.
 
     Args:
         make_context: Makes the context.
@@ -177,7 +177,7 @@ def begin_trial(
 def _num_shards(
     core_context: core.Context, given: int | None, tensor_parallel_size: int
 ) -> int | None:
-    """Return what the checkpoint to go on from was cut into, else what was asked for."""
+    """Return the number of shards: the checkpoint's, else the given, else the launcher's."""
     if given is not None:
         check_count("num_shards", given)
     latest, stored = core_context.latest_checkpoint, None

@@ -1,4 +1,4 @@
-"""Hooks of a front door into the loop, agreement of ranks, reports.
+"""Location of the layer with the first non-finite value, by a rerun of the batch.
 
 Also: the origin of a non-finite loss.
 """
@@ -31,7 +31,7 @@ TrainsShard = Callable[[Any, int, int], Any]
 
 
 class LoopHooks(Protocol):
-    """Hooks that a front door implements for the loop; each is called on all ranks.
+    """Hooks of the training loop, implemented by a front door; called on all ranks.
 
     Attributes:
         has_schedulers: Whether `after_batch` has anything to do.
@@ -42,25 +42,25 @@ class LoopHooks(Protocol):
     to_device: Callable[[Any], Any]
 
     def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
-        """Train on one shard and return its metrics."""
+        """Train on a shard and return its metrics."""
 
     def plain_training(self) -> TrainsShard:
-        """Return what trains the next shards; none of them is at the edge of an epoch."""
+        """Return the function to train the next shards with; no epoch begins or ends in them."""
 
     def metrics_of(self, returned: Any) -> Mapping[str, Any]:
-        """Return the metrics that `plain_training` returned in some form."""
+        """Return the metrics in a value returned by `plain_training`'s function."""
 
     def num_samples(self, data: Any) -> int:
         """Return the number of samples of a shard."""
 
     def after_batch(self, position: Position) -> None:
-        """Step schedulers that count batches or optimizer steps."""
+        """Step schedulers counted in batches or optimizer steps."""
 
     def epoch_started(self, epoch: int) -> None:
-        """Tell that an epoch begins."""
+        """Report the beginning of an epoch."""
 
     def epoch_ended(self, epoch: int) -> None:
-        """Step schedulers that count epochs, and tell that one has ended."""
+        """Step schedulers counted in epochs, and report the end of an epoch."""
 
     def report(self, position: Position, metrics: dict[str, float]) -> None:
         """Report averaged training metrics."""
@@ -75,17 +75,17 @@ class LoopHooks(Protocol):
         """Store a checkpoint."""
 
     def tell_stored(self) -> None:
-        """Tell all ranks of the checkpoints that exist by now; all ranks call it at once."""
+        """Send all ranks the names of the stored checkpoints; collective over all ranks."""
 
     def wants_save(self) -> bool:
         """Tell whether this rank wants a checkpoint now, where they follow each other."""
 
     def look(self, position: Position) -> None:
-        """Raise what went wrong in the background, and show progress; called now and then."""
+        """Raise errors of background work, and show progress; called periodically."""
 
 
 class RankWish(IntEnum):
-    """What a rank wants all to do; of several ranks' wishes the largest counts."""
+    """Request of a rank to all ranks; the largest of several requests wins."""
 
     NONE = 0
     SAVE = 1
@@ -95,7 +95,7 @@ class RankWish(IntEnum):
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Why training ends by this wish; None if it goes on."""
+        """The reason to end training by this request, or None to continue."""
         return _REASONS.get(self)
 
 
@@ -107,7 +107,7 @@ _REASONS = {
 
 
 class RankAgreement:
-    """What the ranks agree to do between two batches.
+    """Agreement of the ranks on actions between two batches.
 
     Args:
         core: The core context.
@@ -155,7 +155,7 @@ class RankAgreement:
             self._news_at = position.batches + 1
 
     def after_batch(self, position: Position) -> RankWish:
-        """Return what all ranks do now, the same on all; called by all after the same batch."""
+        """Return the action of all ranks after this batch; collective over all ranks."""
         if self._news_at is not None and position.batches >= self._news_at:
             self._news_at = None
             self._hooks.tell_stored()
@@ -185,12 +185,12 @@ class RankAgreement:
         return wish
 
     def agree_now(self) -> RankWish:
-        """Return whether to leave now, the same on all ranks; all of them wait for it."""
+        """Return the agreed request to leave, the same on all ranks; waits for all of them."""
         self.is_decision_due = False
         return max(self._core.distributed.allgather(self._own_wish()))
 
     def compare_start(self, position: Position, *, is_idle: bool) -> None:
-        """Do what `compare_ranks` does, once."""
+        """Run `compare_ranks` once, at the first start."""
         if not self._is_start_compared:
             self._is_start_compared = True
             self.compare_ranks(position, is_idle=is_idle)
@@ -201,7 +201,7 @@ class RankAgreement:
             self.compare_ranks(position, is_idle=is_idle)
 
     def compare_ranks(self, position: Position, *, is_idle: bool) -> None:
-        """Compare what all ranks must have alike, unless that is turned off; all ranks call it.
+        """Compare state required to be equal on all ranks, unless turned off; collective.
 
         Args:
             position: Where training is.
@@ -218,7 +218,7 @@ class RankAgreement:
         self.compared_at = position
 
     def _own_wish(self) -> RankWish:
-        """Return what this rank knows by signals, and the chief by the runner as well."""
+        """Return this rank's request from signals, and on the chief from the runner too."""
         preempt = self._core.preempt
         is_chief = self._core.distributed.rank == 0
         if not (preempt.is_wanted() if is_chief else preempt.has_signal):
@@ -271,12 +271,12 @@ class LoopReports:
 
 
 def _report_timings(hooks: LoopHooks, batches: int, timings: dict[str, float]) -> None:
-    """Report by what may be a weak reference, which a bound method would not be."""
+    """Report through a possibly weak reference; a bound method would be strong."""
     hooks.report_timings(batches, timings)
 
 
 class TrainsAgain(Protocol):
-    """What moves a shard to the device and trains on it."""
+    """Hooks to move a shard to the device and train on the shard."""
 
     to_device: Callable[[Any], Any]
 
@@ -285,7 +285,7 @@ class TrainsAgain(Protocol):
 
 
 class _OriginFound(Exception):
-    """Ends the training of a batch that is run again; nothing else sees it."""
+    """Internal signal to end the rerun of a batch."""
 
 
 def check_losses(
@@ -297,7 +297,7 @@ def check_losses(
     stepper: Stepper,
     position: Position,
 ) -> None:
-    """Check that the training losses since the last check are finite; all ranks call it.
+    """Check the training losses since the last check for non-finite values; collective.
 
     Args:
         means: The training metrics.
@@ -318,6 +318,7 @@ def check_losses(
         origin = None
         if error.rank == distributed.rank:
             origin = describe_origin(hooks, data, stepper, position, error.batch)
+        # Origin is shared, so that every rank raises the same message.
         origin = distributed.allgather(origin)[error.rank]
         text = (
             f"{error} {origin} Hint: go on from the last checkpoint with a smaller learning rate or"
@@ -399,7 +400,7 @@ def _finite_weights(models: list[torch.nn.Module]) -> Iterator[bool]:
 
 
 def _shards_again(data: ShardedData, position: Position, batch: int) -> Iterator[Any] | None:
-    """Return this rank's shards of an earlier batch; None if it is not known where that lies."""
+    """Return this rank's shards of an earlier batch, or None if its place is unknown."""
     epoch, index = position.epochs, position.batch_in_epoch - (position.batches - batch)
     order = data.order(epoch)
     while index < 0 and epoch and order is not None:
@@ -412,7 +413,7 @@ def _shards_again(data: ShardedData, position: Position, batch: int) -> Iterator
 
 @contextmanager
 def _stopping_at_origin(models: list[torch.nn.Module]) -> Iterator[None]:
-    """Stop at the first layer that returns what is not finite, or at the backward pass."""
+    """Stop at the first layer with a non-finite output, or at the backward pass."""
 
     def stop(*_: Any, **__: Any) -> None:
         raise _OriginFound
@@ -425,6 +426,7 @@ def _stopping_at_origin(models: list[torch.nn.Module]) -> Iterator[None]:
     hooks = [module.register_forward_hook(_looking_at(name)) for name, module in named]
     autograd: Any = torch.autograd
     backward, grad = autograd.backward, autograd.grad
+    # Backward passes are replaced: the rerun must not change gradients or step optimizers.
     autograd.backward = autograd.grad = stop
     try:
         yield

@@ -1,4 +1,4 @@
-"""A training of registered parts and callbacks: its data, loop, store and restore."""
+"""Resumable training of registered parts: builds data and loop, stores and restores."""
 
 import inspect
 import logging
@@ -38,7 +38,7 @@ from paceline.pytorch._training_state import TrainingState, has_same_size, posit
 
 
 class RegisteredModels:
-    """The registered parts of a training on this rank, which a checkpoint captures.
+    """Registered models, optimizers, schedulers and reducers, captured by checkpoints.
 
     Args:
         core: The core context.
@@ -86,7 +86,7 @@ class RegisteredModels:
 
     @cached_property
     def built(self) -> dict[str, list[Any]]:
-        """What the optimizers and schedulers were built with; it must be looked at before use."""
+        """Settings of optimizers and schedulers as built; must be read before their first use."""
         schedulers = [each.scheduler for each in self.lr_schedulers]
         return built_settings(self.models, self.optimizers, schedulers)
 
@@ -96,7 +96,7 @@ class RegisteredModels:
 
 
 class TrainingCallbacks:
-    """Tell callbacks, one after the other, what happens in a training.
+    """Dispatcher of training events to the callbacks, in order.
 
     Args:
         callbacks: The callbacks by name; empty without any.
@@ -129,18 +129,19 @@ class TrainingCallbacks:
         return any(getattr(type(each), hook) is not default for each in self._callbacks.values())
 
     def start(self, num_batches: int, checkpoint: str | None) -> None:
-        """Tell that training begins; a callback that fails is stopped too.
+        """Call the startup hooks; a callback with a failing hook is also shut down.
 
         Args:
             num_batches: How many batches are trained already.
             checkpoint: What it goes on from.
         """
         for callback in self._callbacks.values():
+            # Recorded before its hook: a callback that fails in startup is shut down as well.
             self._started.append(callback)
             callback.on_trial_startup(num_batches, checkpoint)
 
     def stop(self) -> ExitStack:
-        """Return a block, at whose end the callbacks that were started are told of it."""
+        """Return an exit stack to run the shutdown hooks of all started callbacks."""
         stack = ExitStack()
         for callback in self._started:
             stack.callback(callback.on_trial_shutdown)
@@ -152,7 +153,7 @@ class TrainingCallbacks:
         return {name: callback.state_dict() for name, callback in self._callbacks.items()}
 
     def load_state(self, states: Mapping[str, dict[str, Any]], warn: Callable[[str], None]) -> None:
-        """Take up what `state` returned; `warn` is told what fits no callback, or is missing."""
+        """Restore the callbacks' states; report unknown or missing states to `warn`."""
         for name, callback in self._callbacks.items():
             if name in states:
                 callback.load_state_dict(states[name])
@@ -199,7 +200,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
             ranks.
     """
 
-    # What a back end with states of its own overrides.
+    # Type of the captured state: back ends with states of their own override the attribute.
     state_type = TrainingState
     needs_whole_batches = False
 
@@ -220,23 +221,23 @@ class ResumableTraining(TrainingFit, LoopHooks):
 
     @property
     def models(self) -> list[torch.nn.Module]:
-        """The models that are trained."""
+        """The models being trained."""
         return self._parts.stepper.models
 
     @property
     def tracer(self) -> TraceProfiler | None:
-        """What traces the training, if that is wanted."""
+        """The profiler for traces, or None."""
         return self._parts.tracer
 
     # ---- what a subclass says ------------------------------------------------------------
 
     @abstractmethod
     def make_loaders(self) -> tuple[Any, Any]:
-        """Return a new loader of the training data, and one of the validation data."""
+        """Return a new loader of the training data and a new loader of the validation data."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return what the chief adds to a checkpoint."""
+        """Return the chief's additional entries of a checkpoint."""
 
     @abstractmethod
     def changed_facts(self, training: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
@@ -287,7 +288,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         self.checkpoints.latest = uuid or ""
         self.checkpoints.begin_series()
         position = Position() if stored is None else position_of(stored)
-        # They are looked at before they are used.
+        # Settings as built are cached here, before training changes them.
         parts.built  # noqa: B018
         self._callbacks.start(position.batches, uuid)
         seed = self._seed = parts.get_trial_seed() if stored is None else stored["training"]["seed"]
@@ -308,7 +309,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         parts.num_epoch_batches = self.loop.num_epoch_batches(position.epochs)
         self._callbacks.tell("on_training_start")
         if stored is not None and stored["rank"]["random"] is not None:
-            # What a hook has drawn was drawn in the beginning too.
+            # Generators restored again: their stored state already includes the hooks' draws.
             restore_random_state(stored["rank"]["random"])
 
     def _build_data(self) -> ShardedData:
@@ -374,13 +375,13 @@ class ResumableTraining(TrainingFit, LoopHooks):
         self._state.restore_own(stored, self.loop, is_same_size=is_same_size)
 
     def _reenter(self) -> None:
-        """Tell the callbacks that training goes on after `close`."""
+        """Call the startup hooks again when training resumes after `close`."""
         if not self._callbacks.has_started:
             self._callbacks.start(self.loop.position.batches, None)
             self._callbacks.tell("on_training_start")
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being stored, and run the shutdown hooks."""
+        """Wait for the checkpoint being stored, and run the shutdown hooks."""
         with self._callbacks.stop():
             error = sys.exc_info()[1]
             self.checkpoints.finish(error)
@@ -390,7 +391,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
     # ---- for the loop --------------------------------------------------------------------
 
     def after_batch(self, position: Position) -> None:
-        """Step the schedulers that count batches or optimizer steps."""
+        """Step the schedulers counted in batches or optimizer steps."""
         num_steps_of = self._parts.stepper.num_steps_of
         self._share_manual_schedulers()
         for entry in self._parts.lr_schedulers:
@@ -415,7 +416,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         self._callbacks.tell("on_training_epoch_start", epoch)
 
     def epoch_ended(self, epoch: int) -> None:
-        """Step the schedulers that count epochs, and tell the callbacks."""
+        """Step the schedulers counted in epochs, and call the callbacks."""
         for entry in self._parts.lr_schedulers:
             entry.after_epoch(epoch)
         self._callbacks.tell("on_training_epoch_end", epoch)
@@ -460,7 +461,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
             return self.run_validation(data, loader, None)[0]
 
     def _data_to_validate(self, loader: Any, own_shards: range) -> ShardedData | None:
-        """Return a loader's data in shards; None if it is evaluated as a whole."""
+        """Return a loader's data in shards, or None for evaluation as a whole."""
         if not self.validates_batches:
             return None
         return ShardedData(
@@ -491,11 +492,11 @@ class ResumableTraining(TrainingFit, LoopHooks):
         )
 
     def _begin_part(self, destination: Destination) -> Destination:
-        """Store what must be stored while training stands still, and return where the rest goes."""
+        """Write synchronous parts of a checkpoint; return the destination for the rest."""
         return destination
 
     def _all_facts(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides the state of the registered parts."""
+        """Return all entries of a checkpoint besides the registered parts' state."""
         return {
             "seed": self._seed,
             "num_shards": self._parts.num_shards,

@@ -1,4 +1,4 @@
-"""`Trainer`: what to train for how long; `Result`."""
+"""Trainer of a trial: length, periods, and actions between batches."""
 
 import os
 from collections.abc import Generator, Iterator
@@ -81,13 +81,13 @@ class Result:
         return [f"{self.checkpoint_storage}/{uuid}" for uuid in self.checkpoints]
 
     def history(self, group: str = "validation") -> Iterator[MetricsRow]:
-        """Yield the rows of one group as reported, read from disk; superseded rows are left out."""
+        """Yield a group's rows in reported order, read from disk, without superseded rows."""
         for row in read_metrics(RunDirectory(self.run_dir), group):
             if not row.is_superseded:
                 yield row
 
     def to_pandas(self, group: str = "validation") -> Any:
-        """Return the history as a pandas data frame, one row per step.
+        """Return the history as a pandas data frame, a row per step.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.
@@ -108,7 +108,7 @@ class Result:
 
 
 def last_validation(run_dir: Path) -> dict[str, Any]:
-    """Return the metrics of a run's last validation, which an earlier process may have made."""
+    """Return the metrics of a run's last validation, possibly by an earlier process."""
     metrics: dict[str, Any] = {}
     for row in read_metrics(RunDirectory(run_dir), "validation"):
         metrics = metrics if row.is_superseded else row.metrics
@@ -143,7 +143,7 @@ class Trainer:
         self._profiling: ProfilingWindow | None = None
 
     def _make_training(self, trial: PyTorchTrial) -> TrialTraining:
-        """Check what the trial has wrapped, and return what trains it."""
+        """Check the trial's wrapped parts, and return the training of the trial."""
         context = self._context
         for kind, wrapped in (("model", context.models), ("optimizer", context.optimizers)):
             if not wrapped:
@@ -166,7 +166,7 @@ class Trainer:
         begin_on_batch: int = 0,
         end_after_batch: int | None = None,
     ) -> None:
-        """Time the parts of each batch in a window; a later call replaces an earlier one.
+        """Time the parts of each batch in a window; a later call replaces an earlier window.
 
         Each batch adds a row to the metric group "profiling", on another rank than the chief to
         one such as "profiling_rank_2": `data_wait_s`, `to_device_s`, `train_batch_s` and, within
@@ -394,7 +394,7 @@ class Trainer:
                 calls.refuses_outside = False
 
     def validate(self) -> dict[str, Any]:
-        """Validate the present state unless that was done, and return the metrics.
+        """Validate the present state unless already done, and return the metrics.
 
         When told to leave, it comes to its end; the next `train_for` stores the state and leaves.
         """
@@ -404,7 +404,7 @@ class Trainer:
         return self._training.validation_metrics
 
     def evaluate(self, data_loader: Any) -> dict[str, Any]:
-        """Return the metrics of other data, such as a test set, and report nothing.
+        """Return the metrics of other data, for example a test set, without reporting them.
 
         When told to leave, it comes to its end, as `validate` does.
 
@@ -438,7 +438,7 @@ class Trainer:
         self._open(state)
 
     def save_checkpoint(self) -> str:
-        """Store the present state unless that was done, and return the checkpoint's UUID."""
+        """Store the present state unless already stored, and return the checkpoint's UUID."""
         self._open()
         self._training.store()
         return self._training.checkpoints.latest
@@ -452,6 +452,7 @@ class Trainer:
             if context.core.info is None and context.has_global_batch_size:
                 # A wrong one is refused, also where the loaders do not read it.
                 context.get_global_batch_size()
+            # Exit stacks run in reverse order: `close` comes first, then the end of the display.
             context.exit_stack.push(training.progress)
             context.exit_stack.callback(training.close)
         training.open(state)
@@ -471,7 +472,7 @@ class Trainer:
         )
 
     def _window(self, defaults: FitDefaults, enabled: bool | None = None) -> ProfilingWindow:
-        """Return which batches to time: all of them, or none, if that is asked for."""
+        """Return the window of batches to time; `enabled` turns all timing on or off."""
         window = self._profiling or defaults.profiling or ProfilingWindow()
         return window if enabled is None else replace(window, enabled=bool(enabled))
 

@@ -32,13 +32,13 @@ ContinuousPeriod: TypeAlias = Literal["continuous"]
 CONTINUOUS: ContinuousPeriod = "continuous"
 
 _HOUR_S = 3600.0
-# Where storing fails at once, the next two failures would follow within the same moment, and the
-# third one ends training.
+# Delay before a retry: storage that fails at once would fail twice more within a moment, and
+# the third failure ends training.
 _RETRY_S = 60.0
 
 
 class ContinuousSaves:
-    """Pace checkpoints, so that they take no more bytes than allowed, and do not fail in a row.
+    """Pacing of continuous checkpoints, by a byte limit and a delay after failures.
 
     Args:
         bytes_per_hour: How many bytes to store in an hour at most, on average since the last
@@ -59,10 +59,11 @@ class ContinuousSaves:
             stored_s: When it was stored, in seconds since the epoch.
         """
         self._next_s = time.monotonic() + num_bytes * self._seconds_per_byte
+        # Negative ages are ignored: the clock may have been set back.
         self._next_s -= max(time.time() - stored_s, 0.0)
 
     def is_due(self, *, is_newest_lost: bool) -> bool:
-        """Tell whether the next one begins, where none is being stored.
+        """Return whether the next checkpoint is due, given no other being stored.
 
         Args:
             is_newest_lost: Whether the newest one could not be stored.
@@ -76,25 +77,25 @@ class ContinuousSaves:
         return now >= self._next_s
 
     def note_begun(self) -> None:
-        """Take in that a checkpoint begins, also one that was due for another reason."""
+        """Record the beginning of any checkpoint, for pacing."""
         self._begun_s, self._retry_s = time.monotonic(), None
 
     def note_stored(self, num_bytes: int) -> None:
-        """Take in the size of the checkpoint that was stored."""
+        """Record the size of the last stored checkpoint."""
         self._next_s = max(self._next_s, self._begun_s) + num_bytes * self._seconds_per_byte
 
 
 logger = logging.getLogger(__name__)
 
-# For how long the chief waits for other ranks' parts of a checkpoint, in seconds, besides what an
-# object store may take to answer.
+# Time limit of the chief for other ranks' parts of a checkpoint, in seconds, besides the time
+# that an object store may take to answer.
 _PARTS_S = 60.0
 _STORE_TRIES = 3
 _PARTS_AFTER_ERROR_S = 1.0
 
 
 class TrainingCheckpoints:
-    """Each rank stores its part of a checkpoint; the chief commits it when all parts are there.
+    """Checkpoints of a training: each rank stores its part, the chief commits them.
 
     Args:
         core: The core context.
@@ -118,7 +119,7 @@ class TrainingCheckpoints:
         self._on_stored = on_stored
         self._saver = CheckpointSaver(core.distributed.rank, core.distributed.local_size)
         self._committed: list[CheckpointStored] = []
-        # With references both ways, a finished training would keep its models' memory.
+        # Weak reference: in a cycle, a finished training would keep its models' memory.
         commit = weakref.WeakMethod(self._take)
         self._parts = core.checkpoint.parts(lambda stored: _call(commit(), stored))
         self._series = ""
@@ -129,7 +130,7 @@ class TrainingCheckpoints:
         return self._saver.is_newest_lost or self._parts.is_newest_lost
 
     def begin_series(self) -> None:
-        """Agree on the names of the checkpoints that follow; all ranks call it."""
+        """Agree on the names of the next checkpoints; collective over all ranks."""
         is_chief = self._distributed.rank == 0
         series = self._parts.new_series() if is_chief else ""
         self._series = self._distributed.broadcast(series)
@@ -139,12 +140,12 @@ class TrainingCheckpoints:
         self.uuids, self._num_announced = [], 0
 
     def kept_uuids(self) -> list[str]:
-        """Return those of the present call of `fit` that exist; all ranks call it."""
+        """Return the existing checkpoints of the present `fit` call; all ranks call this."""
         uuids = self.uuids if self.retention is None else self.retention.kept_of(self.uuids)
         return self._distributed.broadcast(uuids)
 
     def keep(self, best_validation: BestValidation, rules: RetentionRules) -> None:
-        """Have the chief delete checkpoints that rules do not keep; a master has its own rules."""
+        """Set the chief's rules for deleting checkpoints; ignored under a master's own rules."""
         self.retention = None
         if rules.is_empty or self._distributed.rank:
             return
@@ -161,7 +162,7 @@ class TrainingCheckpoints:
                 self.continuous.carry_on(sum(stored.resources.values()), stored.time)
 
     def check(self) -> None:
-        """Raise the error of a checkpoint that could not be stored, and note those that exist."""
+        """Raise the error of a failed checkpoint, and record the committed checkpoints."""
         self._saver.check()
         self._note_committed()
 
@@ -171,7 +172,7 @@ class TrainingCheckpoints:
         self._note_committed()
 
     def announce(self) -> None:
-        """Tell every rank of what was stored since the last time; all must call it."""
+        """Send all ranks the checkpoints stored since the last call; collective."""
         if self._distributed.size == 1:
             return
         self._note_committed()
@@ -211,7 +212,7 @@ class TrainingCheckpoints:
         self._saver.save(parts, destination, write_more, sender_for)
 
     def store(self, loop: TrainingLoop) -> None:
-        """Store a checkpoint unless this step has one, and wait until it exists.
+        """Store a checkpoint unless this step already has a stored checkpoint, and wait.
 
         Raises:
             CheckpointWriteError: Parts of some ranks are missing.
@@ -220,7 +221,7 @@ class TrainingCheckpoints:
         with failing_together(self._distributed, must):
             self._saver.settle()
         if any(self._distributed.allgather(self._is_newest_lost)):
-            # What some rank could not store is stored once more, by all.
+            # Parts lost on any rank: all ranks store the checkpoint again.
             loop.last_checkpoint = None
         loop.save()
         try:
@@ -233,7 +234,7 @@ class TrainingCheckpoints:
         self.announce()
 
     def wants_next(self) -> bool:
-        """Tell whether the next one of continuous checkpoints begins, as this rank sees it.
+        """Return whether the next continuous checkpoint is due, from this rank's view.
 
         The chief sees when the last one is whole. Another rank wants one if its part was lost.
         """
@@ -243,7 +244,7 @@ class TrainingCheckpoints:
         return self.continuous.is_due(is_newest_lost=is_lost)
 
     def finish(self, error: BaseException | None) -> None:
-        """Wait for the checkpoint that is being stored.
+        """Wait for the checkpoint being stored.
 
         Args:
             error: What has ended the training, if it has failed.
@@ -260,13 +261,13 @@ class TrainingCheckpoints:
     # ---- small parts ---------------------------------------------------------------------
 
     def _take(self, stored: CheckpointStored) -> None:
-        """Take in a committed checkpoint, in the thread that has committed it."""
+        """Record a committed checkpoint, in the committing thread."""
         self._committed.append(stored)
         if self.retention is not None:
             self.retention.note_checkpoint(stored)
 
     def _await_parts(self, *, is_failing: bool) -> None:
-        """Wait, on the chief, until the checkpoints are committed that all ranks have stored."""
+        """Wait, on the chief, for all ranks' parts of the checkpoints and for their commit."""
         patience_s = _PARTS_S
         if self._core.checkpoint.storage.is_remote:
             patience_s += _STORE_TRIES * UploadLimits.from_environment().part_s
@@ -305,14 +306,14 @@ _FINISHED = (core.RunState.COMPLETED, core.RunState.RUNNING)
 
 
 class EarlierState(NamedTuple):
-    """A checkpoint, and the storage that holds it; None is the run's own."""
+    """Checkpoint to begin from, with its storage; None means the run's own storage."""
 
     uuid: str
     storage: CheckpointStorage | None = None
 
 
 def state_at(place: str) -> EarlierState:
-    """Return the state of a checkpoint of the run, or of one at a path or URL."""
+    """Return the state named by a checkpoint's UUID in the run, or by a path or URL."""
     if "/" not in place:
         return EarlierState(place)
     storage, uuid = checkpoint_at(place)
@@ -357,7 +358,7 @@ def asked_state(
     latest_checkpoint: str | None,
     resume: str | os.PathLike[str] | None,
 ) -> EarlierState | None:
-    """Return the state that a user asks for; None for what the run goes on from by itself.
+    """Return the state requested by the user, or None for the run's own latest state.
 
     Args:
         core_context: The context of the run.

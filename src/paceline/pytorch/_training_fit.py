@@ -54,7 +54,7 @@ class LengthProgress:
         self._reported: dict[str, Any] = {}
 
     def begin(self, length: TrainUnit | None, loop: TrainingLoop) -> None:
-        """Show progress towards a length, or go on if that is shown already.
+        """Show progress towards a length; continue a display of the same length.
 
         Args:
             length: Where training ends; None if that is not known, as it goes piece by piece.
@@ -81,7 +81,7 @@ class LengthProgress:
 
     @contextmanager
     def towards(self, length: TrainUnit | None, loop: TrainingLoop) -> Iterator[None]:
-        """Show progress towards a length within a block, and then how it has ended."""
+        """Show progress towards a length within a block, and the outcome at its end."""
         self.begin(length, loop)
         with self:
             yield
@@ -100,7 +100,7 @@ class LengthProgress:
         display.end(self._ending(error), *places)
 
     def note(self, text: str) -> None:
-        """Show what goes on in place of training."""
+        """Show an activity other than training."""
         if self._display is not None:
             self._display.note(text)
 
@@ -128,7 +128,7 @@ class LengthProgress:
         self._reason = reason
 
     def fraction(self, position: Position) -> float | None:
-        """Return what part of the length is done, at most 1; None without a length."""
+        """Return the completed fraction of the length, at most 1, or None without a length."""
         length = self._length
         if length is None:
             return None
@@ -137,13 +137,13 @@ class LengthProgress:
         return min(done / length.length, 1.0)
 
     def _newest_metrics(self) -> dict[str, Any] | None:
-        """Return the metrics of the last report, or newer ones that need no waiting."""
+        """Return the last reported metrics, updated by newer values available without waiting."""
         if self._loop is None or self._display is None or not self._display.is_live:
             return None
         return {**self._reported, **self._loop.means.peek()}
 
     def _completed(self, position: Position) -> float | None:
-        """Return what is done in units of the length; None within an epoch of unknown length."""
+        """Return progress in units of the length; None within an epoch of unknown length."""
         length = self._length
         if length is None:
             return float(position.batches)
@@ -176,20 +176,20 @@ _TIMINGS_GROUP = "profiling"
 
 
 class KeepsMetricSums(Protocol):
-    """What collects metrics of its own over the batches."""
+    """Interface of a collector of metrics over batches."""
 
     def state(self) -> Any:
-        """Return what was collected so far."""
+        """Return the values collected so far."""
 
     def load_state(self, states: Any) -> None:
-        """Take up what `state` returned."""
+        """Restore the values returned by `state`."""
 
     def reset(self) -> None:
-        """Forget what was collected."""
+        """Discard the collected values."""
 
 
 class TrainingFit(ABC):
-    """A training that a front door runs as a whole or piece by piece.
+    """Training run by a front door, as a whole or in pieces.
 
     Subclasses build the loop, and are its hooks.
 
@@ -224,16 +224,16 @@ class TrainingFit(ABC):
     @property
     @abstractmethod
     def models(self) -> Iterable[torch.nn.Module]:
-        """The models that are trained."""
+        """The models being trained."""
 
     @property
     def tracer(self) -> TraceProfiler | None:
-        """What traces the training, if that is wanted."""
+        """The profiler for traces, or None."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for the checkpoint that is being stored, and end the training."""
+        """Wait for the checkpoint being stored, and end the training."""
 
     # ---- running -------------------------------------------------------------------------
 
@@ -337,6 +337,7 @@ class TrainingFit(ABC):
             state = inspect.getgeneratorstate(shards)
             if state == inspect.GEN_SUSPENDED:
                 self.loop.is_left = True
+                # Generator runs once more: with `is_left` set, the last batch is finished.
                 next(shards, None)
             if state != inspect.GEN_CREATED:
                 self.loop.end_epoch()
@@ -354,7 +355,7 @@ class TrainingFit(ABC):
         return reason
 
     def store(self) -> None:
-        """Store a checkpoint unless this step has one, and wait until it is there."""
+        """Store a checkpoint unless this step already has a stored checkpoint, and wait."""
         with self.loop.storing():
             self.progress.note("storing a checkpoint")
             self.checkpoints.store(self.loop)
@@ -371,7 +372,7 @@ class TrainingFit(ABC):
 
     @contextmanager
     def evaluating(self, sums: KeepsMetricSums) -> Iterator[None]:
-        """Evaluate the models within the block; it changes nothing of what training collects.
+        """Evaluate the models within the block; training modes and collected sums are kept.
 
         Args:
             sums: What collects metrics over the batches of training.
@@ -393,22 +394,22 @@ class TrainingFit(ABC):
     # ---- for the loop --------------------------------------------------------------------
 
     def report_timings(self, batches: int, timings: dict[str, float]) -> None:
-        """Report this rank's times; those of a step that is done again are left out."""
+        """Report this rank's times, without values already reported for a repeated step."""
         train = self._core.train
         known = train.standing(_TIMINGS_GROUP, batches)
         news = {name: value for name, value in timings.items() if name not in known}
         train.report_metrics(_TIMINGS_GROUP, batches, news)
 
     def tell_stored(self) -> None:
-        """Tell all ranks of the checkpoints that exist by now."""
+        """Send all ranks the names of the stored checkpoints."""
         self.checkpoints.announce()
 
     def wants_save(self) -> bool:
-        """Tell whether the next one of continuous checkpoints begins, as this rank sees it."""
+        """Return whether the next continuous checkpoint is due, from this rank's view."""
         return self.checkpoints.wants_next()
 
     def look(self, position: Position) -> None:
-        """Raise the error of a checkpoint that could not be stored, and show progress."""
+        """Raise the error of a failed checkpoint, and show progress."""
         self.checkpoints.check()
         self.progress.update(position)
 
@@ -425,7 +426,7 @@ class TrainingFit(ABC):
         self.progress.report(position, metrics, "training")
 
     def _report_validation(self, position: Position, metrics: dict[str, Any]) -> bool:
-        """Report a validation; tell whether it deserves a checkpoint."""
+        """Report a validation; return whether to store a checkpoint for the result."""
         _add_counts(metrics, position)
         if self._core.distributed.rank == 0:
             self._core.train.report_validation_metrics(position.batches, metrics)

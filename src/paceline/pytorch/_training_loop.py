@@ -1,4 +1,4 @@
-"""The training loop: from one batch to the next; batches that user code takes."""
+"""The training loop: batches, and the reports, validations and checkpoints between them."""
 
 import time
 import weakref
@@ -54,7 +54,7 @@ class TrainingLoop:
         self.last_validation = -1
         self.last_checkpoint = position if position.batches else None
         self.tracer: TraceProfiler | None = None
-        # Of the batch that is being trained, or of the last one.
+        # Position of the batch being trained, or of the last trained batch.
         self.present: Position | None = None
         self._core = core
         # The door has the loop: with references both ways, models of a finished training would keep
@@ -76,12 +76,12 @@ class TrainingLoop:
         self._reach_fault = faults.reach if faults.is_active() else None
 
     def num_epoch_batches(self, epoch: int) -> int | None:
-        """Return the number of global batches of an epoch, None if it is not known."""
+        """Return the number of global batches of an epoch, or None if unknown."""
         order = self.data.known_order(epoch)
         return None if order is None else order.num_batches
 
     def open_epoch(self) -> None:
-        """Make the data iterator at the present position; it may draw random numbers."""
+        """Make the data iterator at the present position; may draw random numbers."""
         epoch, batch = self.position.epochs, self.position.batch_in_epoch
         self._order = self.data.order(epoch)
         if self._order is None:
@@ -120,7 +120,7 @@ class TrainingLoop:
                 self._throughput.start(self.position)
                 yield
         except BaseException:
-            # It is ahead of the position. And perhaps the checkpoint was not stored.
+            # Iterator is ahead of the position after an error, and the checkpoint may be lost.
             self._iterator = self.last_checkpoint = self._agreement.compared_at = None
             raise
         finally:
@@ -154,7 +154,7 @@ class TrainingLoop:
     # ---- batches between which nothing is due --------------------------------------------
 
     def _is_plain(self) -> bool:
-        """Tell whether the next batch is one shard, an optimizer step of its own, and no edge."""
+        """Return whether the next batch is plain: 1 shard, 1 optimizer step, no epoch edge."""
         return (
             self._is_alone
             and self.data.num_shards == 1
@@ -167,7 +167,7 @@ class TrainingLoop:
         )
 
     def _train_plain_batches(self, next_look: int | None) -> None:
-        """Train plain batches: what `_train_batch` does, at the least cost.
+        """Train plain batches with the effect of `_train_batch`, at the least cost.
 
         It stops before the batch with which something is due and before the last one of the epoch,
         and when it is time to listen.
@@ -209,7 +209,7 @@ class TrainingLoop:
         self._throughput.data_wait_s += data_wait_s
 
     def _train_batch(self) -> bool:
-        """Train one global batch; False when the data are empty."""
+        """Train on a global batch; return False when the data are empty."""
         before, hooks, measured = self.position, self._loop_hooks, self._stepper.measured
         for data, size in self.shards_of_batch():
             with measured(MOVE):
@@ -220,7 +220,7 @@ class TrainingLoop:
         return self.position is not before
 
     def shards_of_batch(self) -> Iterator[tuple[Any, int]]:
-        """Yield this rank's shards of the next global batch and their sizes, then go beyond it.
+        """Yield this rank's shards of the next global batch with their sizes, then advance.
 
         Each is trained on before the next one is asked for. Without any data there is no batch.
         """
@@ -248,7 +248,7 @@ class TrainingLoop:
             is_window_end = accumulation.is_window_end(position.batches)
             num_window = accumulation.num_window_records(position, self.data.order)
         if self._stepper.is_divided:
-            # As one batch: all ranks call the model equally often, also one without samples.
+            # Shards as one batch: all ranks call the model equally often, even without samples.
             sizes = [sum(sizes)]
         elif not self._is_alone:
             accumulation.is_even = bool(order.sizes(batch, self._shards_of_last_rank))
@@ -258,7 +258,7 @@ class TrainingLoop:
     def _weighted(
         self, shards: Iterator[Any], sizes: list[int], num_window: int, is_window_end: bool
     ) -> Iterator[tuple[Any, int]]:
-        """Yield shards, each while its weight is that of the present backward pass."""
+        """Yield shards, each with its weight set for the duration of its backward pass."""
         accumulation, position = self._accumulation, self.position
         self.present = position
         self._stepper.calls.enter_batch()
@@ -288,7 +288,7 @@ class TrainingLoop:
             self.timeline.note_batch(position.batches + 1, timer)
 
     def _shards_of_stream_batch(self) -> Iterator[tuple[Any, int]]:
-        """Yield those of data that have no length: the epoch ends where all ranks' end.
+        """Yield shards of data without a length; the epoch ends when every rank's data end.
 
         Only these data cost an exchange per batch. Over a window of several batches, each batch
         counts alike, as the number of samples to come is not known.
@@ -306,7 +306,7 @@ class TrainingLoop:
         self._advance(num_records, is_epoch_end=False)
 
     def _next_shards(self) -> tuple[list[Any], list[int], int]:
-        """Return this rank's shards of a stream, their sizes, and that of the global batch."""
+        """Return this rank's shards of a stream, their sizes, and the global batch's size."""
         assert self._iterator is not None
         shards: list[Any] = self._throughput.wait_for(self._iterator, [])
         sizes = [self._loop_hooks.num_samples(shard) for shard in shards]
@@ -319,7 +319,7 @@ class TrainingLoop:
         return shards, sizes, num_records
 
     def _next_joined(self) -> tuple[list[Any], list[int], int]:
-        """Return the same with this rank's shards as one; every rank has one."""
+        """Return a stream's next shards as `_next_shards` does, joined to a single shard."""
         assert self._iterator is not None
         batch = self._throughput.wait_for(self._iterator)
         return ([], [], 0) if batch is None else ([batch.data], [batch.num_own], batch.num_all)
@@ -363,7 +363,7 @@ class TrainingLoop:
             self._reports.report(self.position, metrics)
 
     def validate(self) -> bool:
-        """Validate unless that was done at this step; tell whether to store a checkpoint."""
+        """Validate unless already done at this step; return whether to store a checkpoint."""
         if self.last_validation == self.position.batches:
             return False
         with self._account.spent_on(VALIDATION, self.position.batches):
@@ -373,7 +373,7 @@ class TrainingLoop:
         return wants_checkpoint
 
     def save(self) -> None:
-        """Store a checkpoint unless this position has one.
+        """Store a checkpoint unless this position already has a stored checkpoint.
 
         Raises:
             NonFiniteError: The loss was not finite and training is to stop then.
@@ -396,7 +396,7 @@ class TrainingLoop:
         check_losses(self.means, means, self._core.distributed, *parts, self.position)
 
     def storing(self) -> AbstractContextManager[None]:
-        """Return a context whose time counts as that of a checkpoint."""
+        """Return a context to account its time as checkpoint time."""
         return self._account.spent_on(CHECKPOINT, self.position.batches)
 
     def end(self) -> None:
@@ -405,7 +405,7 @@ class TrainingLoop:
         self._account.end(self.position.batches, self._throughput.all_data_wait_s)
 
     def _listen(self, *, is_at_end: bool) -> StopReason | None:
-        """Do what the ranks have agreed on; return why to leave, if that is it.
+        """Act on the ranks' agreement; return the reason to leave, or None.
 
         At the end, the checkpoint comes after the last report and validation.
         """
@@ -416,7 +416,7 @@ class TrainingLoop:
 
 
 class DrivenLoop(TrainingLoop):
-    """A training loop that can also hand out the batches of an epoch to a loop of the user's own.
+    """Training loop with a generator of an epoch's batches, for a loop in user code.
 
     Attributes:
         is_left: Whether the user's loop has ended before the epoch; the batch that it had is done.
@@ -476,6 +476,6 @@ class DrivenLoop(TrainingLoop):
             )
 
     def end_epoch(self) -> None:
-        """Leave out the rest of an epoch that was begun."""
+        """Skip the rest of an epoch already begun."""
         if self.position.batch_in_epoch:
             self._end_epoch()

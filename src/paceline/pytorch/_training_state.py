@@ -43,17 +43,17 @@ logger = logging.getLogger(__name__)
 
 
 class CollectsMetrics(Protocol):
-    """What collects metrics of its own over the batches."""
+    """Interface of a collector of metrics over batches."""
 
     def storable_state(self) -> list[dict[str, Any] | None]:
-        """Return what was collected, as far as a checkpoint can hold it."""
+        """Return the collected values as far as a checkpoint can hold them."""
 
     def load_state(self, states: Sequence[dict[str, Any] | None]) -> None:
-        """Take up what `storable_state` returned."""
+        """Restore the values returned by `storable_state`."""
 
 
 class TrainingState:
-    """The state of one training on this rank.
+    """State of a training on this rank: captured for checkpoints and restored.
 
     Args:
         stepper: The models and optimizers.
@@ -75,7 +75,7 @@ class TrainingState:
         self._rank = rank
 
     def capture(self, loop: TrainingLoop, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parts of a checkpoint that this rank stores.
+        """Return the parts of a checkpoint to be stored by this rank.
 
         Args:
             loop: The loop.
@@ -88,7 +88,7 @@ class TrainingState:
             shared = {
                 name: StateInPieces(part, name, is_whole=False) for name, part in shared.items()
             }
-            # What a tensor-parallel group has of its own are pieces of the same tensors.
+            # Own parts of a tensor-parallel group: pieces of the same tensors, under one name.
             first = self._stepper.grid.first_rank
             own = StateInPieces(own, f"rank_{first}", first)
         return {**shared, f"rank_{self._rank}": own}
@@ -96,7 +96,7 @@ class TrainingState:
     def restore_shared(
         self, parts: Mapping[str, Any], loop: TrainingLoop, changes: SettingChanges
     ) -> None:
-        """Put back what all ranks share, with changes of settings.
+        """Restore the state shared by all ranks, with changed settings applied.
 
         Raises:
             CheckpointMismatchError: Numbers, names, shapes or types differ, or an epoch was begun
@@ -124,7 +124,7 @@ class TrainingState:
     def restore_own(
         self, parts: Mapping[str, Any], loop: TrainingLoop, *, is_same_size: bool
     ) -> None:
-        """Put back what this rank alone knew.
+        """Restore this rank's own state.
 
         The generators come last, as all else may draw from them.
         """
@@ -147,7 +147,7 @@ class TrainingState:
         self.restore_generators(parts, loop.position.batches)
 
     def restore_generators(self, parts: Mapping[str, Any], num_batches: int) -> None:
-        """Put back the generators; a rank that was not there draws numbers of its own."""
+        """Restore the generators; a rank without stored state gets newly seeded generators."""
         random, seed = parts["rank"]["random"], parts["training"]["seed"]
         # The ranks of a tensor-parallel group draw the same numbers.
         rank = self._stepper.grid.data_rank
@@ -209,7 +209,7 @@ class TrainingState:
 def read_state(
     path: Path, rank: int, world_size: int, *, is_sharded: bool = False, tensor_size: int = 1
 ) -> dict[str, Any]:
-    """Return all parts of a stored state, with what this rank takes up for itself as "rank".
+    """Return all parts of a stored state; this rank's own part is under "rank".
 
     Args:
         path: The checkpoint's directory.
@@ -231,6 +231,7 @@ def read_state(
     own = read_versioned_part(path, f"rank_{rank if is_same_size else 0}", training)
     sums: list[torch.Tensor | None] | None = None
     if not is_same_size:
+        # States of generators do not fit another number of ranks: new ones are seeded.
         own["random"] = None
     if not is_same_size or (is_sharded and "has_gradients" not in training):
         # The chief stands for all ranks, unless each takes its part of the sum.

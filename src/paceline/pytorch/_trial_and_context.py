@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PyTorchCallback:
-    """Override what you need; hooks run on every rank unless they say otherwise.
+    """Base class of callbacks: override hooks as needed; most run on every rank.
 
     Several callbacks run in the order of `build_callbacks()`.
     """
@@ -71,10 +71,10 @@ class PyTorchCallback:
         """Run after a validation with the reduced metrics, the same on every rank."""
 
     def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
-        """Run before a state is restored; may change it."""
+        """Run before a state is restored; may change the state."""
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
-        """Run on the chief before a state is stored; may change it."""
+        """Run on the chief before a state is stored; may change the state."""
 
     def on_checkpoint_end(self, checkpoint_dir: str) -> None:
         """Deprecated spelling of `on_checkpoint_write_end`."""
@@ -92,15 +92,15 @@ class PyTorchCallback:
         """Run at the end, in reverse order, whatever happened."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint shall keep of this callback."""
+        """Return this callback's state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
+        """Restore the state returned by `state_dict`."""
 
 
 class PyTorchTrial(ABC):
-    """A model, its data, and what happens on a batch.
+    """Base class of trials: a model, its data, and the training on a batch.
 
     Implement `__init__` (wrap models and optimizers by the context), `train_batch`, the two
     loaders, and one of `evaluate_batch` and `evaluate_full_dataset`.
@@ -112,7 +112,7 @@ class PyTorchTrial(ABC):
 
     @abstractmethod
     def train_batch(self, batch: TorchData, epoch_idx: int, batch_idx: int) -> Any:
-        """Train on one shard: forward, `context.backward`, `context.step_optimizer`.
+        """Train on a shard: forward, `context.backward`, `context.step_optimizer`.
 
         Args:
             batch: What the training loader gave, on this rank's device.
@@ -125,14 +125,14 @@ class PyTorchTrial(ABC):
 
     @abstractmethod
     def build_training_data_loader(self) -> "DataLoader[Any]":
-        """Return the training data; the batch size is one shard's."""
+        """Return the loader of the training data; its batch size is a shard's."""
 
     @abstractmethod
     def build_validation_data_loader(self) -> "DataLoader[Any]":
-        """Return the validation data; the batch size is one shard's."""
+        """Return the loader of the validation data; its batch size is a shard's."""
 
     def evaluate_batch(self, batch: TorchData, batch_idx: int = 0) -> dict[str, Any]:
-        """Return the metrics of one validation batch."""
+        """Return the metrics of a validation batch."""
         raise NotImplementedError
 
     def evaluate_full_dataset(self, data_loader: "DataLoader[Any]") -> dict[str, Any]:
@@ -140,7 +140,7 @@ class PyTorchTrial(ABC):
         raise NotImplementedError
 
     def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
-        """Return how validation metrics are combined: one way, or one per metric."""
+        """Return the reducer of validation metrics, common to all or given per metric."""
         return Reducer.AVG
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
@@ -148,7 +148,7 @@ class PyTorchTrial(ABC):
         return {}
 
     def get_batch_length(self, batch: TorchData) -> int:
-        """Return the number of samples of a batch; override it for types of your own."""
+        """Return the number of samples of a batch; override for custom types."""
         return data_length(batch)
 
 
@@ -156,7 +156,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrialFacts(RegisteredModels):
-    """What a trial can ask its context.
+    """Facts of a trial for user code: config, hyperparameters and current batch.
 
     Args:
         core_context: The core context of this process.
@@ -208,7 +208,7 @@ class TrialFacts(RegisteredModels):
         return dict(self._hparams)
 
     def get_hparam(self, name: str) -> Any:
-        """Return one hyperparameter.
+        """Return a hyperparameter.
 
         Raises:
             KeyError: There is none of this name.
@@ -220,7 +220,7 @@ class TrialFacts(RegisteredModels):
 
     @property
     def has_global_batch_size(self) -> bool:
-        """Whether the hyperparameters have a `global_batch_size`; only what reads it needs it."""
+        """Whether the hyperparameters have a `global_batch_size`; optional unless read."""
         return "global_batch_size" in (self._hparams or {})
 
     def get_global_batch_size(self) -> int:
@@ -241,7 +241,7 @@ class TrialFacts(RegisteredModels):
         return size
 
     def get_per_slot_batch_size(self) -> int:
-        """Return one shard's part of the global batch size, for the data loaders."""
+        """Return a shard's part of the global batch size, for the data loaders."""
         size = self.get_global_batch_size()
         per_slot, rest = divmod(size, self.num_shards)
         # Asked for each loader, on each rank.
@@ -256,7 +256,7 @@ class TrialFacts(RegisteredModels):
         return per_slot
 
     def current_train_batch(self) -> int:
-        """Return the global batch that is being trained, from 0.
+        """Return the number of the global batch being trained, from 0.
 
         Raises:
             RuntimeError: Training has not begun.
@@ -264,7 +264,7 @@ class TrialFacts(RegisteredModels):
         return self._present().batches
 
     def current_train_epoch(self) -> int:
-        """Return the epoch that is being trained, from 0.
+        """Return the number of the epoch being trained, from 0.
 
         Raises:
             RuntimeError: Training has not begun.
@@ -272,7 +272,7 @@ class TrialFacts(RegisteredModels):
         return self._present().epochs
 
     def is_epoch_start(self) -> bool:
-        """Tell whether the batch that is being trained is the first of its epoch.
+        """Return whether the batch being trained is the first of its epoch.
 
         Raises:
             RuntimeError: Training has not begun.
@@ -280,7 +280,7 @@ class TrialFacts(RegisteredModels):
         return self._present().batch_in_epoch == 0
 
     def is_epoch_end(self) -> bool:
-        """Tell whether the batch that is being trained is the last of its epoch.
+        """Return whether the batch being trained is the last of its epoch.
 
         Raises:
             RuntimeError: Training has not begun, or the data have no length, so that nobody knows.
@@ -356,7 +356,7 @@ class PyTorchTrialContext(TrialFacts):
 
     @property
     def experimental(self) -> "ExperimentalContext":
-        """Switches that code for the predecessor uses."""
+        """Compatibility switches for code written for the predecessor."""
         # Kept here, it would keep the models of a finished training until Python looks for cycles.
         return ExperimentalContext(self)
 
@@ -367,7 +367,7 @@ class PyTorchTrialContext(TrialFacts):
 
     @property
     def tensor_mesh(self) -> Any:
-        """The ranks that divide a model by a tensor-parallel plan, as torch's `DeviceMesh`.
+        """The `DeviceMesh` of the ranks dividing a model by a tensor-parallel plan.
 
         None where `tensor_parallel_size` is 1, and with one process.
         """
@@ -392,7 +392,7 @@ class PyTorchTrialContext(TrialFacts):
         init_weights: Callable[[torch.nn.Module], Any] | None = None,
         tensor_plan: TensorPlan = None,
     ) -> torch.nn.Module:
-        """Move a model to the device, make it the same on all ranks, and have it checkpointed.
+        """Move a model to the device, make all ranks' copies equal, register for checkpoints.
 
         Args:
             model: The model.
@@ -453,7 +453,7 @@ class PyTorchTrialContext(TrialFacts):
     def wrap_lr_scheduler(
         self, lr_scheduler: Any, step_mode: LRScheduler.StepMode, frequency: int = 1
     ) -> Any:
-        """Have a scheduler stepped and checkpointed; returns it unchanged.
+        """Register a scheduler for stepping and checkpoints; return the same object.
 
         Raises:
             ValueError: Its optimizer is not wrapped, or a plateau scheduler is to be stepped
@@ -475,7 +475,7 @@ class PyTorchTrialContext(TrialFacts):
         return lr_scheduler
 
     def wrap_scaler(self, scaler: Any) -> Any:
-        """Have a gradient scaler checkpointed; pass it to `step_optimizer` and update it.
+        """Register a gradient scaler; give the result to `step_optimizer`, then call `update`.
 
         Its `update` does nothing where optimizers do not step: within a window of several batches,
         and for all but the last of a worker's shards.
@@ -506,7 +506,7 @@ class PyTorchTrialContext(TrialFacts):
         for_training: bool = True,
         for_validation: bool = True,
     ) -> MetricReducer:
-        """Add a metric that needs more than an average.
+        """Add a metric more complex than an average to training or validation reports.
 
         Args:
             reducer: A `MetricReducer`, or a function of the list of all values.
@@ -560,7 +560,7 @@ class PyTorchTrialContext(TrialFacts):
         """
         stepper = self.stepper
         if stepper.is_plain and clip_grads is None and scaler is None and auto_zero_grads:
-            # What is done below, at the least cost.
+            # Fast path of the code below for plain batches, without its checks.
             stepper.count_step(optimizer)
             try:
                 if stepper.computes_in_fp32:
@@ -580,7 +580,7 @@ class PyTorchTrialContext(TrialFacts):
             optimizer.zero_grad()
 
     def set_profiler(self, **options: Any) -> None:
-        """Have torch's profiler record traces of batches; a later call replaces an earlier one.
+        """Set torch's profiler to record traces of batches; a later call replaces an earlier.
 
         The trainer starts it, tells it each batch, and stops it. Each rank writes its traces to
         its directory of TensorBoard files, as ``batch_120.pt.trace.json`` after 120 batches.
@@ -607,12 +607,12 @@ class PyTorchTrialContext(TrialFacts):
         return self.stepper.is_stop_requested
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Ask to checkpoint and stop after this batch; one rank's word is enough."""
+        """Ask to store a checkpoint and stop after this batch; a single rank is enough."""
         self.stepper.is_stop_requested = bool(stop_requested)
 
 
 class ExperimentalContext:
-    """Switches that code for the predecessor uses."""
+    """Compatibility switches for code written for the predecessor."""
 
     def __init__(self, context: PyTorchTrialContext) -> None:
         self._context = context

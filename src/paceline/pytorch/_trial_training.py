@@ -31,7 +31,7 @@ from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 
 def trial_checkpoint_facts(trial: object, context: PyTorchTrialContext) -> dict[str, Any]:
-    """Return what `load_trial_from_checkpoint_path` needs to build the trial again."""
+    """Return the facts for `load_trial_from_checkpoint_path` to rebuild the trial."""
     kind = type(trial)
     module, source = kind.__module__, None
     if module == "__main__":
@@ -49,7 +49,7 @@ def trial_checkpoint_facts(trial: object, context: PyTorchTrialContext) -> dict[
 
 
 def checkpoint_hparams(context: PyTorchTrialContext) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the hyperparameters that a checkpoint holds, and the names of the others."""
+    """Return the hyperparameters to store in a checkpoint, and the names of the others."""
     try:
         given = context.get_hparams()
     except ValueError:
@@ -81,7 +81,7 @@ def facts_changed_on_resume(
         CheckpointMismatchError: The seed was changed.
     """
     _check_seed(training["seed"], context.given_seed)
-    # One run's hyperparameters are compared when it goes on.
+    # Hyperparameters of the same run are already compared when the run is resumed.
     is_same_run = context.core.latest_checkpoint is not None
     return [] if is_same_run else _changed_hparams(training, context)
 
@@ -116,7 +116,7 @@ def evaluate_batches(
     distributed: DistributedContext,
     limit: int | None = None,
 ) -> None:
-    """Evaluate this rank's batches of a validation set; all ranks call it.
+    """Evaluate this rank's batches of a validation set; collective over all ranks.
 
     Args:
         data: The data in shards.
@@ -140,7 +140,7 @@ def evaluate_batches(
 def evaluate_on_chief(
     evaluate: Callable[[], Mapping[str, Any]], stepper: Stepper, distributed: DistributedContext
 ) -> dict[str, Any]:
-    """Return what `evaluate` returns on the chief, on all ranks; they all call it.
+    """Return the chief's result of `evaluate` on all ranks; collective over all ranks.
 
     The ranks of the chief's tensor-parallel group evaluate with it, as they hold one model.
     """
@@ -220,7 +220,7 @@ class MetricSums:
         self._weight = 0
 
     def add(self, metrics: Mapping[str, Any], num_samples: int) -> None:
-        """Add one batch.
+        """Add the metrics of a batch.
 
         Raises:
             KeySetError: The names differ from those of the batches before.
@@ -390,7 +390,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrialTraining(ResumableTraining):
-    """A trial in training; it may be run piece by piece.
+    """Training of a trial, as a whole or in pieces.
 
     Args:
         trial: The trial.
@@ -416,11 +416,11 @@ class TrialTraining(ResumableTraining):
         return training, self._trial.build_validation_data_loader()
 
     def facts(self) -> dict[str, Any]:
-        """Return what rebuilds the trial from a checkpoint."""
+        """Return the facts for rebuilding the trial from a checkpoint."""
         return trial_checkpoint_facts(self._trial, self._context)
 
     def changed_facts(self, training: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-        """Return the hyperparameters that have changed since a checkpoint."""
+        """Return the hyperparameters changed since a checkpoint."""
         return facts_changed_on_resume(training, self._context)
 
     def run_validation(
@@ -432,7 +432,7 @@ class TrialTraining(ResumableTraining):
     # ---- for the loop --------------------------------------------------------------------
 
     def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
-        """Train on one shard and return its metrics."""
+        """Train on a shard and return its metrics."""
         self._context.reducers.batch = position.batches
         if self._has_warned or not self.leaves_out_ranks():
             return self._train_shard(data, position.epochs, position.batches)
@@ -460,7 +460,7 @@ class TrialTraining(ResumableTraining):
             )
 
     def plain_training(self) -> TrainsShard:
-        """Return what trains the next shards: `train_batch` itself, where it needs nothing else."""
+        """Return the function to train the next shards with: `train_batch`, wrapped if needed."""
         if self._keeps_batches:
             return self._train_shard
         stepper, train_batch = self._context.stepper, self._train_batch
@@ -476,7 +476,7 @@ class TrialTraining(ResumableTraining):
         return train
 
     def metrics_of(self, returned: Any) -> Mapping[str, Any]:
-        """Return the metrics that a shard's training returned."""
+        """Return the metrics from a return value of `train_batch`."""
         if isinstance(returned, torch.Tensor):
             return {"loss": returned}
         if not isinstance(returned, Mapping):

@@ -1,4 +1,4 @@
-"""The Trial class for DeepSpeed and its engine half (public)."""
+"""Training by DeepSpeed engines, the owners of models, optimizers and gradient sums."""
 
 import os
 from abc import abstractmethod
@@ -38,7 +38,7 @@ from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 
 class DeepSpeedTrial(PyTorchTrial):
-    """A DeepSpeed engine, its data, and what happens on a micro-batch.
+    """Base class of DeepSpeed trials: engine, data, and training on a micro-batch.
 
     Implement `__init__` (`deepspeed.initialize`, then `context.wrap_model_engine`), `train_batch`,
     the two loaders, and one of `evaluate_batch` and `evaluate_full_dataset`. The batch size of the
@@ -47,7 +47,7 @@ class DeepSpeedTrial(PyTorchTrial):
 
     @abstractmethod
     def train_batch(self, dataloader_iter: Iterator[Any], epoch_idx: int, batch_idx: int) -> Any:
-        """Train on one micro-batch: forward, `engine.backward`, `engine.step`.
+        """Train on a micro-batch: forward, `engine.backward`, `engine.step`.
 
         It is called `gradient_accumulation_steps` times for each batch.
 
@@ -62,7 +62,7 @@ class DeepSpeedTrial(PyTorchTrial):
         """
 
     def evaluate_batch(self, dataloader_iter: Iterator[Any], batch_idx: int = 0) -> dict[str, Any]:
-        """Return the metrics of one validation batch, which the iterator gives."""
+        """Return the metrics of a validation batch, taken from the iterator."""
         raise NotImplementedError
 
 
@@ -83,7 +83,7 @@ class DeepSpeedStepper(Stepper):
     def __init__(self, distributed: DistributedContext, device: torch.device) -> None:
         # The engines divide what all ranks would have.
         super().__init__(distributed, device, rank_check=RankCheck(False))
-        # For the profiler: ranks may wait for each other in all of `train_batch`.
+        # FSDP tells the profiler that ranks may wait for each other anywhere in `train_batch`.
         self.data_parallel = DataParallel.FSDP
         self.engines: list[Any] = []
         self.calls = _UnwatchedCalls(self, distributed.size)
@@ -118,7 +118,7 @@ class DeepSpeedStepper(Stepper):
         return any(engine.zero_optimization_partition_weights() for engine in self.engines)
 
     def begin_shard(self) -> None:
-        """Check that all ranks have a shard.
+        """Check for a shard on every rank.
 
         Raises:
             RuntimeError: One has none.
@@ -127,7 +127,7 @@ class DeepSpeedStepper(Stepper):
             raise RuntimeError(_incomplete("a rank has none"))
 
     def step_without_data(self) -> None:
-        """Refuse a batch of which this rank has no samples.
+        """Refuse a batch without samples on this rank.
 
         Raises:
             RuntimeError: Always.
@@ -135,7 +135,7 @@ class DeepSpeedStepper(Stepper):
         raise RuntimeError(_incomplete("this rank has none"))
 
     def finish_batch(self) -> bool:
-        """Tell the other ranks what this one has to say; the engines have stepped by now.
+        """Send this rank's signals to the others, after the engines' steps.
 
         Raises:
             RuntimeError: An engine is in the middle of an optimizer step.
@@ -153,7 +153,7 @@ class DeepSpeedStepper(Stepper):
     # ---- checkpoints ---------------------------------------------------------------------
 
     def store(self, destination: Destination) -> Destination:
-        """Have the engines write to a checkpoint now, and return what is to be left later.
+        """Write the engines' states to a checkpoint now; return the destination for the rest.
 
         All ranks call it, as the engines wait for each other.
 
@@ -172,7 +172,7 @@ class DeepSpeedStepper(Stepper):
             return _entered((path, uuid), stack.pop_all())
 
     def load(self, path: Path, training: Mapping[str, Any]) -> None:
-        """Put back what the engines have written.
+        """Restore the engines' states from a checkpoint.
 
         Args:
             path: The checkpoint's directory.
@@ -222,19 +222,19 @@ class DeepSpeedStepper(Stepper):
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint must tell of the engines."""
+        """Return the facts of the engines to store in a checkpoint."""
         return {"engines": self._facts()}
 
 
 class DeepSpeedState(TrainingState):
-    """The state of a training by DeepSpeed's engines, but for what they store themselves."""
+    """State of a DeepSpeed training, without the parts stored by the engines."""
 
     _stepper: DeepSpeedStepper
 
     def restore_own(
         self, parts: Mapping[str, Any], loop: TrainingLoop, *, is_same_size: bool
     ) -> None:
-        """Put back what this rank alone knew, with buffers such as running means."""
+        """Restore this rank's own state, with buffers like running means."""
         for engine, buffers in zip(self._stepper.engines, parts["rank"]["buffers"], strict=True):
             load_buffers(engine.module, buffers)
         super().restore_own(parts, loop, is_same_size=is_same_size)
@@ -254,7 +254,7 @@ class DeepSpeedState(TrainingState):
 
 
 class _UnwatchedCalls(WatchedUserCalls):
-    """Backward passes and optimizer steps are those of the engines, which need no watching."""
+    """Watch of user calls, turned off: engines run backward passes and optimizer steps."""
 
     def begin(self, num_shards: int) -> None:
         """Watch nothing."""
@@ -299,10 +299,11 @@ def import_deepspeed() -> Any:
 def join_deepspeed(
     deepspeed: Any, distributed: DistributedContext | None, device: torch.device | None
 ) -> None:
-    """Tell DeepSpeed of the process group, which a process that works alone gets now."""
+    """Pass the process group to DeepSpeed; a single process gets a new group."""
     if not dist.is_initialized():
         is_on_gpu = torch.cuda.is_available() and (device is None or device.type == "cuda")
         backend = "nccl" if is_on_gpu else "gloo"
+        # Store in memory: a group of one process needs no port.
         store: Any = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     local_rank = 0 if distributed is None else distributed.local_rank
@@ -346,7 +347,7 @@ class DeepSpeedTrialContext(PyTorchTrialContext):
         return self.stepper.engines
 
     def wrap_model_engine(self, engine: Any) -> Any:
-        """Have an engine trained and checkpointed; returns it unchanged.
+        """Register an engine for training and checkpoints; return the same object.
 
         Args:
             engine: What `deepspeed.initialize` returned first.
@@ -383,7 +384,7 @@ class DeepSpeedTrialContext(PyTorchTrialContext):
     # ---- facts ---------------------------------------------------------------------------
 
     def get_train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of a micro-batch, which is the batch size of the data loaders.
+        """Return the samples of a micro-batch: the batch size of the data loaders.
 
         Raises:
             RuntimeError: No engine is wrapped yet.
@@ -462,7 +463,7 @@ def init(
     device: torch.device | str | None = None,
     trackers: Sequence[core.Tracker | str] = (),
 ) -> Iterator[DeepSpeedTrialContext]:
-    """Begin an attempt and yield the context that a `DeepSpeedTrial` is made with.
+    """Begin an attempt and yield the context for making a `DeepSpeedTrial`.
 
     With several ranks (`python -m paceline.launch.deepspeed`, DeepSpeed's own launcher, torchrun)
     the process group is made here if it is not there yet, and DeepSpeed is told of it. A process
@@ -580,6 +581,7 @@ class DeepSpeedValidator(Validator):
     def _run_batches(self, data: ShardedData, limit: int | None) -> tuple[list[Any], MetricSums]:
         num_more = self._num_more(data, limit) if self._is_together else 0
         outcome = super()._run_batches(data, limit)
+        # Reducers are saved: repeats of the last batch must not count in metrics.
         collected = self._context.reducers.state()
         for index in range(num_more):
             self._evaluate(self._last_batch, index)
@@ -588,7 +590,7 @@ class DeepSpeedValidator(Validator):
         return outcome
 
     def _num_more(self, data: ShardedData, limit: int | None) -> int:
-        """Return how many forward passes of other ranks this one must join after its own."""
+        """Return the number of extra forward passes for joining ranks with more batches."""
         distributed = self._context.distributed
         counts = batches_by_rank(data, limit, distributed.size)
         if min(counts) == 0:

@@ -19,7 +19,7 @@ _USAGE = "usage: python3 -m paceline.pytorch.run_trial module:Class"
 
 
 class RunTrialError(ValueError):
-    """Raised when there is no such trial class, or no experiment to train it for."""
+    """Raised when the trial class or the experiment for its training is missing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def _import_trial_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # What is missing inside the module is the user's to see, with its traceback.
+        # Modules missing inside the user's module raise with their own traceback.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise RunTrialError(
@@ -103,7 +103,7 @@ def _kind_of(value: object) -> str:
 
 def _log(*, is_debug: bool) -> None:
     level = logging.DEBUG if is_debug else logging.INFO
-    # One rank speaks for all, unless something is wrong.
+    # Messages below warnings come from rank 0 only; warnings and errors from every rank.
     is_chief = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=level if is_chief else logging.WARNING, format=LOG_FORMAT)
 

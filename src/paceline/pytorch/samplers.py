@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class _DerivedSampler(Sampler[T]):
-    """A sampler on top of another one."""
+    """Base class of samplers on top of another sampler."""
 
     def __init__(self, sampler: Any) -> None:
         self._source = sampler
@@ -24,8 +24,8 @@ class _DerivedSampler(Sampler[T]):
         return _is_endless(self._source)
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is built on a sampler that knows epochs has `set_epoch`: a trainer takes it as
-        # the promise that an epoch's order does not depend on how often it was drawn before.
+        # `set_epoch` exists only on top of a sampler that knows epochs: a trainer takes it as the
+        # promise that an epoch's order does not depend on how often it was drawn before.
         if name == "set_epoch" and _epoch_setter(self._source) is not None:
             return self._set_epoch
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -37,7 +37,7 @@ class _DerivedSampler(Sampler[T]):
 
 
 class RepeatSampler(_DerivedSampler[T]):
-    """Repeat the samples of a sampler for ever; the length is that of one pass.
+    """Sampler to repeat another sampler for ever; its length is a single pass.
 
     Args:
         sampler: What to repeat.
@@ -58,7 +58,7 @@ class RepeatSampler(_DerivedSampler[T]):
 
 
 class RepeatBatchSampler(RepeatSampler[list[int]]):
-    """Repeat the batches of a batch sampler for ever; the length is that of one pass."""
+    """Batch sampler to repeat another for ever; its length is a single pass."""
 
 
 class DistributedSampler(_DerivedSampler[T]):
@@ -97,7 +97,7 @@ class DistributedBatchSampler(DistributedSampler[list[int]]):
 
 
 class SkipSampler(_DerivedSampler[T]):
-    """Leave out the first samples of a sampler, once; the length stays that of the sampler.
+    """Sampler to skip the first samples of another, once; the length is unchanged.
 
     Where a pass is shorter than that, the rest is left out of the passes that follow. Later
     passes are whole.
@@ -160,7 +160,7 @@ class ReproducibleShuffleSampler(_DerivedSampler[T]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of an epoch.
+        """Set the epoch of the next pass.
 
         Args:
             epoch: The number of the pass, from 0.
@@ -192,7 +192,7 @@ def adapt_batch_sampler(
     num_replicas: int = 1,
     rank: int = 0,
 ) -> Any:
-    """Return a batch sampler that gives one rank's batches of another, from a batch on.
+    """Return a batch sampler of a rank's batches of another sampler, after a skip.
 
     Args:
         batch_sampler: Any torch batch sampler.
@@ -212,7 +212,7 @@ def adapt_batch_sampler(
 
 
 def _is_endless(sampler: Any) -> bool:
-    """Tell whether a sampler, or one that it is built on, repeats for ever."""
+    """Return whether a sampler or any sampler below repeats for ever."""
     if getattr(sampler, "is_endless", False):
         return True
     source = getattr(sampler, "sampler", None)
@@ -220,7 +220,7 @@ def _is_endless(sampler: Any) -> bool:
 
 
 def _epoch_setter(sampler: Any) -> Any:
-    """Return the `set_epoch` of a sampler, or of the one in a torch `BatchSampler`, or None."""
+    """Return the `set_epoch` of a sampler, or of a `BatchSampler`'s sampler, or None."""
     source = getattr(sampler, "sampler", None)
     return getattr(sampler, "set_epoch", None) or getattr(source, "set_epoch", None)
 

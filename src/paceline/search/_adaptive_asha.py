@@ -65,7 +65,7 @@ class Rung:
             yield request_id, math.nan
 
     def insert(self, request_id: str, value: float) -> int:
-        """Insert an entry behind those that are equal or better and return its rank from 0."""
+        """Insert an entry behind equal and better entries; return its rank from 0."""
         if not math.isfinite(value):
             self._unranked.append(request_id)
             return len(self) - 1
@@ -75,7 +75,7 @@ class Rung:
         return rank
 
     def remove(self, request_id: str) -> None:
-        """Remove a trial's entry, which takes time in proportion to the rung's size."""
+        """Remove a trial's entry; the time is in proportion to the rung's size."""
         if request_id in self._unranked:
             self._unranked.remove(request_id)
             return
@@ -115,7 +115,7 @@ class _Entrant:
 
 
 class HalvingMethod(SearchMethod):
-    """Run one bracket."""
+    """Runs a single bracket of asynchronous halving."""
 
     def __init__(
         self,
@@ -133,21 +133,21 @@ class HalvingMethod(SearchMethod):
         self._num_invalid = 0
 
     def start(self) -> list[Operation]:
-        """Return the operations that create the first trials."""
+        """Return the operations to create the first trials."""
         operations: list[Operation] = []
         for _ in range(min(self._plan.concurrent, self._plan.trials)):
             operations += self._refill()
         return operations
 
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
-        """Decide at each rung that the trial has reached, once for each.
+        """Decide at each rung reached by the trial, once per rung.
 
         A metric that is not finite never passes a rung, not even an empty one.
         """
         entrant = self._entrants[request_id]
         rung_before = entrant.rung
         value = metric if self._smaller_is_better else -metric
-        # One report of a trial that reports rarely may clear several rungs.
+        # Several rungs in one call: a trial with rare reports may clear several at once.
         while time >= self._rungs[entrant.rung].units:
             rung = self._rungs[entrant.rung]
             rank = rung.insert(request_id, value)
@@ -162,7 +162,7 @@ class HalvingMethod(SearchMethod):
         return [Train(request_id=request_id, length=self._rungs[entrant.rung].units)]
 
     def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
-        """Replace a trial that was not stopped, as far as the budget allows.
+        """Replace an ended trial, unless stopped by the method, as far as the budget allows.
 
         A failed trial ranks last in the rung that it was training towards. Invalid
         hyperparameters take no part: their entries go, and they do not count.
@@ -264,7 +264,7 @@ class HalvingMethod(SearchMethod):
 
 
 class Mode(str, Enum):
-    """Say how early adaptive ASHA dares to stop trials, by the brackets it runs."""
+    """Eagerness of adaptive ASHA to stop trials early, by its choice of brackets."""
 
     STANDARD = "standard"
     CONSERVATIVE = "conservative"
@@ -308,7 +308,7 @@ class _HalvingConfig(SearchConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AsyncHalvingConfig(_HalvingConfig):
-    """Stop weak trials early at rungs of one bracket."""
+    """Configuration of async halving: weak trials stop early at the rungs of a single bracket."""
 
     num_rungs: int
 
@@ -319,7 +319,7 @@ class AsyncHalvingConfig(_HalvingConfig):
         check_integer("num_rungs", self.num_rungs, least=1)
 
     def bracket_plans(self) -> tuple[BracketPlan, ...]:
-        """Return the bracket that the search will run."""
+        """Return the single bracket of the search."""
         divisor = as_fraction(self.divisor)
         # Without a cap, just enough trials begin for one of them to reach the top.
         enough = floor_power(divisor, self.num_rungs - 1, self.max_trials)
@@ -335,7 +335,7 @@ class AsyncHalvingConfig(_HalvingConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptiveAshaConfig(_HalvingConfig):
-    """Stop weak trials early in several brackets, which differ in how early they dare to."""
+    """Configuration of adaptive ASHA: several brackets, some stopping weak trials earlier."""
 
     mode: Mode = Mode.STANDARD
     max_rungs: int = 5
@@ -359,7 +359,7 @@ class AdaptiveAshaConfig(_HalvingConfig):
             check_integer(f"bracket_rungs[{index}]", rungs, least=1)
 
     def bracket_plans(self) -> tuple[BracketPlan, ...]:
-        """Return the brackets that the search will run, the deepest first."""
+        """Return the brackets of the search, the deepest first."""
         divisor = as_fraction(self.divisor)
         rungs = bracket_rungs(self)
         trials = bracket_trials(self.max_trials, divisor, rungs)
@@ -394,7 +394,7 @@ def bracket_rungs(config: AdaptiveAshaConfig) -> tuple[int, ...]:
 
 
 def bracket_trials(max_trials: int, divisor: Fraction, rungs: tuple[int, ...]) -> tuple[int, ...]:
-    """Divide the trials among brackets, at least one for each and never more in sum.
+    """Divide the trials among brackets, at least 1 for each and never more in sum.
 
     When there are fewer trials than brackets, the last brackets get none.
     """
@@ -412,7 +412,7 @@ def bracket_trials(max_trials: int, divisor: Fraction, rungs: tuple[int, ...]) -
 def bracket_concurrency(
     max_concurrent_trials: int, divisor: Fraction, trials: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Divide the concurrent trials among brackets, at least one for each; 0 chooses a number."""
+    """Divide the concurrent trials among brackets, at least 1 for each; 0 picks a default."""
     num_brackets = len(trials)
     if max_concurrent_trials == 0:
         return (max(trials[-1], int(divisor)),) * num_brackets
@@ -429,7 +429,7 @@ class AdaptiveAshaMethod(SearchMethod):
 
     @classmethod
     def of(cls, config: _HalvingConfig, maker: TrialMaker) -> AdaptiveAshaMethod:
-        """Make the method that a configuration asks for; async halving is its one-bracket form."""
+        """Make the configured method; async halving is the form with a single bracket."""
         return cls(
             tuple(
                 HalvingMethod(
@@ -442,19 +442,19 @@ class AdaptiveAshaMethod(SearchMethod):
         )
 
     def start(self) -> list[Operation]:
-        """Return the operations that create the first trials, bracket by bracket."""
+        """Return the operations to create the first trials, bracket by bracket."""
         operations: list[Operation] = []
         for bracket in self._brackets:
             operations += self._own(bracket, bracket.start())
         return operations
 
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
-        """Hand the report to the bracket that created the trial."""
+        """Pass the report to the bracket owning the trial."""
         bracket = self._owners[request_id]
         return self._own(bracket, bracket.reported(request_id, time, metric))
 
     def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
-        """Hand the end to the bracket that created the trial."""
+        """Pass the exit to the bracket owning the trial."""
         bracket = self._owners[request_id]
         return self._own(bracket, bracket.exited(request_id, reason, is_stopped))
 
@@ -463,7 +463,7 @@ class AdaptiveAshaMethod(SearchMethod):
         return sum(bracket.num_trials(0) for bracket in self._brackets)
 
     def trained_share(self, time: float) -> float:
-        """Return the part of the longest time, to which the top rungs of all brackets train."""
+        """Return `time` as part of the longest time, the top rung of every bracket."""
         return self._brackets[0].trained_share(time)
 
     def brackets(self) -> tuple[BracketView, ...]:

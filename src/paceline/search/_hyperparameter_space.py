@@ -54,11 +54,11 @@ class Rng:
         return float(self._state.random_sample())
 
     def integer(self, low: int, high: int) -> int:
-        """Draw an integer from `low` to `high`, both inclusive; one choice draws nothing."""
+        """Draw an integer from `low` to `high` inclusive; equal bounds draw nothing."""
         return low + int(self._state.randint(0, high - low + 1)) if high > low else low
 
     def request_id(self) -> str:
-        """Draw a version-4 UUID, which names a trial before the master has numbered it."""
+        """Draw a version-4 UUID naming a trial before the master assigns a number."""
         return str(uuid.UUID(bytes=self._state.bytes(16), version=4))
 
     def trial_seed(self) -> int:
@@ -76,7 +76,7 @@ class Rng:
 
     @classmethod
     def from_snapshot(cls, snapshot: dict[str, Any]) -> Rng:
-        """Continue a stream where `snapshot` left it.
+        """Return a stream continuing at the position of `snapshot`.
 
         Raises:
             ValueError: If the data is not a snapshot of this kind of stream.
@@ -110,7 +110,7 @@ class SpaceError(PicklableError, ValueError):
 
 
 class Leaf(ABC):
-    """One hyperparameter. Implementations draw from it and count and make its grid points."""
+    """Base of a hyperparameter: implementations sample values, and count and make grid points."""
 
     __slots__ = ()
 
@@ -172,7 +172,7 @@ class Const(Leaf):
 
 @dataclass(frozen=True, slots=True)
 class Categorical(Leaf):
-    """One of several values."""
+    """Hyperparameter with a choice of several values."""
 
     values: tuple[Any, ...]
 
@@ -196,7 +196,7 @@ class Categorical(Leaf):
         return cls(tuple(values))
 
     def sample(self, rng: Rng) -> Any:
-        """Draw one of the values, all equally likely."""
+        """Draw a value; all are equally likely."""
         return _fresh(self.values[rng.integer(0, len(self.values) - 1)])
 
     def num_points(self) -> int:
@@ -336,7 +336,7 @@ class LogRange(DoubleRange):
         return cls(path, *bounds, _parse_count(path, fields), float(base))
 
     def sample(self, rng: Rng) -> float:
-        """Draw a number whose logarithm is uniform."""
+        """Draw a number with a uniformly distributed logarithm."""
         return float(self.base ** DoubleRange.sample(self, rng))
 
     def point(self, index: int) -> float:
@@ -472,7 +472,7 @@ _KINDS: dict[str, Callable[[str, dict[str, Any]], Leaf]] = {
 
 
 class Space:
-    """Hold a parsed hyperparameter space, whose names are sorted at every level."""
+    """Parsed hyperparameter space with names sorted at every level."""
 
     __slots__ = ("_leaves", "_root")
 
@@ -493,7 +493,7 @@ class Space:
         return math.prod(leaf.num_points() for leaf in self._leaves)
 
     def grid_point(self, index: int) -> dict[str, Any]:
-        """Return one grid point without making the others; the last name varies fastest.
+        """Return a grid point without making the others; the last name varies fastest.
 
         Raises:
             SpaceError: If a range has no `count`.

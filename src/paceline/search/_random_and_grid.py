@@ -22,7 +22,7 @@ from paceline.search._search_method import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridConfig(SearchConfig):
-    """Train one trial for each point of a grid."""
+    """Configuration of a grid search: a trial for each point."""
 
     max_concurrent_trials: int = 16
     """0 runs all trials at once."""
@@ -49,7 +49,7 @@ class GridConfig(SearchConfig):
 
 
 class GridMethod(SearchMethod):
-    """Create one trial for each grid point, from the last point to the first."""
+    """Grid search: creates a trial for each grid point, from the last point to the first."""
 
     def __init__(self, maker: TrialMaker, *, max_concurrent_trials: int, length: int) -> None:
         self._maker = maker
@@ -59,7 +59,7 @@ class GridMethod(SearchMethod):
         self._num_left = self._size
 
     def start(self) -> list[Operation]:
-        """Return the operations that create the first trials."""
+        """Return the operations to create the first trials."""
         operations: list[Operation] = []
         for _ in range(self._num_initial):
             operations += self._create()
@@ -70,7 +70,7 @@ class GridMethod(SearchMethod):
         return []
 
     def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
-        """Create the next point's trial; a point whose trial failed is not tried again."""
+        """Create the next point's trial; the point of a failed trial is not tried again."""
         return self._create() if self._num_left else []
 
     def num_trials(self, num_invalid: int) -> int:
@@ -98,7 +98,7 @@ class GridMethod(SearchMethod):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SingleConfig(SearchConfig):
-    """Train one trial."""
+    """Configuration of a search with a single trial."""
 
     max_length: int | None = None
     """The trial's length if it works by operations; None stands for 1."""
@@ -110,7 +110,7 @@ class SingleConfig(SearchConfig):
         check_optional_length(self.max_length)
 
     def make_method(self, maker: TrialMaker) -> SearchMethod:
-        """Return the method: a random search for one trial, which is not replaced."""
+        """Return the method: a random search for a single trial without a replacement."""
         return RandomMethod(
             maker,
             max_trials=1,
@@ -157,7 +157,7 @@ class RandomConfig(SearchConfig):
 
 
 class RandomMethod(SearchMethod):
-    """Create a new random trial whenever one ends, until there are enough."""
+    """Random search: creates a new random trial whenever a trial ends, up to the total."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class RandomMethod(SearchMethod):
         self._num_counted = 0
 
     def start(self) -> list[Operation]:
-        """Return the operations that create the first trials."""
+        """Return the operations to create the first trials."""
         operations: list[Operation] = []
         for _ in range(self._num_initial):
             operations += self._create()
@@ -187,7 +187,7 @@ class RandomMethod(SearchMethod):
         return []
 
     def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
-        """Create the next trial; one with invalid hyperparameters does not count."""
+        """Create the next trial; a trial with invalid hyperparameters does not count."""
         if reason is ExitReason.INVALID_HP and self._is_invalid_replaced:
             self._num_counted -= 1
         return self._create() if self._num_counted < self._max_trials else []

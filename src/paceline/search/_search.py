@@ -1,4 +1,4 @@
-"""Search around one method: bookkeeping, preview, and simulation with imaginary trials."""
+"""Search around a method: bookkeeping, preview, and simulation with imaginary trials."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Trial:
 
 
 class Search:
-    """Turn what happens to trials into what to do next.
+    """Search: turns events of trials into operations for the next steps.
 
     A search does no I/O and knows no clock: the same configuration, seed and inputs give the same
     operations. It is not thread-safe.
@@ -70,7 +70,7 @@ class Search:
         self._set_up(config, parse_space(hyperparameters), Rng(seed))
 
     def apply(self, input: Input) -> list[Operation]:
-        """Take one input and return the operations that follow from it.
+        """Process an input and return the resulting operations.
 
         A second exit of a trial, its reports and progress after its stop or exit, and reports at a
         time that is not finite change nothing.
@@ -98,11 +98,11 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the search has shut down: every trial it asked for has ended."""
+        """Return whether the search has shut down: all its trials have ended."""
         return self._is_over
 
     def progress(self) -> float:
-        """Return how far the search is, from 0 to 1: the mean over all trials it will have.
+        """Return the progress from 0 to 1: the mean over all present and future trials.
 
         A trial that ended counts as 1, one that trains by its progress, one that is still to be
         created as 0.
@@ -162,7 +162,7 @@ class Search:
     def restore(
         cls, config: SearchConfig, hyperparameters: dict[str, Any], snapshot: dict[str, Any]
     ) -> Search:
-        """Continue a search where `snapshot` left it.
+        """Return a search continuing at the state of `snapshot`.
 
         Raises:
             ValueError: If the snapshot has another version or comes from another configuration.
@@ -196,7 +196,7 @@ class Search:
         self._is_over = False
         self._trials: dict[str, _Trial] = {}
         self._num_exited = dict.fromkeys(ExitReason, 0)
-        # Only trials that run are listed here, so that progress costs no more than these.
+        # Running trials only: the cost of the progress stays independent of the ended trials.
         self._open_progress: dict[str, float] = {}
 
     def _load(self, snapshot: dict[str, Any]) -> None:
@@ -315,7 +315,7 @@ class Search:
 def replay(
     config: SearchConfig, hyperparameters: dict[str, Any], seed: int, inputs: Iterable[Input]
 ) -> list[list[Operation]]:
-    """Return the operations that followed each of the stored inputs.
+    """Return the operations following each of the stored inputs.
 
     Raises:
         ValueError: If the configuration is not valid or the inputs are not those of a search.
@@ -325,7 +325,7 @@ def replay(
 
 
 def _why_no_json(value: Any, where: str) -> str | None:
-    """Return the place in a value that is not JSON and what must hold there, or None."""
+    """Return the place of a non-JSON value and the requirement there; None if all is JSON."""
     if isinstance(value, (dict, list, tuple)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         reasons = (_why_no_json(item, f"{where}[{key!r}]") for key, item in items)
@@ -348,7 +348,7 @@ class PreviewRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """Say what a search would train if its trials reported one after another."""
+    """Preview of a search's training, assuming reports of its trials strictly in sequence."""
 
     brackets: tuple[BracketPlan, ...]
     rows: tuple[PreviewRow, ...]
@@ -356,7 +356,7 @@ class Preview:
 
 
 def preview(config: SearchConfig, hyperparameters: dict[str, Any]) -> Preview:
-    """Return what a search would train.
+    """Return a preview of the training in a search.
 
     Raises:
         SpaceError: If the hyperparameters are not valid, or lack counts for a grid.
@@ -390,7 +390,7 @@ def _trials_by_units(plan: BracketPlan) -> Counter[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationResult:
-    """Tell what happened in a simulated search."""
+    """Result of a simulated search: inputs, operations and progress."""
 
     inputs: tuple[Input, ...]
     operations: tuple[tuple[Operation, ...], ...]
@@ -462,7 +462,7 @@ def simulate(
     report_every: int | None = None,
     max_inputs: int = 1_000_000,
 ) -> SimulationResult:
-    """Run a search on imaginary trials that take turns.
+    """Run a search on imaginary trials taking turns.
 
     In its turn a trial trains to its next target, or for `report_every` units of time if that is
     less, and reports `metric_of(create, time)`. Then it ends if the search has stopped it or has

@@ -23,14 +23,14 @@ from paceline.search._hyperparameter_space import Rng, Space, SpaceError
 
 
 class SearchMethodError(PicklableError, RuntimeError):
-    """Raised when the code of a search method fails, or returns what it must not."""
+    """Raised when a search method's code fails or returns an invalid result."""
 
 
 @contextmanager
 def method_errors(
     name: str, part: str, *, expected: type[Exception] = SpaceError
 ) -> Iterator[None]:
-    """Name the search method and the part of it that runs in whatever it raises.
+    """Turn unexpected errors into an error naming the search method and its running part.
 
     Args:
         name: The name of the method.
@@ -68,7 +68,7 @@ class Started(msgspec.Struct, frozen=True, tag="started", kw_only=True):
 
 
 class Reported(msgspec.Struct, frozen=True, tag="reported", kw_only=True):
-    """Tell one validation result of a trial.
+    """Input: a validation result of a trial.
 
     `time` is the trial's absolute training time, in the unit of the search's time metric. A
     report at a time that is not finite changes nothing.
@@ -82,14 +82,14 @@ class Reported(msgspec.Struct, frozen=True, tag="reported", kw_only=True):
 
 
 class Progressed(msgspec.Struct, frozen=True, tag="progressed", kw_only=True):
-    """Tell how far a trial says it is, from 0 to 1."""
+    """Input: a trial's own progress from 0 to 1."""
 
     request_id: str
     progress: float
 
 
 class Exited(msgspec.Struct, frozen=True, tag="exited", kw_only=True):
-    """Tell that a trial has ended for good and why."""
+    """Input: the final exit of a trial, and the reason."""
 
     request_id: str
     reason: ExitReason
@@ -104,20 +104,20 @@ class Create(msgspec.Struct, frozen=True, tag="create", kw_only=True):
 
 
 class Train(msgspec.Struct, frozen=True, tag="train", kw_only=True):
-    """Set the absolute length that a trial should train to next."""
+    """Operation: set the absolute length of a trial's next training."""
 
     request_id: str
     length: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):
-    """Say that the search wants no more of a trial."""
+    """Operation: stop a trial, since the search needs no more of its results."""
 
     request_id: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", kw_only=True):
-    """End the search: every trial it asked for has ended."""
+    """Operation: end the search, after the end of all its trials."""
 
     failure: bool
     cancel: bool
@@ -128,14 +128,14 @@ Operation = Create | Train | Stop | Shutdown
 
 
 def encode_search_float(number: float) -> float | str:
-    """Encode a float for JSON, which knows no NaN and no infinities."""
+    """Encode a float for JSON, a format without NaN and infinities."""
     if math.isfinite(number):
         return number
     return "nan" if math.isnan(number) else "inf" if number > 0 else "-inf"
 
 
 def message_to_json(message: Input | Operation) -> str:
-    """Encode an input or an operation as JSON that keeps NaN and infinities."""
+    """Encode an input or an operation as JSON with NaN and infinities preserved."""
     fields = msgspec.to_builtins(message)
     for name, value in fields.items():
         if isinstance(value, float):
@@ -144,7 +144,7 @@ def message_to_json(message: Input | Operation) -> str:
 
 
 def input_from_json(text: str | bytes) -> Input:
-    """Decode what `message_to_json` made of an input.
+    """Decode an input encoded by `message_to_json`.
 
     Raises:
         msgspec.ValidationError: If the text is JSON but no input.
@@ -156,7 +156,7 @@ def input_from_json(text: str | bytes) -> Input:
 
 
 def operation_from_json(text: str | bytes) -> Operation:
-    """Decode what `message_to_json` made of an operation.
+    """Decode an operation encoded by `message_to_json`.
 
     Raises:
         msgspec.ValidationError: If the text is JSON but no operation.
@@ -168,7 +168,7 @@ def operation_from_json(text: str | bytes) -> Operation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BracketPlan:
-    """Say how one bracket of a halving search will run."""
+    """Plan of a bracket in a halving search."""
 
     units: tuple[int, ...]
     """The absolute training time at each rung."""
@@ -184,7 +184,7 @@ class BracketPlan:
 
 
 class Decision(str, Enum):
-    """Say what became of a trial at a rung."""
+    """Decision about a trial at a rung."""
 
     CONTINUED = "continued"
     STOPPED = "stopped"
@@ -198,7 +198,7 @@ class Decision(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RungEntry:
-    """Show one trial at one rung."""
+    """Trial at a rung, for display."""
 
     request_id: str
     metric: float | None
@@ -208,7 +208,7 @@ class RungEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RungView:
-    """Show one rung: ranked entries first, the best in front, then those that wait."""
+    """Rung for display: ranked entries first, the best in front, then the waiting entries."""
 
     units: int
     """The absolute training time at which the rung decides."""
@@ -217,7 +217,7 @@ class RungView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BracketView:
-    """Show one bracket of a halving search."""
+    """Bracket of a halving search, for display."""
 
     max_trials: int
     max_concurrent_trials: int
@@ -228,7 +228,7 @@ class BracketView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialView:
-    """Show what a search knows about one trial."""
+    """State of a trial as known to the search, for display."""
 
     request_id: str
     is_stopped: bool
@@ -240,7 +240,7 @@ class TrialView:
 
 
 class TrialMaker:
-    """Make trials from a space and a random stream, in the order in which draws are promised."""
+    """Makes trials from a space and a random stream, with draws in the promised order."""
 
     __slots__ = ("_rng", "space")
 
@@ -265,7 +265,7 @@ class TrialMaker:
 
 
 class SearchMethod(ABC):
-    """Decide which trials to create and which to stop.
+    """Search method: decides on the creation and the stop of trials.
 
     Implementations override all abstract methods. They hold plain state, are called from one
     thread, and may rely on `Search` for this: `start` comes once and first; every request id is
@@ -275,19 +275,19 @@ class SearchMethod(ABC):
 
     @abstractmethod
     def start(self) -> list[Operation]:
-        """Return the operations that create the first trials."""
+        """Return the operations to create the first trials."""
 
     @abstractmethod
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
-        """Take one validation report of a trial that trains."""
+        """Process a validation report of a training trial."""
 
     @abstractmethod
     def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
-        """Take a trial's end; `is_stopped` tells that the method had stopped it before."""
+        """Process a trial's exit; `is_stopped` is True if the method stopped the trial before."""
 
     @abstractmethod
     def num_trials(self, num_invalid: int) -> int:
-        """Return how many trials the search counts, with those that it has yet to create.
+        """Return the number of trials in the search, including the trials yet to create.
 
         `num_invalid` of those created so far had invalid hyperparameters; they do not count.
         """
@@ -305,7 +305,7 @@ class SearchMethod(ABC):
         """
 
     def trained_share(self, time: float) -> float:
-        """Return the part of a trial's full length that ends at `time`.
+        """Return `time` as part of a trial's full length.
 
         It is 0 for methods that do not know how long their trials train.
         """
@@ -317,7 +317,7 @@ class SearchMethod(ABC):
 
 
 def check_same_setup(name: str, ours: object, theirs: object) -> None:
-    """Refuse a snapshot that was taken under another configuration.
+    """Refuse a snapshot taken under another configuration.
 
     Raises:
         ValueError: If the two differ.
@@ -332,7 +332,7 @@ def check_same_setup(name: str, ours: object, theirs: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchConfig(ABC):
-    """The configuration of a search method, as plain data; one subclass for each method.
+    """Configuration of a search method as plain data; each method has a subclass.
 
     Attributes:
         metric: The validation metric that is searched for.
@@ -354,14 +354,14 @@ class SearchConfig(ABC):
 
     @abstractmethod
     def make_method(self, maker: TrialMaker) -> SearchMethod:
-        """Return the method, which makes its trials by `maker`."""
+        """Return the method; `maker` makes its trials."""
 
     @abstractmethod
     def num_planned(self, space: Space) -> int:
         """Return how many trials the search will have, for its preview."""
 
     def bracket_plans(self) -> tuple[BracketPlan, ...]:
-        """Return the brackets that the search will run; methods without rungs have none."""
+        """Return the brackets of the search; methods without rungs have none."""
         return ()
 
 
@@ -381,7 +381,7 @@ def check_optional_length(value: int | None) -> None:
 
 
 def as_fraction(number: float) -> Fraction:
-    """Return the number that was written: 1.1 means 11/10, not its nearest binary float."""
+    """Return the number as written: 1.1 means 11/10, not its nearest binary float."""
     return Fraction(number) if isinstance(number, int) else Fraction(repr(float(number)))
 
 
@@ -406,12 +406,12 @@ def floor_power(base: Fraction, exponent: int, at_most: int) -> int:
 
 
 def keep_count(num_entries: int, divisor: Fraction) -> int:
-    """Return how many of a rung's entries are good enough to go on, at least one."""
+    """Return the number of a rung's entries good enough to continue, at least 1."""
     return max(num_entries * divisor.denominator // divisor.numerator, 1)
 
 
 def rung_units(num_rungs: int, max_time: int, divisor: Fraction) -> tuple[int, ...]:
-    """Return the absolute training time at which each rung decides, shortest first."""
+    """Return the absolute training time of each rung's decision, shortest first."""
     units = []
     time = Fraction(max_time)
     for _ in range(num_rungs):

@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-# Where machines of a cloud ask for the credentials that they were given, on all clouds.
+# Metadata address of cloud machines: the source of their credentials in all clouds.
 MACHINE_CREDENTIALS = "//169.254.169.254/"
-# What the client says if no answer came, or the server cannot answer at this moment.
+# Errors of the client without an answer, or from a server unable to answer at this moment.
 _AWAY = re.compile(r"HTTP error|status code: (?:408|429|500|502|503|504|507|509)\b")
 
 # Users seed the generator of the module `random`, and forked processes share its state.
@@ -32,7 +32,7 @@ _REPORTED_AFTER = 1 / 12
 
 
 def may_pass(error: Exception) -> bool:
-    """Tell whether a store does not answer at this moment, from what its client raises."""
+    """Return whether an error of the client means a store not answering at this moment."""
     if not isinstance(error, BaseError):
         return False
     text = str(error)
@@ -40,7 +40,7 @@ def may_pass(error: Exception) -> bool:
 
 
 class PatientCalls:
-    """Repeat calls of a store that fail for a reason that may pass. It may be used by any thread.
+    """Repeats calls to a store after passing errors; usable from any thread.
 
     Attributes:
         on_trouble: Called, in any thread, with the reason once the store has not answered for a
@@ -54,7 +54,7 @@ class PatientCalls:
         self._is_in_trouble = False
 
     def call(self, function: Callable[[], _Result], try_s: float, patience_s: float) -> _Result:
-        """Return the result of a function, which is called again while the store does not answer.
+        """Return the result of a function; call the function again while the store is silent.
 
         Args:
             function: The function. Repeating it must do no harm.
@@ -81,7 +81,7 @@ class PatientCalls:
                 return result
 
     def note_trouble(self, error: Exception, left_s: float = 0.0) -> None:
-        """Report that the store does not answer, once until it answers again."""
+        """Report a silent store, once until the store answers again."""
         with self._lock:
             if self._is_in_trouble:
                 return
@@ -92,7 +92,7 @@ class PatientCalls:
             self._report(reason)
 
     def note_answer(self) -> None:
-        """Report that the store answers, if it did not before."""
+        """Report a store answering again after a reported silence."""
         with self._lock:
             if not self._is_in_trouble:
                 return
@@ -118,7 +118,7 @@ _STORE_NAME = re.compile(r"^Generic \w+ error: ")
 
 
 def words_of(text: str) -> str:
-    """Return the first line of an error, and of an answer in XML what a store says in it."""
+    """Return the first line of an error, with the store's own message from an XML answer."""
     # After it, the client tells the same once more.
     text = text.partition("\n\nDebug source:")[0]
     if said := _SAID.findall(text):
@@ -129,7 +129,7 @@ def words_of(text: str) -> str:
 
 
 def part_of(text: str, upload: Upload) -> str:
-    """Return the part of a file that an error is about."""
+    """Return the part of a file named by an error."""
     found = _PART.search(text)
     if found is not None:
         return f"part {found[1]} of {upload.num_parts}"

@@ -60,9 +60,9 @@ _CONNECT = timedelta(seconds=10)
 # parts of a file, which is read once, and takes up streams where they broke off, with growing
 # pauses, until their time is over.
 _MANY_RETRIES = 10_000
-# For how long a request is repeated, in times of what one try may take.
+# Total time of a request with its repeats, as a multiple of the time limit of a single try.
 _RETRY_FACTOR = 2
-# For how long it is repeated, and what one try may take, where others wait.
+# Total time of a request and of a single try (seconds) while other work waits for the answer.
 _HURRIED_S = 5.0
 _HURRIED_TRY_S = 10.0
 
@@ -80,7 +80,7 @@ class BucketStorage(ObjectStorage):
     scheme: str
     _small_file_bytes = _PART_BYTES
     _large_files_at_once = 2
-    # What a user calls it, and how its errors tell that there is none.
+    # User-facing name of a bucket, and the store's error text for a missing bucket.
     _kind = "bucket"
     _missing: str
     # Words of the store's errors, and what to do then.
@@ -95,7 +95,7 @@ class BucketStorage(ObjectStorage):
         self._made: tuple[int, tuple[Client, Client]] | None = None
         self._calls = PatientCalls(self.url)
         self._is_hurried = False
-        # What is being stored, by the directory of its other files.
+        # Running uploads by the temporary directory with their other files.
         self._uploads: dict[Path, ShardUpload] = {}
 
     @classmethod
@@ -121,7 +121,7 @@ class BucketStorage(ObjectStorage):
 
     @property
     def is_remote(self) -> bool:
-        """Whether every machine with credentials reaches it, as it does."""
+        """Whether every machine with credentials reaches this storage: always for a bucket."""
         return True
 
     def watch(self, on_trouble: Callable[[str | None], None] | None) -> None:
@@ -129,7 +129,7 @@ class BucketStorage(ObjectStorage):
         self._calls.on_trouble = on_trouble
 
     def in_a_hurry(self) -> "BucketStorage":
-        """Return this storage, which from now on gives up soon if the store does not answer."""
+        """Return this storage, from now on giving up soon on a silent store."""
         self._is_hurried, self._made = True, None
         return self
 
@@ -140,7 +140,7 @@ class BucketStorage(ObjectStorage):
     # ---- writing -------------------------------------------------------------------------
 
     def put(self, key: str, file: Path) -> None:
-        """Send a file, in parts at once if it is large.
+        """Send a file; send the parts of a large file concurrently.
 
         Raises:
             CheckpointWriteError: The store does not take it, within the time that it has.
@@ -160,7 +160,7 @@ class BucketStorage(ObjectStorage):
             del self._uploads[directory]
 
     def file_sender(self, directory: Path) -> FileSender:
-        """Return what sends files from memory in the background, in parts at once if large."""
+        """Return a sender of files from memory: in the background, large files in parts."""
         upload = self._uploads.get(directory)
         if upload is None:
             raise ValueError(
@@ -236,7 +236,7 @@ class BucketStorage(ObjectStorage):
             return self._tried(read)
 
     def read_unchanged(self, key: str, offset: int, size: int, mark: str) -> bytes:
-        """Return a piece of an object that has an ETag."""
+        """Return a piece of an object with an ETag."""
         if not mark or not size:
             return self.read(key, offset, size)
         options: Any = {"range": (offset, offset + size), "if_match": mark}
@@ -252,13 +252,13 @@ class BucketStorage(ObjectStorage):
         return None
 
     def chunks(self, key: str, size: int) -> Iterator[bytes | memoryview]:
-        """Yield an object in one request."""
+        """Yield the pieces of an object from a single streamed request."""
         with self._errors(f"{key!r} must be read"):
             for chunk in obstore.get(self._clients[1], key).stream(min_chunk_size=size):
                 yield memoryview(chunk)
 
     def objects(self, prefix: str) -> Sequence[StoredObject]:
-        """Return the objects whose keys begin with a prefix, which is empty or ends in a slash."""
+        """Return the objects with a key prefix; the prefix is empty or ends in a slash."""
         with self._errors(f"the {self._kind} must be listed"):
             found = self._tried(
                 lambda client: [each for page in obstore.list(client, prefix) for each in page]
@@ -312,7 +312,7 @@ class BucketStorage(ObjectStorage):
     def _errors(
         self, must: str, *, writes: bool = False, upload: Upload | None = None
     ) -> Iterator[None]:
-        """Turn what the client raises into errors of storages.
+        """Turn exceptions of the client into storage errors.
 
         Raises:
             FileNotFoundError: There is no such object.
@@ -340,7 +340,7 @@ class BucketStorage(ObjectStorage):
             raise raised from cause
 
     def _reason(self, error: Exception, upload: Upload | None) -> str:
-        """Return what a store has said, of which part, and what to do."""
+        """Return the store's message, the affected part, and a hint for the user."""
         if upload is not None and upload.is_late:
             return (
                 f"after {upload.timeout_s:g} s only {upload.num_sent} of its {upload.num_parts}"
@@ -358,7 +358,7 @@ class BucketStorage(ObjectStorage):
         return f"{place}{cause}{reason}.{hint}"
 
     def _cause_and_hint(self, text: str) -> tuple[str, str]:
-        """Return what the client's error means in plain words, and what to do."""
+        """Return the cause of a client error in plain words, and a hint."""
         if MACHINE_CREDENTIALS in text:
             cause = "there are no credentials in the environment, and this machine has none: "
             return cause, f" Hint: set {self._own_credentials}."
@@ -375,7 +375,7 @@ def _part_bytes(size: int) -> int:
 
 
 def endpoint_of(variable: str) -> str:
-    """Return the server that a variable names, empty if it is not set.
+    """Return the server URL in an environment variable; empty if not set.
 
     Raises:
         CheckpointError: It is no URL. The client would break down at its first request.
@@ -420,7 +420,7 @@ class AzureStorage(BucketStorage):
             except (NotFoundError, FileNotFoundError) as error:
                 if self._missing in str(error):
                     raise
-                # One of many was not there, which says nothing about those after it.
+                # Missing object among many: the error says nothing about the keys after it.
                 for key in keys:
                     self._remove_one(key)
 
@@ -487,7 +487,7 @@ class S3Storage(BucketStorage):
 
 
 def _credentials_of_boto3(environment: Mapping[str, str]) -> Any:
-    """Return what finds credentials in profiles and the like, if boto3 is there and has some."""
+    """Return boto3's credential provider (profiles etc.); None without boto3 or credentials."""
     if "AWS_ACCESS_KEY_ID" in environment or importlib.util.find_spec("boto3") is None:
         return None
     from boto3 import Session  # type: ignore[import-untyped]

@@ -106,7 +106,7 @@ class CheckpointDirectory:
         _durable_files.write_durably_below(self.descriptor, name, data, owner=owner)
 
     def problems(self, files: Mapping[str, FileEntry]) -> dict[str, str]:
-        """Return what is wrong with files, by their name: they are compared with their digests."""
+        """Return the problems of files by name, after comparing contents with the digests."""
         found = {name: self._problem(name, entry) for name, entry in files.items()}
         return {name: reason for name, reason in found.items() if reason is not None}
 
@@ -125,7 +125,7 @@ class CheckpointDirectory:
 
 
 def problem_of_file(file: IO[bytes], entry: FileEntry) -> str | None:
-    """Return what is wrong with an open file, from its beginning on; None if nothing is."""
+    """Return the problem of an open file, read from its beginning; None if intact."""
     size = os.fstat(file.fileno()).st_size
     if size != entry.size:
         return entry.difference(FileEntry(size, ""))
@@ -152,7 +152,7 @@ def opened_checkpoint(
 
 @contextmanager
 def refusing_links(path: Path) -> Iterator[None]:
-    """Have files of a checkpoint that are none say so.
+    """Turn links and special files among a checkpoint's files into a clear error.
 
     Raises:
         CheckpointCorruptError: The body has met a link, a special file or a foreign file.
@@ -173,7 +173,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
 def mark_open(root: Path, uuid: str) -> None:
-    """Note that a directory is ours and not whole."""
+    """Mark a checkpoint's directory as created by Paceline and not complete yet."""
     check_uuid(uuid)
     while True:
         with opened_directory(root) as above:
@@ -189,7 +189,7 @@ def _write_mark(markers: int, uuid: str) -> None:
     try:
         descriptor = os.open(uuid, _NEW, 0o666, dir_fd=markers)
     except FileExistsError:
-        # That of another rank, perhaps of another user.
+        # Mark of another rank, perhaps of another user: its time may not be ours to change.
         with suppress(PermissionError):
             os.utime(uuid, dir_fd=markers, follow_symlinks=False)
         return
@@ -207,7 +207,7 @@ def mark_closed(root: Path, uuid: str) -> None:
 
 
 def marked(root: Path) -> list[str]:
-    """Return the UUIDs that have a mark, sorted."""
+    """Return the marked UUIDs, sorted."""
     names: list[str] = []
     with _missing_is_fine(), opened_directory(root) as above, opened_below(above, OPEN_NAME) as one:
         names = [name for name in os.listdir(one) if UUID_FORM.fullmatch(name)]
@@ -217,7 +217,7 @@ def marked(root: Path) -> list[str]:
 def remove_leftover(
     root: Path, uuid: str, is_old: Callable[[float], bool], *, has_one_owner: bool
 ) -> bool:
-    """Remove what is there of a marked checkpoint without a manifest, and its mark.
+    """Remove the remains of a marked checkpoint without a manifest, and the mark.
 
     Args:
         root: The directory of the storage.
@@ -244,6 +244,7 @@ def remove_leftover(
                     empty_directory(directory)
                 os.rmdir(uuid, dir_fd=above)
             except FileNotFoundError:
+                # Directory not made yet, or gone: the mark alone has an age.
                 if not is_old(marked_s):
                     return False
     except OSError:
@@ -298,7 +299,7 @@ def restored(storage: CheckpointStorage, uuid: str) -> Iterator[Path]:
 
 @contextmanager
 def telling_of_deletion(path: Path) -> Iterator[None]:
-    """Have errors of reading a checkpoint say that it was deleted, if it was.
+    """Make read errors report the deletion of a checkpoint if the checkpoint was deleted.
 
     Args:
         path: The checkpoint's directory, or another place of weights.

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: durable writes, digests, listings, and the manifest that commits them."""
+"""Files of a checkpoint: durable writes, digests, listings, and the committing manifest."""
 
 import errno
 import fcntl
@@ -49,7 +49,7 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointMismatchError(ValueError):
-    """Raised when a checkpoint does not fit the training that would resume from it."""
+    """Raised when a checkpoint does not fit the training resuming from the checkpoint."""
 
 
 class CheckpointVersionError(CheckpointError):
@@ -64,11 +64,11 @@ class CheckpointWriteError(CheckpointError, OSError):
 
 
 class StorageNotInstalledError(CheckpointError, ValueError):
-    """Raised for a URL whose scheme neither Paceline nor an installed package offers."""
+    """Raised for a URL scheme offered by neither Paceline nor an installed package."""
 
 
 def failing_store_of(error: BaseException | None) -> str | None:
-    """Return the URL of the store that an error comes from because it does not answer, or None."""
+    """Return the URL of the silent store at the root of an error; None for other errors."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -88,20 +88,20 @@ Selector: TypeAlias = Callable[[str], bool]
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """The size in bytes and the xxh3_128 digest of one file."""
+    """Size in bytes and xxh3_128 digest of a file."""
 
     size: int
     digest: str
 
     def difference(self, found: "FileEntry") -> str:
-        """Say what differs of what was found in place of this file."""
+        """Return the difference between the file found and this expected file, as text."""
         if found.size != self.size:
             return f"was altered ({found.size} bytes instead of {self.size})"
         return "was altered (other content of the same size)"
 
 
 class ShardDone(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `rank-<n>.done`: which files a rank has written, by relative path."""
+    """Content of `rank-<n>.done`: the files written by a rank, by relative path."""
 
     version: int = MANIFEST_VERSION
     rank: int
@@ -142,12 +142,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def origin_of(cluster_id: str, trial_id: int, attempt: int) -> str:
-    """Return how the manifest of a checkpoint names the attempt that has stored it."""
+    """Return the manifest's name for the attempt storing a checkpoint."""
     return f"{cluster_id}.{trial_id}.{attempt}"
 
 
 def glob_selector(globs: Sequence[str]) -> Selector:
-    """Return what selects the files that patterns match, as in a ``.gitignore``.
+    """Return a selector of the files matching patterns, as in a ``.gitignore``.
 
     Raises:
         TypeError: `globs` is no list of patterns.
@@ -279,13 +279,13 @@ faults.register(
 )
 
 _CHUNK_BYTES = 4 * 1024 * 1024
-# It stays in a core's cache.
+# Chunk size for digests: small enough for a core's cache.
 _DIGEST_BYTES = 256 * 1024
 _FILES_AT_ONCE = 4
 _WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _NO_SPACE_BYTES = 256 * 1024
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# What a network file system raises too while its server is away.
+# Errors of a network file system while its server is away, besides a full disk.
 _WRITE_ERRORS = _FULL_ERRORS | {
     *(errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT),
     *(errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO),
@@ -321,7 +321,7 @@ def digest_file(path: Path) -> FileEntry:
 
 
 def digest_stream(file: Any, num_bytes: int | None = None) -> FileEntry:
-    """Read an open file from where it is, and return the size and digest of what was read.
+    """Read an open file from its current position; return the size and digest of the content.
 
     Args:
         file: The file; it has `readinto`.
@@ -377,7 +377,7 @@ def copy_file(
     writable: bool = False,
     num_bytes: int | None = None,
 ) -> FileEntry:
-    """Copy a file's content and return the size and digest of what was read.
+    """Copy a file's content and return the size and digest of the bytes read.
 
     Args:
         source: The file.
@@ -457,7 +457,7 @@ def move_files_up(own: int, directory: int, entries: Mapping[str, FileEntry]) ->
         # All but the checkpoint's own directory.
         folders.update(str(path) for path in PurePosixPath(name).parents[:-1])
     empty_directory(own)
-    # Not the whole tree: directories of other ranks come and go meanwhile.
+    # Folders of this rank only: directories of other ranks come and go meanwhile.
     for folder in folders:
         with opened_below(directory, folder) as each:
             os.fsync(each)
@@ -488,7 +488,7 @@ def _piece(num_bytes: int | None, num_read: int) -> int:
 
 
 def copy_files(source: Path, target: Path, selects: Callable[[str], bool] | None = None) -> None:
-    """Copy the regular files of a directory, or those whose relative POSIX paths are selected.
+    """Copy the regular files of a directory, or those with selected relative POSIX paths.
 
     Raises:
         ValueError: There is a special file or a link to a directory.
@@ -505,7 +505,7 @@ def _forbid_writes(descriptor: int) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file that appears as a whole and survives a power cut once this returns."""
+    """Write a file atomically; after the return, the file survives a power cut."""
     with opened_directory(path.parent) as directory:
         write_durably_below(directory, path.name, data)
 
@@ -530,7 +530,7 @@ def sync_tree(root: Path) -> None:
 
 @contextmanager
 def durable_write_errors(uuid: str, root: Path) -> Iterator[None]:
-    """Turn what a full or broken disk raises into one clear error.
+    """Turn errors of a full or broken disk into a single clear error.
 
     Raises:
         CheckpointWriteError: The body failed because `root` cannot take more.
@@ -611,7 +611,7 @@ _NEW_PREFIX = "paceline-new-"
 
 @contextmanager
 def temporary_directory() -> Iterator[Path]:
-    """Yield an empty directory below TMPDIR, and remove those that killed processes have left.
+    """Yield an empty directory below TMPDIR; remove the leftovers of killed processes.
 
     Whoever uses one holds a lock on it, which the system takes back from a process that ends.
     """
@@ -634,7 +634,7 @@ def temporary_directory() -> Iterator[Path]:
 
 def _remove_left(root: Path) -> None:
     for path in root.glob(f"{_PREFIX}*"):
-        # Those of other users, and what is removed meanwhile.
+        # Leftovers of other users, or removed meanwhile: both may fail and are skipped.
         with suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

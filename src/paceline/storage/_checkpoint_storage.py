@@ -1,4 +1,4 @@
-"""Base class of checkpoint storages, and the rules by which checkpoints are kept."""
+"""Base class of checkpoint storages, and the retention rules for checkpoints."""
 
 import re
 import time
@@ -31,7 +31,7 @@ UUID_FORM = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
 
 
 class CheckpointStorage(ABC):
-    """Keep checkpoints by the protocol that makes them exist as a whole or not at all.
+    """Storage of checkpoints by a commit protocol: each exists as a whole or not at all.
 
     Every rank stores its files (`store_path` or `copy_in`), which ends in `rank-<n>.done`; then
     the chief calls `commit`, which writes the manifest last. No step needs a rename or a view of
@@ -44,11 +44,11 @@ class CheckpointStorage(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """The place of this storage, as `storage_from` takes it."""
+        """Location of this storage in the form accepted by `storage_from`."""
 
     @classmethod
     def from_url(cls, url: str) -> "CheckpointStorage":
-        """Return the storage at a URL, for a package that offers one by its scheme.
+        """Return the storage at a URL; for packages offering a storage by URL scheme.
 
         Raises:
             ValueError: The URL does not fit; the message says what must be there.
@@ -62,11 +62,11 @@ class CheckpointStorage(ABC):
 
     @property
     def is_remote(self) -> bool:
-        """Whether every machine with credentials for it reaches this storage by its URL."""
+        """Whether every machine with credentials reaches this storage by its URL."""
         return False
 
     def watch(self, on_trouble: Callable[[str | None], None] | None) -> None:  # noqa: B027
-        """Have a function told, if the storage can tell, while it does not answer.
+        """Register a function to call when the storage stops answering, if the storage can tell.
 
         Args:
             on_trouble: Called, in any thread, with the reason once the storage has not answered for
@@ -74,7 +74,7 @@ class CheckpointStorage(ABC):
         """
 
     def in_a_hurry(self) -> "CheckpointStorage":
-        """Return this storage, which from now on gives up soon if it does not answer.
+        """Return this storage, from now on giving up soon on a silent server.
 
         For work that is done again later, and that must not hold up other work.
         """
@@ -102,7 +102,7 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def store_shard(self, uuid: str, rank: int) -> AbstractContextManager[Path]:
-        """Return a context manager with an empty directory for one rank's files of a checkpoint.
+        """Return a context manager with an empty directory for a rank's files of a checkpoint.
 
         Several ranks may store at once, each files of other names. Leaving it makes the files
         durable and writes the rank's done file; leaving it by an exception removes them.
@@ -113,7 +113,7 @@ class CheckpointStorage(ABC):
         """
 
     def file_sender(self, directory: Path) -> FileSender | None:
-        """Return what stores a large file from memory, without a copy of it on this machine's disk.
+        """Return a function storing large files from memory without a copy on the local disk.
 
         Args:
             directory: What `store_path` or `store_shard` yields, within its block.
@@ -126,7 +126,7 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def discard(self, uuid: str) -> None:
-        """Remove what is there of a checkpoint that was not committed."""
+        """Remove the files of an uncommitted checkpoint."""
 
     @abstractmethod
     def manifest(self, uuid: str) -> Manifest:
@@ -140,13 +140,13 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def problems(self, manifest: Manifest) -> dict[str, str]:
-        """Return what is wrong with a checkpoint's files: relative path to reason."""
+        """Return the problems of a checkpoint's files: relative path to reason."""
 
     @abstractmethod
     def restore_path(
         self, uuid: str, *, selects: Selector | None = None
     ) -> AbstractContextManager[Path]:
-        """Return a context manager with a directory that holds the verified files, to read only.
+        """Return a context manager with a read-only directory of the verified files.
 
         With `selects`, only the files that it selects are verified and sure to be there.
 
@@ -165,7 +165,7 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
-        """Copy a checkpoint's files, or those that are selected, and verify the copies.
+        """Copy a checkpoint's files, or the selected files, and verify the copies.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
@@ -181,7 +181,7 @@ class CheckpointStorage(ABC):
         """
 
     def delete_checked(self, uuid: str, check: Callable[[Manifest], None]) -> None:
-        """Delete a checkpoint whose manifest can be read, and of which a function does not raise.
+        """Delete a checkpoint with a readable manifest, if the check of the manifest passes.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
@@ -192,7 +192,7 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
-        """Remove leftovers of checkpoints that were never committed; return their UUIDs.
+        """Remove leftovers of checkpoints never committed; return their UUIDs.
 
         Args:
             older_than_s: How many seconds must have passed since the last write to any of their
@@ -207,11 +207,11 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
-        """Return a rank's done file, or None if it has not been written."""
+        """Return a rank's done file, or None if not written yet."""
 
     @abstractmethod
     def _write_manifest(self, manifest: Manifest) -> None:
-        """Write the manifest so that it appears as a whole, after all else is durable."""
+        """Write the manifest atomically, after everything else is durable."""
 
     def commit(
         self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1, origin: str = ""
@@ -282,7 +282,7 @@ class CheckpointStorage(ABC):
         return smaller
 
     def replace_manifest(self, manifest: Manifest) -> None:
-        """Write a manifest that names fewer files than the present one, and remove the others.
+        """Write a manifest with fewer files than the present manifest; remove the other files.
 
         Raises:
             CheckpointWriteError: The manifest cannot be written; nothing was removed.
@@ -291,7 +291,7 @@ class CheckpointStorage(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot delete single files.")
 
     def put_file(self, name: str, file: Path) -> None:
-        """Keep a file that belongs to no checkpoint, in place of an earlier one of its name.
+        """Store a file outside of checkpoints; an earlier file of the same name is replaced.
 
         Args:
             name: A relative path with a slash in it, such as "tensorboard/trial_1/events".
@@ -304,7 +304,7 @@ class CheckpointStorage(ABC):
         raise NotImplementedError(f"{type(self).__name__} keeps checkpoints alone.")
 
     def missing_shards(self, uuid: str, num_shards: int) -> RankList:
-        """Return the ranks that have not finished their shard of a checkpoint.
+        """Return the ranks with an unfinished shard of a checkpoint.
 
         Raises:
             CheckpointCorruptError: What a rank has written about its shard is damaged.
@@ -325,7 +325,7 @@ class CheckpointStorage(ABC):
         return True
 
     def verify(self, uuid: str) -> Manifest:
-        """Check every file of a checkpoint against its manifest, and return that.
+        """Check every file of a checkpoint against its manifest, and return the manifest.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
@@ -339,7 +339,7 @@ class CheckpointStorage(ABC):
 
 @contextmanager
 def failing_as_write(what: str) -> Iterator[None]:
-    """Have a storage that fails while it is read for a commit fail as in a write.
+    """Turn failures of a storage read during a commit into write errors.
 
     Args:
         what: What is looked for, as "whether ...".
@@ -370,7 +370,7 @@ def raise_if_damaged(uuid: str, problems: dict[str, str]) -> None:
 
 
 def check_uuid(uuid: str) -> str:
-    """Return a UUID that is safe as a name in a storage.
+    """Return a UUID after checking its safety as a name in a storage.
 
     Raises:
         ValueError: It is not.
@@ -384,7 +384,7 @@ def check_uuid(uuid: str) -> str:
 
 
 class Kept(NamedTuple):
-    """A checkpoint that exists.
+    """Existing checkpoint as seen by the retention rules.
 
     Attributes:
         uuid: Its name.
@@ -404,7 +404,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetentionRules:
-    """What to keep of a group of checkpoints; None is no such rule.
+    """Retention rules for a group of checkpoints; None is no rule.
 
     A checkpoint is kept if `latest`, `best` or `age_s` keeps it; without these three, all are.
     What `num_bytes` then takes away, the others cannot keep.
@@ -423,12 +423,12 @@ class RetentionRules:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no rule, so that all checkpoints are kept."""
+        """Whether there is no rule, so all checkpoints are kept."""
         return self == RetentionRules()
 
 
 def wanted(checkpoints: Sequence[Kept], rules: RetentionRules, *, now_s: float = 0.0) -> set[str]:
-    """Return the UUIDs of those that `latest`, `best` or `age_s` keeps.
+    """Return the UUIDs of the checkpoints kept by `latest`, `best` or `age_s`.
 
     Args:
         checkpoints: What exists, oldest first.
@@ -445,7 +445,7 @@ def wanted(checkpoints: Sequence[Kept], rules: RetentionRules, *, now_s: float =
 
 
 def best_of(checkpoints: Iterable[Kept], number: int) -> set[str]:
-    """Return the UUIDs of so many of the best; of equals, the one of the earlier step is better."""
+    """Return the UUIDs of the best `number` checkpoints; of equals, the earlier step wins."""
     scored = [
         (-kept.score, kept.steps_completed, kept.uuid)
         for kept in checkpoints
@@ -461,7 +461,7 @@ def beyond_bytes(
     needed: Collection[str],
     best: Collection[str] = (),
 ) -> set[str]:
-    """Return the UUIDs of those that must go so that the others have no more than so many bytes.
+    """Return the UUIDs to delete, so the remaining checkpoints fit into a number of bytes.
 
     The oldest go first, and the best after all others.
 
@@ -483,7 +483,7 @@ def beyond_bytes(
 
 
 def to_delete(checkpoints: Sequence[Kept], rules: RetentionRules, *, now_s: float) -> list[Kept]:
-    """Return the checkpoints of one run that its rules do not keep, oldest first.
+    """Return the checkpoints of a run not kept by its rules, oldest first.
 
     The newest one is always kept, as the run goes on from it.
 

@@ -65,12 +65,12 @@ class DirectoryStorage(CheckpointStorage):
 
     @property
     def root(self) -> Path:
-        """The directory that holds the checkpoints, as an absolute path."""
+        """Directory with the checkpoints, as an absolute path."""
         return self._root
 
     @property
     def local_root(self) -> Path:
-        """The directory that holds the checkpoints, as an absolute path."""
+        """Directory with the checkpoints, as an absolute path."""
         return self._root
 
     @property
@@ -86,7 +86,7 @@ class DirectoryStorage(CheckpointStorage):
             _finish_shard(directory, rank, directory.sealed())
 
     def copy_in(self, uuid: str, source: Path, *, rank: int = 0) -> None:
-        """Copy a directory's files; links to regular files are copied as what they refer to."""
+        """Copy a directory's files; a link to a regular file is copied as its target."""
         source = Path(source)
         if not source.is_dir():
             raise NotADirectoryError(
@@ -129,7 +129,7 @@ class DirectoryStorage(CheckpointStorage):
 
     @contextmanager
     def _storing(self, uuid: str, *, is_shared: bool) -> Iterator[NewDirectory]:
-        """Make the checkpoint's directory; remove it if the body fails."""
+        """Make the checkpoint's directory; remove the directory if the body fails."""
         with ExitStack() as stack:
             with _durable_files.durable_write_errors(uuid, self._root):
                 directory = stack.enter_context(self._made(uuid, exist_ok=is_shared))
@@ -138,7 +138,7 @@ class DirectoryStorage(CheckpointStorage):
                 with _durable_files.durable_write_errors(uuid, directory.path):
                     yield directory
             except BaseException:
-                # Not `discard`: a file of the user's may be named like a manifest.
+                # Plain removal instead of `discard`: a user's file may have the manifest's name.
                 directory.remove()
                 mark_closed(self._root, uuid)
                 raise
@@ -172,7 +172,7 @@ class DirectoryStorage(CheckpointStorage):
             )
 
     def discard(self, uuid: str) -> None:
-        """Remove what is there of a checkpoint that has no manifest.
+        """Remove the files of a checkpoint without a manifest.
 
         Another directory than this storage has made stays.
         """
@@ -204,7 +204,7 @@ class DirectoryStorage(CheckpointStorage):
 
     @contextmanager
     def restore_path(self, uuid: str, *, selects: Selector | None = None) -> Iterator[Path]:
-        """Verify the checkpoint, yield its own directory, and see that it stayed whole."""
+        """Verify the checkpoint, yield its own directory, and check for changes afterwards."""
         manifest = self.manifest(uuid).selected(selects)
         raise_if_damaged(uuid, self.problems(manifest))
         path = self._path(uuid)
@@ -241,7 +241,7 @@ class DirectoryStorage(CheckpointStorage):
         return b"".join(pieces)
 
     def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
-        """Copy the files and compare what was read with the manifest."""
+        """Copy the files and compare the bytes read with the manifest."""
         manifest = self.manifest(uuid).selected(selects)
         target = Path(target)
         target.mkdir(parents=True, exist_ok=True)
@@ -263,7 +263,7 @@ class DirectoryStorage(CheckpointStorage):
         self._delete(uuid, lambda directory: None)
 
     def delete_checked(self, uuid: str, check: Callable[[Manifest], None]) -> None:
-        """Remove the manifest, if it can be read and passes the check, then the files."""
+        """Remove the manifest, if readable and passing the check, then the files."""
         self._delete(uuid, lambda directory: check(directory.manifest()))
 
     def _delete(self, uuid: str, check: Callable[[CheckpointDirectory], None]) -> None:
@@ -273,6 +273,7 @@ class DirectoryStorage(CheckpointStorage):
                 if directory.has(MANIFEST_NAME):
                     mark_open(self._root, uuid)
                 os.unlink(MANIFEST_NAME, dir_fd=directory.descriptor)
+                # Removal of the manifest on disk first: no power cut leaves it without its files.
                 os.fsync(directory.descriptor)
                 faults.reach("storage.after_manifest_deleted")
                 empty_directory(directory.descriptor)
@@ -288,7 +289,7 @@ class DirectoryStorage(CheckpointStorage):
         )
 
     def replace_manifest(self, manifest: Manifest) -> None:
-        """Replace ``manifest.json``, then remove the files that it does not name any more."""
+        """Replace ``manifest.json``, then remove the files no longer named there."""
         with (
             _durable_files.durable_write_errors(manifest.uuid, self._root),
             self._opened(manifest.uuid) as directory,
@@ -305,7 +306,7 @@ class DirectoryStorage(CheckpointStorage):
                     os.unlink(last, dir_fd=parent)
 
     def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
-        """Remove what was begun or being deleted here, has no manifest and is old enough."""
+        """Remove marked checkpoints without a manifest and without recent changes."""
         now: list[float] = []
 
         def is_old(changed_s: float) -> bool:
@@ -320,7 +321,7 @@ class DirectoryStorage(CheckpointStorage):
         ]
 
     def _time_there(self) -> float:
-        """Return the time by the clock of the file server, which tells when files have changed."""
+        """Return the file server's time: its clock stamps the changes of files."""
         try:
             with tempfile.NamedTemporaryFile(dir=self._root, prefix=".clock-") as file:
                 return Path(file.name).stat().st_mtime
@@ -328,7 +329,7 @@ class DirectoryStorage(CheckpointStorage):
             return time.time()
 
     def list(self) -> UuidList:
-        """Return the names of the directories that have a manifest."""
+        """Return the names of the directories with a manifest."""
         if not self._root.is_dir():
             return []
         names = sorted(name for name in os.listdir(self._root) if UUID_FORM.fullmatch(name))
@@ -383,7 +384,7 @@ def _write_done(directory: NewDirectory, rank: int, entries: dict[str, FileEntry
 
 
 def _state_of_file(path: Path) -> tuple[int, int] | None:
-    """Return what differs once a file was written to; None if it is gone."""
+    """Return modification time and size to detect writes to a file; None if the file is gone."""
     try:
         facts = path.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""A checkpoint whose files arrive in pieces from another machine."""
+"""Incoming checkpoint: its files arrive in pieces from another machine."""
 
 import errno
 import fcntl
@@ -40,7 +40,7 @@ _WRITE_BITS_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class IncomingCheckpoint:
-    """Gather a checkpoint's files below ``<root>/.incoming/<sender>/<uuid>/``, then commit it.
+    """Gathers a checkpoint's files below ``<root>/.incoming/<sender>/<uuid>/``, then commits.
 
     Files can be sent in any order. What is there after a crash is kept, and sending goes on from
     there. A commit compares every file with the manifest and moves the directory to its place, so
@@ -99,7 +99,7 @@ class IncomingCheckpoint:
         return self._manifest
 
     def missing(self) -> dict[str, int]:
-        """Return how many bytes are there of each file that does not have its size."""
+        """Return the bytes present of each file still below its full size."""
         sizes: dict[str, int | None] = dict.fromkeys(self.files)
         with suppress(FileNotFoundError), self._opened() as directory:
             for name, entry in self.files.items():
@@ -132,12 +132,14 @@ class IncomingCheckpoint:
                 return os.open(path, flags | _NEW, 0o666, dir_fd=directory)
 
             with open(PurePosixPath(name).name, "ab", buffering=0, opener=opener) as file:
+                # Lock of the file: a repeated request must not append the same piece a second time.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 size = os.fstat(file.fileno()).st_size
                 if size == offset:
                     try:
                         size += _write_all(file.fileno(), data)
                     except BaseException:
+                        # Torn piece removed: the size of the file is the offset of the next piece.
                         file.truncate(offset)
                         raise
         faults.reach("storage.piece_written")
@@ -161,6 +163,7 @@ class IncomingCheckpoint:
                 if found[name] != entry
             }
             for name in files_below(directory):
+                # Stray files of an earlier manifest: they must not become part of the checkpoint.
                 if name in problems or name not in files:
                     os.unlink(name, dir_fd=directory)
             if not problems:
@@ -170,7 +173,7 @@ class IncomingCheckpoint:
         return problems
 
     def commit(self) -> None:
-        """Make the checkpoint exist once it is sealed; one that exists already stays.
+        """Move the checkpoint to its place once sealed; an existing checkpoint stays.
 
         Raises:
             CheckpointWriteError: The disk is full or broken.
@@ -186,7 +189,7 @@ class IncomingCheckpoint:
         self.forget()
 
     def forget(self) -> None:
-        """Remove what has arrived."""
+        """Remove the files arrived so far."""
         with suppress(OSError), _opened_incoming(self._storage.root) as (above, incoming):
             with suppress(OSError), opened_below(incoming, self._sender) as senders:
                 remove_below(senders, self._uuid)
@@ -195,7 +198,7 @@ class IncomingCheckpoint:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """Yield the descriptor of the directory with what has arrived."""
+        """Yield the descriptor of the directory with the arrived files."""
         place = f"{self._sender}/{self._uuid}"
         with (
             _opened_incoming(self._storage.root) as (_, incoming),
@@ -205,7 +208,7 @@ class IncomingCheckpoint:
 
     @contextmanager
     def _writing(self, folder: str = "") -> Iterator[int]:
-        """Yield the descriptor of a directory in that one, which is made if there is none."""
+        """Yield the descriptor of a folder below the arrived files, made if missing."""
         root = self._storage.root
         existing = next(path for path in (root, *root.parents) if path.is_dir())
         with (
@@ -223,7 +226,7 @@ class IncomingCheckpoint:
 
 
 def forget_incoming(root: Path, is_wanted: Callable[[str], bool]) -> None:
-    """Remove what has arrived in a storage from senders that are not wanted any more."""
+    """Remove the arrived files of senders no longer wanted from a storage."""
     with suppress(OSError), _opened_incoming(root) as (above, incoming):
         for sender in sorted(os.listdir(incoming)):
             if not is_wanted(sender):
@@ -234,7 +237,7 @@ def forget_incoming(root: Path, is_wanted: Callable[[str], bool]) -> None:
 
 @contextmanager
 def _opened_incoming(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the descriptors of a storage and of what has arrived there, which is ours alone.
+    """Yield the descriptors of a storage and of its private directory for arrived files.
 
     Raises:
         CheckpointWriteError: Others can write to it, such as through a link.

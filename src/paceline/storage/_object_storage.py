@@ -1,4 +1,4 @@
-"""Base class of storages in an object store, such as a bucket or a table."""
+"""Base class of storages in an object store, for example a bucket or a table."""
 
 import time
 from abc import abstractmethod
@@ -45,7 +45,7 @@ from paceline.storage._uploads import (
     stored_before,
 )
 
-# What removes a checkpoint's objects meanwhile is not seen. So this is short.
+# Short lifetime of cached records: removals by other processes meanwhile go unnoticed.
 _RECENT_S = 1.0
 # On Linux, the other clocks stand still while a machine sleeps.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -58,13 +58,13 @@ class RecentRecords:
         self._seen: dict[tuple[str, int], tuple[float, ShardDone]] = {}
 
     def note(self, uuid: str, done: ShardDone) -> None:
-        """Keep a record that is in the store now."""
+        """Remember a record known to be in the store now."""
         now = time.clock_gettime(_CLOCK)
         recent = {key: seen for key, seen in self._seen.copy().items() if now - seen[0] < _RECENT_S}
         self._seen = {**recent, (uuid, done.rank): (now, done)}
 
     def find(self, uuid: str, rank: int) -> ShardDone | None:
-        """Return a rank's record if it was in the store a moment ago."""
+        """Return a rank's record if known to be in the store a moment ago."""
         seen_s, done = self._seen.get((uuid, rank), (0.0, None))
         return done if time.clock_gettime(_CLOCK) - seen_s < _RECENT_S else None
 
@@ -74,7 +74,7 @@ class RecentRecords:
 
 
 class StoredObject(NamedTuple):
-    """One object: its key, its size in bytes, and its last change in seconds since the epoch.
+    """Object in a store: key, size in bytes, and last change in seconds since the epoch.
 
     The size is that of what is read. Times are by the clock of the store.
     The mark is another one for another content, such as an ETag; empty where the store has none.
@@ -103,7 +103,7 @@ class _Objects(Protocol):
 
 
 class OpenMarkers:
-    """The marks of the checkpoints that were begun, or whose deletion was, and are not finished.
+    """Marks of unfinished checkpoints: writing or deleting them has begun and not ended.
 
     Others may keep UUIDs in the same store: only what is marked is a leftover.
 
@@ -132,7 +132,7 @@ class OpenMarkers:
     def is_left(
         self, mark: StoredObject, stored: Sequence[StoredObject], older_than_s: float
     ) -> bool:
-        """Tell whether nobody writes a checkpoint any more, so that it may be removed.
+        """Return whether a checkpoint has no writer any more, so its removal is safe.
 
         Args:
             mark: The mark of the checkpoint.
@@ -152,11 +152,11 @@ class OpenMarkers:
             return 0.0  # a file of somebody else
 
     def _time_there(self) -> float:
-        """Return the time by the clock of the store, which tells when objects have changed."""
+        """Return the store's time: its clock stamps the changes of objects."""
         if self._now is None:
             key = f"{_CLOCK_PREFIX}{uuid4()}"
             self._store._put_data(key, b"")
-            # With those that killed sweeps have left.
+            # Clock objects of killed sweeps: they are listed, and removed, together with ours.
             there = {each.key: each for each in self._store.objects(_CLOCK_PREFIX)}
             with suppress(CheckpointError):
                 self._store.remove([*there])
@@ -188,7 +188,7 @@ class ObjectStorage(CheckpointStorage):
 
     @abstractmethod
     def put(self, key: str, file: Path) -> None:
-        """Store a file's content under a key, in place of what is there."""
+        """Store a file's content under a key, replacing an existing object."""
 
     @abstractmethod
     def read(self, key: str, offset: int, size: int) -> bytes:
@@ -200,14 +200,14 @@ class ObjectStorage(CheckpointStorage):
 
     @abstractmethod
     def objects(self, prefix: str) -> Sequence[StoredObject]:
-        """Return the objects whose keys begin with a prefix."""
+        """Return the objects with a key prefix."""
 
     @abstractmethod
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove objects; a key without one is no error."""
+        """Remove objects; a key without an object is no error."""
 
     def read_unchanged(self, key: str, offset: int, size: int, mark: str) -> bytes:
-        """Return a piece of an object that has a mark; override it if the store can tell.
+        """Return a piece of an object with a mark; override this if the store can compare marks.
 
         Raises:
             FileNotFoundError: There is no such object.
@@ -216,7 +216,7 @@ class ObjectStorage(CheckpointStorage):
         return self.read(key, offset, size)
 
     def chunks(self, key: str, size: int) -> Iterator[bytes | memoryview]:
-        """Yield an object in pieces of about `size` bytes; override it if one request can do.
+        """Yield an object in pieces of about `size` bytes; override this if a single request can.
 
         Raises:
             FileNotFoundError: There is no such object.
@@ -230,7 +230,7 @@ class ObjectStorage(CheckpointStorage):
 
     @contextmanager
     def store_path(self, uuid: str, *, rank: int = 0) -> Iterator[Path]:
-        """Yield a temporary directory, whose files are put afterwards."""
+        """Yield a temporary directory; its files are uploaded at the end of the block."""
         try:
             with self.store_shard(uuid, rank) as path:
                 yield path
@@ -244,7 +244,7 @@ class ObjectStorage(CheckpointStorage):
 
     @contextmanager
     def store_shard(self, uuid: str, rank: int) -> Iterator[Path]:
-        """Yield a temporary directory, whose files are put afterwards."""
+        """Yield a temporary directory; its files are uploaded at the end of the block."""
         self._check_new(uuid, rank)
         upload = self._shard_upload(uuid, rank)
         try:
@@ -262,22 +262,22 @@ class ObjectStorage(CheckpointStorage):
         except BaseException:
             upload.stop()
             if upload.entries and not upload.has_failed:
-                # What is left is swept later.
+                # Leftover objects after a failed removal: a later sweep removes them.
                 with suppress(Exception):
                     self._remove_sent(upload)
             raise
 
     def _remove_sent(self, upload: ShardUpload) -> None:
-        """Remove what was sent, unless another process has stored this part meanwhile."""
+        """Remove the sent files, unless another process has stored this shard meanwhile."""
         if self._read_done(upload.uuid, upload.rank) is None:
             self.remove([f"{upload.uuid}/{name}" for name in upload.entries])
 
     def _taking_pieces(self, directory: Path, upload: ShardUpload) -> AbstractContextManager[None]:
-        """Return a context in which `file_sender` knows a directory; for stores that have one."""
+        """Return a context with `file_sender` active for a directory, in stores with a sender."""
         return nullcontext()
 
     def copy_in(self, uuid: str, source: Path, *, rank: int = 0) -> None:
-        """Put a directory's files; links to regular files as what they refer to."""
+        """Upload a directory's files; a link to a regular file is uploaded as its target."""
         source = Path(source)
         if not source.is_dir():
             raise NotADirectoryError(
@@ -290,7 +290,7 @@ class ObjectStorage(CheckpointStorage):
         return ShardUpload(self.url, uuid, rank, large_files_at_once=self._large_files_at_once)
 
     def _put_all(self, upload: ShardUpload, source: Path, *, follow_links: bool = False) -> None:
-        """Put what is in a directory besides what is being sent, and then the list of all."""
+        """Upload a directory's files, wait for background uploads, then write the done file."""
         uuid, rank = upload.uuid, upload.rank
         names = check_file_names(_durable_files.list_files(source, follow_links=follow_links))
         upload.check_new(names)
@@ -325,7 +325,7 @@ class ObjectStorage(CheckpointStorage):
         return entry
 
     def _put_new(self, key: str, data: bytes) -> None:
-        """Store an object, if the store can tell only unless there is another one.
+        """Store an object; in capable stores only if the key has no object yet.
 
         Raises:
             FileExistsError: There is one with other content.
@@ -357,13 +357,14 @@ class ObjectStorage(CheckpointStorage):
             naming_object(uuid, rank, "the beginning"),
             BackgroundCalls(min(self._large_files_at_once, 1)) as calls,
         ):
+            # Mark and listing at the same time: each is a round trip to the store.
             calls.start(partial(OpenMarkers(self).add, uuid))
             keys = {each.key for each in self.objects(f"{uuid}/")}
         if keys & {f"{uuid}/{MANIFEST_NAME}", f"{uuid}/{done_name(rank)}"}:
             raise stored_before(uuid, rank)
 
     def discard(self, uuid: str) -> None:
-        """Remove what is there of a checkpoint that has no manifest."""
+        """Remove the objects of a checkpoint without a manifest."""
         self._recent.forget(uuid)
         keys = [each.key for each in self.objects(f"{check_uuid(uuid)}/")]
         if f"{uuid}/{MANIFEST_NAME}" not in keys:
@@ -393,7 +394,7 @@ class ObjectStorage(CheckpointStorage):
                 f" {manifest.uuid} in {self.url!r}."
             ) from error
         except BaseException:
-            # It may be there although the answer was lost, and nobody will know of it.
+            # Manifest possibly stored despite a lost answer: nobody would know of the commit.
             with suppress(CheckpointError):
                 self.remove([key])
             raise
@@ -403,13 +404,13 @@ class ObjectStorage(CheckpointStorage):
             self.remove([OpenMarkers(self).key(manifest.uuid)])
 
     def _check_stored(self, manifest: Manifest) -> None:
-        """Check that all files are there still: others may have removed some meanwhile."""
+        """Check the presence of all files: other processes may have removed some meanwhile."""
         uuid = manifest.uuid
         with failing_as_write(f"whether all files of checkpoint {uuid} are in {self.url!r} still"):
             there = {each.key: each.size for each in self.objects(f"{uuid}/")}
         gone = [n for n, entry in manifest.files.items() if there.get(f"{uuid}/{n}") != entry.size]
         if gone:
-            # What was stored after a sweep has taken the mark, no other sweep would find.
+            # Objects stored after a sweep took the mark: no later sweep would find them.
             with suppress(CheckpointError):
                 self.discard(uuid)
             raise CheckpointWriteError(
@@ -445,13 +446,13 @@ class ObjectStorage(CheckpointStorage):
             yield path
 
     def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
-        """Copy the files and compare what was read with the manifest."""
+        """Copy the files and compare the bytes read with the manifest."""
         manifest = self.manifest(uuid).selected(selects)
         raise_if_damaged(uuid, self._fetched(manifest, Path(target)))
         return manifest
 
     def _fetched(self, manifest: Manifest, target: Path | None) -> dict[str, str]:
-        """Read all files, into a directory if there is one, and return what is wrong with them."""
+        """Read all files, into a directory if given, and return their problems by name."""
         problems = {}
         for name, entry in manifest.files.items():
             path = None if target is None else target / name
@@ -483,7 +484,7 @@ class ObjectStorage(CheckpointStorage):
             return None
 
     def put_file(self, name: str, file: Path) -> None:
-        """Put a file that belongs to no checkpoint."""
+        """Upload a file outside of checkpoints."""
         self.put(name, file)
 
     # ---- removing ------------------------------------------------------------------------
@@ -495,19 +496,20 @@ class ObjectStorage(CheckpointStorage):
                 f"Checkpoint {uuid} must be committed in {self.url!r} to be deleted, but there is"
                 " none."
             )
+        # Mark before the removal: a sweep completes an interrupted deletion.
         OpenMarkers(self).add(uuid)
         self.remove([f"{uuid}/{MANIFEST_NAME}"])
         faults.reach("storage.after_manifest_deleted")
         self.discard(uuid)
 
     def replace_manifest(self, manifest: Manifest) -> None:
-        """Replace the manifest, then remove the objects that it does not name any more."""
+        """Replace the manifest, then remove the objects no longer named there."""
         self._put_data(f"{manifest.uuid}/{MANIFEST_NAME}", encode_with_checksum(manifest))
         faults.reach("storage.after_manifest_replaced")
         self.remove([f"{manifest.uuid}/{name}" for name in manifest.deleted])
 
     def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
-        """Remove what was begun or being deleted here, has no manifest and is old enough."""
+        """Remove marked checkpoints without a manifest and without recent changes."""
         swept = []
         markers = OpenMarkers(self)
         for uuid, mark in markers.all().items():
@@ -522,6 +524,6 @@ class ObjectStorage(CheckpointStorage):
         return swept
 
     def list(self) -> UuidList:
-        """Return the UUIDs whose manifest is there."""
+        """Return the UUIDs of the checkpoints with a manifest."""
         split = (each.key.partition("/") for each in self.objects(""))
         return sorted(uuid for uuid, _, name in split if name == MANIFEST_NAME)

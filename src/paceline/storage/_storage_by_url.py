@@ -1,4 +1,4 @@
-"""Storages by URL or path: the registry of schemes, and the storage that a setting names."""
+"""Storages by URL or path: the registry of schemes, and the storage named by a setting."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ _OWN = {
     "az": "paceline.storage._bucket_storage:AzureStorage",
     "s3": "paceline.storage._bucket_storage:S3Storage",
 }
-# What must be installed for them.
+# Extras to install for the schemes.
 _EXTRAS = {"az": "paceline[azure]", "s3": "paceline[s3]"}
 
 
@@ -36,19 +36,19 @@ def scheme_of(url: str) -> str:
 
 
 def added_schemes() -> Sequence[str]:
-    """Return the schemes that installed packages offer, sorted."""
+    """Return the schemes offered by installed packages, sorted."""
     return sorted(_points())
 
 
 def is_added_scheme(url: str) -> bool:
-    """Tell whether an installed package offers the scheme of a URL; no path has one."""
+    """Return whether an installed package offers the scheme of a URL; a path has no scheme."""
     scheme = scheme_of(url)
-    # To look what all packages offer takes 40 ms, which a worker's start must not.
+    # Scheme first: a look at all packages' entry points takes 40 ms, too long for a worker's start.
     return bool(scheme) and scheme in _points()
 
 
 def added_storage(url: str) -> CheckpointStorage:
-    """Return the storage of a URL whose scheme an installed package offers.
+    """Return the storage of a URL with a scheme offered by an installed package.
 
     Raises:
         StorageNotInstalledError: The package cannot be imported.
@@ -85,7 +85,7 @@ _URL_HINT = (
 
 
 def _allowed() -> str:
-    """Say what a storage may be named by, with what installed packages offer."""
+    """Return the accepted forms of a storage setting as text, including added schemes."""
     return (
         f"a path, a URL ({_url_schemes()}), or a mapping of type 'directory', 'shared_fs' or 's3'"
     )
@@ -96,7 +96,7 @@ def _url_schemes() -> str:
 
 
 def storage_from(spec: str | Path | Mapping[str, Any]) -> CheckpointStorage:
-    """Return the storage that a path, a URL or a config's `checkpoint_storage` names.
+    """Return the storage named by a path, a URL or a config's `checkpoint_storage`.
 
     Raises:
         TypeError: `spec` has another type.
@@ -150,7 +150,7 @@ def checkpoint_at(place: str | os.PathLike[str]) -> tuple[CheckpointStorage, str
 
 @contextmanager
 def directory_of_checkpoint(place: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the directory at a path, or one with verified copies of the files at a URL.
+    """Yield the directory at a path, or a directory with verified copies of the files at a URL.
 
     Args:
         place: A directory or file, or the URL of a checkpoint: that of its storage, a slash and the

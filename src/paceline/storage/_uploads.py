@@ -39,7 +39,7 @@ call, or at the end of the block.
 
 
 class Upload:
-    """What is sent to a store, in parts, within a time.
+    """Data sent to a store, in parts and within a time limit.
 
     Args:
         size: The size in bytes.
@@ -69,7 +69,7 @@ class Upload:
         return self._num_hashed // self._part_bytes
 
     def entry(self) -> FileEntry:
-        """Return the size and digest of what was read, once all of it was."""
+        """Return the size and digest of the data, once all of the data was read."""
         return FileEntry(self._num_hashed, self._hasher.hexdigest())
 
     def _check_time(self) -> None:
@@ -83,7 +83,7 @@ class Upload:
 
 
 class FileUpload(Upload):
-    """A file that a client reads in order; use it in a `with` statement.
+    """File read in order by a client; use the object in a `with` statement.
 
     Args:
         path: The file.
@@ -116,7 +116,7 @@ class FileUpload(Upload):
         return self._file.tell()
 
     def entry(self) -> FileEntry:
-        """Return the size and digest of what was read, once all of it was."""
+        """Return the size and digest of the file, once all of the file was read."""
         if self._num_hashed != self.size:
             # The client has read some of it again.
             return _durable_files.digest_file(self._path)
@@ -130,7 +130,7 @@ class FileUpload(Upload):
 
 
 class MemoryUpload(Upload):
-    """Pieces of memory that a client reads once, in order.
+    """Pieces of memory read once, in order, by a client.
 
     Args:
         pieces: The pieces.
@@ -153,6 +153,7 @@ class MemoryUpload(Upload):
             ValueError: They have another size than was said.
         """
         for piece in self._pieces:
+            # View of bytes: the length of a typed view counts elements.
             data = piece.cast("B")
             for begin in range(0, len(data), self._part_bytes):
                 self._check_time()
@@ -167,7 +168,7 @@ class MemoryUpload(Upload):
 
 
 class UploadLimits(NamedTuple):
-    """The seconds that a part of a file, a file, and one rank's files of a checkpoint have.
+    """Time limits in seconds: for a part of a file, a file, and a rank's files of a checkpoint.
 
     A part that takes longer is sent again for twice as long; then it has failed.
     """
@@ -178,7 +179,7 @@ class UploadLimits(NamedTuple):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "UploadLimits":
-        """Return what PACELINE_STORE_PART_TIMEOUT_S and its like say.
+        """Return the limits set by PACELINE_STORE_PART_TIMEOUT_S and related variables.
 
         Raises:
             ValueError: One is no number above 0.
@@ -199,6 +200,7 @@ def _seconds(environment: Mapping[str, str], name: str, default: float) -> float
         value = float(text)
     except ValueError:
         value = math.nan
+    # Negated comparison: it refuses NaN as well.
     if not value > 0:
         raise ValueError(f"`{name}` must be a number of seconds above 0, but got {text!r}.")
     return value
@@ -210,7 +212,7 @@ def limit_hint(what: str) -> str:
 
 
 class BackgroundCalls:
-    """Run calls in threads that do not keep a process from ending.
+    """Runs calls in daemon threads, so no call keeps a process from ending.
 
     Where there can be no further thread, a call runs in that of the caller. Leaving a `with` block
     waits for all calls.
@@ -287,7 +289,7 @@ class BackgroundCalls:
         try:
             self.wait()
         except Exception:
-            # That of the block is told.
+            # Exception of the block: it has precedence over an exception of a call.
             if error is None:
                 raise
 
@@ -296,7 +298,7 @@ _FILES_AT_ONCE = 4
 
 
 class ShardUpload:
-    """One rank's files of a checkpoint on their way to a store.
+    """A rank's files of a checkpoint on their way to a store.
 
     Args:
         url: The store.
@@ -340,7 +342,7 @@ class ShardUpload:
         self._large.start(partial(self._send_unless_stopped, name, send))
 
     def wait(self) -> None:
-        """Wait for the files that are sent in the background.
+        """Wait for the files sent in the background.
 
         Raises:
             CheckpointWriteError: One cannot be stored.
@@ -366,7 +368,7 @@ class ShardUpload:
             yield piece
 
     def send(self, name: str, send: Callable[..., FileEntry], num_files: int | None = None) -> None:
-        """Send a file by a function, which is given its key and how many seconds it has.
+        """Send a file with a function taking the file's key and its time limit in seconds.
 
         Args:
             name: The file's name in the checkpoint.
@@ -383,7 +385,7 @@ class ShardUpload:
         self._send(name, send, num_files)
 
     def _send_unless_stopped(self, name: str, send: Callable[..., FileEntry]) -> None:
-        # What has stopped it is told instead.
+        # Reason of the stop: it is raised instead of this error.
         with suppress(_StoppedError):
             self._send(name, send, None)
 
@@ -393,7 +395,7 @@ class ShardUpload:
                 self._began = time.monotonic()
                 faults.reach("storage.begun")
             else:
-                # Those before it may still be on their way.
+                # Earlier files: they may still be on their way at this point.
                 faults.reach("storage.between_files")
         left_s = self._began + self._limits.checkpoint_s - time.monotonic()
         with self._noting_failure(), naming_object(self.uuid, self.rank, repr(name)):
@@ -408,7 +410,7 @@ class ShardUpload:
             )
 
     def check_new(self, names: Sequence[str]) -> None:
-        """Check that no file of these names was begun.
+        """Check the names against the files begun before.
 
         Raises:
             ValueError: There is one.
@@ -427,6 +429,7 @@ class ShardUpload:
                 with suppress(RuntimeError):
                     for name in names:
                         calls.append(pool.submit(send, name))
+                # Too few threads: the remaining files are sent by this thread below.
                 if len(calls) < len(names):
                     pool.shutdown(cancel_futures=True)
                 for call in calls:
@@ -448,7 +451,7 @@ class ShardUpload:
 
 
 def stored_before(uuid: str, rank: int) -> FileExistsError:
-    """Return the error of a part that is there already."""
+    """Return the error for an already stored part."""
     return FileExistsError(
         f"A checkpoint is immutable, but {uuid} has a shard of rank {rank} already."
         " Hint: store under a new UUID."
@@ -456,7 +459,7 @@ def stored_before(uuid: str, rank: int) -> FileExistsError:
 
 
 class _StoppedError(Exception):
-    """Raised to the client of a store, so that it breaks an upload off."""
+    """Raised to the client of a store to abort an upload."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Tools for tests of code that uses Paceline: exactness on resume, faults, search methods."""
+"""Tools for testing code based on Paceline: exact resume, faults, search methods."""
 
 from typing import TYPE_CHECKING
 

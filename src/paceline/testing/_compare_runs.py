@@ -26,7 +26,7 @@ _ITEMS, _TUPLE = "$items", "$tuple"
 
 
 def read_contents(path: Path) -> Any:
-    """Return what a JSON, safetensors or torch file holds, None for any other kind of file."""
+    """Return the content of a JSON, safetensors or torch file; None for other kinds of file."""
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     if path.suffix == ".json":
@@ -77,7 +77,7 @@ def _plain_contents(value: Any) -> Any:
 
 
 class VerificationError(RuntimeError):
-    """Raised when it cannot be told whether a script resumes exactly."""
+    """Raised when a check of exact resume cannot reach a result."""
 
 
 class ScriptFailedError(VerificationError):
@@ -92,13 +92,13 @@ class FaultMissedError(VerificationError):
     """Raised when a run ended before its fault came."""
 
 
-# What tells of time, which no two runs share.
+# Groups of timing metrics: their values differ in any two runs.
 _TIMING_GROUPS = frozenset({"profiling", "system"})
 
 
 @dataclass(slots=True, kw_only=True)
 class RunAttempt:
-    """One attempt as its chief's journal tells it; `outcome` is None if it did not say its end."""
+    """Attempt in its chief's journal; `outcome` is None without a recorded end."""
 
     start_step: int = 0
     resumed_from: str | None = None
@@ -109,7 +109,7 @@ class RunAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """A run that has ended.
+    """Ended run, as read from its run directory.
 
     Attributes:
         path: The run directory.
@@ -134,7 +134,7 @@ class RunFacts:
 
     @property
     def final_checkpoint(self) -> CheckpointStored | None:
-        """The last checkpoint that was stored and kept."""
+        """Last checkpoint stored and not deleted."""
         kept = [
             stored
             for attempt in self.attempts
@@ -155,7 +155,7 @@ class RunFacts:
 
     @property
     def steps_completed(self) -> int:
-        """The last step that was reported or stored."""
+        """Last step reported or stored."""
         return max([*self.checkpoint_steps, *self.reported_steps], default=0)
 
     def metrics(self, group: str, *, first_attempt: bool = False) -> dict[int, dict[str, Any]]:
@@ -174,7 +174,7 @@ class RunFacts:
 
 
 def find_run(directory: Path) -> Path | None:
-    """Return the run directory of the run that a script made in `directory`, None without any.
+    """Return the run directory of a script's run in `directory`, None without any run.
 
     Raises:
         NotResumableError: There are several runs.
@@ -237,7 +237,7 @@ _LONGEST_TEXT = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing that is not the same in a resumed run.
+    """Difference between a resumed run and the straight run.
 
     Attributes:
         place: A file of the checkpoint such as "model_0.safetensors", "checkpoint", "metadata",
@@ -273,7 +273,7 @@ def compare_runs(
 
 
 def first_difference_before(straight: RunFacts, interrupted: RunFacts, step: int) -> int | None:
-    """Return the first step up to `step` at which what was reported before a fault differs."""
+    """Return the first step up to `step` with reports differing before a fault; None if equal."""
     steps = []
     for group in straight.groups & interrupted.groups:
         rows = straight.metrics(group)
@@ -366,6 +366,7 @@ def _tensor_difference(left: Any, right: Any) -> str | None:
     left, right = left.detach().cpu().contiguous(), right.detach().cpu().contiguous()
     if not left.numel():
         return None
+    # Bytes instead of values: NaN differs from itself, and -0.0 equals 0.0.
     as_bytes = [one.reshape(-1, 1).view(torch.uint8) for one in (left, right)]
     num_wrong = int((as_bytes[0] != as_bytes[1]).any(dim=1).sum())
     if not num_wrong:

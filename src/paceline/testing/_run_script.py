@@ -20,7 +20,7 @@ from paceline._base.run_directory import Control, RunDirectory
 from paceline._training.workers.processes.rank_environment import THREADS_VARIABLE
 from paceline.testing._compare_runs import FaultMissedError, RunFacts, find_run
 
-# What belongs to the process that verifies, and not to the script.
+# Variables of the verifying process: the script must not inherit them.
 _REMOVED = (
     "PACELINE_RUN_DIR",
     "PACELINE_RESUME",
@@ -39,7 +39,7 @@ _TAIL_LINES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """Command, directory and environment that start a script.
+    """Command, directory and environment to start a script.
 
     Attributes:
         command: A script and its arguments, or a whole command line.
@@ -69,6 +69,7 @@ class Script:
     def variables(self) -> dict[str, str]:
         """Return the environment of every start."""
         variables = {name: value for name, value in os.environ.items() if name not in _REMOVED}
+        # Fixed number of threads: with another number, sums may have other bits.
         threads = max(1, num_cores() // self.num_workers)
         variables.setdefault(THREADS_VARIABLE, str(threads))
         return variables | dict(self.environment)
@@ -76,7 +77,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptEnd:
-    """End of one start.
+    """End of a script's start: exit code, output and notes of faults.
 
     Attributes:
         code: The exit code; None if it took too long and was ended.
@@ -89,18 +90,18 @@ class ScriptEnd:
     notes: list[dict[str, Any]]
 
     def tail(self) -> str:
-        """Return the last lines that it wrote."""
+        """Return the last lines of the output."""
         lines = self.output.read_text(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
 
     @property
     def hits(self) -> list[dict[str, Any]]:
-        """The notes of faults that hit."""
+        """Notes of the faults with an effect."""
         return [note for note in self.notes if note["event"] == "fault"]
 
 
 def prepare_script_directory(script: Script, directory: Path) -> None:
-    """Make a run's directory, with links to what the script may read by relative paths."""
+    """Make a run's directory, with links to the files the script may read by relative paths."""
     directory.mkdir(parents=True)
     for entry in script.links.iterdir() if script.links is not None else ():
         if entry.name != "paceline_runs" and entry.absolute() not in directory.absolute().parents:
@@ -150,7 +151,7 @@ def start_script(
 def _wait_for_script(
     process: "subprocess.Popen[bytes]", timeout_s: float, directory: Path, log: Path
 ) -> int | None:
-    """Wait for the end; what stops itself at a fault is told to pause, and continued."""
+    """Wait for the end; processes stopped by a fault get a pause request and are continued."""
     deadline = time.monotonic() + timeout_s
     continued: set[int] = set()
     while (code := process.poll()) is None and time.monotonic() < deadline:
@@ -161,7 +162,7 @@ def _wait_for_script(
 
 
 def _pause_script(pid: int, directory: Path) -> bool:
-    """Say what a runner says for a pause, once the process has stopped; tell whether it has."""
+    """Request a pause of a stopped process and continue the process; return whether stopped."""
     path = find_run(directory)
     with suppress(psutil.NoSuchProcess):
         if path is None or psutil.Process(pid).status() != psutil.STATUS_STOPPED:
@@ -172,8 +173,9 @@ def _pause_script(pid: int, directory: Path) -> bool:
 
 
 def _end_script(process: "subprocess.Popen[bytes]") -> None:
-    """End what is left: after a timeout everything, else loader processes without their parent."""
+    """Kill the remaining processes: all after a timeout, else loader processes left behind."""
     with suppress(psutil.NoSuchProcess):
+        # Descendants one by one: `killpg` misses those in a process group of their own.
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 child.kill()
@@ -191,7 +193,7 @@ def _read_notes(log: Path) -> Iterator[dict[str, Any]]:
 
 
 def num_threads(notes: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Return each rank's number of threads, as it was last noted."""
+    """Return each rank's last noted number of threads."""
     return {note["rank"]: note["threads"] for note in notes if note["threads"] is not None}
 
 
@@ -202,14 +204,14 @@ MIN_REPLAYED_STEPS = 3
 
 _SIGNALS = {"kill": "KILL", "preempt": "TERM", "pause": "STOP"}
 _BATCH, _REPORT = "engine.batch", "core.report"
-# By then a checkpoint that is being stored in the background is there.
+# Time before a kill: enough for a checkpoint being stored in the background.
 _BEFORE_KILL_S = 0.5
 _GOOD_PART = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One interruption of a run, at a step or at a fault point.
+    """Interruption of a run, at a step or at a fault point.
 
     A step is a batch where Paceline trains, and for a script with a loop of its own what it
     reports as `steps_completed`. Without a step and a point a step is chosen that lies about 60 %
@@ -257,7 +259,7 @@ class Fault:
 
 
 def fault_variable(fault: Fault, straight: RunFacts, num_workers: int) -> str:
-    """Return what `PACELINE_FAULT` must be for a fault.
+    """Return the value of `PACELINE_FAULT` for a fault.
 
     Raises:
         FaultMissedError: The straight run does not get there.
@@ -298,7 +300,7 @@ def _variable_of_fault(fault: Fault, point: str, count: int, num_workers: int) -
 
 
 def _chosen_step(fault: Fault, straight: RunFacts) -> int:
-    """Return a step about 60 % into the run at which a fault tells something."""
+    """Return a step about 60 % into the run, with a meaningful result of a fault there."""
     wanted = max(1, round(straight.steps_completed * _GOOD_PART))
     if fault.kind != "kill":
         return min(wanted, straight.steps_completed - 1)
@@ -315,7 +317,7 @@ def _chosen_step(fault: Fault, straight: RunFacts) -> int:
 
 
 def _possible_stops(straight: RunFacts) -> Collection[int]:
-    """Return the steps behind the first checkpoint at which a fault can come."""
+    """Return the steps open to a fault, from the first checkpoint on."""
     end, first = straight.steps_completed, straight.checkpoint_steps[0]
     stops: Sequence[int] = (
         range(end) if _BATCH in straight.points else sorted(set(straight.reported_steps))

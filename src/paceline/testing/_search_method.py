@@ -1,4 +1,4 @@
-"""A check of a search method: what the master relies on, whatever the trials do."""
+"""Check of a search method against the master's assumptions, for any behaviour of trials."""
 
 import json
 import random
@@ -37,7 +37,7 @@ _MAX_TRIALS = 10_000
 
 @dataclass
 class SearchMethodDrive:
-    """Drives a search by choices until it ends.
+    """Drives a search by choices until the end.
 
     Attributes:
         search: The search.
@@ -54,7 +54,7 @@ class SearchMethodDrive:
     num_invalid: int = 0
 
     def give(self, given: Input) -> None:
-        """Apply an input and carry out what follows."""
+        """Apply an input and carry out the resulting operations."""
         operations = self.search.apply(given)
         self.inputs.append(given)
         self.operations.append(operations)
@@ -67,7 +67,7 @@ class SearchMethodDrive:
                 self.stopped.add(operation.request_id)
 
     def step(self) -> None:
-        """Let one thing happen to one trial."""
+        """Give the search a single event of a chosen trial."""
         request_id = self.choose(self.running)
         action = self.choose(("report", "early", "skip", "progress", "exit"))
         if action == "progress":
@@ -88,7 +88,7 @@ class SearchMethodDrive:
             self.give(given)
 
     def run(self, max_steps: int = 400) -> None:
-        """Let up to so many things happen; then all trials end, so that the search has to."""
+        """Give up to `max_steps` events; then end all trials, so the search has to end."""
         self.give(Started())
         for _ in range(max_steps):
             if not self.running:
@@ -105,7 +105,7 @@ class SearchMethodDrive:
 def check_search_method(
     searcher: Searcher, hyperparameters: dict[str, Any] | None = None, *, num_runs: int = 50
 ) -> None:
-    """Check that a search method keeps what the master relies on.
+    """Check a search method against the master's assumptions.
 
     Each run drives the search with trials that exist only in memory: they report, skip reports,
     fail, refuse their hyperparameters or end at random. The search must end once its trials have;

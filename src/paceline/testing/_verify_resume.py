@@ -35,7 +35,7 @@ from paceline.testing._run_script import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOutcome:
-    """End of the run in which one fault was injected.
+    """End of a run with an injected fault.
 
     Attributes:
         fault: The fault.
@@ -58,17 +58,17 @@ class FaultOutcome:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the run ended in the same bits as the straight one."""
+        """Whether the run ended with the same bits as the straight run."""
         return not self.differences
 
     @property
     def replayed_steps(self) -> int:
-        """The steps that were lost and trained again."""
+        """Number of steps lost and trained again."""
         return max(0, self.hit_step - self.resumed_from)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What limits or explains the result, in sentences."""
+        """Limits and explanations of the result, as sentences."""
         notes = []
         if self.fault.kind == "kill" and self.replayed_steps < MIN_REPLAYED_STEPS:
             steps = "1 step" if self.replayed_steps == 1 else f"{self.replayed_steps} steps"
@@ -107,7 +107,7 @@ class Verdict:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all interrupted runs ended in the same bits as the straight one."""
+        """Whether all interrupted runs ended with the same bits as the straight run."""
         return all(outcome.is_exact for outcome in self.outcomes)
 
     @property
@@ -117,7 +117,7 @@ class Verdict:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What limits or explains the results, in sentences."""
+        """Limits and explanations of the results, as sentences."""
         notes = [f"{outcome.fault}: {note}" for outcome in self.outcomes for note in outcome.notes]
         if self.operations:
             notes.append(
@@ -154,7 +154,7 @@ def verify_resume(
     ignore: Sequence[str] = (),
     timeout_s: float = 600.0,
 ) -> Verdict:
-    """Tell whether a script ends in the same bits when it is interrupted and resumed.
+    """Return whether a script, interrupted and resumed, ends with the same bits.
 
     The script runs once without interruption. Then, for each fault, it runs until the fault and
     once more to the end. Each of these runs has its own directory. The final checkpoints are
@@ -222,7 +222,7 @@ def _check_command(command: Sequence[str], num_workers: int) -> None:
 
 
 def _straight_facts(script: Script, directory: Path) -> RunFacts:
-    """Return what is known of the straight run in a directory, and make it there if need be."""
+    """Return the facts of the straight run in a directory; run the script there if needed."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(f".{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -330,7 +330,7 @@ def _run_interrupted(
 def _check_interrupted(
     fault: Fault, interrupted: RunFacts, first: ScriptEnd, script: Script
 ) -> None:
-    """Refuse a run that the fault did not end.
+    """Refuse a run not ended by the fault.
 
     Raises:
         FaultMissedError: The script went on to its end, or did not end at all.
@@ -354,7 +354,7 @@ def _check_interrupted(
 
 
 def _hit_step(hit: Mapping[str, Any], interrupted: RunFacts) -> int:
-    """Return the steps that were completed when a fault hit."""
+    """Return the steps completed when a fault hit."""
     batches = hit["counts"].get(_BATCH)
     if batches is not None:
         # The point lies before the batch.
@@ -382,7 +382,7 @@ def _differences_after_resume(
 
 
 def _ending_of_script(end: ScriptEnd, script: Script, hint: str = "") -> str:
-    """Return how a start ended, in a sentence, and below it what the script wrote last."""
+    """Return a script's ending as a sentence, followed by its last output."""
     ending = (
         f"it took more than {script.timeout_s:g} s"
         if end.code is None
@@ -393,7 +393,7 @@ def _ending_of_script(end: ScriptEnd, script: Script, hint: str = "") -> str:
 
 
 def _operations_named_by_torch(directories: Sequence[Path]) -> tuple[str, ...]:
-    """Return the operations that torch named in the outputs, each once."""
+    """Return the operations named by torch in the outputs, without repetition."""
     found = {
         name
         for directory in directories

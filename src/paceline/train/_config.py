@@ -97,7 +97,7 @@ _ORDERS = ("max", "min")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointStrategy:
-    """Which checkpoints of a run to keep; the newest is always kept, as a run goes on from it.
+    """Policy for keeping checkpoints of a run; the newest always stays, for resuming.
 
     Attributes:
         num_to_keep: How many; None for all.
@@ -126,7 +126,7 @@ class CheckpointStrategy:
 
 
 def backend_config(backend: Any, config: TorchConfig | None) -> TorchConfig:
-    """Return the config of a backend that is given by name or by its config.
+    """Return the config of a backend given by name or by its config.
 
     Raises:
         TypeError: A value has another type.

@@ -1,4 +1,4 @@
-"""The parts of a user's own loop on one rank: loader, its checks, backward passes.
+"""Data loader as iterated over by a rank of a user's own loop.
 
 Also: steps (torch).
 """
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class PreparedLoader:
-    """This worker's part of a data loader; what it does not define itself is the user's loader's.
+    """Wrapper of a data loader yielding this worker's part; other attributes are the loader's.
 
     The k-th iteration is epoch k of the data: with `shuffle=True` its order depends on the seed of
     the run and on k alone. A checkpoint holds the place, also within an epoch.
@@ -80,8 +80,8 @@ class PreparedLoader:
         return order.num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or go on in the one that a checkpoint was saved in."""
-        # Only one iteration at a time has a place that can be saved.
+        """Begin the next epoch, or continue the epoch of a loaded checkpoint."""
+        # Earlier iteration ends first: only a single iteration has a place that can be saved.
         self.end_iteration()
         iteration = self._run()
         self._current = weakref.ref(iteration)
@@ -93,12 +93,12 @@ class PreparedLoader:
         return self._data.is_read_whole
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of an epoch; needed only to leave the natural order."""
+        """Select the epoch of the next iteration; needed only to leave the natural order."""
         if epoch != self._epoch:
             self._epoch, self._next_batch, self._was_open = epoch, 0, False
 
     def end_iteration(self) -> None:
-        """End the present iteration, if there is one, as leaving its loop does.
+        """End the current iteration, if any, like leaving its loop.
 
         It is for loops that count batches in place of waiting for the end of the data.
         """
@@ -109,7 +109,7 @@ class PreparedLoader:
     # ---- checkpoints ---------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the place in the data, of which the batch that was given out last is done."""
+        """Return the place in the data, counting the last batch handed out as done."""
         return {
             "epoch": self._epoch,
             "batch": self._next_batch,
@@ -122,7 +122,7 @@ class PreparedLoader:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned.
+        """Resume from a state returned by `state`.
 
         Raises:
             CheckpointMismatchError: The checkpoint lies within an epoch of other data.
@@ -164,8 +164,8 @@ class PreparedLoader:
     # ---- one epoch -----------------------------------------------------------------------
 
     def _run(self) -> Generator[Any, None, None]:
-        # Not before the first batch is asked for: some libraries begin iterations to see whether
-        # they can, and these must draw no random numbers.
+        # Start of the data only at the first batch: some libraries begin iterations as a mere test,
+        # and a test must draw no random numbers.
         start = self._next_batch
         batches = self._own_loop.open_data(
             lambda: worker_batches(self._data, self._epoch, start), was_open=self._was_open
@@ -193,6 +193,7 @@ class PreparedLoader:
                 if self._is_moved:
                     data = to_device(data, own_loop.device, own_loop.warned_types)
                 is_last = self._next_batch == last
+                # Counted before the yield: a checkpoint in the loop body counts this batch as done.
                 self._next_batch += 1
                 own_loop.begin_batch(batch.num_own, batch.num_all, is_last=is_last, wait_s=wait_s)
                 began = time.perf_counter()
@@ -206,7 +207,7 @@ class PreparedLoader:
 
 
 class PreparedSteps:
-    """What a loop with prepared optimizers does in each step.
+    """Optimizer steps of a loop with prepared optimizers, with accumulation and loss scaling.
 
     Args:
         gradients: What sums the gradients over the ranks.
@@ -231,19 +232,19 @@ class PreparedSteps:
         self.is_update_due = False
 
     def use_precision(self, precision: Precision) -> None:
-        """Scale losses if a precision needs it."""
+        """Set the number format, with a loss scaler if needed."""
         self.precision = precision
         self.scaler = precision.make_scaler(self._device)
         self.gradients.changes.is_scaled = self.scaler is not None
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer wait for complete gradients; it stays the same object."""
+        """Replace an optimizer's methods in place, so its steps wait for complete gradients."""
         self.gradients.watch_optimizer(optimizer)
         self.gradients.has_optimizer = True
         _PreparedOptimizer(self, optimizer).install()
 
     def backward(self, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """Run the backward pass of a loss, scaled if the precision needs it.
+        """Run the backward pass of a loss, scaled if the precision needs a scaler.
 
         Args:
             loss: The loss.
@@ -265,7 +266,7 @@ class PreparedSteps:
             loss.backward(**options)  # type: ignore[no-untyped-call]  # torch's
 
     def update_scale(self) -> None:
-        """Adapt the scale of losses to what the last steps met, once all optimizers have stepped.
+        """Adapt the loss scale after the last steps, once all optimizers have stepped.
 
         The next backward pass shows that they have.
         """
@@ -275,18 +276,18 @@ class PreparedSteps:
             self.scaler.update()
 
     def state(self) -> dict[str, Any] | None:
-        """Return the state of the scaler, None without one."""
+        """Return the state of the scaler; None without a scaler."""
         self.update_scale()
         return None if self.scaler is None else self.scaler.state_dict()
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Take up what `state` returned."""
+        """Restore the scaler from a state returned by `state`."""
         if self.scaler is not None and state is not None:
             self.scaler.load_state_dict(state)
 
 
 class _PreparedOptimizer:
-    """The methods of an optimizer of a loop that steps it after each batch."""
+    """Replacement methods for an optimizer in a loop calling `step` after each batch."""
 
     def __init__(self, steps: PreparedSteps, optimizer: torch.optim.Optimizer) -> None:
         self._steps = steps
@@ -366,7 +367,7 @@ _SEED_LIMIT = 2**63
 
 
 class UserLoop:
-    """What a rank does around a training loop of the user's own: data, gradients and steps.
+    """Parts of a user's own training loop on a rank: data, gradients and steps.
 
     Args:
         rank_info: The rank.
@@ -430,11 +431,11 @@ class UserLoop:
         return PreparedLoader(loader, make_data, seed, self, is_moved=is_moved)
 
     def agreed_seed(self, seed: int, loader: Any) -> int:
-        """Return the seed of a loader that all ranks have."""
+        """Return the seed of a loader as agreed on by all ranks."""
         return seed
 
     def _seed_of(self, loader: Any) -> int:
-        """Return the seed that was asked for, else that of a loader's or the process's generator.
+        """Return the seed given by the user, else the loader's or the process's generator seed.
 
         If nobody has seeded that, it is the seed of the run.
         """
@@ -449,11 +450,11 @@ class UserLoop:
     # ---- told by loaders -----------------------------------------------------------------
 
     def open_data(self, make: Callable[[], T], *, was_open: bool) -> T:
-        """Return a new iterator over data; making it may draw random numbers."""
+        """Return a new iterator made by `make`, a function able to draw random numbers."""
         return make()
 
     def begin_batch(self, num_own: int, num_all: int, *, is_last: bool, wait_s: float) -> None:
-        """Note that the function gets a batch."""
+        """Note the start of a batch."""
         self._has_begun = True
         self.gradients.begin_batch(num_own, num_all, is_last=is_last)
 
@@ -465,7 +466,7 @@ class UserLoop:
         self.gradients.end_data()
 
     def is_training(self, num_backwards_before: int, *, is_first: bool) -> bool:
-        """Tell whether the present loop does what all ranks must do together.
+        """Return whether the current loop takes part in the ranks' joint training work.
 
         Args:
             num_backwards_before: The backward passes before the loop.
@@ -481,17 +482,17 @@ class UserLoop:
 
 
 def _models_wrapped_by_the_user() -> list[torch.nn.Module]:
-    """Return the models whose gradients something else than us sums; rarely needed and slow."""
+    """Return models already wrapped in DDP or FSDP by the user; rarely needed and slow."""
     kinds: tuple[type, ...] = (DistributedDataParallel,)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         kinds += (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    # Not isinstance(), which would wake what is loaded lazily.
+    # Subclass test of the type: isinstance() would trigger the loading of lazy objects.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse what is no data loader.
+    """Refuse anything but a torch `DataLoader`.
 
     Raises:
         TypeError: `loader` is no torch `DataLoader`.
@@ -504,7 +505,7 @@ def check_loader(loader: Any) -> None:
 
 
 def warn_of_whole_reads(loader: PreparedLoader, rank_info: "RankInfo") -> None:
-    """Say that all workers read all of what cannot be split."""
+    """Warn about a stream read whole by every worker because of its indivisible source."""
     if loader.is_read_whole and rank_info.world_size > 1 and rank_info.rank == 0:
         logger.warning(
             "This stream cannot be split before it is read: each of the %d workers reads all of it"
@@ -516,7 +517,7 @@ def warn_of_whole_reads(loader: PreparedLoader, rank_info: "RankInfo") -> None:
 
 
 def check_enough_samples(loader: Any, num_workers: int) -> None:
-    """Refuse data of which some worker would never get any.
+    """Refuse a data set with fewer samples than workers.
 
     Raises:
         TypeError: The data set has no length, and is no stream.

@@ -1,4 +1,4 @@
-"""Models and optimizers of a train function, made fit for several workers; `accelerate` (torch)."""
+"""`accelerate`: performance options for model, loss and optimizer in a single call."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ def prepare_model(
     shard_size: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> torch.nn.Module:
-    """Return a model that all ranks train; see `train.prepare_model`.
+    """Return a model prepared for training on all ranks; see `train.prepare_model`.
 
     Args:
         session: The run.
@@ -89,7 +89,7 @@ def prepare_model(
 
 
 def prepare_optimizer(session: LooseSession, optimizer: Any) -> torch.optim.Optimizer:
-    """Return an optimizer that waits for complete gradients; see `train.prepare_optimizer`.
+    """Return an optimizer waiting for complete gradients; see `train.prepare_optimizer`.
 
     Raises:
         TypeError: It is no torch optimizer.

@@ -1,4 +1,4 @@
-"""Checkpoints that a rank saves and reads in its own loop (torch)."""
+"""Checkpoints saved by a rank on request of its own loop."""
 
 import io
 import logging
@@ -105,7 +105,7 @@ class RankCheckpoints:
         return self._parts.num_pending
 
     def begin(self) -> int:
-        """Wait for the part that is being stored, check it, and return the next number.
+        """Wait for the part being stored, check for errors, and return the next number.
 
         Raises:
             CheckpointWriteError: Training must not go on without what could not be stored.
@@ -124,7 +124,7 @@ class RankCheckpoints:
         write_more: Callable[[Path], None],
         num_parts: int,
     ) -> None:
-        """Copy this rank's part of the next checkpoint, and store it in the background.
+        """Copy this rank's part of the next checkpoint, and store the copy in the background.
 
         Args:
             parts: Names of files to nested states, some of them `StateInPieces`.
@@ -135,6 +135,7 @@ class RankCheckpoints:
         self.num_saves += 1
         if self._rank >= num_parts:
             return
+        # Digest before the part: once all parts are stored, the chief compares the digests.
         self._comparison.leave(_digest_name(self.num_saves))
         reporter = self._reporter
         known = {
@@ -178,7 +179,7 @@ class RankCheckpoints:
         self._parts.finish(self.num_saves - num_expected, timeout_s)
 
     def close(self) -> None:
-        """Give up what waits for parts of other ranks."""
+        """Stop waiting for parts of other ranks, and unwatch the storage."""
         self._parts.close()
         self._storage.watch(None)
 
@@ -192,7 +193,7 @@ class RankCheckpoints:
         self._kept.add(self._by_quality(kept))
 
     def _by_quality(self, kept: Kept) -> Kept:
-        """Return a checkpoint with a larger score the better it is."""
+        """Return a checkpoint with its score negated if smaller is better."""
         if kept.score is None or not self._is_score_minimized:
             return kept
         return kept._replace(score=-kept.score)
@@ -209,7 +210,7 @@ _PICKLED = "paceline:pickled"
 
 
 def packed_without_pickle(value: Any, *, allow_pickle: bool) -> Any:
-    """Return a nested value with everything that has a `state_dict()` replaced by that.
+    """Return a nested value with each object having a `state_dict()` replaced by its state.
 
     Args:
         value: What the user saves.
@@ -222,7 +223,7 @@ def packed_without_pickle(value: Any, *, allow_pickle: bool) -> Any:
 
 
 def unpacked_without_pickle(value: Any) -> Any:
-    """Return what `packed_without_pickle` was given, with states in place of what had them."""
+    """Return the value packed by `packed_without_pickle`, with states in place of objects."""
     if isinstance(value, dict):
         if value.keys() == {_PICKLED}:
             import cloudpickle
@@ -272,7 +273,7 @@ def _packed(value: Any, path: str, allow_pickle: bool, depth: int) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return the module that the user made, whose state has names without a prefix."""
+    """Return the user's own module, without wrappers and their prefixes of state names."""
     if isinstance(value, DistributedDataParallel):
         return value.module
     return plain_model(value) if isinstance(value, torch.nn.Module) else value
@@ -298,7 +299,7 @@ Files: TypeAlias = bool | str | os.PathLike[str] | Sequence[str | os.PathLike[st
 
 
 class TrainCheckpointWriter:
-    """Save what a train function asks for, and this rank's own state beside it.
+    """Writer of a train function's checkpoints, with this rank's own state beside the user's.
 
     Args:
         spec: The run.
@@ -366,7 +367,7 @@ class TrainCheckpointWriter:
             self._checkpoints.settle()
 
     def _score(self, state: Any) -> float | None:
-        """Return the value by which the best checkpoints are chosen; None for NaN."""
+        """Return the score for choosing the best checkpoints; None if not finite."""
         name = self._spec.score_attribute
         if name is None:
             return None
@@ -423,7 +424,7 @@ def _copy_files(sources: Sequence[Path], directory: Path) -> None:
 
 
 class UserStateReader:
-    """A checkpoint whose files were verified; close it when they are no longer needed.
+    """Reader of a checkpoint with verified files; close after use.
 
     Args:
         stored: Where it is.
@@ -442,7 +443,7 @@ class UserStateReader:
         self._path = Path(self._stack.enter_context(storage.restore_path(stored.uuid)))
 
     def state(self, *, is_lazy: bool = False) -> Any:
-        """Return what the user saved, with tensors on the CPU.
+        """Return the state saved by the user, with tensors on the CPU.
 
         Args:
             is_lazy: Whether sharded tensors are read when they are used.
@@ -451,7 +452,7 @@ class UserStateReader:
         return unpacked_without_pickle(lazy_stored_tensors(state) if is_lazy else whole(state))
 
     def of_rank(self, rank: int) -> dict[str, Any] | None:
-        """Return what a rank alone knew, or None if there was no such rank.
+        """Return the state of a single rank, or None for a rank not in the checkpoint.
 
         Pieces of sharded tensors are read later, see `StoredTensor`.
         """

@@ -27,7 +27,7 @@ _LOOK_INTERVAL_S = 0.05
 
 
 class RankReporter:
-    """A rank's journal in one generation of a run.
+    """Journal writer of a rank in a single generation of a run.
 
     Reports of a rank are numbered from 1, and go on from the checkpoint that `begin` was told of.
     The step of a report is the number of batches that prepared loaders have given out for training,
@@ -71,7 +71,7 @@ class RankReporter:
         self._steps_completed = 0
         self._num_batches = self._batches_before = 0
         self._is_counted_by_library = False
-        # What was reported at this step: a name has one value there.
+        # Metrics of the current step: within a step, a name has a single value.
         self._metrics_of_step: dict[str, Any] = {}
         self.last_metrics: dict[str, Any] = {}
         self._key = key
@@ -86,7 +86,7 @@ class RankReporter:
         self._group, self._timings_group = (core.group_of_rank(g, key.rank) for g in groups)
         self._has_begun = False
         self._account = TimeAccount(self._record_time if key.rank == 0 else None)
-        # It goes into the journal once that has begun, with the step from which this rank reports.
+        # Records before the start record: written after it, with the first step of the reports.
         self._first_times: list[TimeSpent] = []
         self._first_wait_s = 0.0
         self._num_steps, self._steps_s = 0, 0.0
@@ -95,12 +95,12 @@ class RankReporter:
 
     @property
     def steps_completed(self) -> int:
-        """The steps that training has completed, with those since the last report."""
+        """The steps completed by training, including steps since the last report."""
         return max(self._steps_completed, self._counted)
 
     @property
     def _counted(self) -> int:
-        """The steps that loaders have counted; 0 if no batch was trained, or a library counts."""
+        """The steps counted by loaders; 0 before any batch or if a library counts steps."""
         return self._num_batches and self._num_batches + self._batches_before
 
     def state(self) -> dict[str, int]:
@@ -114,7 +114,7 @@ class RankReporter:
     def begin(
         self, counters: Mapping[str, int] | None = None, resumed_from: str | None = None
     ) -> None:
-        """Say from which step on this rank reports; only the first call counts.
+        """Set the first step of this rank's reports; only the first call has an effect.
 
         It comes late, as only `load_checkpoint()` shows that the function goes on from there.
 
@@ -150,7 +150,7 @@ class RankReporter:
                 self._begin(None, None)
             self.num_reports = number = self.num_reports + 1
             if step is not None:
-                # Its steps may have several batches each.
+                # Batch count dropped: a step of the library may have several batches.
                 self._is_counted_by_library, self._num_batches = True, 0
             steps = self._advance(encoded, self._counted if step is None else step)
             # A library reports the parts of its metrics apart.
@@ -180,7 +180,7 @@ class RankReporter:
         return number
 
     def record_store_state(self, storage: str, reason: str | None) -> None:
-        """Record that a storage does not answer, see `core.record_store_state`."""
+        """Record an unreachable storage; see `core.record_store_state`."""
         if self._has_begun:
             core.record_store_state(self.journal, storage, reason)
 
@@ -195,7 +195,7 @@ class RankReporter:
         core.end_journal(self.journal, outcome, error, is_parent_told=self._is_parent_told)
 
     def count_batch(self, num_samples: int, wait_s: float, *, is_trained: bool) -> None:
-        """Count a batch of this rank's, for which it has waited so many seconds."""
+        """Count a batch of this rank and the seconds waited for its data."""
         batches, records = self._position.batches, self._position.records
         if not batches:
             # The wait for the first batch lies before.
@@ -212,7 +212,7 @@ class RankReporter:
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Count the time of the block, which stores a checkpoint, as time without training."""
+        """Count the time of the block, the storing of a checkpoint, as time without training."""
         self.begin()
         with self._account.spent_on(CHECKPOINT, self.steps_completed):
             yield
@@ -248,6 +248,7 @@ class RankReporter:
         self.num_reports = stored.get("num_reports", 0)
         steps_completed = stored.get("num_steps", self.num_reports)
         self._steps_completed = steps_completed
+        # Added, not set: loaders may have counted batches before the journal begins.
         self._num_batches += stored.get("num_batches", 0)
         core.record_start(
             self.journal,

@@ -1,4 +1,4 @@
-"""One generation of a run as a worker sees it, with its preemption check (torch)."""
+"""Session of a generation of a run, as seen by a worker."""
 
 import logging
 import signal
@@ -49,7 +49,7 @@ _LOOK_INTERVAL_S = 0.5
 
 
 class PreemptionCheck:
-    """Tell all ranks at the same call that the run is to make room.
+    """Preemption check with the same answer for all ranks at the same call.
 
     A signal to any rank counts, and the chief looks every half second for what the driver or the
     master says, and after a report for what a search of the master decides on it. The ranks tell
@@ -132,7 +132,7 @@ _COMMIT_S = 30.0
 
 
 class LooseSession(UserLoop):
-    """Session for calls of `train` outside a run: they behave as with one worker."""
+    """Session for calls of `train` outside a run: they behave as with a single worker."""
 
     def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
         """Return this worker's part of a loader."""
@@ -160,14 +160,14 @@ def loose_session(*, begins: bool) -> LooseSession:
 
 
 class PlaceSession(LooseSession):
-    """Session of functions that workers execute outside of a run: a place, but no record."""
+    """Session of functions executed by workers outside of a run: with ranks, but no records."""
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Refuse a report, which nobody would see."""
+        """Raise RuntimeError: a report outside of a run would be lost."""
         _refuse_outside_of_run("train.report", self.rank_info.rank)
 
     def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
-        """Refuse a checkpoint, which nobody would find."""
+        """Raise RuntimeError: a checkpoint outside of a run would be lost."""
         _refuse_outside_of_run("train.save_checkpoint", self.rank_info.rank)
 
     def load(self, files_to: Path | None) -> None:
@@ -189,7 +189,7 @@ def _refuse_outside_of_run(name: str, rank: int) -> None:
 
 
 class RankSession(LooseSession):
-    """One generation of a run in this process, from `begin` to `finish`.
+    """Session of a generation of a run in this process, from `begin` to `finish`.
 
     Args:
         job: What to do.
@@ -247,6 +247,7 @@ class RankSession(LooseSession):
         self._preemption: PreemptionCheck | None = None
         self._is_script = on_report is not None
         seed_everything(spec.seed, rank_info.rank)
+        # Seed noted right after seeding: a later difference means a seed of the user's.
         self.is_seed_given, self.seeded_as = spec.is_seed_given, torch.initial_seed()
 
     def _make_decision(self) -> core.SearchDecision:
@@ -286,6 +287,7 @@ class RankSession(LooseSession):
             local_size=rank_info.local_world_size,
             existing=spec.kept,
             rules=RetentionRules(
+                # Newest kept beside the best: a run resumes from the newest.
                 latest=1 if is_scored and spec.num_to_keep else spec.num_to_keep,
                 best=spec.num_to_keep if is_scored else None,
             ),
@@ -347,7 +349,7 @@ class RankSession(LooseSession):
         return self._stored.state(is_lazy=self.gradients.has_sharded)
 
     def restore_random_state(self) -> None:
-        """Put back the generators of the checkpoint that was loaded, unless they are."""
+        """Restore the random generators of the loaded checkpoint, unless already done."""
         self._state.restore_random_state()
 
     def settle_own_parts(self) -> None:
@@ -355,7 +357,7 @@ class RankSession(LooseSession):
         self._checkpoints.settle()
 
     def await_commits(self, num_expected: int, timeout_s: float) -> None:
-        """Wait for the checkpoints that all ranks have saved."""
+        """Wait for the commits of checkpoints saved by all ranks."""
         self._checkpoints.await_commits(num_expected, timeout_s)
 
     def settle(self, num_expected: int, timeout_s: float) -> None:
@@ -441,7 +443,7 @@ class RankSession(LooseSession):
     # ---- data ----------------------------------------------------------------------------
 
     def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
-        """Return this worker's part of a loader, in the place where a loaded checkpoint has it."""
+        """Return this worker's part of a loader, at its place in the loaded checkpoint."""
         prepared = super().prepare_loader(loader, is_moved=is_moved)
         self._state.add_loader(prepared)
         return prepared
@@ -460,7 +462,7 @@ class RankSession(LooseSession):
         return self._state.open_data(make, was_open=was_open)
 
     def begin_batch(self, num_own: int, num_all: int, *, is_last: bool, wait_s: float) -> None:
-        """Note that the function gets a batch."""
+        """Note and count the start of a batch."""
         self._state.begin_batch()
         self._warn_if_unweighted()
         super().begin_batch(num_own, num_all, is_last=is_last, wait_s=wait_s)
@@ -471,7 +473,7 @@ class RankSession(LooseSession):
         self.reporter.count_step(seconds)
 
     def _warn_if_unweighted(self) -> None:
-        """Say once that ranks with more shards than others count no more than these."""
+        """Warn once if uneven shards per rank get no weights, as no model was prepared."""
         is_even = self.num_shards % self.rank_info.world_size == 0
         if is_even or self._has_warned or self.gradients.models or not torch.is_grad_enabled():
             return

@@ -1,4 +1,4 @@
-"""What a rank alone knows, in checkpoints; comparison of ranks without waiting (torch)."""
+"""State of a single rank of a user's own loop, for a checkpoint saved by the loop itself."""
 
 import pickle
 import weakref
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 class StoredRanks(Protocol):
-    """A checkpoint with what each rank alone knew."""
+    """Checkpoint with the state of each rank (protocol)."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
         """The checkpoint's metadata."""
 
     def of_rank(self, rank: int) -> dict[str, Any] | None:
-        """Return what a rank alone knew, or None if there was no such rank."""
+        """Return the state of a single rank, or None for a rank not in the checkpoint."""
 
 
 class RankState:
@@ -68,10 +68,10 @@ class RankState:
         }
 
     def take_up(self, stored: StoredRanks) -> Mapping[str, Any]:
-        """Go on from a checkpoint, and return the state that this rank takes up."""
+        """Resume from a checkpoint, and return the state for this rank."""
         rank_info = self._loop.rank_info
         own, chief = stored.of_rank(rank_info.rank), stored.of_rank(0)
-        # Who was not there goes on where the chief was.
+        # State of the chief for a new rank: the checkpoint has no state of its own for such a rank.
         some = own or chief or {}
         self._stored = stored
         # The place in the data is the same for all ranks, and for any number of them.
@@ -82,12 +82,13 @@ class RankState:
         if own is not None and stored.metadata["world_size"] in sizes:
             self._own = own
         elif chief is not None:
+            # No generators of the chief: two ranks would draw the same numbers.
             self._own = {**chief, "random": None}
         self._is_random_due = True
         return some
 
     def add_loader(self, loader: PreparedLoader) -> None:
-        """Put a loader in the place where a checkpoint has it, and capture it from now on."""
+        """Move a loader to its place in the checkpoint, and include its state from now on."""
         self._place_loader(loader, len(self._loaders))
         self._loaders.append(loader)
 
@@ -103,20 +104,20 @@ class RankState:
             if before is None:
                 self._put_back()
             else:
-                # They were put back by `restore_random_state()`.
+                # Generators of before: `restore_random_state()` has already restored them.
                 restore_random_state(before)
             return iterator
         self.restore_random_state()
         return make()
 
     def restore_random_state(self) -> None:
-        """Put back the generators of the checkpoint that was loaded, unless they are."""
+        """Restore the random generators of the loaded checkpoint, unless already done."""
         if self._is_random_due:
             self._put_back()
             self._is_random_due = False
 
     def begin_batch(self) -> None:
-        """Note that the loop has gone on."""
+        """Cancel a pending restore of generators, as the loop has continued."""
         self._is_random_due = False
 
     def _objects(self) -> ModelsAndOptimizers:
@@ -125,7 +126,7 @@ class RankState:
         return ModelsAndOptimizers(rank=loop.rank_info.rank, models=loop.gradients.models)
 
     def _open_gradients(self, own: Mapping[str, Any], stored: StoredRanks) -> Any:
-        """Return this rank's gradients within an accumulated step, which others may have begun."""
+        """Return this rank's gradients of an accumulated step, even if begun by other ranks."""
         loop, gradients = self._loop, self._loop.gradients
         state, stored_size = own["gradients"], stored.metadata["world_size"]
         sizes = (loop.rank_info.world_size, loop.num_busy_ranks)
@@ -142,7 +143,7 @@ class RankState:
             loader.load_state(self._loader_states[index])
 
     def _put_back(self) -> None:
-        """Put back what this rank alone knew; the generators last."""
+        """Restore the state of this rank; the random generators last."""
         own, loop = self._own, self._loop
         assert self._stored is not None
         if own is not None:
@@ -196,7 +197,7 @@ class RankComparison:
         self._num_busy_ranks = num_busy_ranks
         self._is_idle = rank >= num_busy_ranks
         self._num_known = 0
-        # What the chief has not compared yet, besides checkpoints.
+        # Comparisons still due on the chief, besides checkpoints.
         self._begun: list[str] = []
         self._is_on = check.is_on and world_size > 1 and dist.is_initialized()
         # Optimizers that step what is not prepared, and the hook that notices them.
@@ -208,12 +209,12 @@ class RankComparison:
             self._hook = register_optimizer_step_pre_hook(self._note_step)
 
     def leave(self, name: str) -> None:
-        """Leave a digest of this rank, under a name that is the same on all ranks."""
+        """Leave a digest of this rank under a name equal on all ranks."""
         if self._is_on:
             self._set(name, self._digest())
 
     def compare(self, name: str, num_ranks: int) -> None:
-        """Compare, on the chief, what the first ranks have left.
+        """Compare the digests left by the first ranks; called on the chief.
 
         Raises:
             RanksDifferError: They differ.
@@ -222,7 +223,7 @@ class RankComparison:
             check_digests(self._taken(name, num_ranks))
 
     def compare_start(self) -> None:
-        """Compare, on the chief, the ranks at their first backward pass, unless that was done.
+        """Compare, on the chief, the ranks' digests of their first backward pass, if still due.
 
         Raises:
             RanksDifferError: They differ.
@@ -267,7 +268,7 @@ class RankComparison:
             self.compare(_END, self._num_busy_ranks)
 
     def of_chief(self, name: str, value: int, data: Any) -> int:
-        """Return the chief's value; the others wait until it has called this by the same name.
+        """Return the chief's value; other ranks wait for the chief's call of the same name.
 
         Args:
             name: The name.

@@ -43,7 +43,7 @@ class Checkpoint:
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> "Checkpoint":
-        """Return the checkpoint in a directory, or the newest whole one of a run directory.
+        """Return the checkpoint in a directory, or the newest complete checkpoint of a run.
 
         Args:
             path: The directory; that of a checkpoint of Ray Tune; or the `url` of a checkpoint in
@@ -87,24 +87,24 @@ class Checkpoint:
 
     @property
     def number(self) -> int:
-        """Which one it is of those that the run saved, from 1; counted anew after a restart."""
+        """The number of the checkpoint in its run, from 1; restarts at 1 after a restart."""
         return int(self.metadata["number"])
 
     @property
     def score(self) -> float | None:
-        """The value by which the best is chosen, or None without one."""
+        """The score for choosing the best checkpoint, or None without a score."""
         score: float | None = self.metadata["score"]
         return score
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What the chief had reported last."""
+        """The chief's last reported metrics before the checkpoint."""
         metrics: dict[str, Any] = decode_value(self.metadata["metrics"])
         return metrics
 
     @property
     def url(self) -> str:
-        """The place of its files, as `from_path` takes it: a path, or the URL of a store."""
+        """The location of the files, as accepted by `from_path`: a path or a store's URL."""
         return f"{self.storage}/{self.uuid}"
 
     @property
@@ -135,7 +135,7 @@ class Checkpoint:
             return stored.state()
 
     def copy_files(self, target: str | os.PathLike[str]) -> None:
-        """Copy what was saved with `files` into a directory.
+        """Copy the files saved by the user with `files` into a directory.
 
         Raises:
             CheckpointNotFoundError: It was deleted.
@@ -152,7 +152,7 @@ class Checkpoint:
 
 
 class Report(dict[str, Any]):
-    """The metrics of one report.
+    """Metrics of a report, with its rank, number, step and time.
 
     Args:
         metrics: Names to values.
@@ -192,7 +192,7 @@ class Report(dict[str, Any]):
 
 
 class Results(list[Any]):
-    """Values that the functions returned, in rank order, and the results of the run.
+    """Return values of the function, in rank order, with the results of the run.
 
     Args:
         values: What they returned.
@@ -250,21 +250,21 @@ class Results(list[Any]):
 
     @property
     def metrics(self) -> list[Report]:
-        """What the chief reported, without what was trained again after a restart."""
+        """The chief's reports, without reports repeated by training again after a restart."""
         return self.metrics_of(0)
 
     def metrics_of(self, rank: int) -> list[Report]:
-        """Return what a rank reported, without what was trained again after a restart."""
+        """Return a rank's reports, without reports repeated by training again after a restart."""
         return self._read(rank, METRICS_GROUP)
 
     @property
     def fold_metrics(self) -> dict[int, Report]:
-        """What the chief reported last of each fold of a cross validation, by `report(cv=...)`."""
+        """The chief's last report of each cross-validation fold, from `report(cv=...)`."""
         return {report["cv"]: report for report in self.metrics if "cv" in report}
 
     @property
     def mean_metrics(self) -> dict[str, float]:
-        """The mean over all folds of each number that was reported last of each of them."""
+        """The means over all folds of numbers in each fold's last report."""
         folds = list(self.fold_metrics.values())
         means = {}
         for name in dict.fromkeys(name for fold in folds for name in fold if name != "cv"):
@@ -296,20 +296,21 @@ class Results(list[Any]):
             for entry in run.reader(key) if key in keys else ():
                 record = entry.decode()
                 if isinstance(record, AttemptStarted):
+                    # New generation: later steps are trained again.
                     reports = [r for r in reports if r.step <= record.steps_completed]
                     if key.rank != rank:
                         break
                 elif isinstance(record, MetricsReported) and record.group == wanted:
                     report = report_of(key, record)
                     while reports and reports[-1].number >= report.number:
-                        # It repeats one that was made after the checkpoint.
+                        # Repeat of a report made after the checkpoint: keep only the newer.
                         reports.pop()
                     reports.append(report)
         return reports
 
 
 def report_of(key: JournalKey, record: MetricsReported, lag_s: float = 0.0) -> Report:
-    """Return what a journal's record tells."""
+    """Return the report in a journal's record."""
     judged = record.validation
     return Report(
         decode_value(record.metrics),
@@ -338,7 +339,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_saves(outcomes: Sequence[RankOutcome], num_lacking: int, results: Results) -> None:
-    """Require that all ranks have saved equally many checkpoints, and stored them.
+    """Require equal numbers of saved checkpoints on all ranks, with all parts stored.
 
     Args:
         outcomes: What came of the run on each rank.
@@ -373,7 +374,7 @@ def check_saves(outcomes: Sequence[RankOutcome], num_lacking: int, results: Resu
 
 
 def warn_of_reports(outcomes: Sequence[RankOutcome]) -> None:
-    """Log a warning if the ranks that reported did so unequally often."""
+    """Log a warning if the reporting ranks made unequal numbers of reports."""
     counts = {rank: o.num_reports for rank, o in enumerate(outcomes) if o.num_reports}
     if len(set(counts.values())) > 1:
         told = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
@@ -381,7 +382,7 @@ def warn_of_reports(outcomes: Sequence[RankOutcome]) -> None:
 
 
 def warn_of_tuples(values: Sequence[object]) -> None:
-    """Log a hint if the values of all ranks can be mistaken for those of one tuple."""
+    """Log a hint if the per-rank values look like a single tuple of a function."""
     if len(values) > 1 and all(isinstance(v, tuple) and len(v) == len(values) for v in values):
         logger.warning(
             "`run` returns one value per rank: here %d tuples of %d values each. Hint:"

@@ -1,4 +1,4 @@
-"""One run, as its driver conducts it: call, follow, recover, collect."""
+"""Driver of a run: calls the workers, follows their reports, recovers losses, collects results."""
 
 import logging
 import time
@@ -78,12 +78,12 @@ logger = logging.getLogger(__name__)
 
 # All ranks have returned then, so parts can only be late on a slow file system, in seconds.
 _SETTLE_S = 30.0
-# Where lines are passed on so slowly, the end of a run does not wait for them.
+# Limit for draining worker output: slow lines must not delay the end of the run.
 _DRAIN_S = 2.0
 
 
 class RunDriver(GroupRun):
-    """Conduct one run; `advance` until it is finished.
+    """Driver of a run; call `advance` until `is_finished`.
 
     Args:
         group: The workers.
@@ -137,7 +137,7 @@ class RunDriver(GroupRun):
 
     @property
     def best_checkpoint(self) -> Checkpoint | None:
-        """The best checkpoint by the strategy, the newest if it names no value."""
+        """The best checkpoint by the strategy; the newest without a score attribute."""
         return self._follower.best_checkpoint(self._request.strategy)
 
     @property
@@ -191,11 +191,11 @@ class RunDriver(GroupRun):
         return self.take_reports()
 
     def take_reports(self) -> list[Report]:
-        """Return the reports that no call has returned yet."""
+        """Return the reports not yet returned by any call."""
         return self._follower.take_reports()
 
     def close(self) -> None:
-        """Give up a run that is not finished; its workers are stopped."""
+        """Abandon an unfinished run and stop its workers."""
         if not self.is_finished:
             self._end(core.GivenUpError("The run was given up before its end."))
 
@@ -285,7 +285,7 @@ class RunDriver(GroupRun):
     def _deal(self) -> Any:
         """Return the data set for the workers of this generation."""
         dataset = dealt(self._request.dataset, max(1, self._group.num_workers))
-        # What Ray splits ends with the last reference of this process.
+        # Reference to data split by Ray: the split ends with this process's last reference.
         self._dealt = dataset if dataset is not self._request.dataset else None
         return dataset
 
@@ -340,7 +340,7 @@ class RunDriver(GroupRun):
         return outcomes
 
     def _take_outcomes(self) -> None:
-        """Collect what the function returned, unless other workers call it again."""
+        """Collect the return values, unless a new generation of workers is to run again."""
         outcomes: list[RankOutcome] | None = self.take_end()
         if outcomes is None:
             return
@@ -349,7 +349,7 @@ class RunDriver(GroupRun):
             if self._preemption.is_moving:
                 self._begin_others()
                 return
-            # It was told to make room, and has ended early.
+            # Function preempted: the workers were asked to make room, and ended early.
             raise core.PreemptedError
         self.results = self._results_of(outcomes)
         if not any(outcome.is_stopped for outcome in outcomes):
@@ -371,7 +371,7 @@ class RunDriver(GroupRun):
         )
 
     def _busy(self, outcomes: Sequence[RankOutcome]) -> Sequence[RankOutcome]:
-        """Return the outcomes of the ranks that have shards; the others may skip loops."""
+        """Return the outcomes of ranks with shards; other ranks may skip loops."""
         return outcomes[: self._spec.num_shards]
 
     def _settle(self, outcomes: Sequence[RankOutcome], function: str = "settle") -> int:
@@ -389,6 +389,7 @@ class RunDriver(GroupRun):
         num_saves = min(outcome.num_saves for outcome in self._busy(outcomes))
         call = self._group.ask(function, (num_saves, _SETTLE_S), ranks=[0])
         num_pending: int = (call.wait() or [0])[0]
+        # Surplus saves of the chief: no checkpoint of all ranks, so not counted here.
         return num_pending - (outcomes[0].num_saves - num_saves)
 
     def _end(self, error: BaseException | None) -> None:

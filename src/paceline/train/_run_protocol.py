@@ -64,12 +64,12 @@ def checked_metadata(uuid: str, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_uuid(run_id: str, attempt: int, generation: int, number: Any) -> str:
-    """Return the name of a checkpoint, which every rank knows without asking the others."""
+    """Return a checkpoint's name, derived alike on every rank without communication."""
     return str(uuid5(NAMESPACE_OID, f"{run_id}/{attempt}/{generation}/{number}"))
 
 
 class StoredAt(NamedTuple):
-    """A checkpoint and the storage that holds it."""
+    """Name of a checkpoint with the URL of its storage."""
 
     storage: str
     uuid: str
@@ -77,7 +77,7 @@ class StoredAt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """One generation of a run.
+    """Specification of a generation of a run, from the driver to its workers.
 
     Attributes:
         run_id: The run's identity.
@@ -138,7 +138,7 @@ class Job:
 
 
 class Instance(NamedTuple):
-    """Instance that each worker makes once, for the class API."""
+    """Instance to be made once by each worker, for the class API."""
 
     kind: Callable[..., Any]
     args: tuple[Any, ...]
@@ -159,7 +159,7 @@ class WorkerFacts(NamedTuple):
 
 
 class RankOutcome(NamedTuple):
-    """Outcome of the function on one rank.
+    """Outcome of the function on a single rank.
 
     Attributes:
         value: What it returned.
@@ -226,7 +226,7 @@ class RunAccess:
         self._link = link
         self._root = Path(tempfile.mkdtemp(prefix="paceline-run-"))
         journal_path = RunDirectory(self._root).journal_path(key)
-        # What a killed worker leaves there is removed, too.
+        # Forwarding begins here: the driver then also removes the files left by a killed worker.
         link.forward(self._root, journal_path, self.journal_path)
         if not sees_run:
             self.run, self.journal_path = ForwardedRun(run.path, link), journal_path
@@ -243,14 +243,14 @@ class RunAccess:
             self.storage = ForwardedStorage(spec.storage, link, self._root)
 
     def close(self) -> None:
-        """Wait until the driver has all that was written here, and remove it."""
+        """Wait until the driver has every forwarded file, then remove the local directory."""
         if self._link is not None:
             self._link.ask("sync")
             shutil.rmtree(self._root, ignore_errors=True)
 
 
 def storage_holding(stored: StoredAt) -> CheckpointStorage:
-    """Return the storage of a checkpoint, by way of the driver if this node does not see it."""
+    """Return a checkpoint's storage, through the driver if not visible to this node."""
     storage = storage_from(stored.storage)
     link = driver_link()
     if link is None or storage.is_remote or storage.exists(stored.uuid):
@@ -287,7 +287,7 @@ _GRACE_S = 30.0
 
 
 class PreemptionWatch:
-    """Tell when a run is to end for another one.
+    """Watch for preemption of a run: by a signal, or by a message of a master.
 
     A train function stores its state by itself, so the run ends with its next checkpoint. After a
     signal that may take 30 s; a run that has stored none and does not ask `should_preempt()` ends
@@ -313,7 +313,7 @@ class PreemptionWatch:
         return self._is_moving and self._signum is None and self._num_commits is None
 
     def ask_to_move(self) -> None:
-        """Have a function that asks store a checkpoint now, from which other workers go on."""
+        """Ask the function to store a checkpoint now, for continuing on other workers."""
         if self._is_moving or not _listener_path(self._run).exists():
             return
         with suppress(OSError):
@@ -321,7 +321,7 @@ class PreemptionWatch:
             self._is_moving = True
 
     def end_move(self) -> None:
-        """Note that other workers follow."""
+        """Mark the move to other workers as done."""
         if self._is_moving:
             self._is_moving = False
             _move_path(self._run).unlink(missing_ok=True)
@@ -370,14 +370,14 @@ class PreemptionWatch:
 
 
 def note_listener(run: RunDirectory) -> None:
-    """Note that a function asks whether it is to make room, so that it is given the time to."""
+    """Mark the function as asking `should_preempt()`, so a signal leaves time for an answer."""
     with suppress(OSError):
         # A node that does not see the run directory cannot be told, either.
         _listener_path(run).touch()
 
 
 def is_to_move(run: RunDirectory) -> bool:
-    """Tell whether a function is to store a checkpoint from which workers on other nodes go on."""
+    """Return whether to store a checkpoint now, to continue on workers of other nodes."""
     return _move_path(run).exists()
 
 
@@ -390,7 +390,8 @@ def _move_path(run: RunDirectory) -> Path:
 
 
 def _end_by(signum: int) -> None:
-    """End this process by a signal, and the workers with it."""
+    """End this process, and so its workers, by the default action of a signal."""
+    # Default action: the exit status then names the signal.
     signal.signal(signum, signal.SIG_DFL)
     signal.raise_signal(signum)
 
@@ -406,7 +407,7 @@ class StoppedError(PreemptedError):
 
 
 class ReportGate:
-    """Hold a rank at its reports until the driver of a stepwise run lets it go on.
+    """Gate for a rank's reports: each waits for a release by the driver of a stepwise run.
 
     The chief waits at each of its reports. Another rank waits beside it only as long as it reports
     as often as the chief, so that a stop ends all ranks at the same report. A rank that reports
@@ -465,7 +466,7 @@ _is_pool_worker: list[bool] = []
 
 
 def current_session() -> Any:
-    """Return the run that this process works for, or None outside of one."""
+    """Return the session of this process's run, or None outside of a run."""
     return _sessions[-1] if _sessions else None
 
 
@@ -481,12 +482,12 @@ def enter_session(session: Any) -> None:
 
 
 def leave_session() -> None:
-    """End what `enter_session` began."""
+    """End the session begun by `enter_session`."""
     _sessions.clear()
 
 
 def become_pool_worker() -> None:
-    """Note that this process is a worker of a trainer in another process."""
+    """Mark this process as a worker of a trainer in another process."""
     _is_pool_worker.append(True)
 
 

@@ -23,7 +23,7 @@ from paceline.train._run_protocol import METRICS_GROUP, StoredAt
 
 
 class TrainingCallback:
-    """Follow a run in the driver; override what is of interest.
+    """Base class of driver callbacks following a run; override the methods of interest.
 
     The driver calls the methods one after the other, from the thread that runs the trainer. What
     they raise ends the run.
@@ -38,20 +38,20 @@ class TrainingCallback:
         """Take a report: the metrics, with `rank`, `number`, `time` and `generation`."""
 
     def handle_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Take note of a checkpoint that was committed."""
+        """Handle a committed checkpoint."""
 
     def handle_restart(self, error: Exception, generation: int) -> None:
-        """Take note of workers that were lost; those of a new generation follow."""
+        """Handle a loss of workers; workers of a new generation follow."""
 
     def handle_resize(self, num_workers: int, generation: int) -> None:
-        """Take note that a new generation has another number of workers than the last one."""
+        """Handle a new generation with a changed number of workers."""
 
     def finish_training(self, error: BaseException | None) -> None:
-        """End; `error` is what ended the run, or None."""
+        """Handle the end of the run; `error` is the cause of a failure, or None."""
 
 
 class _OfWorkers(TrainingCallback):
-    """A callback that goes by the reports of some workers.
+    """Base class of callbacks for the reports of chosen workers.
 
     Args:
         workers_to_log: A rank, several of them, or None for all.
@@ -69,7 +69,7 @@ class _OfWorkers(TrainingCallback):
         self._ranks = ranks
 
     def handle_result(self, report: Report) -> None:
-        """Take a report, if it is of interest."""
+        """Handle a report if its rank was chosen."""
         if self._ranks is None or report.rank in self._ranks:
             self._take(report)
 
@@ -78,7 +78,7 @@ class _OfWorkers(TrainingCallback):
 
 
 class PrintCallback(_OfWorkers):
-    """Print reports, one line each.
+    """Callback printing each report on its own line.
 
     Args:
         workers_to_log: A rank, several of them, or None for all.
@@ -100,7 +100,7 @@ class PrintCallback(_OfWorkers):
 
 
 class JsonLinesCallback(_OfWorkers):
-    """Write reports to a file, one JSON object a line, each as it arrives.
+    """Callback writing each report at once as a line of JSON to a file.
 
     Args:
         path: The file; an earlier one of this name is replaced. By default ``results.jsonl`` in
@@ -146,7 +146,7 @@ class JsonLinesCallback(_OfWorkers):
 
 
 class ProgressCallback(_OfWorkers):
-    """Show a run's progress: one line of a terminal or notebook, elsewhere a line per report.
+    """Callback showing progress: a live line in a terminal or notebook, else a line per report.
 
     Args:
         total: How many reports the chief will make, if that is known.
@@ -191,11 +191,11 @@ class ProgressCallback(_OfWorkers):
         self._progress.report(report)
 
     def handle_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Remember it, to name the last one at the end."""
+        """Remember the checkpoint, to show the last at the end."""
         self._checkpoint = checkpoint
 
     def handle_restart(self, error: Exception, generation: int) -> None:
-        """Say that workers are replaced."""
+        """Show the replacement of lost workers."""
         if self._progress is not None:
             self._progress.note("replacing lost workers")
 
@@ -236,7 +236,7 @@ class TensorBoardCallback(_OfWorkers):
             self._writer.add_scalar(name, value, report.number, walltime=report.time)
 
     def finish_training(self, error: BaseException | None) -> None:
-        """Write what is pending, and close the files."""
+        """Write pending points and close the files."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -261,7 +261,7 @@ _ENTRIES = 1000
 
 
 class RunFollower:
-    """Read the journals of a run, from now on, and tell callbacks of what is new.
+    """Reader of a run's new journal records, passing them to callbacks.
 
     Args:
         run: The run directory.
@@ -295,24 +295,24 @@ class RunFollower:
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """The checkpoints that exist, as the chief has to know them."""
+        """The existing checkpoints, in the form needed by the chief."""
         return tuple(
             Kept(c.uuid, int(c.metadata["steps_completed"]), c.score)
             for c in self.checkpoints.values()
         )
 
     def best_checkpoint(self, strategy: CheckpointStrategy) -> Checkpoint | None:
-        """Return the best checkpoint by a strategy, the newest if it names no value."""
+        """Return the best checkpoint by a strategy; the newest without a score attribute."""
         if strategy.checkpoint_score_attribute is None:
             return self.latest_checkpoint
         scored = [(c.score, c) for c in self.checkpoints.values() if c.score is not None]
         sign = 1 if strategy.checkpoint_score_order == "max" else -1
-        # Of equals the earlier one.
+        # Ties of equal scores: the earlier checkpoint wins.
         best = max(scored, key=lambda pair: sign * pair[0], default=None)
         return None if best is None else best[1]
 
     def next_start(self, first: StoredAt | None) -> StoredAt | None:
-        """Return what workers that follow lost ones go on from: what is newer than `first`."""
+        """Return the checkpoint for replacement workers: newer than `first` if there is any."""
         latest = self.latest_checkpoint
         if latest is None or not self.num_commits:
             return first
@@ -329,7 +329,7 @@ class RunFollower:
         return reports
 
     def follow(self) -> None:
-        """Take in what the workers have written since the last call."""
+        """Process the records written by the workers since the last call."""
         num_read = _ENTRIES
         while num_read == _ENTRIES:
             num_read = 0
@@ -363,7 +363,7 @@ class RunFollower:
 def _earlier_checkpoints(
     run: RunDirectory, storage: CheckpointStorage
 ) -> Iterator[tuple[str, Checkpoint]]:
-    """Yield what train functions have stored in a run and is still there, by its UUID."""
+    """Yield train functions' checkpoints still existing in a run, each with its UUID."""
     for stored in core.read_checkpoints(run):
         # A run directory may hold checkpoints of other doors.
         if "num_shards" in stored.metadata and storage.exists(stored.uuid):

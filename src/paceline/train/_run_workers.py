@@ -26,7 +26,7 @@ from paceline.train._run_protocol import Job
 
 
 class InWorker:
-    """A function that a worker calls, by its name.
+    """Reference to a worker's function by module and name.
 
     The driver does not import its module, as that may load torch.
 
@@ -78,13 +78,14 @@ class TrainGroup(ElasticGroup):
 
     @property
     def num_shards(self) -> int:
-        """The shards of a global batch of a run that begins with these workers."""
+        """The number of shards of a global batch for a run begun with these workers."""
         elastic, most = self.settings.elastic, self._limits.most
         if elastic.num_shards is not None:
             return elastic.num_shards
         if most != math.inf:
             return int(most)
-        # This machine has no more than what the first start takes, unless somebody lends slots.
+        # Growth limit: a single machine has no room beyond the first start, unless somebody lends
+        # slots.
         can_grow = self.settings.cluster != "local" or elastic.capacity is not None
         num_shards = self.num_workers * (_SHARDS_PER_WORKER if can_grow else 1)
         logger.info(
@@ -116,7 +117,7 @@ class TrainGroup(ElasticGroup):
         return self.ask("run_job", (job,), func=job.function)
 
     def make_instances(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
-        """Have the workers make the instance of a class, in a run until they are to end it.
+        """Start a run by making a class instance in each worker; the run lasts until ended.
 
         Args:
             job: The instance, and where it reports.
@@ -132,11 +133,11 @@ class TrainGroup(ElasticGroup):
         func: Any = None,
         ranks: Sequence[int] | None = None,
     ) -> PendingCall:
-        """Have workers call one of their functions; see `InWorker`."""
+        """Submit a call of a worker function; see `InWorker`."""
         return self.submit(InWorker(self.settings.functions, name, func), arguments, ranks=ranks)
 
     def use_at_most(self, num_workers: int | None) -> None:
-        """Start no more workers than have something to do; None if that is not known."""
+        """Limit new workers to the number with work; None if unknown."""
         self._elastic.num_useful = num_workers
 
     @property
@@ -162,7 +163,7 @@ class TrainGroup(ElasticGroup):
         self.facts = call.wait() or ()
 
     def _horovod_variables(self) -> list[dict[str, str]] | None:
-        """Return what leads each of the present workers to Horovod, if they use it."""
+        """Return each worker's environment variables for Horovod; None if unused."""
         if not self.settings.uses_horovod:
             return None
         if self._horovod is None:
@@ -173,7 +174,7 @@ class TrainGroup(ElasticGroup):
         ask = self.settings.elastic.capacity
         is_fixed = self._limits.least == self._limits.most and ask is None
         if is_fixed and (self._made_pool is None or self.settings.cluster == "local"):
-            # What this machine has was checked when the trainer was made.
+            # Capacity already checked for this machine: a fixed number, at the trainer's creation.
             return self._limits.least
         capacity = super()._capacity()
         if capacity == sys.maxsize:
@@ -220,7 +221,7 @@ class InlineGroup(TrainGroup):
         return self.ask("make_instance", (job, on_report))
 
     def try_form(self) -> float:
-        """Call the hook, anew if that was done before; return 0."""
+        """Call the hook, again on each new start; return 0."""
         self.stop()
         return super().try_form()
 
@@ -239,7 +240,7 @@ class InlineGroup(TrainGroup):
 
 
 class OuterLauncherRunGroup(JoinedGroup, TrainGroup):
-    """The processes of an outer launcher, each of which runs the whole script.
+    """Group of an outer launcher's processes, each running the whole script.
 
     The chief decides where a run writes, and it alone has callbacks.
 
@@ -263,7 +264,7 @@ class OuterLauncherRunGroup(JoinedGroup, TrainGroup):
 
     @property
     def num_shards(self) -> int:
-        """The shards of a global batch of a run that begins here."""
+        """The number of shards of a global batch for a run begun here."""
         return shards_of_launcher() or self.num_workers
 
     def run(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
@@ -302,7 +303,7 @@ class OuterLauncherRunGroup(JoinedGroup, TrainGroup):
 
 
 def make_group(settings: GroupSettings, output: WorkerOutput) -> TrainGroup:
-    """Return the workers that a trainer's settings ask for."""
+    """Return the worker group for a trainer's settings."""
     if settings.cluster == "joined":
         return OuterLauncherRunGroup(settings, output)
     if settings.limits is None:

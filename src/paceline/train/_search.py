@@ -33,7 +33,7 @@ _HEADER = ("trial", "state", "reports")
 
 @dataclass(slots=True, kw_only=True)
 class TrialResult(TrialOutcome):
-    """One trial of a search.
+    """Result of a trial in a search.
 
     It has `number`, `config`, `run_dir`, `state`, `value`, `metrics`, `num_reports`, `time` and
     `error`; see `TrialOutcome`.
@@ -41,7 +41,7 @@ class TrialResult(TrialOutcome):
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint of the trial; None if it has saved none."""
+        """The newest checkpoint of the trial; None if there is no checkpoint."""
         try:
             return Checkpoint.from_path(self.run_dir)
         except FileNotFoundError:
@@ -82,7 +82,7 @@ class SearchResults(Sequence[TrialResult]):
 
     @property
     def best_trial(self) -> TrialResult | None:
-        """The trial with the best value of the metric; None if none has reported a finite one."""
+        """The trial with the best value of the metric; None without a finite value."""
         best = next(iter(self.ranked()), None)
         has_value = best is not None and best.value is not None and math.isfinite(best.value)
         return best if has_value else None
@@ -111,7 +111,7 @@ class SearchResults(Sequence[TrialResult]):
         return sorted(self._trials, key=key)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one plain dictionary for each trial, such as a data frame takes."""
+        """Return a plain dictionary for each trial, as rows of a data frame."""
         return [
             {
                 "trial": trial.number,
@@ -144,7 +144,7 @@ class SearchResults(Sequence[TrialResult]):
         return html_table(repr(self), *self._cells())
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        # What all trials have in common tells nothing.
+        # Columns only for differing values: a value common to all trials tells nothing.
         names = [
             name
             for name in dict.fromkeys(name for trial in self._trials for name in trial.config)
@@ -181,7 +181,7 @@ def search(
     directory: str | os.PathLike[str] | None = None,
     seed: int | None = None,
 ) -> SearchResults:
-    """Search hyperparameters of a train function with one of Paceline's search methods.
+    """Search hyperparameters of a train function with a search method of Paceline.
 
     Each trial is a run of the function, on workers that stay warm from trial to trial. The function
     waits at each report until the search has judged it, so a stopped trial trains no further. What
@@ -270,7 +270,7 @@ def _check_can_search(max_concurrent_trials: int | None) -> None:
 def _search_trainers(
     given: Trainer | None, number: int | None, most: int | None, stack: ExitStack
 ) -> list[Trainer]:
-    """Return a trainer for each trial at a time; those that are made here end with the stack.
+    """Return a trainer per concurrent trial; trainers made here are closed with the stack.
 
     Args:
         given: The trainer of the caller.

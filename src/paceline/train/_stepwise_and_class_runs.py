@@ -1,4 +1,4 @@
-"""Runs in other forms: report by report, step by step, by a class that stays in the workers."""
+"""Run of a class, with its instances staying in the workers of a trainer."""
 
 import atexit
 import logging
@@ -26,7 +26,7 @@ from paceline.train._run_protocol import Job, RankOutcome
 
 
 class RunIterator(Iterator[Report]):
-    """Yield the reports of a run while it goes on; see `Trainer.run_iterator`.
+    """Iterator over the reports of a live run; see `Trainer.run_iterator`.
 
     Args:
         driver: The run, started.
@@ -63,7 +63,7 @@ class RunIterator(Iterator[Report]):
         return self._driver.is_finished and not self._waiting
 
     def get_results(self) -> Results:
-        """Return what the functions returned, after waiting for the run's end.
+        """Return the return values of the function, after waiting for the run's end.
 
         Raises:
             Exception: What ended the run.
@@ -78,7 +78,7 @@ class RunIterator(Iterator[Report]):
         return self._driver.results
 
     def get_returns(self) -> Results:
-        """Return what the functions returned, after waiting for the run's end.
+        """Return the results like `get_results`.
 
         Raises:
             Exception: What ended the run.
@@ -86,7 +86,7 @@ class RunIterator(Iterator[Report]):
         return self.get_results()
 
     def close(self) -> None:
-        """Give up a run that is not finished; its workers are stopped."""
+        """Abandon an unfinished run and stop its workers."""
         self._driver.close()
         self._on_end()
 
@@ -97,7 +97,7 @@ class RunIterator(Iterator[Report]):
             self._on_end()
             if not isinstance(error, Exception):
                 raise
-            # What was reported before the error comes before it.
+            # Reports before the error: they are returned first.
             reports, self._error = self._driver.take_reports(), error
         self._waiting.extend(
             report for report in reports if self._ranks is None or report.rank in self._ranks
@@ -106,14 +106,14 @@ class RunIterator(Iterator[Report]):
             self._raise_error()
 
     def _raise_error(self) -> None:
-        """Raise what ended the run, once."""
+        """Raise the error of the run, only once."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
 
 def as_ranks(ranks: Any) -> Collection[int] | None:
-    """Return the ranks whose reports are wanted; None for all."""
+    """Return the set of wanted ranks; None for all."""
     if ranks is None:
         return None
     return {ranks} if isinstance(ranks, int) else set(ranks)
@@ -126,7 +126,7 @@ _STOP_S = 2.0
 
 
 class StepwiseRun(Iterator[Report]):
-    """Yield the chief's reports of a run that waits at each of them; see `Trainer.run_stepwise`.
+    """Iterator over the chief's reports, pausing the run at each; see `Trainer.run_stepwise`.
 
     Asking for the next report lets the function go on from the last one.
 
@@ -155,6 +155,7 @@ class StepwiseRun(Iterator[Report]):
         while True:
             self._run.write_control(Control(reports_released=self._released))
             report = next(self._iterator)
+            # Maximum: reports repeated after a restart were released already.
             self._released = max(self._released, report.number)
             if self._is_new(report):
                 return report
@@ -173,7 +174,7 @@ class StepwiseRun(Iterator[Report]):
         return dict(self._recent)
 
     def _is_new(self, report: Report) -> bool:
-        """Note a report, and tell whether it repeats one from before a restart.
+        """Note a report; return False for a repeat of a report from before a restart.
 
         A function that saves after it reports repeats the last report. One that saves before it
         reports has another report of the same number; its metrics tell that.
@@ -187,11 +188,11 @@ class StepwiseRun(Iterator[Report]):
 
     @property
     def latest_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint that the function has saved before its present report."""
+        """The newest checkpoint saved by the function before its current report."""
         return self._driver.latest_checkpoint
 
     def get_results(self) -> Results:
-        """Return what the functions returned, after the end of the run.
+        """Return the return values of the function, after the end of the run.
 
         Raises:
             Exception: What ended the run.
@@ -220,12 +221,12 @@ class StepwiseRun(Iterator[Report]):
         self.close()
 
     def close(self) -> None:
-        """Give up a run that is not finished; its workers are killed."""
+        """Abandon an unfinished run and kill its workers."""
         self._iterator.close()
 
 
 class ClassRun(RunDriver):
-    """Have each worker make an instance of a class, and call functions with it until `finish`.
+    """Run of a class: a lasting instance in each worker, with functions called until `finish`.
 
     The instances and the functions are in one run: they have the place of their worker, prepared
     models, loaders and optimizers stay prepared, and reports and checkpoints are those of the run.
@@ -259,7 +260,7 @@ class ClassRun(RunDriver):
         kwargs: dict[str, Any],
         ranks: Sequence[int] | None,
     ) -> list[Any]:
-        """Call a function with the instances, and return what it returned, in rank order.
+        """Call a function with the instances, and return its results in rank order.
 
         Args:
             function: What to call.
@@ -368,7 +369,7 @@ class ClassRun(RunDriver):
     # ---- the outcomes --------------------------------------------------------------------
 
     def _check(self, outcomes: Sequence[RankOutcome], *, is_whole: bool) -> None:
-        """See to the checkpoints that a call of all ranks has saved."""
+        """Check and settle the checkpoints saved by a call of all ranks."""
         if any(outcome.is_preempted for outcome in outcomes):
             raise core.PreemptedError
         if is_whole:
@@ -388,7 +389,7 @@ class ClassRun(RunDriver):
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """End the run by what the block raises."""
+        """End the run if the block raises, with the exception as its error."""
         try:
             yield
         except BaseException as error:
@@ -400,9 +401,10 @@ class ClassRun(RunDriver):
         super()._end(error)
 
     def _finish_unasked(self) -> None:
-        """End the run of a trainer that nobody shut down, by how the program ends."""
+        """End the run of a trainer never shut down, with the program's own error, if any."""
+        # Forked child: exit handlers are inherited, but the run is the parent's.
         if os.getpid() != self._pid:
             return
-        # In a notebook or a console an error ends a cell or a line, but not the program.
+        # Interactive sessions: an error ends a cell or a line, but not the program.
         is_interactive = hasattr(sys, "ps1")
         self.finish(None if is_interactive else getattr(sys, "last_value", None))

@@ -1,4 +1,4 @@
-"""Functions for use in a train function (no torch)."""
+"""Functions for preparing data, models and optimizers in a train function."""
 
 import logging
 import os
@@ -50,7 +50,7 @@ def node_rank() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this worker's node, by the name that Horovod has for it."""
+    """Return the number of this worker's node, like `node_rank`; the name used by Horovod."""
     return _rank_info().node_rank
 
 
@@ -109,7 +109,7 @@ def save_checkpoint(
     allow_pickle: bool = False,
     **more: Any,
 ) -> None:
-    """Save a state to go on from; every rank calls it equally often.
+    """Save a state to resume from; every rank must call equally often.
 
     The chief's state is stored; the other ranks add what they alone know: their random numbers and
     their place in the data. The n-th checkpoint exists as soon as all ranks have made their n-th
@@ -155,7 +155,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(*, files_to: str | os.PathLike[str] | None = None) -> Any:
-    """Return the state that this run goes on from, or None at a fresh start and outside of a run.
+    """Return the state to resume from, or None at a fresh start and outside of a run.
 
     What had a `state_dict()` comes back as that; tensors are on the CPU. The random numbers and
     the place in the data are put back when a prepared loader is next iterated over, or by
@@ -174,7 +174,7 @@ def load_checkpoint(*, files_to: str | os.PathLike[str] | None = None) -> Any:
 
 
 def restore_random_state() -> None:
-    """Put back the random numbers of the checkpoint that was loaded.
+    """Restore the random generators of the loaded checkpoint.
 
     It is for functions that do not iterate over a prepared loader; after such an iteration has
     begun, and without a loaded checkpoint, it does nothing.
@@ -198,7 +198,7 @@ def should_preempt() -> bool:
 
 
 def session_of_call(*, begins: bool = False) -> "LooseSession":
-    """Return the run that this process works for, or what stands for one outside of it."""
+    """Return this process's run session, or a stand-in outside of a run."""
     session: LooseSession | None = current_session()
     if session is not None:
         return session
@@ -208,7 +208,7 @@ def session_of_call(*, begins: bool = False) -> "LooseSession":
 
 
 def prepare_data_loader(loader: Any, *, move_to_device: bool = True) -> "PreparedLoader":
-    """Return a clone of a data loader that yields this worker's part, on its device.
+    """Return a clone of a data loader yielding this worker's part, on its device.
 
     The loader's batch size is that of one worker. Every option is kept; with `shuffle=True` each
     epoch has an order of its own that depends on the run's seed alone.
@@ -233,7 +233,7 @@ def prepare_model(
     shard_precision: "MixedPrecisionPolicy | None" = None,
     shard_size: int | None = None,
 ) -> "torch.nn.Module":
-    """Return a model on this worker's device that is the same on all ranks and trained by all.
+    """Return a model on this worker's device, equal on all ranks and trained jointly.
 
     After each backward pass its gradients are averaged over the samples of all ranks, so that
     clipping and the optimizer's step need no change. A model that is wrapped in
@@ -277,7 +277,7 @@ def prepare_model(
 
 
 def prepare_optimizer(optimizer: Any) -> Any:
-    """Return an optimizer whose gradients are averaged over all samples, and which scales losses.
+    """Return an optimizer with gradients averaged over all samples, and losses scaled if needed.
 
     It is the same object. Parameters that belong to no prepared model are averaged from now on as
     well; within an accumulated step, `step` and `zero_grad` wait for its last batch.
@@ -292,7 +292,7 @@ def prepare_optimizer(optimizer: Any) -> Any:
 
 
 def backward(loss: "torch.Tensor", **options: Any) -> None:
-    """Run the backward pass of a loss, scaled if the precision needs it.
+    """Run the backward pass of a loss, scaled if the precision needs a scaler.
 
     Args:
         loss: The mean loss of a batch, a 0-d tensor.
@@ -317,7 +317,7 @@ def accelerate(
     gradient_checkpointing: bool = False,
     gradient_accumulation: int = 1,
 ) -> Any:
-    """Prepare a model, and the optimizer if it is given, with what speeds training up.
+    """Prepare a model, and the optimizer if given, with options for faster training.
 
     Parameters and optimizers keep their number format. With "fp16" losses must go through
     `train.backward(loss)`, as they are scaled.
@@ -396,7 +396,7 @@ def enable_reproducibility(seed: int = 0) -> None:
 
 
 def get_dataset(name: str | int | None = None) -> Any:
-    """Return the data set that `Trainer.run` was given.
+    """Return the data set given to `Trainer.run`.
 
     Args:
         name: Which one, if it was given several: the key of a dictionary, or the number.
@@ -412,7 +412,7 @@ def get_dataset(name: str | int | None = None) -> Any:
 
 
 def get_datasets() -> Any:
-    """Return all data sets that `Trainer.run` was given.
+    """Return all data sets given to `Trainer.run`.
 
     Returns:
         A list of a sequence's data sets, a dictionary of a dictionary's. The folds of a cross
@@ -427,5 +427,5 @@ def get_datasets() -> Any:
 
 
 def get_dataset_shard(name: str | int | None = None) -> Any:
-    """Return this worker's part of what `get_dataset` returns."""
+    """Return this worker's part of the data set returned by `get_dataset`."""
     return get_dataset(name).get_shard()

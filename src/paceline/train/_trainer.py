@@ -105,6 +105,7 @@ class Trainer(TrainerWorkers):
         check_ranks: bool | str | Sequence[str] = True,
         seed: int | None = None,
     ) -> None:
+        # First statement of the method: `locals()` must hold nothing but the arguments.
         given = locals().items()
         self._arguments = {n: v for n, v in given if n != "self" and v is not NOT_GIVEN}
         resources = checked_resources(cpus_per_worker, gpus_per_worker, resources_per_worker)
@@ -153,11 +154,11 @@ class Trainer(TrainerWorkers):
 
     @property
     def has_given_storage(self) -> bool:
-        """Whether checkpoints go to `checkpoint_storage`, which all machines reach."""
+        """Whether checkpoints go to `checkpoint_storage`, reachable from all machines."""
         return self._storage is not None
 
     def to_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
-        """Return a train function as a trainable of Ray Tune; it needs ``paceline[tune]``.
+        """Return a Ray Tune trainable running a train function; needs ``paceline[tune]``.
 
         A trial asks Ray for the resources of its workers by itself and starts them in its
         placement group. Lost workers end the trial; Tune's `FailureConfig` decides what follows.
@@ -187,7 +188,7 @@ class Trainer(TrainerWorkers):
         return trainable
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
-        """Do what `to_trainable` does."""
+        """Return a Ray Tune trainable, like `to_trainable`."""
         return self.to_trainable(train_func, dataset)
 
     # ---- running -------------------------------------------------------------------------
@@ -203,7 +204,7 @@ class Trainer(TrainerWorkers):
         *,
         seed: int | None = None,
     ) -> Results:
-        """Run a function on all workers, and return what it returned, in rank order.
+        """Run a function on all workers, and return its results in rank order.
 
         Args:
             train_func: A function of the config, or of nothing.
@@ -271,7 +272,7 @@ class Trainer(TrainerWorkers):
         )
 
     def run_generator(self, *args: Any, **kwargs: Any) -> RunIterator:
-        """Do what `run_iterator` does."""
+        """Run a function and return an iterator over its reports, like `run_iterator`."""
         return self.run_iterator(*args, **kwargs)
 
     def run_stepwise(
@@ -286,7 +287,7 @@ class Trainer(TrainerWorkers):
         run_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
     ) -> StepwiseRun:
-        """Run a function that waits at each report of the chief until the next one is asked for.
+        """Run a function, pausing at each report of the chief until the next is requested.
 
         It is for what judges reports, such as a hyperparameter search: a run can be stopped at a
         report without losing its workers, and its checkpoints up to the report exist by then.
@@ -356,6 +357,7 @@ class Trainer(TrainerWorkers):
             self._check_idle()
             opened = self._open_run(config, run_dir, self._seed if seed is None else seed, lock)
             driver = RunDriver(self._group, request, opened, self._output, self._storage)
+            # Lock handed over: the driver holds the run's lock until the run ends.
             driver.start(lock.pop_all())
             self._driver = driver
             self._iterator = iterator = RunIterator(driver, ranks, self._forget_iterator)
@@ -378,10 +380,10 @@ class Trainer(TrainerWorkers):
 
     @property
     def best_checkpoint(self) -> Checkpoint | None:
-        """The best checkpoint of the last run by its strategy, which may be the newest."""
+        """The best checkpoint of the last run by its strategy, possibly the newest."""
         return None if self._driver is None else self._driver.best_checkpoint
 
     def get_last_checkpoint(self) -> Any:
-        """Return the state that the last run saved last, or None."""
+        """Return the last state saved by the last run, or None."""
         latest = self.latest_checkpoint
         return None if latest is None else latest.load()

@@ -26,7 +26,7 @@ NOT_GIVEN: Any = object()
 
 
 def given_num_workers(num_workers: Any, workers: Any, gpus_per_worker: float | None) -> Any:
-    """Return how many workers are asked for; by default what the launcher or the machine has."""
+    """Return the number of workers asked for, by default from the launcher or the machine."""
     if num_workers is not NOT_GIVEN and workers is not NOT_GIVEN:
         raise TypeError("`num_workers` and `workers` are the same: give one of them.")
     if num_workers is not NOT_GIVEN:
@@ -148,7 +148,7 @@ def check_class_callbacks(instance: Instance | None, callbacks: Any) -> None:
 
 
 def check_trainer_alone(*, is_joined: bool) -> None:
-    """Require that this process is no worker itself, unless its trainer has joined the others.
+    """Refuse a worker process, unless its trainer has joined the other workers.
 
     Raises:
         RuntimeError: It is one.
@@ -161,9 +161,9 @@ def check_trainer_alone(*, is_joined: bool) -> None:
         )
 
 
-# By its name, as it loads torch.
+# Module name: importing the module would load torch.
 _WORKER_FUNCTIONS = "paceline.train._worker_jobs"
-# What train functions use: each new worker would load it otherwise, before its first batch.
+# Modules used by train functions: without preload, each worker loads them before its first batch.
 _FUNCTIONS_USE = ("paceline.train",)
 
 
@@ -232,12 +232,12 @@ def is_data_set(value: Any) -> bool:
 
 
 def is_pair(value: Any) -> bool:
-    """Tell whether a value is what to train on and what to validate on."""
+    """Return whether a value is a tuple of a training and a validation data set."""
     return isinstance(value, tuple) and len(value) == 2 and all(map(is_data_set, value))
 
 
 def is_several(value: Any) -> bool:
-    """Tell whether a value is several data sets; a sequence of samples is one."""
+    """Return whether a value holds several data sets; a sequence of samples does not."""
     if isinstance(value, Mapping):
         return True
     is_sequence = isinstance(value, (list, tuple)) and len(value) > 0
@@ -245,16 +245,16 @@ def is_several(value: Any) -> bool:
 
 
 def is_made(value: Any) -> bool:
-    """Tell whether a value is a function that makes data sets."""
+    """Return whether a value is a function making data sets."""
     return callable(value) and not is_data_set(value) and not hasattr(value, "__getitem__")
 
 
 def made_dataset(function: Any, config: dict[str, Any] | None) -> Any:
-    """Return what a function of the config, or of nothing, makes."""
+    """Call a function of the config, or without parameters, and return its data set."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        # What is written in C has no signature.
+        # Callable written in C: its signature is unknown.
         return function()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [each for each in parameters if each.kind in kinds]
@@ -264,7 +264,7 @@ def made_dataset(function: Any, config: dict[str, Any] | None) -> Any:
 
 
 def given_dataset(data: Any, name: str = "dataset") -> Any:
-    """Return data with what lies at paths and URLs in place of these.
+    """Return data with the contents of files in place of paths and URLs.
 
     Raises:
         TypeError: One is bytes.
@@ -289,7 +289,7 @@ def given_dataset(data: Any, name: str = "dataset") -> Any:
 
 
 def _parts_of_dataset(data: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the data sets of several, with the text that leads to each."""
+    """Yield each of several data sets, with its path in the argument."""
     names = data._fields if isinstance(data, Fold) else range(len(data))
     for key, each in zip(names, data, strict=True):
         path = f"{name}.{key}" if isinstance(data, Fold) else f"{name}[{key}]"

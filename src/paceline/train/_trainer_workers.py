@@ -91,7 +91,7 @@ _Self = TypeVar("_Self", bound="TrainerWorkers")
 
 
 class TrainerWorkers:
-    """The part of a `Trainer` that has workers; the other part runs train functions on them."""
+    """Base of `Trainer` with the handling of workers; `Trainer` adds running train functions."""
 
     _settings: GroupSettings
     _group: TrainGroup
@@ -113,7 +113,7 @@ class TrainerWorkers:
     _class_run: ClassRun | None
     _seed: int | None
     _check_ranks: bool | tuple[str, ...]
-    # Of functions that are executed outside of a run; the same on all ranks.
+    # Seed for functions executed outside of a run; equal on all ranks.
     _drawn_seed: int | None = None
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class TrainerWorkers:
         raise NotImplementedError
 
     def replace_beside(self: _Self, index: int) -> _Self:
-        """Return a trainer like this one whose workers may run beside those of others like it.
+        """Return a similar trainer, with workers able to run beside this trainer's.
 
         Args:
             index: Its number among them, from 0, by which it gets GPUs of this machine. This
@@ -142,7 +142,7 @@ class TrainerWorkers:
         return beside
 
     def ray_bundles(self) -> list[dict[str, float]]:
-        """Return what a Ray cluster is to set aside for each worker, by Ray's names.
+        """Return the resource bundles for a Ray cluster to reserve, a bundle per worker.
 
         Raises:
             ResourcesError: The nodes can never run so many workers.
@@ -155,7 +155,7 @@ class TrainerWorkers:
         return self._settings.cluster == "ray"
 
     def check_can_wait(self) -> None:
-        """Refuse a trainer whose functions cannot wait at their reports, as in a search.
+        """Refuse a trainer without workers able to wait at reports, as a search needs.
 
         Raises:
             ValueError: The trainer has no workers of its own.
@@ -168,7 +168,7 @@ class TrainerWorkers:
             )
 
     def num_concurrent(self) -> int:
-        """Return how many such trainers have room at once, this one included; at least 1."""
+        """Return how many similar trainers fit at once, including this trainer; at least 1."""
         return self._settings.num_concurrent()
 
     # ---- starting and ending -------------------------------------------------------------
@@ -218,7 +218,7 @@ class TrainerWorkers:
                 self._class_run = self._begin_class_run(instance)
 
     def shutdown(self, force: bool = False) -> None:
-        """End the workers, in bounded time; a run that is not finished is given up.
+        """Stop the workers in bounded time; an unfinished run is abandoned.
 
         Args:
             force: Whether to kill them at once.
@@ -295,7 +295,7 @@ class TrainerWorkers:
     # ---- the class API -------------------------------------------------------------------
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a function in every worker and return what it returned, in rank order.
+        """Call a function in every worker and return the results in rank order.
 
         In the function, the functions of `paceline.train` know the worker's place among the others.
         Reports and checkpoints belong to the run of a class, and are refused without one.
@@ -315,7 +315,7 @@ class TrainerWorkers:
     def execute_single(
         self, function: Callable[..., Any], *args: Any, rank: int = 0, **kwargs: Any
     ) -> Any:
-        """Call a function in one worker and return what it returned.
+        """Call a function in a single worker and return its result.
 
         Args:
             function: What to call; see `execute`.
@@ -366,6 +366,7 @@ class TrainerWorkers:
                 self._group.form_with_retries(self._max_retries)
             seed = self._drawn_seed if self._seed is None else self._seed
             if seed is None:
+                # System generator: seeds of the user's script neither decide nor advance.
                 seed = self._group.decide(lambda: random.SystemRandom().randrange(1 << 32))
                 self._drawn_seed = seed
             arguments = (function, args, kwargs, seed)
@@ -408,7 +409,7 @@ class ClassWorkers(Sequence["WorkerHandle"]):
         return [WorkerHandle(self._trainer, rank) for rank in ranks]
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a function with each worker's instance, and return what it returned."""
+        """Call a function with each worker's instance, and return the results."""
         return self._trainer.execute(function, *args, **kwargs)
 
     def shutdown(self) -> None:
@@ -417,7 +418,7 @@ class ClassWorkers(Sequence["WorkerHandle"]):
 
 
 class WorkerHandle:
-    """The instance in one worker: its methods are called there, and return their values here.
+    """Proxy of the instance in a worker: method calls run there and return their values here.
 
     Args:
         trainer: The trainer.

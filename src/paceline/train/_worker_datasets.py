@@ -1,4 +1,4 @@
-"""Data sets of a run in a worker, from Paceline, torch or Ray (late)."""
+"""Data set of a run, as seen by its workers."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RayDataset:
-    """One worker's part of a Ray data set.
+    """Part of a Ray data set read by a worker.
 
     Args:
         shards: The parts.
@@ -51,7 +51,7 @@ class RayDataset:
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rows of an epoch. All workers must begin it."""
+        """Yield the rows of an epoch; all workers must begin each epoch."""
         return iter(self._own.iter_rows())
 
     def to_torch(
@@ -74,7 +74,7 @@ class RayDataset:
 
 
 class RayLoader:
-    """Batches of one worker's part of a Ray data set; each iteration is an epoch.
+    """Loader of batches from a worker's part of a Ray data set; each iteration is an epoch.
 
     Args:
         own: Ray's iterator over the part.
@@ -88,7 +88,7 @@ class RayLoader:
         self._options = options
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch. All workers must begin it."""
+        """Begin an epoch; all workers must begin each epoch."""
         session = self._session
         batches = session.open_data(
             lambda: iter(self._own.iter_torch_batches(**self._options)), was_open=False
@@ -97,6 +97,7 @@ class RayLoader:
         try:
             batch, wait_s = _next(batches)
             while batch is not None:
+                # Look-ahead by a batch: `is_last` must be known before the batch is used.
                 following, following_wait_s = _next(batches)
                 num_own = _num_rows(batch)
                 # All parts have equally many rows, so all batches of a step have the same size.
@@ -124,7 +125,7 @@ def _num_rows(batch: Any) -> int:
 
 
 class WorkerDatasetReader:
-    """A worker that reads its part of the run's data sets.
+    """Reader of a worker's part of the run's data sets.
 
     Args:
         session: The run.
@@ -171,7 +172,7 @@ def datasets_of(session: "RankSession | None") -> Any:
 
 
 def _given_datasets(session: "RankSession | None", caller: str) -> tuple["RankSession", Any]:
-    """Return the session, and what its run was given."""
+    """Return the session and the data set given to its run; raise RuntimeError without either."""
     if session is None:
         raise RuntimeError(
             f"`{caller}` gives what `Trainer.run(dataset=...)` was given, but this process works"
@@ -186,7 +187,7 @@ def _given_datasets(session: "RankSession | None", caller: str) -> tuple["RankSe
 
 
 def _made_dataset(session: "RankSession", data: Any) -> Any:
-    """Return data, or what a function makes of the config; that need not travel."""
+    """Return the data, made from the config if given as a function, so no data need travel."""
     if is_made(data):
         data = given_dataset(made_dataset(data, session.job.config))
     return data
@@ -199,7 +200,7 @@ def _by_name(data: Any) -> Mapping[Any, Any]:
 
 
 def _read_dataset(session: "RankSession", data: Any) -> Any:
-    """Return a data set, or a pair of them, as this worker reads it."""
+    """Return a data set, or a pair of data sets, as read by this worker."""
     data = _made_dataset(session, data)
     if isinstance(data, RayShards):
         return RayDataset(data, session)

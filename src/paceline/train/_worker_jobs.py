@@ -1,4 +1,4 @@
-"""Functions that run in the workers of a trainer."""
+"""Functions executed in the workers of a trainer."""
 
 import inspect
 import os
@@ -37,11 +37,11 @@ class _Worker:
     def __init__(self) -> None:
         self.rank_info = RankInfo()
         self.device = torch.device("cpu")
-        # Of the class API: the instance, and the run in which it was made.
+        # Instance of the class API, and the run of its creation.
         self.instance: Any = None
         self.instance_session: RankSession | None = None
         self.place_session: PlaceSession | None = None
-        # What sums gradients in place of the process group.
+        # Sum of gradients by another library, in place of the process group.
         self.all_reduce: AllReduce | None = None
         self.open_session: RankSession | None = None
         self.distributed: DistributedContext | None = None
@@ -84,7 +84,7 @@ def set_up_joined(
     distributed: DistributedContext,
     uses_horovod: bool = False,
 ) -> WorkerFacts:
-    """Do what `set_up` does in a process that an outer launcher has started."""
+    """Set up a process started by an outer launcher, as `set_up` does for a pool's worker."""
     if hook is not None:
         hook()
     launched = launched_place()
@@ -163,7 +163,7 @@ def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcom
         raise
     finally:
         leave_session()
-        # Where it went and what `enable_reproducibility` has chosen is not for the next function.
+        # State changed by the function, reset for the next: directory, deterministic switches.
         if directory is not None:
             os.chdir(directory)
         torch.set_deterministic_debug_mode(mode)
@@ -196,7 +196,7 @@ def call_function(function: Callable[..., Any], args: Any, kwargs: Any, seed: in
 
 
 def make_instance(job: Job, on_report: Callable[[], None] | None = None) -> None:
-    """Make the instance of a class, in a run that goes on until `end_instance`."""
+    """Make the instance of a class, in a run lasting until `end_instance`."""
     release_device_memory()
     session = _new_session(job, on_report)
     instance: Instance = job.function
@@ -220,7 +220,7 @@ def call_with_instance(function: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 def await_commits(num_expected: int, timeout_s: float) -> int:
-    """Wait for the checkpoints of which all instances have stored their part, as `settle` does."""
+    """Wait for all instances' parts of checkpoints; return the number of incomplete ones."""
     session = _worker.instance_session
     assert session is not None
     session.await_commits(num_expected, timeout_s)
@@ -279,7 +279,7 @@ def _outcome_of(session: RankSession, value: Any) -> RankOutcome:
 
 
 def _working_directory() -> str | None:
-    """Return the working directory, or None if it was removed."""
+    """Return the working directory; None if removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -290,7 +290,7 @@ def _call_train_function(function: Callable[..., Any], config: dict[str, Any] | 
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        # What is written in C has no signature.
+        # Callable written in C: its signature is unknown.
         return function() if config is None else function(config)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if positional:

@@ -15,7 +15,7 @@ export interface paths {
         put?: never;
         /**
          * Store Records
-         * @description Store journal records and carry out what follows; what is known already is dropped.
+         * @description Store journal records and apply their consequences; known records are dropped.
          */
         post: operations["store_records_api_v1_attempts__attempt_id__records_post"];
         delete?: never;
@@ -35,7 +35,7 @@ export interface paths {
         put?: never;
         /**
          * Store Logs
-         * @description Store lines of output; what is known already is dropped.
+         * @description Store lines of output; known lines are dropped.
          */
         post: operations["store_logs_api_v1_attempts__attempt_id__logs_post"];
         delete?: never;
@@ -53,7 +53,7 @@ export interface paths {
         };
         /**
          * Read Control
-         * @description Read what is wanted of an attempt; waits up to `timeout_s` for another version.
+         * @description Read the master's orders for an attempt; waits up to `timeout_s` for a new version.
          *
          *     The answer comes sooner where the runner must ask again to keep its lease.
          */
@@ -77,7 +77,7 @@ export interface paths {
         put?: never;
         /**
          * Store End
-         * @description Record how an attempt ended, on one of its nodes; a second time changes nothing.
+         * @description Record the end of an attempt on a node; repeated calls change nothing.
          */
         post: operations["store_end_api_v1_attempts__attempt_id__end_post"];
         delete?: never;
@@ -95,13 +95,13 @@ export interface paths {
         };
         /**
          * Read Checkpoint Files
-         * @description Read the manifest of a checkpoint that the attempt may start from.
+         * @description Read the manifest of a checkpoint the attempt may start from.
          */
         get: operations["read_checkpoint_files_api_v1_attempts__attempt_id__checkpoints__uuid__get"];
         put?: never;
         /**
          * Offer Checkpoint
-         * @description Tell what is missing of a checkpoint; once nothing is, it is stored.
+         * @description Return the missing files of an offered checkpoint; a complete checkpoint is stored.
          */
         post: operations["offer_checkpoint_api_v1_attempts__attempt_id__checkpoints__uuid__post"];
         /**
@@ -125,7 +125,7 @@ export interface paths {
         put?: never;
         /**
          * Offer Shards
-         * @description Tell what is missing of the files that ranks of one more node have stored.
+         * @description Return the missing files of shards stored by the ranks of another node.
          */
         post: operations["offer_shards_api_v1_attempts__attempt_id__checkpoints__uuid__shards_post"];
         delete?: never;
@@ -143,12 +143,12 @@ export interface paths {
         };
         /**
          * Read Piece
-         * @description Read a piece of a file of such a checkpoint, as large as pieces are; nothing is verified.
+         * @description Read a full-size piece of a file of an allowed checkpoint, without verification.
          */
         get: operations["read_piece_api_v1_attempts__attempt_id__checkpoints__uuid__pieces_get"];
         /**
          * Store Piece
-         * @description Append a piece to a file of a checkpoint that is being sent; tells the file's size then.
+         * @description Append a piece to a file of an incoming checkpoint; returns the file's new size.
          *
          *     A piece that does not begin at the present size changes nothing.
          */
@@ -169,7 +169,7 @@ export interface paths {
         };
         /**
          * List Nodes
-         * @description List the nodes: their state, their slots, and what runs there.
+         * @description List the nodes with their state, slots and running attempts.
          *
          *     With `include_local`, the master's own machine comes first, as the node `local`, if it has
          *     slots.
@@ -178,7 +178,7 @@ export interface paths {
         put?: never;
         /**
          * Register Node
-         * @description Register a node, or a new session of one that is known by its key.
+         * @description Register a node, or a new session of a node known by its key.
          */
         post: operations["register_node_api_v1_nodes_post"];
         delete?: never;
@@ -198,7 +198,7 @@ export interface paths {
         put?: never;
         /**
          * Poll Node
-         * @description Say which attempts a node has, and read what it has to do; waits for news.
+         * @description Report a node's attempts and read its orders; waits for changes.
          */
         post: operations["poll_node_api_v1_nodes__node_id__poll_post"];
         delete?: never;
@@ -218,7 +218,7 @@ export interface paths {
         put?: never;
         /**
          * Drain Node
-         * @description Place nothing more on a node; what runs there goes on elsewhere, or is finished.
+         * @description Close a node to new attempts; running attempts move to other nodes, or finish.
          *
          *     The master's own node is drained by all of its slots.
          */
@@ -261,7 +261,7 @@ export interface paths {
         post?: never;
         /**
          * Forget Node
-         * @description Forget a node that is lost, has left or is drained, and has no attempts.
+         * @description Forget a lost, departed or drained node without attempts.
          */
         delete: operations["forget_node_api_v1_nodes__name__delete"];
         options?: never;
@@ -278,7 +278,7 @@ export interface paths {
         };
         /**
          * List Pools
-         * @description List the pools that have nodes or settings, or whose runners the master starts.
+         * @description List the pools with nodes, settings, or runners started by the master.
          */
         get: operations["list_pools_api_v1_pools_get"];
         put?: never;
@@ -299,13 +299,13 @@ export interface paths {
         get?: never;
         /**
          * Set Pool
-         * @description Say how a pool is shared, and which nodes belong to it by their labels.
+         * @description Set a pool's sharing policy, and the labels of its nodes.
          */
         put: operations["set_pool_api_v1_pools__name__put"];
         post?: never;
         /**
          * Reset Pool
-         * @description Share a pool as one of which nothing was said: first come, first served.
+         * @description Reset a pool to the default policy: first come, first served.
          */
         delete: operations["reset_pool_api_v1_pools__name__delete"];
         options?: never;
@@ -324,7 +324,7 @@ export interface paths {
         put?: never;
         /**
          * Drain Slot
-         * @description Place nothing more on a slot; what runs there goes on elsewhere, or is finished.
+         * @description Close a slot to new attempts; a running attempt moves elsewhere, or finishes.
          */
         post: operations["drain_slot_api_v1_nodes__name__slots__slot__drain_post"];
         delete?: never;
@@ -362,7 +362,7 @@ export interface paths {
         };
         /**
          * List Queue
-         * @description List the trials that wait for slots, the next one first, and why each waits.
+         * @description List the trials waiting for slots in scheduling order, with the reason for each wait.
          *
          *     Pools that share by another policy than first come, first served come one after the other. With
          *     `trial_id`, the list has that trial alone, and is empty if it does not wait.
@@ -387,7 +387,7 @@ export interface paths {
         put?: never;
         /**
          * Move In Queue
-         * @description Change when an experiment gets slots, among those of its pool that are as important.
+         * @description Move an experiment within its pool's queue, among experiments of equal priority.
          */
         post: operations["move_in_queue_api_v1_queue_move_post"];
         delete?: never;
@@ -427,7 +427,7 @@ export interface paths {
         put?: never;
         /**
          * Log In
-         * @description Sign a browser in by a password that `paceline user set-password` gave.
+         * @description Sign a browser in with a password set by `paceline user set-password`.
          */
         post: operations["log_in_api_v1_login_post"];
         delete?: never;
@@ -445,7 +445,7 @@ export interface paths {
         };
         /**
          * Follow Sign In Link
-         * @description Sign a browser in by a link, and lead it to the web UI; each link works once.
+         * @description Sign a browser in by a link and redirect to the web UI; each link works once.
          */
         get: operations["follow_sign_in_link_api_v1_sign_in_get"];
         put?: never;
@@ -467,7 +467,7 @@ export interface paths {
         put?: never;
         /**
          * Create Sign In Link
-         * @description Make a link that signs a browser in, once.
+         * @description Create a single-use link to sign a browser in.
          */
         post: operations["create_sign_in_link_api_v1_sign_in_links_post"];
         delete?: never;
@@ -487,7 +487,7 @@ export interface paths {
         put?: never;
         /**
          * Log Out
-         * @description End the sign-in of the browser that asks.
+         * @description End the sign-in of the requesting browser.
          */
         post: operations["log_out_api_v1_logout_post"];
         delete?: never;
@@ -591,7 +591,7 @@ export interface paths {
         };
         /**
          * Read Status
-         * @description Tell what the master is, how busy it is, and what is wrong.
+         * @description Return the identity, load and problems of the master.
          */
         get: operations["read_status_api_v1_status_get"];
         put?: never;
@@ -631,7 +631,7 @@ export interface paths {
         };
         /**
          * Read Health
-         * @description Tell that the master answers; needs no token.
+         * @description Return the state and version of the master; needs no token.
          */
         get: operations["read_health_api_v1_health_get"];
         put?: never;
@@ -651,7 +651,7 @@ export interface paths {
         };
         /**
          * Read Master
-         * @description Tell what the master is and how busy it is.
+         * @description Return the identity and load of the master.
          */
         get: operations["read_master_api_v1_master_get"];
         put?: never;
@@ -781,7 +781,7 @@ export interface paths {
         };
         /**
          * List Experiment Columns
-         * @description List the metrics and hyperparameters that can be columns of the experiment list.
+         * @description List the metrics and hyperparameters available as columns of the experiment list.
          */
         get: operations["list_experiment_columns_api_v1_experiment_columns_get"];
         put?: never;
@@ -801,7 +801,7 @@ export interface paths {
         };
         /**
          * Read Experiment
-         * @description Read one experiment.
+         * @description Read an experiment.
          */
         get: operations["read_experiment_api_v1_experiments__experiment_id__get"];
         put?: never;
@@ -831,7 +831,7 @@ export interface paths {
         put?: never;
         /**
          * Fork Experiment
-         * @description Create an experiment with the code and the changed configuration of another one.
+         * @description Create an experiment with another's code and its changed configuration.
          */
         post: operations["fork_experiment_api_v1_experiments__experiment_id__fork_post"];
         delete?: never;
@@ -849,7 +849,7 @@ export interface paths {
         };
         /**
          * Read Loss
-         * @description Tell what deleting an experiment would take away, and whether it may be deleted.
+         * @description Return the consequences of deleting an experiment, and any obstacle to deletion.
          */
         get: operations["read_loss_api_v1_experiments__experiment_id__loss_get"];
         put?: never;
@@ -871,7 +871,7 @@ export interface paths {
         put?: never;
         /**
          * Act On Experiments
-         * @description Carry one action out on several experiments; one that fails does not hold up the others.
+         * @description Apply an action to several experiments; failures do not stop the remaining ones.
          */
         post: operations["act_on_experiments_api_v1_bulk_actions_post"];
         delete?: never;
@@ -889,7 +889,7 @@ export interface paths {
         };
         /**
          * Read Hyperparameters
-         * @description Read the hyperparameters of an experiment's trials and one metric, the oldest trial first.
+         * @description Read hyperparameters and a metric of an experiment's trials, the oldest trial first.
          *
          *     Of more than `limit` trials the best half are told, and others that are spread evenly.
          */
@@ -931,7 +931,7 @@ export interface paths {
         };
         /**
          * List Code
-         * @description List the files of an experiment's code; none if it runs in a directory of its own.
+         * @description List the files of an experiment's code; empty for code run in its own directory.
          */
         get: operations["list_code_api_v1_experiments__experiment_id__files_get"];
         put?: never;
@@ -951,7 +951,7 @@ export interface paths {
         };
         /**
          * Read Code
-         * @description Read one file of an experiment's code; a text comes as text, whatever it is for.
+         * @description Read a file of an experiment's code; text files are always served as plain text.
          */
         get: operations["read_code_api_v1_experiments__experiment_id__files__path__get"];
         put?: never;
@@ -1093,7 +1093,7 @@ export interface paths {
         put?: never;
         /**
          * Preview Search
-         * @description Say what a search would train, without creating anything.
+         * @description Return the trials planned by a search, without creating anything.
          */
         post: operations["preview_search_api_v1_preview_search_post"];
         delete?: never;
@@ -1133,7 +1133,7 @@ export interface paths {
         put?: never;
         /**
          * Read Metric Series
-         * @description Read points of many series, each down-sampled so that no extreme is lost.
+         * @description Read points of many series, each down-sampled with all extremes kept.
          *
          *     With `smoothing_steps` each point also has the moving average of the whole series up to it.
          */
@@ -1153,7 +1153,7 @@ export interface paths {
         };
         /**
          * List Metric Names
-         * @description List the metrics that an experiment's trials reported so far, by group and name.
+         * @description List the metrics reported by an experiment's trials so far, by group and name.
          */
         get: operations["list_metric_names_api_v1_experiments__experiment_id__metric_names_get"];
         put?: never;
@@ -1173,7 +1173,7 @@ export interface paths {
         };
         /**
          * Export Metric Series
-         * @description Export every point of series as CSV, in step order, one series after the other.
+         * @description Export every point of the series as CSV, in step order, the series in the given order.
          *
          *     The columns are `series`, `x`, `value`, and `batches` unless that is `x`. With "time" as `x`
          *     they are in seconds since the epoch. If `x` is a metric, a step at which it was not reported
@@ -1197,7 +1197,7 @@ export interface paths {
         };
         /**
          * Read Trial
-         * @description Read one trial with its attempts and metric summaries.
+         * @description Read a trial with its attempts and metric summaries.
          */
         get: operations["read_trial_api_v1_trials__trial_id__get"];
         put?: never;
@@ -1217,7 +1217,7 @@ export interface paths {
         };
         /**
          * Read Trial Time
-         * @description Read what the time of a trial went to.
+         * @description Read the time shares of a trial.
          */
         get: operations["read_trial_time_api_v1_trials__trial_id__time_get"];
         put?: never;
@@ -1237,7 +1237,7 @@ export interface paths {
         };
         /**
          * List Environments
-         * @description Read what the attempts of a trial ran in, the earliest first.
+         * @description Read the environments of a trial's attempts, the earliest attempt first.
          */
         get: operations["list_environments_api_v1_trials__trial_id__environments_get"];
         put?: never;
@@ -1279,7 +1279,7 @@ export interface paths {
         put?: never;
         /**
          * Continue Trial
-         * @description Create a `single` experiment that starts from the trial's latest checkpoint.
+         * @description Create a `single` experiment starting from the trial's latest checkpoint.
          */
         post: operations["continue_trial_api_v1_trials__trial_id__continue_post"];
         delete?: never;
@@ -1297,7 +1297,7 @@ export interface paths {
         };
         /**
          * List Metrics
-         * @description List the rows of one metric group in step order; superseded rows are left out.
+         * @description List the rows of a metric group in step order; superseded rows are left out.
          *
          *     A page ends earlier where rows have very many metrics.
          */
@@ -1379,14 +1379,14 @@ export interface paths {
         };
         /**
          * Read Checkpoint
-         * @description Read one checkpoint.
+         * @description Read a checkpoint.
          */
         get: operations["read_checkpoint_api_v1_checkpoints__uuid__get"];
         put?: never;
         post?: never;
         /**
          * Delete Checkpoint
-         * @description Delete a checkpoint's files, or those that patterns match; it stays listed.
+         * @description Delete a checkpoint's files, or those matching patterns; the checkpoint stays listed.
          */
         delete: operations["delete_checkpoint_api_v1_checkpoints__uuid__delete"];
         options?: never;
@@ -1403,7 +1403,7 @@ export interface paths {
         };
         /**
          * Read Checkpoint File
-         * @description Read one file of a checkpoint.
+         * @description Read a file of a checkpoint.
          */
         get: operations["read_checkpoint_file_api_v1_checkpoints__uuid__files__path__get"];
         put?: never;
@@ -1424,7 +1424,7 @@ export interface paths {
         get?: never;
         /**
          * Register Run
-         * @description Show a run as an unmanaged experiment, and say what is stored of it.
+         * @description Register a run as an unmanaged experiment, and return the stored positions.
          */
         put: operations["register_run_api_v1_runs__run_id__put"];
         post?: never;
@@ -1445,7 +1445,7 @@ export interface paths {
         put?: never;
         /**
          * Store Run Records
-         * @description Store journal records of a run; what is known already is dropped.
+         * @description Store journal records of a run; known records are dropped.
          */
         post: operations["store_run_records_api_v1_runs__run_id__records_post"];
         delete?: never;
@@ -1460,7 +1460,7 @@ export interface components {
     schemas: {
         /**
          * Alert
-         * @description What a trial's code wants people to see; `level` is debug, info, warn or error.
+         * @description Alert raised by a trial's code for users; `level` is debug, info, warn or error.
          */
         Alert: {
             /** Time */
@@ -1476,7 +1476,7 @@ export interface components {
         };
         /**
          * Attempt
-         * @description One execution of a trial on slots.
+         * @description Execution of a trial on slots.
          *
          *     `nodes` are those that it runs on, the one of rank 0 first; `slots` are those of that one.
          *     `restarts` is how often its workers were started again within it, `last_restart_cause` what
@@ -1518,7 +1518,7 @@ export interface components {
         };
         /**
          * AttemptEnvironment
-         * @description What an attempt ran in, as its chief told; None if it has not, such as one that never began.
+         * @description Environment of an attempt as reported by its chief; None if the chief has not reported.
          *
          *     `source` is that of the experiment's code, or of the directory of a run without a master.
          */
@@ -1536,7 +1536,7 @@ export interface components {
         };
         /**
          * AttemptExit
-         * @description How an attempt ended; `outcome` is what the training process itself said, if it did.
+         * @description End of an attempt; `outcome` is reported by the training process, None without a report.
          *
          *     `kind` is that of the error, None if there was none.
          */
@@ -1559,7 +1559,7 @@ export interface components {
         };
         /**
          * AttemptNode
-         * @description A node of an attempt: its name, and the slots that the attempt holds there.
+         * @description Node of an attempt: its name and the slots held by the attempt on this node.
          */
         AttemptNode: {
             /** Name */
@@ -1575,7 +1575,7 @@ export interface components {
         AttemptState: "PENDING" | "RUNNING" | "ENDED";
         /**
          * BulkAction
-         * @description One action on several experiments.
+         * @description Request to apply an action to several experiments.
          */
         BulkAction: {
             /**
@@ -1588,7 +1588,7 @@ export interface components {
         };
         /**
          * BulkResult
-         * @description How an action on one of several experiments went; `error` None is success.
+         * @description Result of a bulk action for an experiment; `error` is None on success.
          */
         BulkResult: {
             /** Experiment Id */
@@ -1598,7 +1598,7 @@ export interface components {
         };
         /**
          * CheckedConfig
-         * @description The configuration in a text, and what is wrong with it; both may be none.
+         * @description Configuration parsed from a text, or None, and the problems found, possibly none.
          */
         CheckedConfig: {
             /** Config */
@@ -1666,7 +1666,7 @@ export interface components {
         };
         /**
          * ColumnNames
-         * @description What can be a column of the experiment list beside an experiment's own fields.
+         * @description Metrics and hyperparameters available as columns of the experiment list.
          */
         ColumnNames: {
             /** Metrics */
@@ -1676,7 +1676,7 @@ export interface components {
         };
         /**
          * ConfigProblem
-         * @description What is wrong at a place of a configuration; lines count from 1.
+         * @description Problem at a path of a configuration; line numbers start at 1.
          */
         ConfigProblem: {
             /** Path */
@@ -1696,7 +1696,7 @@ export interface components {
         };
         /**
          * ConfigView
-         * @description An experiment's configuration: as submitted, if it was a text, and as resolved.
+         * @description Experiment configuration: as submitted, None if not from a text, and as resolved.
          */
         ConfigView: {
             /** Submitted */
@@ -1735,7 +1735,7 @@ export interface components {
         };
         /**
          * CreateExperiment
-         * @description A new experiment; `context_digest` names a context that was uploaded before.
+         * @description Request for a new experiment; `context_digest` names a previously uploaded context.
          *
          *     `source` is where the context was taken from.
          */
@@ -1757,7 +1757,7 @@ export interface components {
         };
         /**
          * CreatedToken
-         * @description A new token with its secret, which cannot be read again.
+         * @description New token with its secret; the secret cannot be read again later.
          */
         CreatedToken: {
             /** Id */
@@ -1780,7 +1780,7 @@ export interface components {
         };
         /**
          * Deletion
-         * @description What was not deleted though it should have been: directories that cannot be removed.
+         * @description Result of a deletion: `left_behind` lists directories the master failed to remove.
          */
         Deletion: {
             /**
@@ -1802,7 +1802,7 @@ export interface components {
         };
         /**
          * EditExperiment
-         * @description What to change of an experiment; what is left out or null stays.
+         * @description Changes to an experiment; omitted and null fields stay unchanged.
          *
          *     `max_slots` 0 removes the limit.
          */
@@ -1824,7 +1824,7 @@ export interface components {
         };
         /**
          * ErrorKind
-         * @description What may help against an error.
+         * @description Kind of an error by its remedy: wait, fix the code, or repair the installation.
          *
          *     TRANSIENT: it may pass, such as a full disk, a file server that does not answer, or a runner
          *     that was killed. The trial is tried again after a pause, which `max_restarts` does not count.
@@ -1837,7 +1837,7 @@ export interface components {
         ErrorKind: "transient" | "user" | "permanent";
         /**
          * ExitReason
-         * @description Why an attempt ended, as its runner saw it.
+         * @description Reason for the end of an attempt as seen by its runner.
          *
          *     SHORTAGE tells that the machine lacked what a start needs: disk space, inodes, open files,
          *     processes or memory. NOT_FORMED tells that the nodes of an attempt did not come together.
@@ -1955,7 +1955,7 @@ export interface components {
             values?: {
                 [key: string]: unknown;
             };
-            /** @description Where it stands, in the words that users see; `state` is what is stored. */
+            /** @description State shown to users, derived from the stored `state` and the running trials. */
             readonly shown_state: components["schemas"]["ShownState"];
         };
         /**
@@ -1966,7 +1966,7 @@ export interface components {
         ExperimentState: "ACTIVE" | "PAUSED" | "STOPPING_COMPLETED" | "STOPPING_CANCELED" | "STOPPING_KILLED" | "STOPPING_ERROR" | "COMPLETED" | "CANCELED" | "ERROR";
         /**
          * ForkExperiment
-         * @description A new experiment with the code of an existing one.
+         * @description Request for a new experiment with the code of an existing experiment.
          *
          *     `config` overrides fields of the existing configuration, or replaces all of it.
          */
@@ -1990,7 +1990,7 @@ export interface components {
         };
         /**
          * HomeToken
-         * @description The new token of the master's home, which also lies in the file `token` there.
+         * @description New token of the master's home, also stored there in the file `token`.
          */
         HomeToken: {
             /** Secret */
@@ -1998,7 +1998,7 @@ export interface components {
         };
         /**
          * HparamAxis
-         * @description A hyperparameter: its type in the search space, and whether it differs between trials.
+         * @description Hyperparameter: its type in the search space, and whether its value differs by trial.
          */
         HparamAxis: {
             /** Name */
@@ -2037,7 +2037,7 @@ export interface components {
         };
         /**
          * HparamTable
-         * @description The hyperparameters of an experiment's trials, with one metric of each.
+         * @description Hyperparameters of an experiment's trials, with a metric value per trial.
          *
          *     `num_trials` counts all of them. If `is_sampled`, half of the rows are the best trials by the
          *     searched metric, and the others are spread evenly. A master of before tells neither.
@@ -2060,7 +2060,7 @@ export interface components {
         };
         /**
          * LogLine
-         * @description One line of output; `id` orders the lines of a trial.
+         * @description Line of output; `id` orders the lines of a trial.
          */
         LogLine: {
             /** Id */
@@ -2082,7 +2082,7 @@ export interface components {
         };
         /**
          * LogPage
-         * @description One page of a trial's output; pass `next_cursor` as `after` for the next, None at the end.
+         * @description Page of a trial's output; `next_cursor` is the `after` of the next page, None on the last.
          *
          *     `num_damaged` is how many lines of what was read were found damaged so far; they are left out.
          */
@@ -2112,7 +2112,7 @@ export interface components {
         };
         /**
          * Loss
-         * @description What deleting an experiment will take away; `obstacle` tells why it cannot be deleted.
+         * @description Consequences of deleting an experiment; `obstacle` is the reason if deletion is refused.
          */
         Loss: {
             /** Num Trials */
@@ -2128,7 +2128,7 @@ export interface components {
         };
         /**
          * MasterInfo
-         * @description What the master is and how busy it is.
+         * @description Identity and load of the master.
          *
          *     `num_slots` counts all slots: `num_slots_drained` of them get no attempts, and attempts still
          *     hold `num_slots_draining` of these.
@@ -2166,7 +2166,7 @@ export interface components {
         };
         /**
          * MasterStatus
-         * @description What the master is, how busy it is, and what is wrong.
+         * @description Identity, load and problems of the master.
          *
          *     `experiments`, `trials` and `attempts` count by stored state. `num_waiting` trials wait for
          *     slots. `ingest_lag_s` is how old the newest records were when they were stored last, None if
@@ -2249,7 +2249,7 @@ export interface components {
         };
         /**
          * MetricName
-         * @description The name of a metric in its group, such as `validation` and `loss`.
+         * @description Metric name within its group, for example `loss` in `validation`.
          */
         MetricName: {
             /** Group */
@@ -2259,7 +2259,7 @@ export interface components {
         };
         /**
          * MetricRow
-         * @description What one attempt reported for one group and step; superseded rows are not listed.
+         * @description Metrics of an attempt for a group and step; superseded rows are not listed.
          */
         MetricRow: {
             /** Group */
@@ -2277,7 +2277,7 @@ export interface components {
         };
         /**
          * MetricSummary
-         * @description Summary of one visible series; the numeric fields are None for other values.
+         * @description Summary of a visible series; the numeric fields are None for non-numeric values.
          */
         MetricSummary: {
             /** Count */
@@ -2301,7 +2301,7 @@ export interface components {
         };
         /**
          * MoveExperiment
-         * @description Another turn for an experiment: beside another one, or at an end of its pool's queue.
+         * @description Request to move an experiment in its pool's queue: next to another, or to either end.
          */
         MoveExperiment: {
             /** Experiment Id */
@@ -2323,7 +2323,7 @@ export interface components {
         };
         /**
          * NewToken
-         * @description A token to be made; it never expires if `expires_in_s` (seconds) is None.
+         * @description Request for a token; `expires_in_s` (seconds) None makes a token without expiry.
          *
          *     One of the scope `runner` registers only the node `node`, and only nodes in the pool `pool`, if
          *     these are given.
@@ -2457,7 +2457,7 @@ export interface components {
         };
         /**
          * Pool
-         * @description A set of nodes that share a queue; `max_slots` is how many slots may be in use at once.
+         * @description Set of nodes sharing a queue; `max_slots` limits the slots in use at the same time.
          *
          *     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
          *     the master could not start a runner for it, or that one was started and has not registered. It
@@ -2512,7 +2512,7 @@ export interface components {
         };
         /**
          * PreviewSearch
-         * @description A configuration whose search is to be previewed.
+         * @description Request to preview the search of a configuration.
          */
         PreviewSearch: {
             /** Config */
@@ -2541,7 +2541,7 @@ export interface components {
         };
         /**
          * QueueEntry
-         * @description A trial that waits for slots, in the order in which they will be given, and why it waits.
+         * @description Trial waiting for slots, listed in scheduling order, with the reason for the wait.
          *
          *     `num_ahead` trials of its pool come before it. The one that holds it up is `behind_trial_id`.
          *     `priority` and `weight` are there if the policy of its pool asks for them.
@@ -2585,7 +2585,7 @@ export interface components {
         };
         /**
          * Rung
-         * @description One rung of a halving search; `length` is the training length at which it decides.
+         * @description Rung of a halving search; `length` is the training length at the decision.
          *
          *     `num_by_decision` counts all of its trials. Of a large rung `entries` has a part, spread evenly
          *     over the ranks, the first and the last one included. A master of before counts none.
@@ -2605,7 +2605,7 @@ export interface components {
         };
         /**
          * RungEntry
-         * @description A trial's place in a rung; `metric` is None if it has not come there, or failed.
+         * @description Trial in a rung; `metric` is None if the trial failed or has not reached the rung.
          *
          *     `decision` is "waiting" for a trial on its way there, else one of "continued", "stopped",
          *     "finished" and "failed".
@@ -2622,7 +2622,7 @@ export interface components {
         };
         /**
          * SearchPreview
-         * @description What a search would train.
+         * @description Trials and training lengths planned by a search.
          */
         SearchPreview: {
             /** Searcher */
@@ -2634,7 +2634,7 @@ export interface components {
         };
         /**
          * SearchView
-         * @description The rungs of each bracket; empty for searches that do not halve.
+         * @description Rungs of each bracket; empty for searches without halving.
          */
         SearchView: {
             /** Brackets */
@@ -2642,7 +2642,7 @@ export interface components {
         };
         /**
          * Series
-         * @description Points of one series: `y` is null where a value is NaN, infinite or no number.
+         * @description Points of a series: `y` is null for NaN, infinite and non-numeric values.
          *
          *     `steps` has the batches of the points whatever `x` is. `num_points` counts those in the range
          *     before down-sampling, `num_gaps` those of them that are no finite number, `last_step` is the
@@ -2675,7 +2675,7 @@ export interface components {
         };
         /**
          * SeriesOf
-         * @description Which series to read, and beyond which step if only what is new is wanted.
+         * @description Selector of a series; `after_step` restricts the answer to points after a step.
          */
         SeriesOf: {
             /** Trial Id */
@@ -2692,7 +2692,7 @@ export interface components {
         };
         /**
          * SeriesReply
-         * @description The series asked for, in that order; trials that do not exist have none.
+         * @description Requested series in request order, without entries for missing trials.
          */
         SeriesReply: {
             /** Series */
@@ -2700,7 +2700,7 @@ export interface components {
         };
         /**
          * SeriesRequest
-         * @description Series to read, each down-sampled to `max_points` so that no extreme is lost.
+         * @description Request for series, each down-sampled to `max_points` with all extremes kept.
          *
          *     `x` is "batches", "time" (seconds since the epoch) or the name of a metric of the same group;
          *     `x_min` and `x_max` cut all series, inclusive. `smoothing_steps` asks for the exponential moving
@@ -2743,7 +2743,7 @@ export interface components {
         };
         /**
          * SetPool
-         * @description All settings of a pool; those that are left out get their defaults.
+         * @description Complete settings of a pool; omitted fields get their defaults.
          */
         SetPool: {
             /**
@@ -2789,7 +2789,7 @@ export interface components {
         };
         /**
          * SignInLink
-         * @description A link that signs a browser in, once, before `expires_at`.
+         * @description Single-use link to sign in a browser before `expires_at`.
          */
         SignInLink: {
             /** Url */
@@ -2799,7 +2799,7 @@ export interface components {
         };
         /**
          * Slot
-         * @description One schedulable device and who uses it; `id` counts the slots of its node.
+         * @description Schedulable device and its current user; `id` counts the slots of its node.
          *
          *     A drained one gets no attempts; one that it has may still be leaving. `memory_bytes` is the
          *     memory of a GPU, None if it is unknown.
@@ -2835,7 +2835,7 @@ export interface components {
         };
         /**
          * Source
-         * @description The commit of code that was submitted, and its uncommitted changes; `diff` may be cut off.
+         * @description Git commit of the submitted code and its uncommitted changes; `diff` may be truncated.
          */
         Source: {
             /** Commit */
@@ -2880,7 +2880,7 @@ export interface components {
         };
         /**
          * TokenScope
-         * @description What a token allows: each scope includes those before it, but for the last two.
+         * @description Scope of a token: each scope includes the earlier scopes, except for the last two.
          *
          *     `runner` allows to register a node and to ask for its attempts, and nothing else. `report`
          *     allows to send runs without a master, and nothing else.
@@ -2992,7 +2992,7 @@ export interface components {
              * @default []
              */
             attempts?: components["schemas"]["Attempt"][];
-            /** @description Where it stands, in the words that users see; `state` is what is stored. */
+            /** @description State shown to users, derived from the trial's stored `state` and its experiment. */
             readonly shown_state: components["schemas"]["ShownState"];
         };
         /**
@@ -3003,7 +3003,7 @@ export interface components {
         TrialState: "ACTIVE" | "STOPPING_COMPLETED" | "STOPPING_CANCELED" | "STOPPING_KILLED" | "STOPPING_ERROR" | "COMPLETED" | "CANCELED" | "ERROR";
         /**
          * TrialTime
-         * @description What a trial's time went to until `until`, in seconds; the shares add up to `total_s`.
+         * @description Time of a trial up to `until`, in seconds by activity; the shares add up to `total_s`.
          *
          *     `training_s` is what was trained and kept. `data_wait_s`: the devices were idle, as they waited
          *     for data. `checkpoint_s`: training stood still for checkpoints. `lost_s`: work after the last

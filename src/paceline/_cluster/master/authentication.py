@@ -52,17 +52,18 @@ class AttemptTokens:
         return f"{_PREFIX}{attempt_id}_{seal}"
 
     def attempt_of(self, token: str) -> int | None:
-        """Return whose token this is; None if it is none of an attempt's."""
+        """Return the attempt of a token; None if the token is not a valid attempt token."""
         number, _, _ = token.removeprefix(_PREFIX).partition("_")
         is_number = number.isascii() and number.isdecimal() and len(number) < _MAX_DIGITS
         if not token.startswith(_PREFIX) or not is_number:
             return None
         expected = self.token_of(int(number)).encode()
+        # Bytes, not text: `compare_digest` raises TypeError for text beyond ASCII.
         is_right = hmac.compare_digest(token.encode(errors="surrogateescape"), expected)
         return int(number) if is_right else None
 
     def is_known_to_run(self, attempt_id: int) -> bool:
-        """Tell whether `is_usable` would say yes, as it did a moment ago."""
+        """Return whether the attempt was found usable a moment ago, without a database read."""
         return time.monotonic() - self._looked_at.get(attempt_id, -_LOOK_S) < _LOOK_S
 
     def is_usable(self, attempt_id: int) -> bool:
@@ -95,14 +96,14 @@ _MAX_LINKS = 1000
 
 
 class SignInLinks:
-    """Tokens that open one sign-in each; they end with the master's process."""
+    """Single-use tokens to sign in; kept in memory, so they end with the master's process."""
 
     def __init__(self) -> None:
         self._expiry: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def make(self) -> tuple[str, float]:
-        """Return a new token and the time at which it expires."""
+        """Return a new token and its time of expiry."""
         token, expires_at = secrets.token_urlsafe(32), time.time() + _LINK_S
         with self._lock:
             # The oldest comes first; a loop that asks for links must not fill the memory.
@@ -112,7 +113,7 @@ class SignInLinks:
         return token, expires_at
 
     def redeem(self, token: str) -> bool:
-        """Use a token up; False if it is unknown, used or expired."""
+        """Consume a token; return False for an unknown, used or expired token."""
         with self._lock:
             expires_at = self._expiry.pop(token, None)
         return expires_at is not None and time.time() < expires_at
@@ -163,7 +164,7 @@ class Throttle:
 
 
 def sender_at(peer: tuple[str, int] | None, own: tuple[str, int | None] | None) -> str:
-    """Name the sender at the other end of a connection, so that strangers are told apart.
+    """Return a name for the sender at a connection's other end, to tell strangers apart.
 
     That is the address, or the network of 64 bits of an IPv6 address, as one sender has all of
     them. All users of this machine have the same address; Linux tells which one it is.
@@ -202,7 +203,7 @@ def _user_of(peer: tuple[str, int], own: tuple[str, int | None], version: int) -
 _MAX_FAILURES = 10
 # On all names; there is no reason to try many.
 _MAX_FAILURES_OF_SENDER = 30
-# Of the few threads that answer requests; a stranger must not get them all.
+# Request threads waiting for password checks at most: a stranger must not occupy them all.
 _MAX_WAITING = 3
 
 
@@ -217,7 +218,7 @@ class Passwords:
         self._database = database
         self._by_name = Throttle(_MAX_FAILURES)
         self._by_sender = Throttle(_MAX_FAILURES_OF_SENDER)
-        # One check at a time: each takes 64 MiB and all cores, so a flood must queue.
+        # Lock for a single check at a time: each takes 64 MiB and all cores, so a flood must queue.
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_MAX_WAITING)
 
@@ -303,7 +304,7 @@ class SignIns:
         self._database = database
 
     def open(self, user: str) -> str:
-        """Sign a user in and return the secret that the cookie holds; waits for the commit."""
+        """Sign a user in and return the secret for the cookie; waits for the commit."""
         secret, now = secrets.token_urlsafe(32), time.time()
         sign_ins = tables.sign_ins
 
@@ -317,7 +318,7 @@ class SignIns:
         return secret
 
     def user_of(self, secret: str) -> str | None:
-        """Return whose sign-in a secret stands for, if it stands for one."""
+        """Return the user of a sign-in's secret, None for an unknown or expired secret."""
         sign_ins = tables.sign_ins
         query = select(sign_ins.c.user).where(
             sign_ins.c.digest == _digest(secret), sign_ins.c.expires_at > time.time()
@@ -348,12 +349,12 @@ _KEPT_S = 90 * 24 * 3600.0
 
 
 class TokenNameTakenError(RuntimeError):
-    """Raised when a token of that name can still be used."""
+    """Raised when a usable token already has the name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredToken:
-    """A token as it is stored: its secret is not.
+    """Stored token, without its secret.
 
     Attributes:
         node: The only node that it registers, of a token of the scope `runner`; None for any.
@@ -371,7 +372,7 @@ class StoredToken:
 
     @property
     def is_revoked(self) -> bool:
-        """Whether it was revoked."""
+        """Whether the token was revoked."""
         return self.revoked_at is not None
 
     @property
@@ -381,7 +382,7 @@ class StoredToken:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is neither revoked nor expired."""
+        """Whether the token is neither revoked nor expired."""
         return not self.is_revoked and not self.is_expired
 
 
@@ -407,7 +408,7 @@ class Tokens:
         node: str | None = None,
         pool: str | None = None,
     ) -> "Future[tuple[StoredToken, str]]":
-        """Make a token; the future gives it and its secret after the commit.
+        """Create a token; the future returns the token and its secret after the commit.
 
         The future raises `TokenNameTakenError` if a token of that name is neither revoked nor
         expired.
@@ -444,11 +445,11 @@ class Tokens:
         return self._database.write(job)
 
     def find(self, secret: str) -> StoredToken | None:
-        """Return the token of a secret, which may be revoked or expired."""
+        """Return the token of a secret, possibly revoked or expired; None if unknown."""
         return self._known.get(_digest(secret))
 
     def get(self, token_id: int) -> StoredToken | None:
-        """Return a token by its id, which may be revoked or expired."""
+        """Return the token of an id, possibly revoked or expired; None if unknown."""
         return self._by_id.get(token_id)
 
     def list(self) -> list[StoredToken]:
@@ -457,7 +458,7 @@ class Tokens:
             return sorted(self._known.values(), key=lambda token: -token.id)
 
     def revoke(self, token_id: int) -> "Future[bool]":
-        """Revoke a token for good; the future tells whether there is one."""
+        """Revoke a token permanently; the future returns whether the token exists."""
         columns = tables.tokens.c
 
         def job(transaction: Transaction) -> bool:

@@ -15,7 +15,7 @@ from paceline._cluster.runner.attempt_processes import AttemptProcesses
 
 
 class AttemptStatus(str, Enum):
-    """Status of an attempt, as the executor sees it."""
+    """Status of an attempt from the executor's view."""
 
     NOT_STARTED = "not_started"
     ALIVE = "alive"
@@ -24,7 +24,7 @@ class AttemptStatus(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """All that is needed to start an attempt.
+    """Everything needed to start an attempt.
 
     The executor completes `spec` with `home` or `master`, which say where the runner finds the
     master. A runner with `master` gets the secrets by `AttemptDirectory.write_secrets`; one with
@@ -38,7 +38,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorContext:
-    """Facts about the master that an executor needs.
+    """Facts about the master needed by an executor.
 
     Attributes:
         attempts: The directory of attempts, which the executor makes and cleans.
@@ -77,11 +77,11 @@ class Executor(ABC):
 
     @abstractmethod
     def ship(self, attempt_id: int) -> None:
-        """Have what a dead or departed runner left behind sent to the master."""
+        """Have the unsent reports of a dead or departed runner sent to the master."""
 
     @abstractmethod
     def kill_runner(self, attempt_id: int) -> None:
-        """Kill a runner that does not follow or gives no sign of life; its processes end with it.
+        """Kill an unresponsive or disobedient runner; its processes end with the runner.
 
         One that cannot be reached must end by itself once it is: the master refuses all that it
         sends for an attempt that has ended (409, `attempt_over`).
@@ -95,7 +95,7 @@ class Executor(ABC):
         return False
 
     def sign_of_life(self, attempt_id: int) -> object:
-        """Return what changes from time to time while a runner lives, as far as this is seen here.
+        """Return a value changing while the runner lives, if visible here; None otherwise.
 
         A runner whose requests do not arrive is not taken for dead while this changes.
         """
@@ -103,10 +103,10 @@ class Executor(ABC):
 
     @abstractmethod
     def clean(self, keep: set[int]) -> None:
-        """Remove what ended attempts left, except those in `keep`."""
+        """Remove the leftovers of ended attempts, except those in `keep`."""
 
     def close(self) -> None:
-        """Let go of what belongs to this process, which ends; attempts go on."""
+        """Release the resources of this ending process; attempts continue."""
         return
 
 
@@ -140,7 +140,7 @@ class LocalExecutor(Executor):
         return AttemptStatus.GONE if was_started else AttemptStatus.NOT_STARTED
 
     def ship(self, attempt_id: int) -> None:
-        """Send what a dead or departed runner left behind."""
+        """Send the unsent reports of a dead or departed runner."""
         self._processes.ship(attempt_id)
 
     def sign_of_life(self, attempt_id: int) -> object:
@@ -148,15 +148,15 @@ class LocalExecutor(Executor):
         return self._processes.sign_of_life(attempt_id)
 
     def kill_runner(self, attempt_id: int) -> None:
-        """Kill a runner; what is left of its processes is ended before the rest is shipped."""
+        """Kill a runner; its remaining processes are ended later, before the rest is shipped."""
         self._processes.kill_runner(attempt_id)
 
     def clean(self, keep: set[int]) -> None:
-        """Remove the directories of ended attempts whose runner has left."""
+        """Remove the directories of ended attempts without a runner."""
         self._processes.clean(keep)
 
     def close(self) -> None:
-        """End the process that forks runners; runners go on."""
+        """End the fork server; the runners continue."""
         self._processes.close()
 
 
@@ -164,7 +164,7 @@ ENTRY_POINTS = "paceline.executors"
 """The group of entry points: the name of each is that of an executor, its object the class."""
 
 _OWN: dict[str, type[Executor]] = {"local": LocalExecutor}
-# What starts runners for a pool, which users of other systems look for here.
+# Starters of a pool's runners, not executors: named in the error for users looking here.
 STARTERS = ("kubernetes", "ray", "slurm", "ssh")
 
 

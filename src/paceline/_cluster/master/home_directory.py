@@ -55,7 +55,7 @@ _DATABASE = (
 _LOG = f"{_DATABASE}. Changes that only this file held are lost"
 _SECRETS = "move it away. Experiments that need secrets have to be forked with them"
 _BACKUP = "move it away, and take what it held from a backup (`paceline backup` makes them)"
-# What to do if something else is there.
+# Hints for entries of the wrong kind in place of the home's files.
 _FILES = {
     "token": f"{_AGAIN}: sign in again, and copy it where it is used",
     "attempt_key": f"{_AGAIN}: attempts that run are lost, and their trials go on in other ones",
@@ -86,7 +86,7 @@ _NO_LINKS = ("master.sqlite", "master.lock")
 
 @dataclass(frozen=True, slots=True)
 class WrongEntry:
-    """Something in a home that must not be there: its name, what is wrong, and what to do."""
+    """Invalid entry of a home: its name, the problem, and a hint."""
 
     name: str
     problem: str
@@ -94,7 +94,7 @@ class WrongEntry:
 
 
 def find_wrong_entries(home: Path) -> list[WrongEntry]:
-    """Return what is in the place of a home's files and directories and is none of them.
+    """Return the entries of the wrong kind or owner in place of a home's files and directories.
 
     Nothing is opened. What is missing is not wrong.
     """
@@ -136,19 +136,19 @@ _SET_ASIDE = "set_aside"
 
 
 class LostDatabaseError(RuntimeError):
-    """Raised when a home holds files that its database does not know."""
+    """Raised when a home holds files unknown to its database."""
 
 
 @dataclass(frozen=True, slots=True)
 class _UnknownFiles:
-    """Unknown files of one kind, and a text that says which."""
+    """Unknown files of a kind, and a text naming them."""
 
     text: str
     paths: list[Path]
 
 
 def check_for_lost_database(home: Path, database: Path, *, set_aside: bool = False) -> None:
-    """Check that the database knows the files of its home; nothing is deleted.
+    """Check the home's files against the database; deletes nothing.
 
     Args:
         home: The home; this process must hold it.
@@ -197,7 +197,7 @@ def check_for_lost_database(home: Path, database: Path, *, set_aside: bool = Fal
 
 
 def files_of(database: Path) -> list[Path]:
-    """Return the files that are there of a database: itself and its logs."""
+    """Return the existing files of a database: the database itself and its logs."""
     paths = (database.with_name(database.name + end) for end in ("", "-wal", "-shm", "-journal"))
     return [path for path in paths if path.exists()]
 
@@ -283,7 +283,7 @@ def _move_unknown_files(home: Path, unknown_files: list[_UnknownFiles]) -> None:
 
 
 def move_lost_files_aside(home: Path, paths: list[Path]) -> Path:
-    """Move files of a home into a new directory with the same layout, and return that."""
+    """Move files of a home into a new directory of the same layout, and return the directory."""
     target = home / _SET_ASIDE / time.strftime(f"%Y-%m-%dT%H%M%S-{time.time_ns() % 10**9:09d}")
     target.mkdir(mode=0o700, parents=True)
     for path in paths:
@@ -293,7 +293,7 @@ def move_lost_files_aside(home: Path, paths: list[Path]) -> Path:
     return target
 
 
-# In a home that is being restored; `paceline restore` removes it at its end.
+# Marker in a home during a restore; `paceline restore` removes the file at its end.
 RESTORING_NAME = "restoring"
 
 
@@ -302,7 +302,7 @@ class HomeInUseError(RuntimeError):
 
 
 class HomeUnusableError(RuntimeError):
-    """Raised when the home is no directory, cannot be written to, or has what must not be there."""
+    """Raised for a home of the wrong kind, without write access, or with invalid entries."""
 
 
 class Home:
@@ -321,7 +321,7 @@ class Home:
         self._attempt_key_path = self.path / "attempt_key"
 
     def prepare(self, *, set_aside: bool = False) -> None:
-        """Make what is missing; existing directories keep their content.
+        """Create the missing parts of the home; existing directories keep their content.
 
         Args:
             set_aside: Move files that the database does not know away, instead of an error.
@@ -348,7 +348,7 @@ class Home:
             self._write_id(str(uuid.uuid4()))
 
     def make_directories(self) -> None:
-        """Make the directories that every home has."""
+        """Create the standard directories of a home."""
         self.path.chmod(0o700)
         checkpoints = self.path / "checkpoints"
         for path in (self.contexts_path, self.attempts_path, self.logs_path, checkpoints):
@@ -356,16 +356,16 @@ class Home:
 
     @property
     def token(self) -> str:
-        """The token that opens every route."""
+        """Token with access to every route."""
         return read_secret(self._token_path)
 
     def renew_token(self) -> str:
-        """Put another token in place of the home's, and return it."""
+        """Replace the home's token, and return the new token."""
         return _write_secret(self._token_path)
 
     @property
     def attempt_key(self) -> bytes:
-        """The key by which the tokens of attempts are made."""
+        """Key for deriving the tokens of attempts."""
         return read_secret(self._attempt_key_path).encode()
 
     @property
@@ -374,7 +374,7 @@ class Home:
         return self._id_path.read_text().strip()
 
     def keep_id(self, stored: str) -> None:
-        """Have the identity that the database holds, should the file be damaged."""
+        """Restore the identity file from the database's identity, if they differ."""
         if stored != self.cluster_id:
             logger.warning(
                 "%s held %s in place of %s, the identity in the database, and is mended.",
@@ -396,7 +396,7 @@ class Home:
         public_url: str = "",
         host: str = "",
     ) -> None:
-        """Say where the master listens, and by which certificate it is known.
+        """Write the address file: the master's addresses, and its certificate for clients.
 
         Args:
             url: Where programs on this machine reach it.
@@ -415,12 +415,12 @@ class Home:
         write_atomically(self._address_path, seal(json.dumps(address).encode()))
 
     def remove_address(self) -> None:
-        """Say that no master listens."""
+        """Remove the address file, as no master listens any more."""
         self._address_path.unlink(missing_ok=True)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Make the home if there is none, and hold it for this process.
+        """Create the home if missing, and hold its lock for this process.
 
         The directory itself is locked as well: a file of it can be removed.
 
@@ -451,7 +451,7 @@ class Home:
 
 
 def check_entries(home: Path) -> None:
-    """Check that each file and directory of a home is one, before anything is opened.
+    """Check the kind of each file and directory of a home before any is opened.
 
     Raises:
         HomeUnusableError: Something is not.
@@ -465,7 +465,7 @@ def check_entries(home: Path) -> None:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Lock a file or directory for this process; False if another one has it."""
+    """Lock a file or directory for this process; return False if locked by another process."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -478,7 +478,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _ensure_secret(path: Path, consequence: str) -> None:
-    """Make a secret unless there is one, also in the place of one that is damaged."""
+    """Create a secret if missing or damaged."""
     try:
         # A power cut can leave a file empty; an empty token would let everybody in.
         if read_secret(path):
@@ -491,7 +491,7 @@ def _ensure_secret(path: Path, consequence: str) -> None:
 
 
 def _read_id(path: Path) -> str | None:
-    """Return the identity that a file holds, None without one that can be read."""
+    """Return the identity in a file, None if missing or unreadable."""
     try:
         text = path.read_text().strip()
     except (FileNotFoundError, UnicodeDecodeError):
@@ -500,7 +500,7 @@ def _read_id(path: Path) -> str | None:
 
 
 def _write_secret(path: Path) -> str:
-    """Write a new random text to a private file, and return it."""
+    """Write a new random text to a private file, and return the text."""
     secret = make_secret()
     write_atomically(path, secret.encode() + b"\n", is_durable=True)
     return secret
@@ -523,7 +523,7 @@ class SecretStore:
         return dict(self._secrets.get(experiment_id, {}))
 
     def keep(self, transaction: Transaction, experiment_id: int, secrets: dict[str, str]) -> None:
-        """Put an experiment's secrets in place of those that it has, before the commit.
+        """Replace an experiment's secrets in the file before the commit.
 
         After a rollback those of before are there again.
 

@@ -65,18 +65,18 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class PrometheusText:
-    """Collect metrics; those of one name are added in one call."""
+    """Builder of the metrics text; all values of a name are added in a single call."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
 
     def gauge(self, name: str, what: str, value: float | None, **labels: str) -> None:
-        """Add a number that rises and falls; None if it is not known."""
+        """Add a gauge, a number able to rise and fall; None values are left out."""
         if value is not None:
             self.series(name, what, "gauge", [(labels, value)])
 
     def counter(self, name: str, what: str, value: float) -> None:
-        """Add a number that only rises."""
+        """Add a counter, a number able to rise only."""
         self.series(name, what, "counter", [({}, value)])
 
     def series(
@@ -86,7 +86,7 @@ class PrometheusText:
         kind: str,
         values: Iterable[tuple[Mapping[str, str], float]],
     ) -> None:
-        """Add numbers that differ by labels."""
+        """Add numbers of the same name with different labels."""
         self._head(name, what, kind)
         self._lines += [_line(name, labels, value) for labels, value in values]
 
@@ -106,7 +106,7 @@ class PrometheusText:
             self._lines.append(_line(f"{name}_count", labels, cumulative[-1]))
 
     def text(self) -> str:
-        """Return all of it."""
+        """Return the complete text."""
         return "\n".join(self._lines) + "\n"
 
     def _head(self, name: str, what: str, kind: str) -> None:
@@ -167,7 +167,7 @@ class Measurements:
         self._newest_lag_s: float | None = None
 
     def note_request(self, method: str, route: str, status: int, seconds: float | None) -> bool:
-        """Count a request and tell whether it was slow; None if it waited on purpose."""
+        """Count a request; return whether the request was slow; `seconds` None: a long poll."""
         is_slow = seconds is not None and seconds >= self.slow_request_s
         with self._lock:
             self._requests[method, route, status] += 1
@@ -177,7 +177,7 @@ class Measurements:
         return is_slow
 
     def note_lag(self, seconds: float) -> None:
-        """Note how old the newest record of a request was when it was stored."""
+        """Record the age of a request's newest record at the time of storing."""
         with self._lock:
             self._newest_lag_s = max(seconds, 0.0)
             self._lag.add(self._newest_lag_s)
@@ -412,7 +412,7 @@ class Master:
             self._watcher.start()
 
     def renew_home_token(self) -> str:
-        """Put another token in place of the home's and return it; the old one opens nothing."""
+        """Replace the home's token and return the new token; the old token opens nothing."""
         token = self.home.renew_token()
         self.home_token = token.encode()
         return token
@@ -446,8 +446,8 @@ class Master:
         )
 
     def _known_slots(self) -> list[NodeSlots]:
-        """Return the slots of all nodes, also of those that are lost now."""
-        # Which of them reach each other is known of those that are there.
+        """Return the slots of all nodes, including currently lost nodes."""
+        # Address as evidence of joining: mutual reachability is known for present nodes only.
         others = [
             node.slots(can_join=bool(node.facts.address), only_pool=self.nodes.only_pool(node))
             for node in self.nodes.all()

@@ -47,12 +47,12 @@ from paceline._cluster.runner.node_runner import describe_machine, find_slots
 
 logger = logging.getLogger(__name__)
 
-# For the database: it finishes what it has begun.
+# Time limit for closing the database: running transactions are completed.
 _CLOSE_DATABASE_S = 2.0
 
 
 class EndLimit:
-    """End this process if it has not ended in time: a storage that a thread waits for may hang.
+    """Time limit for ending the process: a storage may hang a thread for ever.
 
     What the master has acknowledged is stored by then: it survives any end.
 
@@ -66,7 +66,7 @@ class EndLimit:
         self._is_over = False
 
     def set(self, seconds: float) -> None:
-        """End the process after so many seconds, unless it has ended or a limit comes earlier."""
+        """End the process after a time, unless ended before or by an earlier limit."""
         timer = threading.Timer(seconds, self._end, (seconds,))
         timer.name, timer.daemon = "end-limit", True
         timer.start()
@@ -94,7 +94,7 @@ class EndLimit:
             os._exit(0 if is_closed else 1)
 
     def _close_database(self) -> bool:
-        """Finish what is being stored, and say that no master listens; False if that hangs."""
+        """Close the database and remove the address; return False if closing hangs."""
 
         def close() -> None:
             self._master.home.remove_address()
@@ -126,7 +126,7 @@ _MAX_PER_WINDOW = 20
 
 @contextmanager
 def logging_to_master_log(path: Path) -> Iterator[None]:
-    """Write what the master logs to its standard error.
+    """Write the master's log messages to standard error within the context.
 
     If that is appended to the file `path`, the file is kept small: at 10 MiB its content becomes
     that of `NAME.1`, in place of what was there, and the file begins anew.
@@ -143,7 +143,7 @@ def logging_to_master_log(path: Path) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Window:
-    """Messages that one place in the code has logged since a time.
+    """Messages logged by a place in the code since a time.
 
     `raised_at` has where the errors among them came from, whose tracebacks were written.
     """
@@ -177,7 +177,7 @@ class _MasterLogHandler(logging.StreamHandler):  # type: ignore[type-arg]
             self._write(_without_known_traceback(record, window.raised_at))
 
     def close(self) -> None:
-        """Tell what was left out, and write no more."""
+        """Write summaries of the omitted messages, and stop writing."""
         self._end_windows(float("inf"))
         super().close()
 
@@ -214,7 +214,7 @@ class _MasterLogHandler(logging.StreamHandler):  # type: ignore[type-arg]
 def _without_known_traceback(
     record: logging.LogRecord, raised_at: set[tuple[str, int]]
 ) -> logging.LogRecord:
-    """Return a record with the error in its text in place of a traceback that was written."""
+    """Return a record with a traceback already written replaced by the error in the text."""
     if not record.exc_info or record.exc_info[2] is None:
         return record
     innermost = traceback.extract_tb(record.exc_info[2])[-1]
@@ -235,10 +235,10 @@ def _summary(path: str, line: int, num_messages: int) -> logging.LogRecord:
     return logging.LogRecord(__name__, logging.WARNING, path, line, text, arguments, None)
 
 
-# Where this machine reaches a master that listens on all of its addresses.
+# Local address for each wildcard address, for programs on this machine.
 _ALL_ADDRESSES = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104 - no binding
 _CLOSE_CONNECTIONS_S = 2
-# For its own end, once the attempts have left.
+# Time limit for the master's own end, after the attempts have left.
 _END_S = 12.0
 _SWITCH_INTERVAL_S = 0.001
 
@@ -263,7 +263,7 @@ def serve(
     tls_key: Path | None = None,
     pool_file: Path | None = None,
 ) -> None:
-    """Run a master until it is told to stop: SIGINT, SIGTERM or a shutdown request.
+    """Run a master until told to stop: SIGINT, SIGTERM or a shutdown request.
 
     The first signal lets the attempts checkpoint and leave; a second one leaves them running.
 
@@ -346,7 +346,7 @@ def _check_loopback(host: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Tls:
-    """The certificate of a server (PEM, without its chain), and the files that it is read from.
+    """Certificate of a server (PEM, without its chain), and the files of certificate and key.
 
     `names` are the names and addresses that it is for.
     """
@@ -372,7 +372,7 @@ def _url(host: str, port: int, tls: _Tls | None) -> str:
 
 
 def _host_for_others(host: str, tls: _Tls | None) -> str:
-    """Return a name that the certificate is for, or else the address of this machine."""
+    """Return a name covered by the certificate, or else the address of this machine."""
     names = [] if tls is None else tls.names
     far = (name for name in names if name not in LOOPBACK_HOSTS and not name.startswith("*"))
     return next(far, None) or address_for_others(is_ipv6=":" in host)
@@ -389,7 +389,7 @@ def _serve(master: Master, listener: socket.socket, host: str, url: str, tls: _T
     server = _Server(master, announce, tls=tls, limit=limit)
     try:
         master.start()
-        # What is loaded by now stays, and need not be looked through again and again.
+        # Objects loaded so far stay for ever: freezing them spares the garbage collector the scan.
         gc.freeze()
         server.run(sockets=[listener])
     finally:
@@ -399,7 +399,7 @@ def _serve(master: Master, listener: socket.socket, host: str, url: str, tls: _T
 
 
 class _Server(uvicorn.Server):
-    """A server that drains the attempts before it stops.
+    """HTTP server; drains the attempts before stopping.
 
     It calls `announce` once it accepts connections and handles signals: a signal before that ends
     the process at once and leaves the attempts running. With a limit, the process ends in time.
@@ -470,6 +470,7 @@ class _Server(uvicorn.Server):
     def _stop(self) -> None:
         self._set_limit(0.0)
         self._master.is_closing = True
+        # Wake-up of waiting requests: the server closes only after their answers.
         self._master.events.notify()
         self._master.controls.notify_all()
         self._master.nodes.presence.polls.notify_all()
@@ -477,8 +478,8 @@ class _Server(uvicorn.Server):
 
 
 def _listen_for_master(host: str, port: int) -> socket.socket:
-    # With the protocol left open, asyncio would not set TCP_NODELAY on accepted connections, and a
-    # connection that is kept would wait 40 ms for each answer.
+    # Protocol given explicitly: with it left open, asyncio would not set TCP_NODELAY on accepted
+    # connections, and a kept connection would wait 40 ms for each answer.
     listener = socket.socket(listening_family(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -24,19 +24,19 @@ Item = TypeVar("Item")
 
 
 class Message(BaseModel):
-    """Base of all messages; a client leaves out what a newer master adds to an answer."""
+    """Base of all messages: an older client ignores fields added by a newer master."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class Request(Message):
-    """Base of what is sent to the master: unknown fields are refused, so that no typo passes."""
+    """Base of all requests to the master: unknown fields are refused, so typing errors show."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Page(Message, Generic[Item]):
-    """One page of a list; pass `next_cursor` as `cursor` for the next, None at the end.
+    """Page of a list; `next_cursor` is the `cursor` of the next page, None on the last page.
 
     `total` is the number of items on all pages, where the list tells it.
     """
@@ -78,14 +78,14 @@ class Checkpoint(Message):
 
 
 class MetricName(Message):
-    """The name of a metric in its group, such as `validation` and `loss`."""
+    """Metric name within its group, for example `loss` in `validation`."""
 
     group: str
     name: str
 
 
 class MetricSummary(Message):
-    """Summary of one visible series; the numeric fields are None for other values."""
+    """Summary of a visible series; the numeric fields are None for non-numeric values."""
 
     count: int
     last: Any
@@ -96,7 +96,7 @@ class MetricSummary(Message):
 
 
 class MetricRow(Message):
-    """What one attempt reported for one group and step; superseded rows are not listed."""
+    """Metrics of an attempt for a group and step; superseded rows are not listed."""
 
     group: str
     steps_completed: int
@@ -106,7 +106,7 @@ class MetricRow(Message):
 
 
 class SeriesOf(Request):
-    """Which series to read, and beyond which step if only what is new is wanted."""
+    """Selector of a series; `after_step` restricts the answer to points after a step."""
 
     trial_id: int = Field(ge=1, le=2**62)
     group: str
@@ -115,7 +115,7 @@ class SeriesOf(Request):
 
 
 class SeriesRequest(Request):
-    """Series to read, each down-sampled to `max_points` so that no extreme is lost.
+    """Request for series, each down-sampled to `max_points` with all extremes kept.
 
     `x` is "batches", "time" (seconds since the epoch) or the name of a metric of the same group;
     `x_min` and `x_max` cut all series, inclusive. `smoothing_steps` asks for the exponential moving
@@ -132,7 +132,7 @@ class SeriesRequest(Request):
 
 
 class Series(Message):
-    """Points of one series: `y` is null where a value is NaN, infinite or no number.
+    """Points of a series: `y` is null for NaN, infinite and non-numeric values.
 
     `steps` has the batches of the points whatever `x` is. `num_points` counts those in the range
     before down-sampling, `num_gaps` those of them that are no finite number, `last_step` is the
@@ -154,13 +154,13 @@ class Series(Message):
 
 
 class SeriesReply(Message):
-    """The series asked for, in that order; trials that do not exist have none."""
+    """Requested series in request order, without entries for missing trials."""
 
     series: list[Series]
 
 
 class Source(Request):
-    """The commit of code that was submitted, and its uncommitted changes; `diff` may be cut off."""
+    """Git commit of the submitted code and its uncommitted changes; `diff` may be truncated."""
 
     commit: str = Field(max_length=200)
     branch: str | None = Field(default=None, max_length=1000)
@@ -170,7 +170,7 @@ class Source(Request):
 
 
 class CreateExperiment(Request):
-    """A new experiment; `context_digest` names a context that was uploaded before.
+    """Request for a new experiment; `context_digest` names a previously uploaded context.
 
     `source` is where the context was taken from.
     """
@@ -240,12 +240,12 @@ class Experiment(Message):
     @computed_field  # type: ignore[prop-decorator] # mypy takes no decorator above a property
     @property
     def shown_state(self) -> ShownState:
-        """Where it stands, in the words that users see; `state` is what is stored."""
+        """State shown to users, derived from the stored `state` and the running trials."""
         return shown_experiment_state(self.state, self.num_running)
 
 
 class EditExperiment(Request):
-    """What to change of an experiment; what is left out or null stays.
+    """Changes to an experiment; omitted and null fields stay unchanged.
 
     `max_slots` 0 removes the limit.
     """
@@ -260,7 +260,7 @@ class EditExperiment(Request):
 
 
 class ForkExperiment(Request):
-    """A new experiment with the code of an existing one.
+    """Request for a new experiment with the code of an existing experiment.
 
     `config` overrides fields of the existing configuration, or replaces all of it.
     """
@@ -272,7 +272,7 @@ class ForkExperiment(Request):
 
 
 class Loss(Message):
-    """What deleting an experiment will take away; `obstacle` tells why it cannot be deleted."""
+    """Consequences of deleting an experiment; `obstacle` is the reason if deletion is refused."""
 
     num_trials: int
     num_checkpoints: int
@@ -282,34 +282,34 @@ class Loss(Message):
 
 
 class Deletion(Message):
-    """What was not deleted though it should have been: directories that cannot be removed."""
+    """Result of a deletion: `left_behind` lists directories the master failed to remove."""
 
     left_behind: list[str] = []
 
 
 class BulkAction(Request):
-    """One action on several experiments."""
+    """Request to apply an action to several experiments."""
 
     action: Literal["pause", "activate", "cancel", "kill", "archive", "unarchive", "delete"]
     experiment_ids: list[int] = Field(min_length=1, max_length=1000)
 
 
 class BulkResult(Message):
-    """How an action on one of several experiments went; `error` None is success."""
+    """Result of a bulk action for an experiment; `error` is None on success."""
 
     experiment_id: int
     error: str | None = None
 
 
 class ColumnNames(Message):
-    """What can be a column of the experiment list beside an experiment's own fields."""
+    """Metrics and hyperparameters available as columns of the experiment list."""
 
     metrics: list[MetricName]
     hparams: list[str]
 
 
 class AttemptExit(Message):
-    """How an attempt ended; `outcome` is what the training process itself said, if it did.
+    """End of an attempt; `outcome` is reported by the training process, None without a report.
 
     `kind` is that of the error, None if there was none.
     """
@@ -324,14 +324,14 @@ class AttemptExit(Message):
 
 
 class AttemptNode(Message):
-    """A node of an attempt: its name, and the slots that the attempt holds there."""
+    """Node of an attempt: its name and the slots held by the attempt on this node."""
 
     name: str
     slots: list[int]
 
 
 class Attempt(Message):
-    """One execution of a trial on slots.
+    """Execution of a trial on slots.
 
     `nodes` are those that it runs on, the one of rank 0 first; `slots` are those of that one.
     `restarts` is how often its workers were started again within it, `last_restart_cause` what
@@ -357,7 +357,7 @@ class Attempt(Message):
 
 
 class AttemptEnvironment(Message):
-    """What an attempt ran in, as its chief told; None if it has not, such as one that never began.
+    """Environment of an attempt as reported by its chief; None if the chief has not reported.
 
     `source` is that of the experiment's code, or of the directory of a run without a master.
     """
@@ -368,7 +368,7 @@ class AttemptEnvironment(Message):
 
 
 class Alert(Message):
-    """What a trial's code wants people to see; `level` is debug, info, warn or error."""
+    """Alert raised by a trial's code for users; `level` is debug, info, warn or error."""
 
     time: float
     level: str
@@ -426,14 +426,14 @@ class Trial(Message):
     @computed_field  # type: ignore[prop-decorator] # mypy takes no decorator above a property
     @property
     def shown_state(self) -> ShownState:
-        """Where it stands, in the words that users see; `state` is what is stored."""
+        """State shown to users, derived from the trial's stored `state` and its experiment."""
         return shown_trial_state(
             self.state, self.is_running, self.stop_reason, self.experiment_state
         )
 
 
 class TrialTime(Message):
-    """What a trial's time went to until `until`, in seconds; the shares add up to `total_s`.
+    """Time of a trial up to `until`, in seconds by activity; the shares add up to `total_s`.
 
     `training_s` is what was trained and kept. `data_wait_s`: the devices were idle, as they waited
     for data. `checkpoint_s`: training stood still for checkpoints. `lost_s`: work after the last
@@ -468,7 +468,7 @@ class HparamRow(Message):
 
 
 class HparamAxis(Message):
-    """A hyperparameter: its type in the search space, and whether it differs between trials."""
+    """Hyperparameter: its type in the search space, and whether its value differs by trial."""
 
     name: str
     type: str
@@ -480,7 +480,7 @@ class HparamAxis(Message):
 
 
 class HparamTable(Message):
-    """The hyperparameters of an experiment's trials, with one metric of each.
+    """Hyperparameters of an experiment's trials, with a metric value per trial.
 
     `num_trials` counts all of them. If `is_sampled`, half of the rows are the best trials by the
     searched metric, and the others are spread evenly. A master of before tells neither.
@@ -495,7 +495,7 @@ class HparamTable(Message):
 
 
 class ConfigView(Message):
-    """An experiment's configuration: as submitted, if it was a text, and as resolved."""
+    """Experiment configuration: as submitted, None if not from a text, and as resolved."""
 
     submitted: str | None
     resolved: dict[str, Any]
@@ -516,7 +516,7 @@ class ConfigText(Request):
 
 
 class ConfigProblem(Message):
-    """What is wrong at a place of a configuration; lines count from 1."""
+    """Problem at a path of a configuration; line numbers start at 1."""
 
     path: str
     message: str
@@ -524,7 +524,7 @@ class ConfigProblem(Message):
 
 
 class CheckedConfig(Message):
-    """The configuration in a text, and what is wrong with it; both may be none."""
+    """Configuration parsed from a text, or None, and the problems found, possibly none."""
 
     config: dict[str, Any] | None
     problems: list[ConfigProblem]
@@ -532,7 +532,7 @@ class CheckedConfig(Message):
 
 
 class RungEntry(Message):
-    """A trial's place in a rung; `metric` is None if it has not come there, or failed.
+    """Trial in a rung; `metric` is None if the trial failed or has not reached the rung.
 
     `decision` is "waiting" for a trial on its way there, else one of "continued", "stopped",
     "finished" and "failed".
@@ -544,7 +544,7 @@ class RungEntry(Message):
 
 
 class Rung(Message):
-    """One rung of a halving search; `length` is the training length at which it decides.
+    """Rung of a halving search; `length` is the training length at the decision.
 
     `num_by_decision` counts all of its trials. Of a large rung `entries` has a part, spread evenly
     over the ranks, the first and the last one included. A master of before counts none.
@@ -561,7 +561,7 @@ class Rung(Message):
 
 
 class SearchView(Message):
-    """The rungs of each bracket; empty for searches that do not halve."""
+    """Rungs of each bracket; empty for searches without halving."""
 
     brackets: list[list[Rung]]
 
@@ -574,7 +574,7 @@ class PreviewRow(Message):
 
 
 class SearchPreview(Message):
-    """What a search would train."""
+    """Trials and training lengths planned by a search."""
 
     searcher: str
     unit: str | None
@@ -582,13 +582,13 @@ class SearchPreview(Message):
 
 
 class PreviewSearch(Request):
-    """A configuration whose search is to be previewed."""
+    """Request to preview the search of a configuration."""
 
     config: dict[str, Any]
 
 
 class LogLine(Message):
-    """One line of output; `id` orders the lines of a trial."""
+    """Line of output; `id` orders the lines of a trial."""
 
     id: int
     trial_id: int
@@ -601,7 +601,7 @@ class LogLine(Message):
 
 
 class LogPage(Message):
-    """One page of a trial's output; pass `next_cursor` as `after` for the next, None at the end.
+    """Page of a trial's output; `next_cursor` is the `after` of the next page, None on the last.
 
     `num_damaged` is how many lines of what was read were found damaged so far; they are left out.
     """

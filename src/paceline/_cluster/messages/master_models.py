@@ -18,7 +18,7 @@ from paceline._cluster.messages.runner_messages import NAME_PATTERN as NODE_PATT
 
 
 class MasterInfo(Message):
-    """What the master is and how busy it is.
+    """Identity and load of the master.
 
     `num_slots` counts all slots: `num_slots_drained` of them get no attempts, and attempts still
     hold `num_slots_draining` of these.
@@ -53,7 +53,7 @@ class Shutdown(Request):
 
 
 class MasterStatus(MasterInfo):
-    """What the master is, how busy it is, and what is wrong.
+    """Identity, load and problems of the master.
 
     `experiments`, `trials` and `attempts` count by stored state. `num_waiting` trials wait for
     slots. `ingest_lag_s` is how old the newest records were when they were stored last, None if
@@ -124,7 +124,7 @@ class DrainNode(Request):
 
 
 class Slot(Message):
-    """One schedulable device and who uses it; `id` counts the slots of its node.
+    """Schedulable device and its current user; `id` counts the slots of its node.
 
     A drained one gets no attempts; one that it has may still be leaving. `memory_bytes` is the
     memory of a GPU, None if it is unknown.
@@ -148,7 +148,7 @@ Label = Annotated[str, Field(max_length=200)]
 
 
 class Pool(Message):
-    """A set of nodes that share a queue; `max_slots` is how many slots may be in use at once.
+    """Set of nodes sharing a queue; `max_slots` limits the slots in use at the same time.
 
     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
     the master could not start a runner for it, or that one was started and has not registered. It
@@ -171,7 +171,7 @@ class Pool(Message):
 
 
 class SetPool(Request):
-    """All settings of a pool; those that are left out get their defaults."""
+    """Complete settings of a pool; omitted fields get their defaults."""
 
     policy: Policy = "fifo"
     max_slots: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -179,7 +179,7 @@ class SetPool(Request):
 
 
 class MoveExperiment(Request):
-    """Another turn for an experiment: beside another one, or at an end of its pool's queue."""
+    """Request to move an experiment in its pool's queue: next to another, or to either end."""
 
     experiment_id: int
     ahead_of: int | None = None
@@ -188,7 +188,7 @@ class MoveExperiment(Request):
 
 
 class QueueEntry(Message):
-    """A trial that waits for slots, in the order in which they will be given, and why it waits.
+    """Trial waiting for slots, listed in scheduling order, with the reason for the wait.
 
     `num_ahead` trials of its pool come before it. The one that holds it up is `behind_trial_id`.
     `priority` and `weight` are there if the policy of its pool asks for them.
@@ -222,7 +222,7 @@ NAME_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
 
 
 class TokenScope(str, Enum):
-    """What a token allows: each scope includes those before it, but for the last two.
+    """Scope of a token: each scope includes the earlier scopes, except for the last two.
 
     `runner` allows to register a node and to ask for its attempts, and nothing else. `report`
     allows to send runs without a master, and nothing else.
@@ -236,7 +236,7 @@ class TokenScope(str, Enum):
 
 
 class NewToken(Request):
-    """A token to be made; it never expires if `expires_in_s` (seconds) is None.
+    """Request for a token; `expires_in_s` (seconds) None makes a token without expiry.
 
     One of the scope `runner` registers only the node `node`, and only nodes in the pool `pool`, if
     these are given.
@@ -270,7 +270,7 @@ class NewToken(Request):
 
     @model_serializer(mode="wrap")
     def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Leave out what is not given: earlier masters know no such fields."""
+        """Return the fields, without `node` and `pool` if unset: older masters reject them."""
         fields: dict[str, object] = handler(self)
         return {
             name: value
@@ -315,13 +315,13 @@ class Token(Message):
 
 
 class CreatedToken(Token):
-    """A new token with its secret, which cannot be read again."""
+    """New token with its secret; the secret cannot be read again later."""
 
     secret: str
 
 
 class HomeToken(Message):
-    """The new token of the master's home, which also lies in the file `token` there."""
+    """New token of the master's home, also stored there in the file `token`."""
 
     secret: str
 
@@ -351,7 +351,7 @@ class NewPassword(Request):
 
 
 class SignInLink(Message):
-    """A link that signs a browser in, once, before `expires_at`."""
+    """Single-use link to sign in a browser before `expires_at`."""
 
     url: str
     expires_at: float

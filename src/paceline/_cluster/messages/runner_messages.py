@@ -27,7 +27,7 @@ Sequence = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class RecordBatch(msgspec.Struct, frozen=True):
-    """Consecutive records of one rank's journal, each with its sequence number.
+    """Consecutive records of a rank's journal, each with its sequence number.
 
     `after` is the number up to which the sender takes the journal as stored, None if it does not
     say. A master that has less stores nothing of the batch, and its marks tell what it lacks.
@@ -40,7 +40,7 @@ class RecordBatch(msgspec.Struct, frozen=True):
 
 
 class RawRecordBatch(msgspec.Struct, frozen=True):
-    """A `RecordBatch` as the runner sends it: the journal's JSON, untouched."""
+    """`RecordBatch` in the runner's form: the journal's JSON is passed on without decoding."""
 
     generation: int
     rank: int
@@ -49,7 +49,7 @@ class RawRecordBatch(msgspec.Struct, frozen=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """The highest sequence number that the master has stored of one rank's journal."""
+    """Highest sequence number stored by the master for a rank's journal."""
 
     generation: int
     rank: int
@@ -57,7 +57,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
-    """What the master wants of a running attempt; `version` grows with each change.
+    """Master's current wishes for a running attempt; `version` grows with each change.
 
     `kill_grace_s` is what a kill leaves the processes to react to SIGTERM; with 0 they get none.
     `meeting_port` is where the nodes of an attempt on several nodes meet, on the first of them;
@@ -78,7 +78,7 @@ class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MasterAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a master answers, and the token for those whose attempt has none of its own.
+    """Address of a master, and a token for runners without a token of their attempt.
 
     `certificate` is the master's own (PEM), for those who trust it and no other; None means that
     the authorities of this machine decide.
@@ -90,7 +90,7 @@ class MasterAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StorageMark(msgspec.Struct, frozen=True):
-    """A file that the master has written into a storage directory, and what is in it.
+    """File written by the master into a storage directory, with its expected content.
 
     Who finds it there sees the directory of the master, and no other one at the same path.
     """
@@ -100,7 +100,7 @@ class StorageMark(msgspec.Struct, frozen=True):
 
 
 class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `attempt.json`: all that a runner needs to run an attempt.
+    """Content of `attempt.json`: everything a runner needs to run an attempt.
 
     `python` is the interpreter that comes first on PATH; `working_dir` None means the private
     copy of the context.
@@ -161,7 +161,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runner_id(attempt_id: int, member: int) -> int:
-    """Return the number of a runner of an attempt: that of the attempt on the first node."""
+    """Return the number of a member's runner; on the first node this equals the attempt's id."""
     return attempt_id + member * _ATTEMPT_IDS
 
 
@@ -172,7 +172,7 @@ def split_runner_id(number: int) -> tuple[int, int]:
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One line of output as it is shipped; `sequence` counts the attempt's lines from 0."""
+    """Output line in shipped form; `sequence` counts the lines of the attempt from 0."""
 
     sequence: Sequence
     time: Time
@@ -183,7 +183,7 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt's entrypoint ended, as its runner saw it; also the content of `exit.json`.
+    """End of an attempt's entrypoint as seen by its runner; also the content of `exit.json`.
 
     `code` is the verdict: 0 when all workers finished their work, even if one of them aborted
     afterwards. `detail` says more where code and signal do not; `is_launch_error` if a launcher has
@@ -206,7 +206,7 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     store: str | None = None
 
     def by_clock_of(self, now: float) -> "AttemptEnd":
-        """Return the end with its time by the clock of its receiver, where it is `now`."""
+        """Return the end with its time converted to the receiver's clock, now at `now`."""
         if self.sent_at is None:
             return self
         at = min(now, self.time + now - self.sent_at)
@@ -214,7 +214,7 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_failed(self) -> bool:
-        """Whether something has failed, and nobody has ended it."""
+        """Whether the entrypoint failed without having been killed on request."""
         return self.reason is not ExitReason.KILLED and self.code != 0
 
 
@@ -225,13 +225,13 @@ class RecordRequest(msgspec.Struct, frozen=True):
 
 
 class RawRecordRequest(msgspec.Struct, frozen=True):
-    """A `RecordRequest` as the runner sends it."""
+    """`RecordRequest` in the runner's form."""
 
     batches: list[RawRecordBatch]
 
 
 class RecordReply(msgspec.Struct, frozen=True):
-    """What the master has of each journal.
+    """Sequence numbers stored by the master for each journal.
 
     With `control`, the search has judged all of the validation reports up to the marks, and
     `control` is what is wanted since then.
@@ -248,7 +248,7 @@ class LogRequest(msgspec.Struct, frozen=True):
 
 
 class LogReply(msgspec.Struct, frozen=True):
-    """The highest sequence number of the lines that the master has."""
+    """Highest sequence number of the output lines stored by the master."""
 
     last_sequence: int
 
@@ -264,7 +264,7 @@ class CheckpointFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a runner says before it sends a checkpoint, and again when all was sent.
+    """Offer of a checkpoint by a runner, before sending the files and again afterwards.
 
     `record` is that of the journal. Without it, files of the checkpoint were deleted, and the
     manifest is the new one. With `has_failed` the processes of this node have, so those of other
@@ -277,13 +277,13 @@ class CheckpointOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardOffer(msgspec.Struct, frozen=True):
-    """What the ranks of another node than rank 0's have stored: `rank-N.done` by the rank."""
+    """Done files of ranks on a node other than rank 0's: text of `rank-N.done` by rank."""
 
     shards: dict[int, str]
 
 
 class CheckpointNeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """What the master lacks of a checkpoint: how many bytes it has of each incomplete file.
+    """Files still missing from a checkpoint: bytes already stored, by incomplete file.
 
     With `is_alone`, the other nodes of the attempt have ended and send nothing more: for rank 0's
     node all of them, for another one that of rank 0.
@@ -295,7 +295,7 @@ class CheckpointNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PieceReply(msgspec.Struct, frozen=True):
-    """How many bytes of a file the master has, after a piece or instead of it."""
+    """Bytes of a file stored by the master, after accepting or refusing a piece."""
 
     num_bytes: int
 
@@ -317,7 +317,7 @@ NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node runner says when it registers.
+    """Registration data of a node runner.
 
     `key` is a random text in the runner's directory. `python` is the interpreter of the runner.
     `devices` has one entry per slot: "cpu" or the id of a GPU; `device_kind` names the hardware.
@@ -371,7 +371,7 @@ class NodePoll(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a node needs to start an attempt."""
+    """Everything a node needs to start an attempt."""
 
     spec: AttemptSpec
     info: RunInfo
@@ -382,7 +382,7 @@ class NodeLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What the master wants on a node: all attempts that it wants there, and what to do.
+    """Master's orders for a node: all wanted attempts, new launches, and runners to kill.
 
     `launches` are those of wanted attempts that the node does not have. `kill` are attempts whose
     runner must be killed. `strays` tells that attempts which were given away are alive there.
@@ -396,14 +396,14 @@ class NodeWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """Make a run known; `path` is its run directory as whoever sends this sees it."""
+    """Request to make a run known; `path` is its run directory in the sender's file system."""
 
     info: RunInfo
     path: str
 
 
 class RunBatch(msgspec.Struct, frozen=True):
-    """Consecutive records of one journal of a run, each with its sequence number.
+    """Consecutive records of a journal of a run, each with its sequence number.
 
     `after` is as in `RecordBatch`.
     """
@@ -416,7 +416,7 @@ class RunBatch(msgspec.Struct, frozen=True):
 
 
 class RawRunBatch(msgspec.Struct, frozen=True):
-    """A `RunBatch` as the client sends it: the journal's JSON, untouched."""
+    """`RunBatch` in the client's form: the journal's JSON is passed on without decoding."""
 
     attempt: int
     generation: int
@@ -440,7 +440,7 @@ class RunRecords(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RawRunRecords(msgspec.Struct, frozen=True, kw_only=True):
-    """A `RunRecords` as the client sends it."""
+    """`RunRecords` in the client's form."""
 
     batches: list[RawRunBatch]
     is_alive: bool
@@ -449,7 +449,7 @@ class RawRunRecords(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunMark(msgspec.Struct, frozen=True):
-    """The highest sequence number that the master has stored of one journal of a run."""
+    """Highest sequence number stored by the master for a journal of a run."""
 
     attempt: int
     generation: int
@@ -458,7 +458,7 @@ class RunMark(msgspec.Struct, frozen=True):
 
 
 class RunReply(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run is shown, and what the master has of its journals."""
+    """Experiment and trial of a run, and the marks of its stored journals."""
 
     experiment_id: int
     trial_id: int

@@ -73,12 +73,12 @@ class ShownState(str, Enum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether it has ended."""
+        """Whether the experiment or trial has ended."""
         return self in (self.STOPPED, self.COMPLETED, self.CANCELED, self.ERROR)
 
 
 def shown_experiment_state(state: ExperimentState, num_running: int) -> ShownState:
-    """Return where an experiment stands: an active one is RUNNING, or QUEUED without slots."""
+    """Return the shown state: an active experiment is RUNNING, or QUEUED without slots."""
     if state is ExperimentState.ACTIVE:
         return ShownState.RUNNING if num_running else ShownState.QUEUED
     return ShownState.STOPPING if state.is_stopping else ShownState(state.value)
@@ -117,7 +117,7 @@ class AttemptState(str, Enum):
     ENDED = "ENDED"
 
 
-# As they are stored, for queries: to look for what has not ended is to look for few.
+# Stored values of states that have not ended, for queries: few rows match them.
 LIVE_TRIALS = tuple(state.value for state in TrialState if not state.is_terminal)
 LIVE_ATTEMPTS = tuple(state.value for state in AttemptState if state is not AttemptState.ENDED)
 
@@ -131,7 +131,7 @@ class CheckpointState(str, Enum):
 
 
 class ExitReason(str, Enum):
-    """Why an attempt ended, as its runner saw it.
+    """Reason for the end of an attempt as seen by its runner.
 
     SHORTAGE tells that the machine lacked what a start needs: disk space, inodes, open files,
     processes or memory. NOT_FORMED tells that the nodes of an attempt did not come together.
@@ -147,7 +147,7 @@ class ExitReason(str, Enum):
 
 
 class ErrorKind(str, Enum):
-    """What may help against an error.
+    """Kind of an error by its remedy: wait, fix the code, or repair the installation.
 
     TRANSIENT: it may pass, such as a full disk, a file server that does not answer, or a runner
     that was killed. The trial is tried again after a pause, which `max_restarts` does not count.
@@ -171,7 +171,7 @@ _KINDS = {
 
 
 def kind_of_end(reason: ExitReason, is_success: bool) -> ErrorKind | None:
-    """Return the kind of error of an attempt's end that does not tell it; None without an error.
+    """Return the error kind for an end stored without a kind; None if there is no error.
 
     Attempts that earlier versions ended, or that the master told to end, do not tell one.
     """

@@ -1,1 +1,1 @@
-"""Attempts on a machine: their processes, what they report, and the runner of a node."""
+"""Attempts on a machine: their processes and reports, and the runner of a node."""

@@ -9,7 +9,7 @@ from paceline._cluster.runner.attempt_run import run_attempt, ship_attempt
 
 
 def main() -> None:
-    """Run an attempt, ship what an earlier runner left, or fork runners on request."""
+    """Run an attempt, ship an earlier runner's leftovers, or fork runners on request."""
     parser = argparse.ArgumentParser(prog="paceline._cluster.runner")
     parser.add_argument("directory", type=Path, nargs="?")
     parser.add_argument("--ship", action="store_true")

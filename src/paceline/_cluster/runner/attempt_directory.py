@@ -1,4 +1,4 @@
-"""Directory of an attempt: spec, secrets file, place of checkpoints."""
+"""Directory of an attempt: files from the master for the runner, and the runner's own files."""
 
 import fcntl
 import json
@@ -54,7 +54,7 @@ NEWEST_NAME = "newest"
 
 
 def newest_attempt(root: Path) -> int:
-    """Return the highest id of all attempts that were ever started below a directory, or 0."""
+    """Return the highest id of all attempts ever started below a directory, or 0."""
     try:
         return int(read_regular(root / NEWEST_NAME))
     except (FileNotFoundError, NotRegularFileError, ValueError):
@@ -62,7 +62,7 @@ def newest_attempt(root: Path) -> int:
 
 
 def note_attempt(root: Path, attempt_id: int) -> None:
-    """Note that an attempt is started: this outlives its directory."""
+    """Record the start of an attempt below `root`; the note outlives the attempt's directory."""
     if attempt_id > newest_attempt(root):
         write_atomically(root / NEWEST_NAME, str(attempt_id).encode())
 
@@ -108,7 +108,7 @@ class AttemptDirectory:
         return msgspec.json.decode(check_seal(data), type=AttemptSpec)
 
     def read_end(self) -> AttemptEnd | None:
-        """Return how the entrypoint ended, or None if that is not known."""
+        """Return the end of the entrypoint, or None if no end was written."""
         try:
             data = read_regular(self.path / "exit.json")
         except FileNotFoundError:
@@ -121,11 +121,11 @@ class AttemptDirectory:
         return (self.path / "exit.json").exists()
 
     def write_secrets(self, secrets: dict[str, str]) -> None:
-        """Hand secrets to a runner that does not see the home."""
+        """Store secrets for a runner without access to the home."""
         write_atomically(self.path / FILE_NAME, seal(msgspec.json.encode(secrets)))
 
     def read_secrets(self) -> dict[str, str]:
-        """Return the secrets that were handed to this runner."""
+        """Return the secrets stored for this runner."""
         data = read_regular(self.path / FILE_NAME)
         return msgspec.json.decode(check_seal(data), type=dict[str, str])
 
@@ -135,7 +135,7 @@ class AttemptDirectory:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether everything that a runner needs is there."""
+        """Whether the directory holds everything a runner needs."""
         return (self.path / "attempt.json").exists() and (self.run.path / "run.json").exists()
 
     @property
@@ -147,7 +147,7 @@ class AttemptDirectory:
         return (self.path / "started").exists() or (self.run.path / "journal").exists()
 
     def mark_started(self) -> None:
-        """Note that the entrypoint is about to start, and remove the secrets.
+        """Record the coming start of the entrypoint, and remove the secrets.
 
         Until then another runner may have to start it.
         """
@@ -166,7 +166,7 @@ class AttemptDirectory:
             self.output_path.replace(self.kept_output_path)
 
     def remove_kept(self) -> None:
-        """Remove what outlived the directory.
+        """Remove the output and set-aside records kept beside the directory.
 
         Raises:
             OSError: It cannot be removed.
@@ -180,7 +180,7 @@ class AttemptDirectory:
         write_atomically(self.path / "process.json", seal(msgspec.json.encode(noted)))
 
     def read_process(self) -> tuple[int, float] | None:
-        """Return the entrypoint's process group and start time, if one was started.
+        """Return the entrypoint's process group and start time, or None before its start.
 
         Raises:
             msgspec.DecodeError: They are damaged.
@@ -195,7 +195,8 @@ class AttemptDirectory:
 
     @contextmanager
     def hold_lock(self) -> Iterator[bool]:
-        """Hold the runner's lock; yields False if another runner has it."""
+        """Hold the runner's lock; yields False if another runner holds the lock."""
+        # Append mode: truncating on open would erase the process id of the present holder.
         with open_private(self.path / "runner.lock", "a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -208,19 +209,19 @@ class AttemptDirectory:
             yield True
 
     def give_sign(self) -> None:
-        """Give a sign of life of the runner that holds the lock; a full disk is no error."""
+        """Renew the lock holder's sign of life; ignores errors, for example of a full disk."""
         with suppress(OSError):
             os.utime(self.path / "runner.lock")
 
     def sign_of_life(self) -> int:
-        """Return what changes when the runner gives a sign of life."""
+        """Return the lock file's time stamp, changed by each sign of life; 0 without a file."""
         try:
             return (self.path / "runner.lock").stat().st_mtime_ns
         except OSError:
             return 0
 
     def runner_pid(self) -> int | None:
-        """Return the process id of the runner that holds the lock, None if nobody does."""
+        """Return the process id of the lock-holding runner, None if the lock is free."""
         lock_path = self.path / "runner.lock"
         try:
             with open(lock_path, opener=regular_opener) as file:
@@ -237,7 +238,7 @@ class AttemptDirectory:
 def place_checkpoints(
     spec: AttemptSpec, info: RunInfo, run: RunDirectory
 ) -> tuple[AttemptSpec, RunInfo]:
-    """Return what an attempt gets on this node, which may not share the master's directory.
+    """Return spec and info for this node, also if the master's directory is not shared.
 
     Without a mark, the storage is an object store, or the master cannot write to the directory. Of
     an attempt on several nodes, the place follows when all are there: see `place_on_each_node`.
@@ -272,7 +273,7 @@ def sends_checkpoints(spec: AttemptSpec, run: RunDirectory) -> bool:
 def _is_seen(mark: StorageMark) -> bool:
     path = Path(mark.path)
     try:
-        # Others may write to the directory.
+        # Opening without following links: others may write to the directory.
         with (
             opened_directory(path.parent) as directory,
             open_regular_below(directory, path.name) as file,

@@ -1,4 +1,4 @@
-"""Report of an attempt's end; ending processes left behind (loads workers.
+"""End of an attempt: finding its cause, storing the end, and telling the master.
 
 Also: imported late by attempt_processes).
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def end_leftovers(directory: AttemptDirectory) -> None:
-    """End what is left of an attempt's processes, wherever they have gone."""
+    """End all remaining processes of an attempt, whatever their session or parent."""
     try:
         process = directory.read_process()
         if process is not None:
@@ -92,7 +92,7 @@ def write_attempt_end(directory: AttemptDirectory, end: AttemptEnd) -> None:
 
 
 def report_failed_start(directory: AttemptDirectory, error: Exception) -> None:
-    """Report an attempt whose specification cannot be read."""
+    """Report the failed start of an attempt with an unreadable specification."""
     text = f"The attempt's specification cannot be read: {type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
         directory.mark_started()
@@ -103,7 +103,7 @@ def report_failed_start(directory: AttemptDirectory, error: Exception) -> None:
 
 
 def ship_leftover_reports(directory: AttemptDirectory) -> None:
-    """Send what an earlier runner left, and end what is left of its processes."""
+    """Send an earlier runner's leftover reports, and end its remaining processes."""
     end_leftovers(directory)
     core.discard_unfinished(directory.run)
     end = read_end(directory)
@@ -129,7 +129,7 @@ def ship_leftover_reports(directory: AttemptDirectory) -> None:
 
 
 def read_end(directory: AttemptDirectory) -> AttemptEnd | None:
-    """Return how the attempt ended, None if no runner has left word that can be read."""
+    """Return the attempt's stored end, None if there is no readable end."""
     try:
         return directory.read_end()
     except msgspec.DecodeError as error:
@@ -138,7 +138,7 @@ def read_end(directory: AttemptDirectory) -> AttemptEnd | None:
 
 
 def read_attempt_finish(run: RunDirectory) -> AttemptFinished | None:
-    """Return the last word of the chief's newest journal, None if it was cut off before it.
+    """Return the final record of the chief's newest journal, None if the journal was cut off.
 
     After a full disk the count of lost reports may follow it.
     """
@@ -158,7 +158,7 @@ def _read_finish(run: RunDirectory, key: JournalKey) -> AttemptFinished | None:
 
 
 def read_failing_store(run: RunDirectory) -> str | None:
-    """Return the storage that did not answer if that is what the newest processes failed by.
+    """Return the unresponsive storage if the newest processes failed because of a storage.
 
     The first rank that failed by itself counts.
     """
@@ -203,7 +203,7 @@ def ship_end(shipper: Shipper, end: AttemptEnd, lost: str | None = None) -> None
 
 
 def _rest_error(shipper: Shipper) -> str | None:
-    """Send the rest; say why where that cannot be done now or later.
+    """Send the remaining records; return the error if sending can succeed neither now nor later.
 
     The end must arrive all the same, or the trial would wait for it for ever.
     """
@@ -220,7 +220,7 @@ def _rest_error(shipper: Shipper) -> str | None:
 def _judged_end(
     end: AttemptEnd, shipper: Shipper, rest_error: str | None, output_error: str | None
 ) -> AttemptEnd:
-    """Return the end with what went wrong with the attempt's reports and output.
+    """Return the end with the errors of the attempt's reports and output added.
 
     Records that were set aside are named and change nothing else, nor does output that cannot be
     stored. Where the reports as a whole cannot be stored, the attempt has failed.
@@ -235,7 +235,7 @@ def _judged_end(
 
 
 def _end_without_word(run: RunDirectory) -> AttemptEnd:
-    """Return the end of an attempt whose runner left none: its journal may know.
+    """Return the end of an attempt without a stored end, as far as the journal tells.
 
     An error of the code counts as the loss of the runner, as it may come from that: the code cannot
     print any more.
@@ -250,7 +250,7 @@ def _end_without_word(run: RunDirectory) -> AttemptEnd:
 
 
 def _ship_by_path(directory: AttemptDirectory, end: AttemptEnd) -> None:
-    """Send an end by what the directory's place says: ``<home>/attempts/<attempt id>``."""
+    """Send an end with the address derived from the path: ``<home>/attempts/<attempt id>``."""
     path = directory.path.absolute()
     if not path.name.isdecimal():
         logger.error("The attempt's number is not known: %s", path)
@@ -260,7 +260,7 @@ def _ship_by_path(directory: AttemptDirectory, end: AttemptEnd) -> None:
 
 
 def _sendable(text: str | None) -> str | None:
-    """Return text that JSON can hold, of a bounded length."""
+    """Return the text without characters invalid in JSON, cut to a maximum length."""
     if text is None:
         return None
     return text.encode("utf-8", "replace").decode()[:_LONGEST_DETAIL]

@@ -54,7 +54,7 @@ class UnusableConfigError(ValueError):
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Tell whether an error, or one that it was raised from, is a shortage that may pass."""
+    """Return whether an error or any of its causes is a temporary shortage of resources."""
     return any(
         isinstance(cause, MemoryError) or str(cause) == _NO_THREAD or _has_number(cause, _SHORTAGES)
         for cause in _causes(error)
@@ -62,7 +62,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def judge_start(error: BaseException) -> tuple[ExitReason, ErrorKind]:
-    """Return why an attempt that failed with an error has not started, and the kind of error."""
+    """Return the exit reason and error kind for an error during an attempt's start."""
     if is_shortage(error):
         return ExitReason.SHORTAGE, ErrorKind.TRANSIENT
     kind = ErrorKind.PERMANENT
@@ -85,7 +85,7 @@ def _has_number(error: BaseException, numbers: set[int]) -> bool:
 
 
 _MIB = 1024 * 1024
-# What `tarfile` reads at once besides a file's content: names and other facts of a member.
+# Size limit of one read by `tarfile` other than file content: names and metadata of a member.
 _MAX_READ_BYTES = 4 * _MIB
 _SKIP_BYTES = 64 * 1024
 _OPENERS: tuple[tuple[bytes, Callable[[IO[bytes]], Any]], ...] = (
@@ -100,14 +100,14 @@ class ArchiveTooLargeError(ValueError):
 
 
 class ArchiveLimits(NamedTuple):
-    """The most bytes and files that an archive may unpack to."""
+    """Maximum number of bytes and files in an unpacked archive."""
 
     num_bytes: int
     num_files: int
 
     @classmethod
     def from_environment(cls) -> "ArchiveLimits":
-        """Return what `PACELINE_MAX_UNPACKED_MIB` and `PACELINE_MAX_UNPACKED_FILES` say.
+        """Return limits from `PACELINE_MAX_UNPACKED_MIB` and `PACELINE_MAX_UNPACKED_FILES`.
 
         Raises:
             ValueError: One is no number above 0.
@@ -119,7 +119,7 @@ class ArchiveLimits(NamedTuple):
 
 
 class _LimitedFile:
-    """What an archive unpacks to, as a file that raises where more is read than allowed."""
+    """Unpacked stream of an archive as a file; reading beyond the limits raises an error."""
 
     def __init__(self, file: Any, limits: ArchiveLimits) -> None:
         self._file = file
@@ -159,7 +159,7 @@ class _LimitedFile:
 
 @contextmanager
 def open_archive(path: Path, limits: ArchiveLimits) -> Iterator[tarfile.TarFile]:
-    """Open an archive, which raises where it holds more than the limits allow.
+    """Open an archive for reading; content beyond the limits raises an error.
 
     Raises:
         ArchiveTooLargeError: The archive is too large, while it is read.
@@ -171,6 +171,7 @@ def open_archive(path: Path, limits: ArchiveLimits) -> Iterator[tarfile.TarFile]
         file.seek(0)
         opener = next((found for magic, found in _OPENERS if start.startswith(magic)), None)
         content = _LimitedFile(file if opener is None else opener(file), limits)
+        # Uncompressed mode: `content` decompresses itself, so its limits count every byte.
         with tarfile.open(fileobj=content, mode="r:") as archive:  # type: ignore[call-overload]
             yield archive
 
@@ -190,7 +191,7 @@ def members(archive: tarfile.TarFile, limits: ArchiveLimits) -> Iterator[tarfile
 
 
 def members_inside(found: Iterable[tarfile.TarInfo], target: Path) -> Iterator[tarfile.TarInfo]:
-    """Yield members of an archive, each just before it is extracted, as `tarfile.data_filter` does.
+    """Yield archive members, each checked just before its extraction like `tarfile.data_filter`.
 
     Owners, special modes and write access for others are left out.
 
@@ -202,7 +203,7 @@ def members_inside(found: Iterable[tarfile.TarInfo], target: Path) -> Iterator[t
     for member in found:
         name = member.name.lstrip("/")
         place = os.path.join(root, name)
-        # Where it would be by the links that were extracted before it.
+        # Real path just before extraction: links extracted earlier may redirect the member.
         _check_inside(root, os.path.realpath(place), member)
         if member.issym():
             link = os.path.join(os.path.dirname(place), member.linkname)
@@ -225,7 +226,7 @@ def _check_inside(root: str, place: str, member: tarfile.TarInfo) -> None:
 
 
 def check_archive(path: Path, limits: ArchiveLimits) -> None:
-    """Look through an archive; one that is damaged passes as far as it can be read.
+    """Check an archive's size; a damaged archive passes if its readable part is small enough.
 
     Raises:
         ArchiveTooLargeError: It is too large.
@@ -242,7 +243,7 @@ def check_archive(path: Path, limits: ArchiveLimits) -> None:
 
 
 def unpack_archive(path: Path, target: Path, limits: ArchiveLimits) -> None:
-    """Unpack an archive into a directory; nothing outside of it is written.
+    """Unpack an archive into a directory; nothing is written outside the directory.
 
     Raises:
         ArchiveTooLargeError: It is too large.
@@ -278,7 +279,7 @@ def sync_environment(
     on_line: Callable[[str], None],
     is_unwanted: Callable[[], bool] = lambda: False,
 ) -> dict[str, str]:
-    """Install what the lock file names, and return the variables with which the code finds it.
+    """Install the packages of the lock file, and return variables pointing to the environment.
 
     Args:
         directory: The copy of the code, with `pyproject.toml` and `uv.lock`.
@@ -297,7 +298,7 @@ def sync_environment(
         )
     if not (directory / LOCK_NAME).is_file():
         raise UnusableConfigError(missing_lock(directory))
-    # What an activated environment of the runner says must not count.
+    # Variables of an environment activated for the runner must not affect `uv`.
     kept = {k: v for k, v in environment.items() if k not in ("VIRTUAL_ENV", "PYTHONHOME")}
     place = directory / ".venv"
     kept["UV_PROJECT_ENVIRONMENT"] = str(place)
@@ -313,7 +314,7 @@ def find_uv(environment: Mapping[str, str]) -> str | None:
 
 
 def missing_lock(directory: Path) -> str:
-    """Return what to say of a directory without a lock file."""
+    """Return the error message for a directory without a lock file."""
     return (
         f"`environment.uv` needs the file {LOCK_NAME!r} in the directory of the code, but"
         f" {str(directory)!r} has none. Hint: `uv lock` makes it from `pyproject.toml`."

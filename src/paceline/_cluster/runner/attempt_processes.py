@@ -1,4 +1,4 @@
-"""Attempts of one machine: their runner processes.
+"""Attempts of a machine: a directory and a runner process for each attempt.
 
 Also: which of them the master wants (loaded by the master: no workers).
 """
@@ -37,28 +37,29 @@ from paceline._cluster.runner.master_link import (
 logger = logging.getLogger(__name__)
 
 _CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
-# What a host may take for its first answer, as it loads, and for each later one.
+# Time limits for a fork server's answers: the first includes loading all modules.
 _FIRST_ANSWER_S = 60.0
 _ANSWER_S = 10.0
 _MAX_ANSWER_BYTES = 4096
-# It may be an administrator's, and attempts can read the environment of what is above them.
+# Token variable, removed from runners: attempts can read the environment of parent processes,
+# and the token may be an administrator's.
 _TOKEN_VARIABLE = "PACELINE_TOKEN"  # noqa: S105 - the name of a variable, no secret
 
 
 class StartedRunner(ABC):
-    """A runner that this process has started."""
+    """Runner started by this process."""
 
     @abstractmethod
     def is_alive(self) -> bool:
-        """Tell whether it has not ended."""
+        """Return whether the runner is still alive."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill it with SIGKILL, unless it has ended."""
+        """Kill the runner with SIGKILL, unless the runner has ended."""
 
 
 class RunnerHost:
-    """Start runners; used by one thread. The process that forks them is started when needed.
+    """Starter of runners, for a single thread; the fork server is started when needed.
 
     Args:
         cwd: Where runners work.
@@ -90,7 +91,7 @@ class RunnerHost:
         return self._spawn(directory, is_shipping)
 
     def close(self) -> None:
-        """End the process that forks runners; the runners go on."""
+        """End the fork server; its runners continue."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
@@ -119,6 +120,7 @@ class RunnerHost:
         return _Forked(descriptors[0] if descriptors else None)
 
     def _begin(self) -> socket.socket:
+        # Packet socket: each send arrives as a single message, so requests need no framing.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -165,7 +167,7 @@ class _Spawned(StartedRunner):
 
 
 class _Forked(StartedRunner):
-    """A runner whose end a descriptor tells; None if it has ended already."""
+    """Forked runner, watched by a descriptor; None for a runner already ended."""
 
     def __init__(self, watch: int | None) -> None:
         self._watch = watch
@@ -184,6 +186,7 @@ class _Forked(StartedRunner):
     def kill(self) -> None:
         if self._watch is not None:
             with suppress(ProcessLookupError):
+                # Descriptor instead of the process id: the id may belong to another process by now.
                 signal.pidfd_send_signal(self._watch, signal.SIGKILL)
 
     def __del__(self) -> None:
@@ -196,7 +199,7 @@ _LEAVE_S = 10.0
 
 
 class AttemptProcesses:
-    """Start, find, kill and clean the attempts in ``<root>/<attempt id>/``; used by one thread.
+    """Attempts in ``<root>/<attempt id>/``: start, find, kill, clean up; for a single thread.
 
     What was started goes on without this process, and is found again by the next one.
 
@@ -215,7 +218,7 @@ class AttemptProcesses:
     def prepare(
         self, spec: AttemptSpec, info: RunInfo, secrets: dict[str, str] | None = None
     ) -> None:
-        """Write the directory of an attempt, unless it is there.
+        """Write the directory of an attempt, unless the directory exists.
 
         Args:
             spec: All that the attempt's runner needs.
@@ -232,15 +235,15 @@ class AttemptProcesses:
         RunDirectory.create(directory.run.path, info)
 
     def start(self, attempt_id: int) -> None:
-        """Start the runner of a prepared attempt; one that was started before runs once."""
+        """Start the runner of a prepared attempt; a started attempt is never run again."""
         self._start_runner(attempt_id, is_shipping=False)
 
     def ship(self, attempt_id: int) -> None:
-        """Send what a dead or departed runner left behind."""
+        """Start a runner to send the reports left by a dead or departed runner."""
         self._start_runner(attempt_id, is_shipping=True)
 
     def is_prepared(self, attempt_id: int) -> bool:
-        """Tell whether an attempt's directory holds all that a runner needs."""
+        """Return whether an attempt's directory holds everything a runner needs."""
         return self.directory(attempt_id).is_prepared
 
     def is_alive(self, attempt_id: int) -> bool:
@@ -261,26 +264,26 @@ class AttemptProcesses:
         return self.directory(attempt_id).sign_of_life()
 
     def kill_runner(self, attempt_id: int) -> None:
-        """Kill a runner; what is left of its processes is ended before the rest is shipped."""
+        """Kill a runner; its remaining processes are ended later, before the rest is shipped."""
         child = self._children.get(attempt_id)
         if child is not None and child.is_alive():
-            # It may not have the lock yet.
+            # Runner without the lock yet: only its process handle can reach it.
             child.kill()
         else:
             self.signal_runner(attempt_id, signal.SIGKILL)
 
     def signal_runner(self, attempt_id: int, number: signal.Signals) -> None:
-        """Send a signal to a runner that is at work; one that ends at this moment gets none."""
+        """Send a signal to an active runner; a runner ending at this moment is ignored."""
         if pid := self.directory(attempt_id).runner_pid():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def all(self) -> list[int]:
-        """Return the ids of the attempts that have a directory, sorted."""
+        """Return the ids of all attempts with a directory, sorted."""
         return sorted(int(path.name) for path in self._paths())
 
     def clean(self, keep: set[int]) -> None:
-        """Remove the directories of ended attempts whose runner has left, except those to keep.
+        """Remove directories of ended attempts without a runner, except those in `keep`.
 
         A runner that does not leave by itself is killed after a while.
         """
@@ -295,24 +298,24 @@ class AttemptProcesses:
             if directory.runner_pid() is not None:
                 continue
             if directory.was_started and not directory.has_end:
-                # Its runner was lost after the attempt had ended for the master.
+                # Runner lost after the master ended the attempt: nothing else ends its processes.
                 self._end_leftovers(directory)
             if not _is_kept(directory):
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """End the process that forks runners; runners go on."""
+        """End the fork server; the runners continue."""
         self._host.close()
 
     def directory(self, attempt_id: int) -> AttemptDirectory:
-        """Return the directory of an attempt, which may not be there."""
+        """Return the directory object of an attempt; the directory may not exist."""
         return AttemptDirectory(self._root / str(attempt_id))
 
     def _paths(self) -> Iterator[Path]:
         return (path for path in self._root.iterdir() if path.name.isdecimal())
 
     def _end_unwanted(self, wanted: set[int]) -> None:
-        """Kill runners of attempts that ended for the master a while ago."""
+        """Kill runners still alive some time after their attempts ended for the master."""
         now = time.monotonic()
         here = {id_ for id_ in self.all() if id_ not in wanted}
         for attempt_id in self._unwanted_at.keys() - here:
@@ -348,7 +351,7 @@ def _is_kept(directory: AttemptDirectory) -> bool:
 
 
 class WantedAttempts:
-    """Have the processes of a node do what the master wants; used by one thread.
+    """Reconciler of a node's processes with the master's wishes; for a single thread.
 
     Args:
         processes: The attempts of this machine.
@@ -373,7 +376,7 @@ class WantedAttempts:
         self._pauses: dict[int, MasterBackoff] = {}
 
     def look_after(self, launches: dict[int, NodeLaunch], kill: list[int]) -> None:
-        """Make what is here as it is wanted; for every wanted attempt in its own state."""
+        """Start, ship, kill and clean up attempts until the node matches the master's wishes."""
         if self.ids is None:
             return
         for attempt_id in kill:
@@ -409,7 +412,7 @@ class WantedAttempts:
             self._report_failure(attempt_id, launch, error)
 
     def _report_failure(self, attempt_id: int, launch: NodeLaunch | None, error: Exception) -> None:
-        """Tell the master that an attempt cannot start, so that it need not wait for its lease."""
+        """Report an attempt's failed start to the master, to avoid waiting for its lease."""
         # Loaded late: it needs much that a runner without attempts does not.
         from paceline._cluster.runner.attempt_end import make_attempt_end
         from paceline._cluster.runner.attempt_preparation import judge_start

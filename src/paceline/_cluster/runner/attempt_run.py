@@ -59,7 +59,7 @@ _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 class NodeGroup:
-    """The nodes of an attempt, as one of their runners sees them.
+    """Nodes of an attempt, as seen by the runner on any of them.
 
     The runner of the first node keeps a port free on which the launchers of all nodes meet.
 
@@ -76,11 +76,11 @@ class NodeGroup:
 
     @property
     def port(self) -> int | None:
-        """A port for all nodes, of the first one."""
+        """Reserved port of the first node for the meeting of all nodes; None on others."""
         return None if self._reservation is None else self._reservation.port
 
     def variables(self, port: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables by which a launcher finds the others.
+        """Return the environment variables for a launcher to find the other nodes.
 
         Args:
             port: Where the nodes meet.
@@ -116,10 +116,10 @@ _PRIVATE_VARIABLES = (
     "PACELINE_RESUME",
     "PACELINE_TEST_MODE",
 )
-# Which last words of an attempt count for more than that it was told to end. One that was killed
-# outright may have left by the way, but one that had done all its work must not be trained again.
+# Final outcomes outranking the order to end, by kill reason. A process killed outright may have
+# left early, but completed work must not be trained again.
 _OUTCOMES_THAT_COUNT = {
-    # By somebody else, such as a system that signals all processes of a job.
+    # Signal from outside the runner, for example by a system signalling all processes of a job.
     None: ("completed", "preempted"),
     ExitReason.KILLED: ("completed",),
     ExitReason.PREEMPTION_TIMEOUT: ("completed", "preempted"),
@@ -127,7 +127,7 @@ _OUTCOMES_THAT_COUNT = {
 
 
 def run_attempt(directory: AttemptDirectory) -> None:
-    """Run the attempt of a directory to its end; does nothing if another runner has it."""
+    """Run a directory's attempt to its end; does nothing if another runner holds the lock."""
     with directory.hold_lock() as is_mine:
         if not is_mine:
             return
@@ -144,14 +144,14 @@ def run_attempt(directory: AttemptDirectory) -> None:
 
 
 def ship_attempt(directory: AttemptDirectory) -> None:
-    """Send what a runner that died or left has not sent; the attempt is over."""
+    """Send the unsent reports of a dead or departed runner; the attempt is over."""
     with directory.hold_lock() as is_mine:
         if is_mine:
             ship_leftover_reports(directory)
 
 
 class AttemptRun:
-    """One attempt: a worker group of one, threads that ship, and one that follows the master."""
+    """Run of an attempt: worker group, shipping threads, and a thread following the master."""
 
     def __init__(self, directory: AttemptDirectory, spec: AttemptSpec) -> None:
         self._directory = directory
@@ -172,7 +172,7 @@ class AttemptRun:
         self._spool: OutputSpool | None = None
         self._secrets: dict[str, str] = {}
         self._begun_at = time.monotonic()
-        # What the processes report may be judged as soon as they run.
+        # Follower, ready before the processes run: their first reports may be judged at once.
         self._follower = MasterFollower(
             directory.run,
             spec.attempt_id,
@@ -186,7 +186,7 @@ class AttemptRun:
         )
 
     def run(self) -> None:
-        """Run to the end and send everything, or leave it where the next master finds it."""
+        """Run to the end and send everything, or leave the rest for the next master."""
         self._shipper.start()
         end = self._run_entrypoint()
         end = msgspec.structs.replace(end, is_leaving=self._follower.is_terminating)
@@ -210,7 +210,7 @@ class AttemptRun:
         self._follower.pass_on(control, judged)
 
     def _run_entrypoint(self) -> AttemptEnd:
-        # From here on, as the directory of a large context takes its time.
+        # Follower start before the preparation: unpacking a large context takes time.
         self._follower.start()
         try:
             group = self._start()
@@ -237,7 +237,7 @@ class AttemptRun:
         return self._end(exits[0], self._follower.kill_reason)
 
     def _start(self) -> LocalGroup | None:
-        """Start the entrypoint; None if it is not wanted any more."""
+        """Start the entrypoint and return its group; None if the attempt is unwanted now."""
         self._secrets = self._read_secrets()
         self._spool = OutputSpool(self._directory.output_path, self._secrets.values())
         environment = self._environment()
@@ -284,7 +284,7 @@ class AttemptRun:
         if exit_.signal == signal.SIGTERM or (kill_reason is not None and _is_ours(exit_)):
             finish = read_attempt_finish(self._directory.run)
             if finish is not None and finish.outcome in _OUTCOMES_THAT_COUNT[kill_reason]:
-                # Only a shell around it, or what came after, was ended by the signal.
+                # Signal after finished work: it ended only a wrapping shell or later code.
                 return make_attempt_end(ExitReason.EXITED, code=0, detail=exit_.error)
         reason = kill_reason or ExitReason.EXITED
         launch_error = None
@@ -319,7 +319,7 @@ class AttemptRun:
         return {name: found[name] for name in spec.secret_names}
 
     def _prepare_directory(self) -> Path | None:
-        """Unpack the code and return where it works; None if it is not wanted any more."""
+        """Unpack the code; return the working directory, None if the attempt is unwanted."""
         spec = self._spec
         target = self._directory.context_path
         target.mkdir(mode=0o700, exist_ok=True)
@@ -355,7 +355,7 @@ class AttemptRun:
         )
 
     def _fetch_start(self) -> None:
-        """Fetch the checkpoint that the attempt goes on from, if the master has it alone."""
+        """Fetch the checkpoint to resume from, if only the master has the checkpoint."""
         uuid = self._directory.run.read_info().latest_checkpoint
         if self._sends_checkpoints and uuid is not None:
             target = self._directory.run.checkpoints_path
@@ -384,7 +384,7 @@ class AttemptRun:
         # The runner may be a task of Slurm itself; what it starts is not.
         core.forget_launcher(environment)
         if python is not None:
-            # One that is not here may be where the prefix leads to.
+            # Interpreter directory, even if missing here: the command prefix may lead elsewhere.
             environment["PATH"] = os.pathsep.join(
                 [str(Path(python).parent), environment.get("PATH", os.defpath)]
             )
@@ -417,7 +417,7 @@ def _why_process_ended(exit_: WorkerExit) -> str | None:
 
 
 def _is_ours(exit_: WorkerExit) -> bool:
-    """Tell whether a process that was told to end did so by that alone."""
+    """Return whether the exit is explained by the runner's own signal alone."""
     ends = (signal.SIGTERM, signal.SIGKILL)
     return exit_.signal in ends or exit_.code in (0, *(128 + number for number in ends))
 

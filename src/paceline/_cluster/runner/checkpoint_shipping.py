@@ -1,4 +1,4 @@
-"""Shipping checkpoints and shards of other nodes to the master, in pieces."""
+"""Shipping of checkpoints to a master without access to their directory."""
 
 import logging
 import os
@@ -58,7 +58,7 @@ _MAX_TRIES = 5
 
 
 class PieceSender:
-    """Send what the master lacks of a checkpoint, one piece after the other.
+    """Sender of a checkpoint's missing files, piece by piece.
 
     Args:
         link: The connection.
@@ -74,7 +74,7 @@ class PieceSender:
         self._member = member
 
     def send(self, uuid: str, missing: dict[str, int]) -> bool:
-        """Send a piece of the first missing file, and note in `missing` what the master has then.
+        """Send a piece of the first missing file; update `missing` to the master's progress.
 
         Returns:
             False if the master does not know of the checkpoint.
@@ -119,7 +119,7 @@ CheckpointRecord = CheckpointStored | CheckpointDeleted | CheckpointFilesDeleted
 
 
 def without_checkpoint(payload: bytes) -> bytes:
-    """Return a record as it is sent with the others: those about checkpoints are sent apart."""
+    """Return a record for the journal stream; checkpoint records become a placeholder."""
     if _CHECKPOINT not in payload:
         return payload
     record = decode_record(payload)
@@ -129,7 +129,7 @@ def without_checkpoint(payload: bytes) -> bytes:
 
 
 class CheckpointShipper(ShippingLoop):
-    """Send what the journals say of checkpoints, in order, each with its files.
+    """Sender of the journals' checkpoint records in order, each with its files.
 
     So the master hears of a checkpoint only once it has all of it. What it has of one is asked
     anew after each failure, so nothing is sent twice whoever dies when. The files of the checkpoint
@@ -159,7 +159,7 @@ class CheckpointShipper(ShippingLoop):
         self._pauses = MasterBackoff(0.05, 1.0)
         self._waiting: deque[CheckpointRecord] = deque()
         self._readers: dict[JournalKey, JournalReader | None] = {}
-        # What the master lacks of the first one that waits; None if it must be asked.
+        # Missing files of the first waiting checkpoint; None before the master was asked.
         self._missing: dict[str, int] | None = None
         self._num_offers = 0
         self._unsent: list[str] = []
@@ -167,11 +167,11 @@ class CheckpointShipper(ShippingLoop):
 
     @property
     def unsent(self) -> str | None:
-        """Which checkpoints could not be sent and why, None if all could."""
+        """Message naming the checkpoints not sent and the reasons; None if all were sent."""
         return " ".join(self._unsent) or None
 
     def forget_positions(self) -> None:
-        """Ask the master anew what it has."""
+        """Forget the master's state of the checkpoint, so the next step asks again."""
         self._missing = None
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class CheckpointShipper(ShippingLoop):
         self._link.close()
 
     def ship_once(self) -> bool:
-        """Send one piece, or one request; False when there was nothing."""
+        """Send a piece or a request; return False if there is nothing to send."""
         self._read_journals()
         if not self._waiting:
             return False
@@ -212,7 +212,7 @@ class CheckpointShipper(ShippingLoop):
                         self._waiting.append(record)
 
     def _ship(self, record: CheckpointRecord) -> bool:
-        """Send something of a checkpoint; True if that was the last."""
+        """Send the next part of a checkpoint record; return True after the last part."""
         if isinstance(record, CheckpointStored):
             return self._ship_stored(record)
         if isinstance(record, CheckpointDeleted):
@@ -302,10 +302,12 @@ class CheckpointShipper(ShippingLoop):
                 for name in manifest.files
                 if not _link_file_to_ship(source / name, target / name)
             ]
+            # Manifest last: its presence in the target means a complete set of links.
             for name in (*_done_names(source), MANIFEST_NAME):
                 if not _link_file_to_ship(source / name, target / name):
                     missing.append(name)
-            # What another node stores is not here. What is deleted loses its manifest first.
+            # Missing files may belong to other nodes. A deletion removes the manifest first, so a
+            # missing or changed manifest means a deleted checkpoint.
             if missing and self._local.manifest(uuid) != manifest:
                 raise FileNotFoundError(missing[0])
         except (CheckpointNotFoundError, FileNotFoundError):
@@ -353,7 +355,7 @@ def _link_file_to_ship(source: Path, target: Path) -> bool:
     return True
 
 
-# As many as the master takes at once.
+# Limit of checkpoints sent at a time, equal to the master's limit.
 _MAX_OPEN = 4
 _PAUSE_S = 0.02
 
@@ -361,7 +363,7 @@ faults.register("runner.shard.arrived")
 
 
 class ShardShipper(ShippingLoop):
-    """Send the files of finished shards, the oldest checkpoint first, and delete what was stored.
+    """Sender of finished shards' files, oldest checkpoint first; deletes the stored ones.
 
     The master stores a checkpoint once the runner of rank 0's node has offered it and the files of
     all nodes are there. Until then they stay here, as the master may find one damaged. Nothing but
@@ -383,7 +385,7 @@ class ShardShipper(ShippingLoop):
         self._member = member
         self._link = link
         self._sender = PieceSender(link, self._path, self._storage, member)
-        # What the master lacks of the checkpoint that is being sent.
+        # Checkpoint being sent, with the files missing at the master.
         self._sending: tuple[str, dict[str, int]] | None = None
         # The ranks whose files have arrived, by checkpoint, and when to ask for news of it.
         self._arrived: dict[str, set[int]] = {}
@@ -391,7 +393,7 @@ class ShardShipper(ShippingLoop):
         self._pauses = MasterBackoff(0.2, 2.0)
 
     def forget_positions(self) -> None:
-        """Ask the master anew what it has."""
+        """Forget the master's state, so the next step asks again."""
         self._sending = None
         self._arrived.clear()
 
@@ -400,7 +402,7 @@ class ShardShipper(ShippingLoop):
         self._link.close()
 
     def ship_once(self) -> bool:
-        """Send one piece, or one request; False when there was nothing."""
+        """Send a piece or a request; return False if there is nothing to send."""
         if self._sending is not None:
             uuid, missing = self._sending
             if not missing or not self._sender.send(uuid, missing):
@@ -419,13 +421,13 @@ class ShardShipper(ShippingLoop):
         return False
 
     def ship_rest(self) -> None:
-        """Send everything that is there; raises like `ship_once`."""
+        """Send everything present; raises like `ship_once`."""
         while self.ship_once() or self._arrived.keys() != self._shards().keys():
             # The oldest ones must be stored before the master takes more.
             time.sleep(_PAUSE_S)
 
     def _offer(self, uuid: str, texts: dict[int, str], known: list[str]) -> bool:
-        """Tell the master what is here of a checkpoint; True if it lacks some of that."""
+        """Offer the shards of a checkpoint to the master; return True if files are missing."""
         offer = encode(ShardOffer(shards=texts))
         reply = self._link.post(f"{self._path}/{uuid}/shards?member={self._member}", offer)
         needs = msgspec.json.decode(reply, type=CheckpointNeeds)
@@ -449,7 +451,7 @@ class ShardShipper(ShippingLoop):
         return bool(needs.missing)
 
     def _shards(self) -> dict[str, dict[int, str]]:
-        """Return the done files of checkpoints that are not committed here, the oldest first."""
+        """Return the done files of uncommitted checkpoints, oldest first."""
         root = self._storage.root
         found = []
         for path in root.iterdir() if root.is_dir() else ():

@@ -1,4 +1,4 @@
-"""Fetching checkpoints and code from the master."""
+"""Fetching of a checkpoint to resume from, if only the master has the checkpoint."""
 
 import hashlib
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class RepeatedGet:
-    """Requests that are repeated until the master answers, or until nobody wants the answer.
+    """Requests repeated until the master answers or the result is unwanted.
 
     Args:
         link: A connection to the master.
@@ -44,7 +44,7 @@ class RepeatedGet:
         self._told: set[str] = set()
 
     def get(self, path: str) -> bytes | None:
-        """Return what the master has at a path, None if it is not wanted any more.
+        """Return the content at a path of the master, None if not wanted any more.
 
         Raises:
             RefusedByMasterError: The master refused the request.
@@ -52,7 +52,7 @@ class RepeatedGet:
         return self._repeat(lambda: self._link.get(path))
 
     def get_piece(self, path: str, offset: int, size: int) -> bytes | None:
-        """Return a piece of what the master has at a path, shorter at its end; like `get`."""
+        """Return a piece of the content at a path, shorter at the end; raises like `get`."""
         return self._repeat(lambda: self._link.get_piece(path, offset, size))
 
     def _repeat(self, get: Callable[[], bytes]) -> bytes | None:
@@ -83,7 +83,7 @@ def fetch_checkpoint(
     target: Path,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Fetch a checkpoint from the master into a storage directory, unless it is there.
+    """Fetch a checkpoint from the master into a storage directory, unless present there.
 
     What arrived before a failure stays, and the rest follows. Files are compared with the manifest.
 
@@ -125,7 +125,7 @@ def fetch_checkpoint(
 
 
 def _fetch_missing(fetch: RepeatedGet, path: str, incoming: IncomingCheckpoint) -> bool:
-    """Fetch what is missing of a checkpoint; False if it is not wanted any more."""
+    """Fetch the missing parts of a checkpoint; return False if not wanted any more."""
     for name, size in incoming.missing().items():
         offset, wanted = size, incoming.manifest.files[name].size
         while True:
@@ -137,7 +137,7 @@ def _fetch_missing(fetch: RepeatedGet, path: str, incoming: IncomingCheckpoint) 
                 raise CheckpointCorruptError(
                     f"The file {name!r} must have {wanted} bytes, but the master has {offset}."
                 )
-            # One that is too long is damaged, which is found at the end.
+            # Expected size only: an overlong file is damaged, as the final check finds out.
             offset = incoming.write(name, offset, data[: wanted - offset])
             faults.reach("runner.checkpoint.piece_fetched")
             if offset >= wanted:
@@ -156,7 +156,7 @@ def fetch_code(
     is_wanted: Callable[[], bool],
     tell: Callable[[str], object],
 ) -> bool:
-    """Fetch packed code from the master into a file; what arrived before a failure stays.
+    """Fetch packed code from the master into a file; pieces received before a failure stay.
 
     Args:
         link: A connection to the master.
@@ -184,7 +184,7 @@ def fetch_code(
 
 
 def _fetch_once(fetch: RepeatedGet, path: str, target: Path) -> str | None:
-    """Return the SHA-256 of what was fetched, None if it is not wanted any more."""
+    """Return the SHA-256 of the fetched content, None if not wanted any more."""
     hasher, size = hashlib.sha256(), 0
     with target.open("wb") as file:
         while True:

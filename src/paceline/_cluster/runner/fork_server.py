@@ -1,4 +1,4 @@
-"""A process that has the runner loaded and forks runners from itself, which so start at once.
+"""Fork server: a process with the runner loaded, for starting runners without delay.
 
 It has one thread and knows nothing of masters. It ends with the one that started it, and its
 runners go on.
@@ -25,12 +25,12 @@ _PR_SET_NAME = 15
 # An idle host keeps memory for nobody.
 _IDLE_S = 600.0
 _MAX_MESSAGE_BYTES = 65536
-# What each runner would load itself when it needs it.
+# Modules imported lazily elsewhere, loaded here to save time in each runner.
 _LOADED_LATE = ("gzip", "encodings.idna")
 
 
 def serve_runners(control_number: int) -> tuple[Path, bool] | None:
-    """Fork runners on request until there is nobody to ask for one; return in the runners only.
+    """Fork runners on request until the requester is gone; returns a directory only in runners.
 
     Args:
         control_number: The descriptor of the socket on which requests arrive: a directory, whether
@@ -51,6 +51,7 @@ def serve_runners(control_number: int) -> tuple[Path, bool] | None:
     # Nobody else asks how a runner ended, so that the system may forget it at once.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.collect()
+    # Frozen objects stay in memory pages shared with the runners: no collection writes to them.
     gc.freeze()
     while select.select([control], [], [], _IDLE_S)[0]:
         data = control.recv(_MAX_MESSAGE_BYTES)
@@ -79,12 +80,14 @@ def _answer_with_runner(control: socket.socket, pid: int) -> None:
         control.send(answer)
         return
     socket.send_fds(control, [answer], [watch])
+    # Receiver has its own copy: an open descriptor here would leak for each runner.
     os.close(watch)
 
 
 def _become_runner(request: dict[str, Any]) -> None:
     """Set this process up as a new interpreter would have been."""
     os.setsid()
+    # Default action again: with SIGCHLD ignored, the runner could not wait for its children.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -96,7 +99,7 @@ def _become_runner(request: dict[str, Any]) -> None:
 
 
 def leave_forked_runner() -> None:
-    """End a forked runner: what it holds needs no tidying."""
+    """End a forked runner without cleanup: its resources need no tidying."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Following the master while an attempt runs: what it wants reaches the processes, and in time."""
+"""Following of the master during an attempt: orders reach the processes in time."""
 
 import logging
 import threading
@@ -32,7 +32,7 @@ _NOT_FOUND = 404
 
 
 class MasterFollower:
-    """Pass on what the master wants of an attempt: the control file, and a kill in time.
+    """Follower passing the master's orders on: the control file, and kills within their time.
 
     Args:
         run: The run directory of the attempt's processes.
@@ -80,7 +80,7 @@ class MasterFollower:
         self._lock = threading.RLock()
         self._is_over = threading.Event()
         self._has_left = threading.Event()
-        # Of what is wanted; answers to two requests may arrive in another order.
+        # Version of the current orders; answers to two requests may arrive out of order.
         self._version = 0
         self._wanted = Control()
         self._judged: tuple[int, int] | None = None
@@ -104,7 +104,7 @@ class MasterFollower:
 
     @property
     def has_lost(self) -> bool:
-        """Whether the master has ended the attempt: nothing may be started or reported for it."""
+        """Whether the master has ended the attempt, forbidding further starts and reports."""
         return self._has_lost.is_set()
 
     @property
@@ -118,20 +118,20 @@ class MasterFollower:
         return self._sends_checkpoints
 
     def await_others(self) -> None:
-        """Wait until all nodes of the attempt are there, or until it is over here."""
+        """Wait until all nodes of the attempt have met, or the attempt is over here."""
         while not self._has_met.wait(_MEETING_TICK_S):
             if self.has_lost or self._kill_reason is not None or self._wanted.should_preempt:
                 return
 
     def lead(self, group: LocalGroup) -> None:
-        """Take the attempt's processes, which are about to start; what was wanted before counts."""
+        """Take over the attempt's processes just before their start; earlier orders apply."""
         with self._lock:
             self._group = group
             if self._stop_grace_s is not None:
                 group.request_stop(self._stop_grace_s)
 
     def await_permission(self, lease_s: float, since: float) -> None:
-        """Wait until it is certain that the attempt is still this runner's.
+        """Wait until the attempt certainly still belongs to this runner.
 
         A runner that was held up may have lost it. One that was not need not ask, and starts
         without a master.
@@ -155,7 +155,7 @@ class MasterFollower:
         threading.Thread(target=self._follow, name="control", daemon=True).start()
 
     def stop(self) -> None:
-        """Pass nothing more on; that this runner asks still tells the master that it lives."""
+        """Stop passing orders on; polling continues as a sign of life for the master."""
         with self._lock:
             self._is_over.set()
             for timer in (self._write_timer, self._kill_timer):
@@ -167,7 +167,7 @@ class MasterFollower:
         self._has_left.set()
 
     def pass_on(self, control: AttemptControl | None, judged: tuple[int, int]) -> None:
-        """Tell the processes that the search has judged a record; for any thread.
+        """Tell the processes about a record judged by the search; callable from any thread.
 
         Args:
             control: What the master wants since then, None if that has not changed.
@@ -195,7 +195,7 @@ class MasterFollower:
             pause = _PAUSE_S
             try:
                 self._give_sign()
-                # One that comes back may know less than it did, and says at once what it wants.
+                # Version 0 after an outage: a restarted master may know less; it answers at once.
                 control = self._ask(0 if is_away else version)
                 self._heard_at = time.monotonic()
                 if is_away:
@@ -234,6 +234,7 @@ class MasterFollower:
         if self._member:
             query += f"&member={self._member}"
         reply = self._link.get(self._path + query, timeout_s=_CONTROL_WAIT_S + 10)
+        # Cleared flag only after an answer: a failed first request must announce the start again.
         self._begins = False
         return msgspec.json.decode(reply, type=AttemptControl)
 
@@ -285,7 +286,7 @@ class MasterFollower:
                 self._write_timer = _start_timer(self._write_backoff.next_s(), self._write)
 
     def _mend(self) -> None:
-        """Write the control file again if it does not hold what was written."""
+        """Rewrite the control file if its content differs from the last written control."""
         with self._lock:
             if self._is_over.is_set() or self._written is None or self._write_timer is not None:
                 return
@@ -298,7 +299,7 @@ class MasterFollower:
                 self._write()
 
     def _kill_later(self, timeout_s: float) -> None:
-        """Have the processes dead after at most `timeout_s`, the time to react to SIGTERM in it."""
+        """Kill the processes within `timeout_s`, including the grace time after SIGTERM."""
         with self._lock:
             kill_at = time.monotonic() + timeout_s
             if kill_at >= self._kill_at or self._is_over.is_set():

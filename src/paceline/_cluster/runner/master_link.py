@@ -46,15 +46,15 @@ class UntrustedMasterError(UnreachableError):
 
 
 class TokenRefusedError(UnreachableError):
-    """Raised when the master does not take the token, which may be another one soon."""
+    """Raised when the master rejects the token; a valid token may replace the token soon."""
 
 
 class MasterFailedError(UnreachableError):
-    """Raised when the master answers that it failed, maybe because of what was sent."""
+    """Raised when the master fails internally, possibly because of the request's content."""
 
 
 class RefusedByMasterError(Exception):
-    """Raised when the master answers that a request is wrong, which repeating cannot cure.
+    """Raised when the master refuses a request as wrong; repeating the request is futile.
 
     Args:
         status: The HTTP status of the answer.
@@ -69,24 +69,24 @@ class RefusedByMasterError(Exception):
 
     @property
     def is_over(self) -> bool:
-        """Whether the attempt has ended for the master: this runner has lost it."""
+        """Whether the master has ended the attempt, so this runner has lost the attempt."""
         return (self.status, self.code) == _OVER
 
     @property
     def is_about_content(self) -> bool:
-        """Whether what was sent is to blame, and not where it was sent to."""
+        """Whether the request's content is to blame, not its destination."""
         return self.status in _CONTENT_STATUSES
 
 
 class _Problem(msgspec.Struct):
-    """The part of an answer that refuses a request."""
+    """Fields of a problem answer needed to explain a refusal."""
 
     code: str | None = None
     detail: str | None = None
 
 
 class MasterLink:
-    """Requests to the master; used by one thread.
+    """HTTP connection to the master, for a single thread.
 
     Address and token are read again after each failure, so that a master that comes back on another
     port is found.
@@ -101,7 +101,7 @@ class MasterLink:
         self._token = ""
         self._prefix = ""
         self._url = ""
-        # Of the last answer.
+        # HTTP status of the last answer.
         self._status = 0
         # TLS was not spoken to an address that broke off, and it does not want it.
         self._is_plain = False
@@ -117,7 +117,7 @@ class MasterLink:
 
     @classmethod
     def of_attempt(cls, spec: AttemptSpec) -> "MasterLink":
-        """Return the link to the master that wants an attempt."""
+        """Return the link to the attempt's master."""
         token = spec.token
         if spec.home is not None:
             home = Path(spec.home)
@@ -207,7 +207,7 @@ class MasterLink:
         return content
 
     def _explain(self, error: BaseException, address: tuple[str, int] | None) -> str | None:
-        """Return what is wrong with TLS, if that is what went wrong."""
+        """Return an explanation of a TLS problem, None if TLS is not the cause."""
         if (found := tls_error_of(error)) is not None:
             return explain_tls_error(found, self._url)
         broke_off = isinstance(error, http.client.RemoteDisconnected | ConnectionResetError)
@@ -297,7 +297,7 @@ _POLL_S = 0.05
 
 
 class ShippingLoop(ABC):
-    """Send one kind of thing in a thread of its own, so that it waits for no other.
+    """Loop shipping a single kind of data in its own thread, independent of other kinds.
 
     Args:
         name: What is sent, for the runner's log.
@@ -311,7 +311,7 @@ class ShippingLoop(ABC):
 
     @abstractmethod
     def ship_once(self) -> bool:
-        """Send what is there, up to one request; False when there was nothing.
+        """Send the pending data, at most a single request; return False if nothing is pending.
 
         Raises:
             UnreachableError: The master did not answer, or failed.
@@ -320,14 +320,14 @@ class ShippingLoop(ABC):
 
     @abstractmethod
     def forget_positions(self) -> None:
-        """Ask the master anew what it has; after a failure nobody knows what arrived."""
+        """Forget the master's positions: after a failure the amount received is unknown."""
 
     def doubt_positions(self) -> None:
-        """Have the thread ask the master anew what it has; for any thread."""
+        """Make the thread query the master's positions again; callable from any thread."""
         self._has_doubts.set()
 
     def ship_rest(self) -> None:
-        """Send everything that is there; raises like `ship_once`."""
+        """Send everything pending; raises like `ship_once`."""
         while self.ship_once():
             pass
 
@@ -341,7 +341,7 @@ class ShippingLoop(ABC):
         self._stopping.set()
 
     def join(self) -> None:
-        """Wait for the thread; a request that is on its way is finished first."""
+        """Wait for the thread to end; a request in flight is completed first."""
         if self._thread is not None:
             self._thread.join()
 

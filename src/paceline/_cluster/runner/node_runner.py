@@ -1,4 +1,4 @@
-"""The runner of a node: slots and facts of its machine, polling the master."""
+"""Runner of a node: polls the master for attempts and looks after the node's attempts."""
 
 import fcntl
 import logging
@@ -46,7 +46,7 @@ CPU: Final = "cpu"
 
 
 def find_slots(num_slots: int | None) -> list[KnownGpu]:
-    """Return one entry per slot: a GPU, else one with the id "cpu" per core.
+    """Return an entry per slot: GPUs if present, else an entry with the id "cpu" per core.
 
     A device of a GPU that is divided by MIG is a slot, too.
 
@@ -72,12 +72,12 @@ def find_slots(num_slots: int | None) -> list[KnownGpu]:
 
 
 def names_of_gpus(slots: Sequence[KnownGpu]) -> str:
-    """Return what the GPUs of slots are called, each name once; "GPU" where nobody tells."""
+    """Return the distinct GPU names of slots, joined by commas; "GPU" if all are unknown."""
     return ", ".join(sorted({slot.name for slot in slots if slot.name})) or "GPU"
 
 
 def memory_of_gpus(slots: Sequence[KnownGpu]) -> list[int]:
-    """Return the memory of each slot in bytes, 0 for one that is unknown; none if all are."""
+    """Return the memory per slot in bytes, 0 if unknown; empty if unknown for all slots."""
     sizes = [slot.memory_bytes for slot in slots]
     return sizes if any(sizes) else []
 
@@ -180,7 +180,7 @@ logger = logging.getLogger(__name__)
 
 _WAIT_S = 30.0
 _TICK_S = 0.5
-# With attempts that were given away, and while the node leaves.
+# Poll wait with stray attempts or during leaving: changes must be noticed quickly.
 _SHORT_WAIT_S = 1.0
 # How long the master may take to answer a runner that leaves.
 _LEAVE_S = 10.0
@@ -193,7 +193,7 @@ class NodeStoppedError(Exception):
 
 
 class NodeRunner:
-    """Serve one node.
+    """Runner serving a node.
 
     One thread polls; all that touches attempts happens in the thread that calls `run`. Between two
     polls, it starts anew what did not start and ships what dead runners have left.
@@ -235,7 +235,7 @@ class NodeRunner:
         self._asked_at = 0.0
 
     def run(self) -> None:
-        """Serve until a signal: the first lets the attempts leave, a second one leaves them.
+        """Serve until a signal: the first lets attempts leave, a second leaves them running.
 
         Raises:
             NodeStoppedError: The master refuses this runner, or another one has taken its place.
@@ -348,6 +348,7 @@ class NodeRunner:
         is_short = self._has_strays or self._num_signals
         # After a failure, an answer that says at once what is wanted.
         wait_s = 0.0 if self._wanted.ids is None else _SHORT_WAIT_S if is_short else _WAIT_S
+        # Number of the poll: the master ignores polls arriving after a later poll.
         self._number += 1
         return NodePoll(
             key=self._facts.key,
@@ -356,6 +357,7 @@ class NodeRunner:
             attempts=attempts,
             alive=[id_ for id_ in attempts if self._processes.is_alive(id_)],
             after=self._version,
+            # Third of the lease: a long wait must not let the lease run out between two polls.
             wait_s=min(wait_s, self._session.lease_s / 3),
             is_leaving=bool(self._num_signals),
         )
@@ -411,7 +413,7 @@ class NodeRunner:
         self._version, self._has_strays = work.version, work.strays
         self._wanted.ids = set(work.wanted)
         launches = {launch.spec.attempt_id: launch for launch in work.launches}
-        # Of an old answer nothing is started: what it names may have been given away since.
+        # Old answers start nothing: their attempts may have been given to other nodes since.
         is_old = time.monotonic() - self._asked_at > self._session.lease_s / 2
         if is_old or self._num_signals:
             launches = {}
@@ -456,7 +458,7 @@ class NodeRunner:
         return [id_ for id_ in self._processes.all() if self._processes.is_alive(id_)]
 
     def _names(self, attempts: list[int]) -> str:
-        """Return how many attempts these are, and of which trials as far as that can be read."""
+        """Return the number of attempts and their trials, for log messages."""
         trials = []
         for attempt_id in attempts:
             with suppress(OSError, msgspec.DecodeError):
@@ -465,7 +467,7 @@ class NodeRunner:
         return f"{len(attempts)} attempt{plural} (trial {', '.join(map(str, sorted(trials)))})"
 
     def _say_that_it_has_left(self) -> None:
-        """Tell the master that nothing is left here, so that it need not wait for the lease."""
+        """Tell the master about the departure, so nothing waits for the lease to expire."""
         path = f"/nodes/{self._session.node_id}/poll"
         with suppress(UnreachableError, RefusedByMasterError):
             for _ in range(2):
@@ -477,7 +479,7 @@ class NodeRunner:
 
     @contextmanager
     def _holding(self) -> Iterator[None]:
-        """Hold the directory, so that one runner serves it."""
+        """Hold the directory's lock, so only a single runner serves the directory."""
         with self._naming_directory():
             lock = open_private(self._directory / "runner.lock", "a+")
         with lock as file:
@@ -492,7 +494,7 @@ class NodeRunner:
 
 
 def _is_final(error: Exception) -> bool:
-    """Tell whether the master refuses a poll for good, so that the runner ends."""
+    """Return whether the master's refusal of a poll is final, so the runner must end."""
     if not isinstance(error, RefusedByMasterError):
         return False
     return (error.status, error.code) not in _REGISTER_AGAIN

@@ -58,7 +58,7 @@ class OutputSpool:
         self._lock = threading.Lock()
 
     def add(self, line: OutputLine) -> None:
-        """Append one line."""
+        """Append a line, with secrets masked."""
         text = line.text
         for secret in self._secrets:
             text = text.replace(secret, "***")
@@ -75,7 +75,7 @@ class OutputSpool:
             self._write()
 
     def finish(self, patience_s: float = _PATIENCE_S) -> str | None:
-        """Wait for space for the lines that still wait, and say how many lines were lost."""
+        """Wait for space for the waiting lines; return a message about lost lines, or None."""
         deadline = time.monotonic() + patience_s
         while not self._is_written() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -107,7 +107,7 @@ class OutputSpool:
 
 
 class SpoolReader:
-    """Read a spool from a sequence number on, also while it is being written."""
+    """Reader of a spool after a sequence number, also during writing."""
 
     def __init__(self, path: Path, after: int = -1) -> None:
         self._path = path
@@ -118,7 +118,7 @@ class SpoolReader:
         self._time = 0.0
 
     def read(self, max_lines: int) -> list[LogEntry]:
-        """Return the next whole lines. One that says so stands for damaged lines in a row."""
+        """Return the next complete lines; each run of damaged lines becomes a notice."""
         if not self._path.exists():
             return []
         entries: list[LogEntry] = []
@@ -141,7 +141,7 @@ class SpoolReader:
             entry = msgspec.json.decode(check_line(line), type=LogEntry)
         except (ValueError, msgspec.DecodeError):
             logger.warning("A line of the output is damaged: %.60r", line)
-            # Its number may have been that of several lines, or of a part of one.
+            # Sequence number after the last readable line: damage may span several lines or a part.
             return LogEntry(self._newest + 1, self._time, None, "stderr", "WARNING", _DAMAGED)
         self._newest, self._time = entry.sequence, entry.time
         return entry
@@ -153,7 +153,7 @@ _MAX_TRIES = 8
 
 
 class OutputShipper(ShippingLoop):
-    """Send the lines of the output spool; what was not acknowledged is sent again.
+    """Sender of the output spool's lines; unacknowledged lines are sent again.
 
     A single line that the master refuses is left out, so that it does not hold up the rest.
 
@@ -174,11 +174,11 @@ class OutputShipper(ShippingLoop):
         self._spool = SpoolReader(directory.output_path) if is_first else None
 
     def forget_positions(self) -> None:
-        """Ask the master anew what it has; after a failure nobody knows what arrived."""
+        """Forget the master's position: after a failure the amount received is unknown."""
         self._spool = None
 
     def ship_once(self) -> bool:
-        """Send up to one request; False when there was nothing."""
+        """Send at most a single request; return False if there is nothing to send."""
         if self._spool is None:
             reply = msgspec.json.decode(self._post([]), type=LogReply)
             self._spool = SpoolReader(self._directory.output_path, after=reply.last_sequence)
@@ -188,7 +188,7 @@ class OutputShipper(ShippingLoop):
         return bool(entries)
 
     def ship_rest_or_tell(self, check_master: Callable[[], None]) -> str | None:
-        """Send everything, or say why the master, which works otherwise, does not take it.
+        """Send everything; return an error if a working master rejects only the output.
 
         Args:
             check_master: Raises `UnreachableError` where the master takes nothing else either.
@@ -223,7 +223,7 @@ class OutputShipper(ShippingLoop):
             if not error.is_about_content:
                 raise
             if len(entries) == 1:
-                # Not told in the output: that line might be refused as well.
+                # Log message, not an output line: the master might refuse the notice as well.
                 logger.error("Line %d of the output is left out: %s", entries[0].sequence, error)
                 return
             middle = len(entries) // 2

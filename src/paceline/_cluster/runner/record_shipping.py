@@ -1,4 +1,4 @@
-"""Shipping of journal records, and the Shipper over all kinds."""
+"""Shipping of journal records to the master, in order and exactly once."""
 
 import logging
 import time
@@ -44,7 +44,7 @@ Position = tuple[int, int, int]
 
 
 class RefusedRecords:
-    """Keep records beside the attempt, and hold what is sent in their place.
+    """File of refused records beside the attempt, and the substitutes sent instead.
 
     Args:
         path: The file that gets one line of JSON for each of them.
@@ -57,18 +57,18 @@ class RefusedRecords:
 
     @property
     def summary(self) -> str | None:
-        """What is known of these records, None if there are none."""
+        """Message about the refused records, None if there are none."""
         if self._first is None:
             return None
         num_others = len(self._replaced) - 1
         return self._first + (f" ({num_others} more were set aside.)" if num_others else "")
 
     def replace(self, position: Position, payload: bytes) -> msgspec.Raw:
-        """Return what is sent for a record: the record itself, unless it was set aside."""
+        """Return the payload to send: the record, or its substitute if set aside."""
         return self._replaced.get(position) or msgspec.Raw(payload)
 
     def add(self, batch: RawRecordBatch, why: str) -> None:
-        """Set the only record of a batch aside; `why` says what the master does with it."""
+        """Set a batch's only record aside; `why` describes the master's reaction."""
         [(sequence, payload)] = batch.records
         record = bytes(payload)
         line = {
@@ -103,7 +103,7 @@ OnJudged = Callable[[AttemptControl | None, tuple[int, int]], None]
 
 
 class RecordShipper(ShippingLoop):
-    """Send an attempt's records; what was not acknowledged is sent again.
+    """Sender of an attempt's records; unacknowledged records are sent again.
 
     The master drops what it has already, so nothing is lost or doubled whoever dies when. A single
     record that it refuses, or that it fails with again and again, is set aside, so that it does
@@ -143,7 +143,7 @@ class RecordShipper(ShippingLoop):
 
     @property
     def set_aside(self) -> str | None:
-        """What is known of the records that were set aside, None if there are none."""
+        """Message about the records set aside, None if there are none."""
         return self._set_aside.summary
 
     @property
@@ -152,16 +152,16 @@ class RecordShipper(ShippingLoop):
         return " ".join(self._unreadable.values()) or None
 
     def forget_positions(self) -> None:
-        """Ask the master anew what it has; after a failure nobody knows what arrived."""
+        """Forget the master's marks: after a failure the amount received is unknown."""
         self._marks = None
         self._readers.clear()
 
     def check_master(self) -> None:
-        """Ask the master what it has; raises like `ship_once`."""
+        """Query the master's marks as a test; raises like `ship_once`."""
         self._post([])
 
     def ship_once(self) -> bool:
-        """Send up to one request; False when there was nothing."""
+        """Send at most a single request; return False if there is nothing to send."""
         if self._marks is None:
             reply = self._post([])
             self._marks = {(mark.generation, mark.rank): mark.sequence for mark in reply.marks}
@@ -202,7 +202,7 @@ class RecordShipper(ShippingLoop):
         return entry.payload if self.has_checkpoints else without_checkpoint(entry.payload)
 
     def _read_journal(self, key: JournalKey) -> tuple[int, list[Entry]]:
-        """Return the next entries of a journal, and the number of the one before them."""
+        """Return the next entries of a journal, and the sequence number before the first."""
         assert self._marks is not None
         position = (key.generation, key.rank)
         if position in self._unreadable:
@@ -221,7 +221,7 @@ class RecordShipper(ShippingLoop):
             return after, []
 
     def _send(self, batches: list[RawRecordBatch]) -> None:
-        """Send records; one that the master cannot take is set aside, and the rest goes on."""
+        """Send records; records unacceptable to the master are set aside, the rest is sent."""
         try:
             self._post(batches)
         except RefusedByMasterError as error:
@@ -234,7 +234,7 @@ class RecordShipper(ShippingLoop):
     def _send_halves(
         self, batches: list[RawRecordBatch], error: RefusedByMasterError | MasterFailedError
     ) -> None:
-        # One after the other: the master drops a record that comes after a later one.
+        # Halves in order, never in parallel: the master drops records arriving after later records.
         for half in _halves_of_batches(batches):
             self._send(half)
         if len(batches) == 1 and len(batches[0].records) == 1:
@@ -243,7 +243,7 @@ class RecordShipper(ShippingLoop):
     def _take_alone(
         self, batch: RawRecordBatch, error: RefusedByMasterError | MasterFailedError
     ) -> None:
-        """Set a record aside, unless the master takes it after all."""
+        """Set a record aside, unless the master accepts the record after all."""
         why = f"the master refuses it ({error})"
         if isinstance(error, MasterFailedError):
             if self._has_gone_through(batch):
@@ -259,7 +259,7 @@ class RecordShipper(ShippingLoop):
         self._post([msgspec.structs.replace(batch, records=replaced)])
 
     def _has_gone_through(self, batch: RawRecordBatch) -> bool:
-        """Send one record some more times; True once the master has taken it.
+        """Retry a single record a few times; return True once the master accepts the record.
 
         Raises:
             MasterFailedError: The master fails with an empty request too.
@@ -294,7 +294,7 @@ def _last(batch: RawRecordBatch) -> int:
 
 
 def _halves_of_batches(batches: list[RawRecordBatch]) -> list[list[RawRecordBatch]]:
-    """Return two requests in place of one, none if it holds a single record."""
+    """Return two smaller requests, or none for a single record."""
     if len(batches) > 1:
         middle = len(batches) // 2
         return [batches[:middle], batches[middle:]]
@@ -309,7 +309,7 @@ def _halves_of_batches(batches: list[RawRecordBatch]) -> list[list[RawRecordBatc
 
 
 class Shipper:
-    """Send records and output side by side, so that records never wait for output.
+    """Shipper of records and output in parallel, so records never wait for output.
 
     Args:
         directory: The attempt's directory.
@@ -336,7 +336,7 @@ class Shipper:
         self._end_path = f"{path}/end{query}"
         self._link = link
         self._has_started = False
-        # Those of checkpoints, if the master does not share their directory.
+        # Checkpoint loops, empty if the master shares the checkpoint directory.
         self._checkpoints: list[CheckpointShipper | ShardShipper] = []
         self.records = RecordShipper(
             directory,
@@ -375,7 +375,7 @@ class Shipper:
             loop.start()
 
     def stop(self) -> None:
-        """End the threads; the one that sends output may take until `ship_output`."""
+        """Stop the threads; the output thread may continue until `ship_output` is called."""
         for loop in self._loops:
             loop.stop()
         self.records.join()
@@ -383,12 +383,12 @@ class Shipper:
             loop.join()
 
     def forget_positions(self) -> None:
-        """Ask the master anew what it has; after a failure nobody knows what arrived."""
+        """Forget the master's positions: after a failure the amount received is unknown."""
         for loop in self._loops:
             loop.forget_positions()
 
     def doubt_positions(self) -> None:
-        """Have the threads ask the master anew what it has: it may be another one."""
+        """Make the threads query positions again: the master may have been replaced."""
         for loop in self._loops:
             loop.doubt_positions()
 
@@ -407,7 +407,7 @@ class Shipper:
         self.records.ship_lost()
 
     def ship_output(self) -> str | None:
-        """Send all output that is there, or say why the master does not take it.
+        """Send all pending output; return an error if the master accepts only other data.
 
         Raises:
             UnreachableError: The master takes nothing else either.
@@ -428,7 +428,7 @@ class Shipper:
 
     @property
     def set_aside(self) -> str | None:
-        """What is known of the records that were set aside, None if there are none."""
+        """Message about the records set aside, None if there are none."""
         return self.records.set_aside
 
     @property
@@ -438,7 +438,7 @@ class Shipper:
 
     @property
     def unsent(self) -> str | None:
-        """Which checkpoints could not be sent and why, None if all could."""
+        """Message naming the checkpoints not sent and the reasons; None if all were sent."""
         found = (one.unsent for one in self._checkpoints if isinstance(one, CheckpointShipper))
         return next(found, None)
 

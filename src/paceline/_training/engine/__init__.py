@@ -1,1 +1,1 @@
-"""The training engine that the front doors share."""
+"""Training engine shared by the trial and train-function APIs."""

@@ -1,4 +1,4 @@
-"""Device of a rank, its process group, number format, data on its way to it.
+"""Device and process group of a rank, with the choice of backend.
 
 Also: small sums over ranks.
 """
@@ -78,15 +78,16 @@ def own_device(
 
 
 def use_own_device(local_rank: int, **options: Any) -> torch.device:
-    """Return the device of a rank, see `own_device`, as the present one of this process."""
+    """Return the device of a rank, see `own_device`, and make a GPU the current CUDA device."""
     device = own_device(local_rank, **options)
     if device.type == "cuda":
+        # Current device: a plain "cuda" would mean GPU 0 in every process.
         torch.cuda.set_device(device)
     return device
 
 
 def suitable_backend(device: torch.device, *, shares_gpu: bool) -> str:
-    """Return the back end for ranks with such a device; NCCL refuses ranks that share a GPU."""
+    """Return the process group backend for a device; NCCL refuses ranks sharing a GPU."""
     return "nccl" if device.type == "cuda" and not shares_gpu else "gloo"
 
 
@@ -142,7 +143,7 @@ def _agreed_backend(distributed: DistributedContext, chosen: torch.device | None
 
 
 def _place_in_group() -> DistributedContext:
-    """Return this process's place in a process group that its user has made."""
+    """Return this process's place in a process group made by the user."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return DistributedContext.single()
@@ -152,6 +153,7 @@ def _place_in_group() -> DistributedContext:
     with PortReservation() as reservation:
         address = LOOPBACK if len(nodes) == 1 else nodes[0]
         meeting_point = [(address, reservation.port)]
+        # Rank 0's choice for all: the port is reserved on its machine.
         dist.broadcast_object_list(meeting_point)
         return DistributedContext(
             rank=rank,
@@ -192,11 +194,11 @@ class Precision(str, Enum):
         return torch.autocast(device.type, dtype)
 
     def outside_autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return a context for the backward pass and the step, within that of `autocast`."""
+        """Return a context for the backward pass and the step, nested in `autocast`'s."""
         return nullcontext() if self is Precision.FP32 else _OutsideAutocast(device.type)
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
-        """Return a gradient scaler if this precision needs one."""
+        """Return a gradient scaler for FP16; None for other precisions."""
         return torch.amp.GradScaler(device.type) if self is Precision.FP16 else None
 
 
@@ -221,13 +223,13 @@ class _OutsideAutocast(AbstractContextManager[None]):
 
 
 def compute_in(model: torch.nn.Module, precision: Precision, device: torch.device) -> None:
-    """Have a model's forward pass run in a precision; what it returns is in single precision."""
+    """Make a model's forward pass run in a precision, with its outputs in single precision."""
     forward: Any = _InPrecision(model.forward, precision, device)
     model.forward = forward
 
 
 class _InPrecision:
-    """A model's forward pass in another number format; what it returns is in single precision."""
+    """Wrapper of a forward pass: runs in another number format, returns single precision."""
 
     def __init__(self, forward: Any, precision: Precision, device: torch.device) -> None:
         self._forward = forward
@@ -244,7 +246,7 @@ class _InPrecision:
 
 
 def unwrapped_forward(forward: Any) -> Any:
-    """Return the forward method of a model that is unpickled."""
+    """Return the forward method itself, when a pickled model is loaded."""
     return forward
 
 

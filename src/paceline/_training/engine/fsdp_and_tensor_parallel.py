@@ -1,4 +1,4 @@
-"""Models divided among the ranks: FSDP2, tensor-parallel plans, the grid of ranks."""
+"""Models with parameters divided among the ranks by FSDP2, torch's `fully_shard`."""
 
 import logging
 import weakref
@@ -39,7 +39,7 @@ def shard_model(
     precision: "MixedPrecisionPolicy | None" = None,
     mesh: Any = None,
 ) -> None:
-    """Divide the parameters of a model among all ranks, in place; all ranks call it.
+    """Divide a model's parameters among all ranks, in place; all ranks call together.
 
     A unit is gathered for its forward and its backward pass, and let go of after each. Gradients
     are summed over the ranks, not averaged, as losses are weighted.
@@ -60,7 +60,7 @@ def shard_model(
         ValueError: Two units share a parameter.
         RuntimeError: torch is too old.
     """
-    # It takes a second to import.
+    # Late import: the module takes a second to import.
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
@@ -83,7 +83,7 @@ def shard_model(
 
 
 class _WeightedReduceScatter:
-    """What FSDP sums gradients over the ranks by: a sum in which each rank has its weight."""
+    """Reduce-scatter for FSDP's gradients: a sum over the ranks, each with its weight."""
 
     def __init__(self, weight: Callable[[], float]) -> None:
         self._weight = weight
@@ -112,7 +112,7 @@ class _WeightedReduceScatter:
 
 
 def make_mesh(device: torch.device, shard_size: int | None = None) -> Any:
-    """Return all ranks as a mesh; all ranks call it.
+    """Return a mesh of all ranks; all ranks call together.
 
     Args:
         device: The device of this rank.
@@ -142,7 +142,7 @@ def make_mesh(device: torch.device, shard_size: int | None = None) -> Any:
 
 @contextmanager
 def unsharded(models: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Have sharded models whole on each rank, which may then call them apart from the others.
+    """Keep sharded models whole within the block, for calls by a rank without the others.
 
     All ranks enter and leave it. Parameters must not change within.
     """
@@ -167,7 +167,7 @@ def unsharded(models: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def _forget_forward_passes(order: list[Any], length: int) -> None:
-    """Shorten torch's record of the units that were called, as ranks called them unequally often.
+    """Trim torch's record of called units, as the ranks called them unequally often.
 
     A backward pass gathers the unit that was called before the present one, on all ranks together.
     """
@@ -176,7 +176,7 @@ def _forget_forward_passes(order: list[Any], length: int) -> None:
 
 
 def check_shard_size(shard_size: int | None, data_parallel: DataParallel) -> None:
-    """Check how many ranks shall hold one copy of a model.
+    """Check the number of ranks holding a copy of a model.
 
     Raises:
         ValueError: It is no number of at least 2, or models are not sharded.
@@ -196,7 +196,7 @@ def check_shard_size(shard_size: int | None, data_parallel: DataParallel) -> Non
 
 
 def check_whole(model: torch.nn.Module) -> None:
-    """Check that a model of a train function or of creators is neither divided nor without memory.
+    """Refuse a train function's or creator's model with DTensors or meta parameters.
 
     Raises:
         NotOfferedError: A parameter is a DTensor, or on the meta device.
@@ -218,7 +218,7 @@ def check_whole(model: torch.nn.Module) -> None:
 
 
 def shard_units_of(model: torch.nn.Module, units: ShardUnits) -> list[torch.nn.Module]:
-    """Return the modules of a model that are gathered as a whole: inner ones first, itself last.
+    """Return the modules gathered as a whole: inner modules first, the model itself last.
 
     Args:
         model: The model.
@@ -255,7 +255,7 @@ def _units_within(model: torch.nn.Module, units: ShardUnits) -> list[torch.nn.Mo
 
 
 def sequence_members(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the members of the outermost sequences of a model that have parameters."""
+    """Yield the members, with parameters, of a model's outermost sequences."""
     if isinstance(model, (torch.nn.Sequential, torch.nn.ModuleList)):
         yield from (member for member in model if any(True for _ in member.parameters()))
         return
@@ -264,7 +264,7 @@ def sequence_members(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _add_large(module: torch.nn.Module, least: int, found: list[torch.nn.Module]) -> int:
-    """Add the modules with so many parameters of their own; return what is left for the next."""
+    """Append modules with at least so many parameters; return the count left to the parent."""
     left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     left += sum(_add_large(child, least, found) for child in module.children())
     # Lists have no forward pass for which they could be gathered.
@@ -276,7 +276,7 @@ def _add_large(module: torch.nn.Module, least: int, found: list[torch.nn.Module]
 
 
 def _check_apart(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:
-    """Check that no parameter would be in two units, such as a tied weight."""
+    """Raise ValueError if two units share a parameter, for example a tied weight."""
     is_unit = {id(unit) for unit in units}
     owners: dict[int, tuple[torch.nn.Module, str]] = {}
 
@@ -387,8 +387,8 @@ class RankGrid:
 
     @cached_property
     def shard_mesh(self) -> Any:
-        """What FSDP divides a model over: the groups as a `DeviceMesh`."""
-        # One mesh for all models, as its groups cost connections.
+        """The mesh for FSDP's division of a model: the tensor-parallel groups as ranks."""
+        # Cached mesh for all models: its process groups cost connections.
         if self.tensor_size == 1:
             return make_mesh(self._device, self._shard_size)
         names = tuple(name for name in self._mesh.mesh_dim_names if name != _TENSOR)
@@ -396,14 +396,14 @@ class RankGrid:
 
     @property
     def all_reduce(self) -> AllReduce | None:
-        """What sums gradients over the groups; None for the default, over all ranks."""
+        """The function summing gradients over the groups; None for the default over all ranks."""
         return self._sum_over_groups if self.tensor_size > 1 else None
 
     def _sum_over_groups(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, group=self._data_group)
 
     def summed_within(self, total: torch.Tensor) -> torch.Tensor:
-        """Return what the groups have summed up, summed over the ranks of this group too."""
+        """Return a total already summed over the groups, now also summed within this group."""
         if self.tensor_size > 1:
             total = total.clone()
             dist.all_reduce(total, group=self._tensor_group)
@@ -414,7 +414,7 @@ class RankGrid:
         return shares[:: self.tensor_size]
 
     def make_alike(self, model: torch.nn.Module) -> None:
-        """Give all ranks the parameters and buffers of the first group; all ranks call it."""
+        """Broadcast the first group's parameters and buffers to all ranks; all ranks call."""
         if self.num_ranks == 1:
             return
         for tensor in (*model.parameters(), *model.buffers()):
@@ -426,14 +426,14 @@ class RankGrid:
     def note_replaced(
         self, parameters: Iterable[torch.nn.Parameter], model: torch.nn.Module
     ) -> None:
-        """Note which parameters a plan has replaced, of those that a model had before."""
+        """Note the earlier parameters of a model replaced by a plan."""
         present = {id(parameter) for parameter in model.parameters()}
         self._replaced += [weakref.ref(each) for each in parameters if id(each) not in present]
 
     def check_optimizer(
         self, optimizer: torch.optim.Optimizer, models: Iterable[torch.nn.Module]
     ) -> None:
-        """Check that an optimizer steps parameters that models still have.
+        """Refuse an optimizer stepping parameters no longer in any model.
 
         Raises:
             ValueError: A plan has put others in their place.
@@ -450,7 +450,7 @@ class RankGrid:
             )
 
     def check_model(self, model: torch.nn.Module) -> bool:
-        """Check how a model is divided before it is wrapped; tell whether it is at all.
+        """Check a model's division before wrapping; return whether any parameter is divided.
 
         Raises:
             ValueError: It has a parameter that is a DTensor of other ranks than this group.
@@ -491,7 +491,7 @@ def check_tensor_size(tensor_size: int, num_ranks: int) -> None:
         raise TypeError(f"`tensor_parallel_size` must be an integer, but got {tensor_size!r}.")
     if tensor_size < 1:
         raise ValueError(f"`tensor_parallel_size` must be at least 1, but got {tensor_size}.")
-    # One process alone trains whole models, whatever was divided before.
+    # Single process: trains whole models, whatever the size of earlier groups.
     if num_ranks > 1 and num_ranks % tensor_size:
         fitting = tensor_size * max(num_ranks // tensor_size, 1)
         raise ValueError(
@@ -509,7 +509,7 @@ TensorPlan: TypeAlias = Union[
 
 
 def apply_plan(model: torch.nn.Module, plan: TensorPlan, grid: RankGrid) -> bool:
-    """Divide a model by a plan, in place; tell whether it is divided now.
+    """Divide a model by a plan, in place; return whether the model is divided now.
 
     All ranks call it. Without tensor-parallel groups, the model stays whole.
 
@@ -552,7 +552,7 @@ def apply_plan(model: torch.nn.Module, plan: TensorPlan, grid: RankGrid) -> bool
 
 
 def check_plan(plan: Any) -> None:
-    """Check what a user gives as a plan.
+    """Check a tensor-parallel plan given by a user.
 
     Raises:
         TypeError: It is no plan.
@@ -571,7 +571,7 @@ def check_plan(plan: Any) -> None:
 
 
 def check_tensor_options(tensor_size: int, data_parallel: DataParallel) -> None:
-    """Check that gradients are summed in a way that divided models have.
+    """Check the method of summing gradients for tensor-parallel models.
 
     Raises:
         ValueError: They are not.

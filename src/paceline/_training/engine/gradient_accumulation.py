@@ -27,7 +27,7 @@ def share_out_window(
     is_sharded: Sequence[bool],
     frequency: int,
 ) -> State:
-    """Return what a rank goes on with within an accumulated step that other ranks began.
+    """Return a rank's share of an accumulated step begun by another group of ranks.
 
     The chief takes over what all of them have accumulated; the others begin with nothing. Of
     parameters that are sharded now, each rank takes its piece.
@@ -41,7 +41,7 @@ def share_out_window(
     """
     window, own = states[0]["window"], states[rank] if len(states) == world_size else None
     is_fed = window["num_all"] > 0
-    # What sharded gradients, which are means, have been divided by; and what others will be.
+    # Divisors: of the stored sharded gradients, already means, and of the other gradients now.
     stored_divisor = window["num_all"] if is_fed else len(states) * frequency
     divisor = window["num_all"] if is_fed else world_size * frequency
     gradients: list[Any] = [None] * len(is_sharded)
@@ -68,12 +68,12 @@ def share_out_window(
 
 
 def has_stored_tensors(state: State) -> bool:
-    """Tell whether a rank's state has gradients of parameters that were sharded."""
+    """Return whether a rank's state has gradients of formerly sharded parameters."""
     return any(isinstance(gradient, StoredTensor) for gradient in state["gradients"])
 
 
 def _total_of_window(states: Sequence[State], index: int, *, is_fed: bool) -> torch.Tensor | None:
-    """Return the sum of one parameter's gradients over all ranks, weighted by their samples."""
+    """Return a parameter's gradient summed over all ranks, weighted by their samples."""
     parts = []
     for state in states:
         gradient, carried = state["gradients"][index], state["window"]["carried"][index]
@@ -85,7 +85,7 @@ def _total_of_window(states: Sequence[State], index: int, *, is_fed: bool) -> to
 
 
 class AccumulatedWindow:
-    """The batches of one accumulated step so far.
+    """Batches of an accumulated step so far, with gradients set aside for weighting.
 
     Gradients of batches with equally many samples add up by themselves; the sums of those with
     other numbers are carried beside them.
@@ -110,7 +110,7 @@ class AccumulatedWindow:
                 parameter.grad = None
 
     def give_back(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Add what was taken aside to the gradients, which are averaged already."""
+        """Add the gradients set aside to the already averaged gradients."""
         for parameter in parameters if self._carried else ():
             carried = self._carried.pop(parameter, None)
             if carried is not None:
@@ -162,13 +162,13 @@ class Accumulation:
     num_steps: int = 0
 
     def is_window_end(self, batches: int) -> bool:
-        """Tell whether the window ends with the batch that follows `batches` trained ones."""
+        """Return whether the next batch, after `batches` trained batches, ends a window."""
         return (batches + 1) % self.frequency == 0
 
     def num_window_records(
         self, position: Position, order_of: Callable[[int], EpochOrder | None]
     ) -> int:
-        """Return the samples over which the gradient of the present window is a mean.
+        """Return the number of samples averaged by the current window's gradient.
 
         Args:
             position: Where the batch lies that is trained next.
@@ -206,7 +206,7 @@ _Mark = tuple[int, float]
 
 
 class ChangedGradients:
-    """A look at gradients after backward passes, and another one when an optimizer is to step.
+    """Detector of gradients changed between a backward pass and the optimizer's step.
 
     Attributes:
         is_scaled: Whether losses are scaled, so that gradients are too until the step.
@@ -255,10 +255,10 @@ def _is_chief() -> bool:
 
 
 def _gradient_marks(parameters: Iterable[torch.nn.Parameter]) -> dict[int, _Mark]:
-    """Return what tells a changed gradient from the same one, for each parameter with one."""
+    """Return a mark per parameter with a gradient; a changed gradient has another mark."""
     gradients = {id(p): p.grad for p in parameters if p.grad is not None}
     marks: dict[int, _Mark] = {key: (id(g), g._version) for key, g in gradients.items()}
-    # What torch does to a sharded tensor in place does not always change its version.
+    # Norms for sharded tensors: torch may change them in place without a new version.
     pieces = {key: local_part(g) for key, g in gradients.items() if is_sharded(g)}
     if pieces:
         norms = torch.stack(torch._foreach_norm([*pieces.values()])).nan_to_num_(-1.0).tolist()
@@ -273,7 +273,7 @@ def with_mean_loss(
     kwargs: dict[str, Any],
     mean_loss: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an optimizer's step, with a closure that returns the mean loss.
+    """Return a step's arguments with the closure, if any, wrapped to return the mean loss.
 
     An optimizer with a closure decides by the loss how often to call it, and all ranks must call it
     equally often.
@@ -304,7 +304,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients so that their norm is `max_norm` at most, in place.
+    """Scale gradients in place to a norm of at most `max_norm`.
 
     It does what torch's function of this name does, which refuses tensors that are divided over
     different ranks, and divided ones together with others. All ranks call it.
@@ -330,7 +330,7 @@ def clip_grad_norm_(
             mesh = gradient.device_mesh if is_sharded(gradient) else None
             by_mesh.setdefault(mesh, []).append(parameter)
     norms = [_norm(members, norm_type) for members in by_mesh.values()]
-    # One alone is torch's, to the last bit.
+    # Single norm: equal to torch's result to the last bit.
     total = norms[0] if len(norms) == 1 else torch.zeros(())
     if len(norms) > 1:
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -345,7 +345,7 @@ def clip_grad_norm_(
 
 
 def _norm(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of the gradients of parameters that the same ranks divide."""
+    """Return the gradient norm of parameters divided over the same ranks."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
     whole: torch.Tensor = norm.full_tensor() if is_sharded(norm) else norm
@@ -353,7 +353,7 @@ def _norm(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def clipping(norm: float | None, value: float | None) -> Callable[[Any], Any]:
-    """Return what clips the gradients of a step.
+    """Return a function clipping the gradients of a step by norm and by value.
 
     Args:
         norm: The largest norm of all of them; None for any.

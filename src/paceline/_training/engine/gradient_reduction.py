@@ -1,4 +1,4 @@
-"""Sums of gradients over the ranks: flat buffer, overlapped, Horovod, with a signal along."""
+"""Signal between the ranks, sent along with the gradients."""
 
 import time
 from collections import deque
@@ -18,7 +18,7 @@ from paceline.core._launcher_place import launched_place
 
 
 class DataParallel(str, Enum):
-    """Method that sums gradients over the ranks.
+    """Method of summing gradients over the ranks.
 
     FLAT sums them in one buffer after the backward pass, in an order that never changes.
     OVERLAPPED sums them in buckets during the backward pass, which suits GPUs. FSDP divides the
@@ -121,7 +121,7 @@ class FlatReduction:
 
 
 class _FlatBuffer:
-    """The gradients of one device and dtype."""
+    """Flat buffer for the gradients of the same device and dtype."""
 
     def __init__(
         self,
@@ -161,6 +161,7 @@ class _FlatBuffer:
             views = [view for view, has in zip(views, present, strict=True) if has]
         if gradients:
             torch._foreach_copy_(views, [gradient.detach() for gradient in gradients])
+        # Flags sent to the device only after a change: most steps have the same.
         if present != self._present:
             self._present = present
             self._own_flags.copy_(torch.tensor(present, dtype=self._flat.dtype))
@@ -180,7 +181,7 @@ class _FlatBuffer:
         return self._signal
 
     def _give_missing(self, present: Sequence[bool]) -> None:
-        """Give a gradient to the parameters for which only other ranks have one."""
+        """Create gradients of parameters with a gradient on other ranks only."""
         # Complex numbers know no order.
         anywhere = (self._flags != 0).tolist()
         for index, parameter in enumerate(self._parameters):
@@ -189,7 +190,7 @@ class _FlatBuffer:
 
 
 class OverlappedAllReduce(DistributedDataParallel):
-    """A model whose gradients are summed, not averaged, in buckets during the backward pass.
+    """Model wrapper summing (not averaging) gradients in buckets during the backward pass.
 
     The sum is the mean over all samples if losses are weighted, or else by `weight`. Buffers stay
     each rank's own. Attributes of the wrapped model are those of this one.
@@ -214,8 +215,8 @@ class OverlappedAllReduce(DistributedDataParallel):
             model,
             device_ids=[device] if device.type == "cuda" else None,
             broadcast_buffers=False,
-            # Else the buckets are laid out anew after the first step: the additions of a resumed
-            # run would have another order than those of a straight one.
+            # Fixed bucket layout: otherwise torch rebuilds buckets after the first step, and a
+            # resumed run would add in another order than an uninterrupted run.
             find_unused_parameters=True,
         )
         self.summed = tuple(p for p in model.parameters() if p.requires_grad)
@@ -231,7 +232,7 @@ class OverlappedAllReduce(DistributedDataParallel):
 
 
 def plain_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model that the user made."""
+    """Return the user's own model, without the wrapper."""
     return model.module if isinstance(model, OverlappedAllReduce) else model
 
 
@@ -266,7 +267,7 @@ def import_horovod() -> Any:
 
 
 def join_horovod(distributed: DistributedContext | None) -> DistributedContext:
-    """Initialize Horovod and return this process's place, which is Horovod's.
+    """Initialize Horovod and return this process's place, equal to Horovod's.
 
     Args:
         distributed: The place, if it is known.
@@ -284,7 +285,7 @@ def join_horovod(distributed: DistributedContext | None) -> DistributedContext:
 
 
 def join_horovod_as(rank: int, size: int) -> None:
-    """Initialize Horovod in a process whose place is known.
+    """Initialize Horovod in a process with a known place.
 
     Raises:
         ImportError: Horovod is not installed.
@@ -321,7 +322,7 @@ class HorovodSum:
             )
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor; all ranks call it in the same order.
+        """Sum a tensor over all ranks in place; all ranks call in the same order.
 
         Raises:
             DistributedPeerError: Another rank has gone.
@@ -341,7 +342,7 @@ class HorovodSum:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Known:
-    """The reductions of an optimizer, and what they were made for."""
+    """Reductions of an optimizer, with the facts showing whether they are still valid."""
 
     num_parameters: int
     summed: Sequence[torch.nn.Parameter]
@@ -427,7 +428,7 @@ _MIN_STEPS_PER_PERIOD = 8
 
 
 class _Sum(NamedTuple):
-    """A sum that is to be read at a step; `begun_at` is the step at which it travelled alone."""
+    """Sum due at a later step; `begun_at` is the start step of a sum sent on its own."""
 
     read_at: int
     total: torch.Tensor
@@ -461,16 +462,16 @@ class TravellingSignal:
         self._clock = _StepClock()
 
     def tell(self, value: float) -> None:
-        """Set what this rank says with the next reduction, whenever that is."""
+        """Set this rank's value for the next reduction."""
         self._told = value
 
     def take(self) -> float:
-        """Return what this rank says, once."""
+        """Return this rank's value and reset the value to 0."""
         told, self._told = self._told, 0.0
         return told
 
     def travel_alone(self, device: torch.device, *, is_awaited: bool = False) -> None:
-        """Sum what all ranks say, if it is time, without gradients.
+        """Sum the values of all ranks without gradients, if due.
 
         All ranks call it at the same steps. With each sum the chief tells after how many steps the
         next one begins, so that all begin it at the same one.
@@ -505,7 +506,7 @@ class TravellingSignal:
         self._pass_step()
 
     def hear(self) -> float:
-        """Return what all ranks told since the last call, the same on every rank."""
+        """Return the sum of all ranks since the last call, equal on every rank."""
         heard, self._heard = self._heard, 0.0
         return heard
 
@@ -535,7 +536,7 @@ class TravellingSignal:
                 self._take_in(total, begun_at)
 
     def _take_in(self, words: torch.Tensor, begun_at: int) -> None:
-        """Hear a sum that travelled alone, and until when the next one waits."""
+        """Add a sum sent without gradients, and note the start step of the next."""
         told, period = words.tolist()
         self._heard += told
         self._next_alone = begun_at + int(period)

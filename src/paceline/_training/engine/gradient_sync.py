@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class GradientGroup:
-    """Parameters whose gradients are summed together."""
+    """Group of parameters with jointly summed gradients."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class GradientGroup:
         self._reductions: dict[tuple[bool, ...], FlatReduction] = {}
 
     def reduction(self) -> FlatReduction:
-        """Return what sums the gradients of those parameters that are trained now."""
+        """Return the reduction for the currently trained parameters of the group."""
         # Layers may be frozen and thawed while training goes on.
         key = tuple(parameter.requires_grad for parameter in self.parameters)
         if key not in self._reductions:
@@ -73,7 +73,7 @@ class GradientGroup:
 
 
 def call_after_gradient(parameter: torch.nn.Parameter, function: Any) -> Any:
-    """Have a function called after each gradient of a parameter, frozen as it may be now.
+    """Register a function after each gradient of a parameter, even if currently frozen.
 
     Returns:
         The hook, to be removed; None if the parameter can have no gradient.
@@ -81,6 +81,7 @@ def call_after_gradient(parameter: torch.nn.Parameter, function: Any) -> Any:
     is_trained = parameter.requires_grad
     if not is_trained and not parameter.is_floating_point():
         return None
+    # Trained for a moment: torch refuses gradient hooks on frozen parameters.
     parameter.requires_grad_(True)
     hook: Any = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(is_trained)
@@ -96,7 +97,7 @@ def scale_sharded(groups: Iterable[GradientGroup], factor: float) -> None:
 
 
 class GradientSync:
-    """The prepared models of a rank, and what their gradients count at the moment.
+    """Prepared models and optimizers of a rank, with the current weight of their gradients.
 
     Args:
         world_size: The number of ranks.
@@ -200,7 +201,7 @@ class GradientSync:
             self._gathered.enter_context(unsharded(self.models))
 
     def release_models(self) -> None:
-        """Divide the models again that `gather_models` has made whole."""
+        """Shard the models again after `gather_models`."""
         if self._gathered:
             self._gathered.close()
             self._gathered = None
@@ -238,7 +239,7 @@ class GradientSync:
     def watch(
         self, parameters: Iterable[torch.nn.Parameter], *, is_overlapped: bool = False
     ) -> None:
-        """Have the gradients of those parameters summed that are not yet.
+        """Add parameters to the sums of gradients, unless already included.
 
         Args:
             parameters: The parameters.
@@ -258,7 +259,7 @@ class GradientSync:
                 self._hook(group)
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch an optimizer's parameters, and give it the loss of all ranks where it asks.
+        """Watch an optimizer's parameters, and make its closure return the loss of all ranks.
 
         Raises:
             ValueError: It was made before its model was sharded, or cannot step pieces.
@@ -308,7 +309,7 @@ class GradientSync:
             window.clear()
             self.has_open_gradients = False
         elif window.num_own != num_own:
-            # What counts otherwise must not be added to the gradients of this batch.
+            # Gradients of another sample count: set aside, as they need another weight.
             window.carry(self._parameters(sharded=False))
         if window.num_batches and self.has_sharded:
             # Theirs are the mean of the window so far.
@@ -322,7 +323,7 @@ class GradientSync:
             group.is_complete = False
 
     def end_data(self) -> None:
-        """Tell that the next gradients come from no loader."""
+        """Note the end of loader data: the next gradients come from no loader."""
         self.release_models()
         self._is_fed = False
         self._weight = 1 / (self._world_size * self.frequency)
@@ -333,7 +334,7 @@ class GradientSync:
     # ---- accumulated steps in checkpoints ------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        """Return the gradients within an accumulated step, or None outside of one."""
+        """Return the gradients of an unfinished accumulated step; None outside of a step."""
         if not self.has_open_gradients or self.is_boundary:
             return None
         parameters = self._parameters()
@@ -341,7 +342,7 @@ class GradientSync:
         return {"gradients": gradients, "window": self._window.state(parameters)}
 
     def shared_out(self, states: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
-        """Return what a rank loads of an accumulated step that a group of ranks had begun.
+        """Return a rank's share of an accumulated step begun by another group of ranks.
 
         Args:
             states: What `state` returned on each rank.
@@ -353,7 +354,7 @@ class GradientSync:
         )
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Put back what `state` returned."""
+        """Restore a state returned by `state`; None changes nothing."""
         if state is None:
             return
         parameters = self._parameters()
@@ -387,6 +388,7 @@ class GradientSync:
         if not self._is_queued:
             self._is_queued = True
             engine: Any = torch.autograd.Variable._execution_engine
+            # Autograd's own callback: runs once, at the end of the whole backward pass.
             engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
@@ -439,7 +441,7 @@ class GradientSync:
     def share_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of an optimizer's step, with a closure that returns the mean loss.
+        """Return a step's arguments with the closure, if any, wrapped to return the mean loss.
 
         Args:
             args: The positional arguments, the optimizer first.

@@ -24,7 +24,7 @@ _REFERENCE = object()
 
 
 class Reducer(Enum):
-    """Method that combines a validation metric over batches and ranks.
+    """Method of combining a validation metric over batches and ranks.
 
     AVG weights by samples; the others take the batches' values as they are.
     """
@@ -36,7 +36,7 @@ class Reducer(Enum):
 
 
 class MetricReducer(ABC):
-    """A metric that cannot be averaged; feed it in `train_batch` or `evaluate_batch`.
+    """Base class of metrics without a simple mean; feed in `train_batch` or `evaluate_batch`.
 
     What it has collected for training is part of checkpoints and survives a validation. Wrapped
     models and optimizers that it refers to are neither copied nor stored.
@@ -44,22 +44,22 @@ class MetricReducer(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget what was collected."""
+        """Clear the collected values."""
 
     @abstractmethod
     def per_slot_reduce(self) -> Any:
-        """Return this rank's share, which must be picklable."""
+        """Return this rank's share, a picklable value."""
 
     @abstractmethod
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
         """Return the metric from all ranks' shares, in rank order; runs on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was collected, for a checkpoint: all attributes, unless overridden."""
+        """Return the collected values for a checkpoint: all attributes, unless overridden."""
         return dict(vars(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
+        """Restore a state returned by `state_dict`."""
         vars(self).update(state_dict)
 
 
@@ -78,7 +78,7 @@ class _FunctionReducer(MetricReducer):
         self._values: list[tuple[int, Any]] = []
 
     def update(self, value: Any) -> None:
-        """Collect one value."""
+        """Collect a value."""
         self._values.append((self._holder.batch, value))
 
     def reset(self) -> None:
@@ -108,7 +108,7 @@ class _FunctionReducer(MetricReducer):
 
 
 class ReducerSet:
-    """The reducers of one training.
+    """Set of the reducers of a training.
 
     Args:
         stepper: What knows the models and optimizers.
@@ -131,7 +131,7 @@ class ReducerSet:
         for_training: bool,
         for_validation: bool,
     ) -> MetricReducer:
-        """Register a reducer and return what is to be fed."""
+        """Register a reducer and return the object to feed with values."""
         wrapped = reducer if isinstance(reducer, MetricReducer) else _FunctionReducer(reducer, self)
         if any(wrapped is entry[0] for entry in self._entries):
             raise ValueError("A reducer must be wrapped once only, but this one was before.")
@@ -139,12 +139,12 @@ class ReducerSet:
         return wrapped
 
     def reset(self) -> None:
-        """Forget what all reducers collected."""
+        """Clear the collected values of all reducers."""
         for reducer, *_ in self._entries:
             reducer.reset()
 
     def reduce(self, distributed: DistributedContext, *, for_training: bool) -> dict[str, Any]:
-        """Return the metrics of all reducers of one kind; every rank must call it."""
+        """Return the metrics of the training or validation reducers; every rank must call."""
         if not self._chosen(for_training=for_training):
             return {}
         shares: Sequence[Any] = distributed.allgather(self.shares(for_training=for_training))
@@ -153,11 +153,11 @@ class ReducerSet:
         return self.combined(shares, for_training=for_training)
 
     def shares(self, *, for_training: bool) -> list[Any]:
-        """Return this rank's share of each reducer of one kind."""
+        """Return this rank's share of each training or validation reducer."""
         return [entry[0].per_slot_reduce() for entry in self._chosen(for_training=for_training)]
 
     def combined(self, shares: Sequence[Sequence[Any]], *, for_training: bool) -> dict[str, Any]:
-        """Return the metrics of all reducers of one kind from what `shares` has returned."""
+        """Return the training or validation metrics from the shares of all ranks."""
         metrics: dict[str, Any] = {}
         for index, (reducer, name, *_) in enumerate(self._chosen(for_training=for_training)):
             value = reducer.cross_slot_reduce([share[index] for share in shares])
@@ -168,12 +168,12 @@ class ReducerSet:
         return [entry for entry in self._entries if entry[2 if for_training else 3]]
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what all reducers have collected, as it is now."""
+        """Return copies of all reducers' collected values."""
         known = {id(reference): reference for reference in self._references()}
         return [_copied_metric(entry[0], known) for entry in self._entries]
 
     def load_state(self, states: Sequence[dict[str, Any] | None]) -> None:
-        """Take up what `state` or `storable_state` returned for the same reducers."""
+        """Restore states of the same reducers, from `state` or `storable_state`."""
         if len(states) != len(self._entries):
             self._warn(
                 f"The state of {len(states)} reducers does not fit {len(self._entries)}: they begin"
@@ -185,7 +185,7 @@ class ReducerSet:
                 reducer.load_state_dict(state)
 
     def storable_state(self) -> list[dict[str, Any] | None]:
-        """Return what `state` does, with None for what a checkpoint cannot hold."""
+        """Return states like `state`, with None for values unfit for a checkpoint."""
         known = {id(reference): _REFERENCE for reference in self._references()}
         copies = [_copied_metric(entry[0], known) for entry in self._entries]
         collected = [
@@ -203,12 +203,12 @@ class ReducerSet:
         return states
 
     def _warn(self, text: str) -> None:
-        """Warn of what all ranks find alike."""
+        """Log a warning on the first rank only, as all ranks find the same."""
         if self._stepper is None or self._stepper.grid.rank == 0:
             logger.warning("%s", text)
 
     def _references(self) -> list[Any]:
-        """Return what reducers refer to and do not collect: models with their parts, optimizers."""
+        """Return objects referenced by reducers but not collected: models, parts, optimizers."""
         if self._stepper is None or not self._entries:
             return []
         references: list[Any] = [*self._stepper.optimizers]
@@ -218,7 +218,7 @@ class ReducerSet:
 
 
 class _DetachedCopies(TorchFunctionMode):
-    """Have tensors that carry a graph copied without it; torch refuses to copy them otherwise."""
+    """Mode copying tensors without their autograd graph; torch refuses to copy them otherwise."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -241,7 +241,7 @@ def _copied_metric(reducer: MetricReducer, known: dict[int, Any]) -> dict[str, A
             with _DetachedCopies():
                 copies[name] = copy.deepcopy(value, known.copy())
         except TypeError:
-            # Such as a context or a lock, which is not what was collected.
+            # Object unfit for copying, for example a context or a lock: no collected value.
             copies[name] = value
     return copies
 
@@ -293,7 +293,7 @@ class ExplainedVariance(MetricReducer):
         self._sums[name] = batch if held is None else _merged_variance(held, batch)
 
     def reset(self) -> None:
-        """Forget what was collected."""
+        """Clear the collected values."""
         self._sums = {}
 
     def per_slot_reduce(self) -> Any:
@@ -321,7 +321,7 @@ class ExplainedVariance(MetricReducer):
         return {"sums": self.per_slot_reduce()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
+        """Restore a state returned by `state_dict`."""
         self._sums = {name: list(parts) for name, parts in state_dict["sums"].items()}
 
 

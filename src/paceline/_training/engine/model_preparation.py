@@ -1,4 +1,4 @@
-"""Preparation of a model before training: options, meta device, frozen bases."""
+"""Preparation of a model before training, and the order of its steps."""
 
 import functools
 import logging
@@ -50,7 +50,7 @@ def is_on_meta(model: torch.nn.Module) -> bool:
 def materialize(
     model: torch.nn.Module, device: torch.device, init_weights: InitWeights, *, has_ranks: bool
 ) -> None:
-    """Give a model on the meta device its weights, one module at a time.
+    """Fill a model from the meta device with weights, module by module.
 
     Each module is whole on each rank while it is initialised, and only its pieces are kept. The
     weights are those that the chief draws, so they do not depend on the number of ranks.
@@ -86,7 +86,7 @@ def materialize(
 def _initialize(
     module: torch.nn.Module, device: torch.device, init_weights: InitWeights, *, has_ranks: bool
 ) -> list[str]:
-    """Initialise the tensors of a module without those of inner ones; return what got no values."""
+    """Initialize a module's own tensors; return the names of tensors left without values."""
     sharded = {name: value for name, value in module._parameters.items() if is_sharded(value)}
     for name, parameter in sharded.items():
         assert parameter is not None
@@ -127,7 +127,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _mark(tensor: torch.Tensor) -> None:
-    """Fill a tensor with what no initialisation leaves everywhere."""
+    """Fill a tensor with a value never left everywhere by an initialization."""
     tensor.fill_(_marker(tensor.dtype))
 
 
@@ -146,7 +146,7 @@ def _marker(dtype: torch.dtype) -> Any:
 
 
 class FrozenBase:
-    """The frozen parameters of a model as it was built, told by digests of their contents.
+    """Frozen parameters of a model as built, known by digests of their contents.
 
     The digests are those of whole parameters, so that they do not depend on how the model is
     sharded.
@@ -159,15 +159,15 @@ class FrozenBase:
     def __init__(self, model: torch.nn.Module, name: str | None) -> None:
         self._name = name
         self._digests = {name: _digest(value) for name, value in _frozen(model).items()}
-        # What each rank compares at a checkpoint: no parameter is gathered then.
+        # Digests compared by each rank at a checkpoint: no parameter is gathered for them.
         self._pieces = self._digests
 
     def note_sharded(self, model: torch.nn.Module) -> None:
-        """Note that the model was sharded since this was made."""
+        """Recompute the digests for this rank's pieces, after the model was sharded."""
         self._pieces = {name: _digest_of_piece(value) for name, value in _frozen(model).items()}
 
     def leave_out(self, model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Take the parameters that are frozen and as they were out of a model's state.
+        """Remove frozen, unchanged parameters from a model's state; return facts about them.
 
         All ranks call it if the model is sharded.
 
@@ -187,7 +187,7 @@ class FrozenBase:
 
 
 def frozen_base(model: torch.nn.Module, trainable_only: bool | str) -> FrozenBase | None:
-    """Return what checkpoints of a model leave out, None if they hold all of it.
+    """Return the base to leave out of a model's checkpoints; None to store the whole model.
 
     Args:
         model: The model.
@@ -213,7 +213,7 @@ def frozen_base(model: torch.nn.Module, trainable_only: bool | str) -> FrozenBas
 
 
 def base_problem(model: torch.nn.Module, facts: Mapping[str, Any]) -> str | None:
-    """Return what keeps a model from completing a checkpoint without a base; None if nothing.
+    """Return the difference between a model's base and a checkpoint's; None if they agree.
 
     All ranks call it if the model is sharded: they gather one parameter after the other.
     """
@@ -241,7 +241,7 @@ def _frozen(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def _on_all_ranks(flags: list[bool], device: torch.device) -> list[bool]:
-    """Return which flags are set on all ranks."""
+    """Return, for each flag, whether all ranks have set the flag."""
     common = torch.tensor(flags, dtype=torch.uint8, device=device)
     dist.all_reduce(common, op=dist.ReduceOp.MIN)
     return [bool(flag) for flag in common.tolist()]
@@ -306,7 +306,7 @@ class ModelWrapper:
     def wrap(
         self, model: torch.nn.Module, options: ModelOptions, *, has_autocast: bool
     ) -> FrozenBase | None:
-        """Apply the options to a model, in place; return what checkpoints leave out of it.
+        """Apply the options to a model, in place; return the base left out of its checkpoints.
 
         Args:
             model: The model.
@@ -458,7 +458,7 @@ def _same(value: Any) -> Any:
 
 
 def compile_counts() -> dict[str, float]:
-    """Return how often this process has compiled a function again, such as for other shapes.
+    """Return the number of recompilations in this process, caused e.g. by new shapes.
 
     Returns:
         "num_recompiles", the count so far; nothing if no function was compiled.

@@ -17,7 +17,7 @@ from paceline.core._distributed_context import DistributedContext
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfilingWindow:
-    """The batches that are timed one by one.
+    """Range of batches to time individually.
 
     Attributes:
         enabled: Whether any are.
@@ -52,7 +52,7 @@ class ProfilingWindow:
 
 
 class StepTimer:
-    """Measure the parts of one batch, in seconds; parts may repeat and lie within one another.
+    """Timer of the parts of a batch, in seconds; parts may repeat and be nested.
 
     On a GPU events in its stream mark where a part begins and ends, so that nothing waits for it.
 
@@ -87,7 +87,7 @@ class StepTimer:
             self._times.add(part, perf_counter() - now)
 
     def finish(self) -> "MeasuredTimes":
-        """Return what was measured since the last call; the device may still be at it."""
+        """Return the times since the last call; GPU work may still be running."""
         times, self._times = self._times, MeasuredTimes()
         return times
 
@@ -120,7 +120,7 @@ class MeasuredTimes:
         return all(end.query() for _, _, end in self._events)
 
     def seconds(self) -> dict[str, float]:
-        """Return the parts, after waiting for the device where it has not passed an event."""
+        """Return the seconds of each part, after waiting for pending device events."""
         events, self._events = self._events, []
         for part, begin, end in events:
             end.synchronize()
@@ -152,7 +152,7 @@ class StepThroughput:
         self.data_wait_s = 0.0
 
     def wait_for(self, data: Iterator[Any], default: Any = None) -> Any:
-        """Return the next item of data, and count the wait for it."""
+        """Return the next item of data, and count the waiting time."""
         began = perf_counter()
         item = next(data, default)
         self.data_wait_s += perf_counter() - began
@@ -189,7 +189,7 @@ Report = Callable[[int, dict[str, float]], None]
 
 
 class RankTimes(NamedTuple):
-    """A rank's seconds per batch, and those in which it did not wait for other ranks."""
+    """Seconds per batch of a rank, by part, and those without waits for other ranks."""
 
     parts: dict[str, float]
     own_s: float
@@ -226,12 +226,12 @@ class StepTimeline:
         self._is_compared = False
 
     def begin(self) -> None:
-        """Agree whether to compare; all ranks call it, also where only some of them time."""
+        """Agree whether to compare; all ranks call this, even if only some ranks time."""
         if self._distributed.size > 1:
             self._is_compared = all(self._distributed.allgather(self.window.enabled))
 
     def timer_of(self, batch: int) -> StepTimer | None:
-        """Return what measures a batch, None outside of the window."""
+        """Return the timer for a batch, None outside of the window."""
         if not self.window.covers(batch):
             self._timer = None
         elif self._timer is None:
@@ -239,7 +239,7 @@ class StepTimeline:
         return self._timer
 
     def note_batch(self, num_batches: int, timer: StepTimer) -> None:
-        """Take what was measured of a batch, and report those batches whose times are known."""
+        """Store the times of a batch, and report all batches with complete times."""
         self._pending.append((num_batches, timer.finish()))
         while self._pending and self._pending[0][1].is_known():
             self._report_next()
@@ -250,12 +250,12 @@ class StepTimeline:
         self._report(num_batches, {STALL: seconds})
 
     def flush(self) -> None:
-        """Report the batches that are left, after waiting for the device."""
+        """Report the pending batches, after waiting for the device."""
         while self._pending:
             self._report_next()
 
     def compare(self) -> dict[str, float]:
-        """Return how the ranks differ in the batches since the last call; all ranks call it.
+        """Return how the ranks differ since the last call; collective: all ranks call this.
 
         Returns:
             For each part the mean and the maximum over the ranks of the seconds per batch, the
@@ -281,7 +281,7 @@ class StepTimeline:
 
 
 def divided_step_times(measured: dict[str, float]) -> dict[str, float]:
-    """Return the parts of a batch with the forward pass: what is left of the call of the batch."""
+    """Return a batch's parts; the forward pass is the call's time minus its other parts."""
     whole = measured.get(WHOLE, 0.0)
     within = sum(measured.get(part, 0.0) for part in (BACKWARD, REDUCE, STEP))
     return {
@@ -293,7 +293,7 @@ def divided_step_times(measured: dict[str, float]) -> dict[str, float]:
 
 
 def compare_rank_times(ranks: list[RankTimes]) -> dict[str, float]:
-    """Return what `StepTimeline.compare` does, from the times of each rank."""
+    """Return the result of `StepTimeline.compare`, from the times of each rank."""
     told: dict[str, float] = {}
     for part in PARTS:
         seconds = [times.parts[part] for times in ranks]
@@ -327,11 +327,12 @@ class TraceProfiler:
         self._keep_trace = keep_trace
         self._profiler: Any = None
         self._num_batches = 0
+        # Trial construction: wrong options raise here, not in the middle of training.
         self._make(0)
 
     @contextmanager
     def running(self, num_batches: int) -> Iterator[None]:
-        """Profile within the block, which begins after so many batches."""
+        """Profile within the block; `num_batches` have ended before."""
         self._num_batches = num_batches
         self._profiler = self._make(num_batches)
         self._profiler.start()
@@ -342,7 +343,7 @@ class TraceProfiler:
             profiler.stop()
 
     def step(self, num_batches: int) -> None:
-        """Tell the profiler that a batch has ended."""
+        """Advance the profiler at the end of a batch."""
         self._num_batches = num_batches
         self._profiler.step()
 

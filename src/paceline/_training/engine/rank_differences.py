@@ -1,4 +1,4 @@
-"""Comparison of what must be the same on all ranks: parameters, buffers, optimizers, data sets."""
+"""Check for ranks drifting apart: digests of parameters, buffers, optimizer settings and data."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ Exchange = Callable[[Any], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class RankDigest:
-    """What is compared of a rank.
+    """Digests of a rank for the comparison with other ranks.
 
     Attributes:
         tensors: The name and the digest of each tensor that all ranks have.
@@ -63,12 +63,12 @@ class RankDigest:
     settings: dict[str, str] | None
 
     def summary(self) -> tuple[Any, ...]:
-        """Return little that tells whether two ranks differ."""
+        """Return short hashes, equal on ranks without differences."""
         settings = None if self.settings is None else _hash_of(self.settings)
         return _hash_of(self.tensors), _hash_of([*self.pieces]), _hash_of(self.pieces), settings
 
     def of_present(self, *, is_absent: bool) -> "RankDigest":
-        """Return what ranks compare of which some are absent, and have nothing to compare."""
+        """Return the digest for a comparison with absent ranks, without data to compare."""
         pieces = {} if is_absent else {**self.tensors, **self.pieces}
         return replace(self, tensors={}, pieces=pieces)
 
@@ -98,7 +98,7 @@ class RankCheck:
         is_trained_only: bool = False,
         others: Iterable[tuple[str, torch.Tensor]] = (),
     ) -> RankDigest:
-        """Return what is compared of this rank; all ranks call it equally often.
+        """Return the digest of this rank; all ranks must call this equally often.
 
         Args:
             models: The models.
@@ -131,7 +131,7 @@ class RankCheck:
         )
 
     def compare(self, digest: RankDigest, exchange: Exchange) -> None:
-        """Compare this rank with the others; all ranks call it together.
+        """Compare this rank with the others; collective: all ranks call this together.
 
         Raises:
             RanksDifferError: They differ; the message is the same on all ranks.
@@ -149,7 +149,7 @@ class RankCheck:
         *,
         is_trained_only: bool,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what is compared; of models that nobody trains only at the first time.
+        """Yield the tensors to compare; untrained models only in the first comparison.
 
         A model that follows another one, such as an average, may do so on one rank alone.
         """
@@ -177,7 +177,7 @@ class RankCheck:
 def compare_in_group(
     check: RankCheck, models: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Compare the ranks of the process group, all of which call this together.
+    """Compare the ranks of the process group; collective: all of them call this together.
 
     Raises:
         RanksDifferError: They differ.
@@ -193,7 +193,7 @@ def compare_in_group(
 
 
 def have_the_same(summaries: Sequence[tuple[Any, ...]]) -> bool:
-    """Tell whether no rank differs, by what `RankDigest.summary` returned on each."""
+    """Tell whether all ranks agree, from the results of `RankDigest.summary`."""
     tensors, places, pieces, settings = zip(*summaries, strict=True)
     return (
         len({*tensors}) == 1
@@ -203,7 +203,7 @@ def have_the_same(summaries: Sequence[tuple[Any, ...]]) -> bool:
 
 
 def check_digests(by_rank: Sequence[RankDigest]) -> None:
-    """Check that no rank differs.
+    """Check for differences between the digests of all ranks.
 
     Raises:
         RanksDifferError: One does; the message names the first tensor or setting and the ranks.
@@ -246,7 +246,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _common_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that are the same on all ranks: not statistics, and no caches."""
+    """Yield the buffers equal on all ranks: no running statistics, and no caches."""
     for path, module in model.named_modules():
         if _PER_RANK_MODULES.intersection(kind.__name__ for kind in type(module).__mro__):
             continue
@@ -276,7 +276,7 @@ _NUM_SAMPLES = 16
 def check_same_data(
     distributed: DistributedContext, data: Mapping[str, Any], *, reads: bool = True
 ) -> None:
-    """Require that data sets or loaders have the same samples on all ranks.
+    """Require the same samples on all ranks from data sets or loaders.
 
     Args:
         distributed: Where the ranks meet; all of them call this.

@@ -93,16 +93,16 @@ class TrainUnit:
         return self.count(position) >= self.length
 
     def is_passed(self, position: Position) -> bool:
-        """Tell whether a position lies beyond this length, as far as that can be told."""
+        """Tell whether a position lies beyond this length, if decidable."""
         return self.count(position) > self.length
 
     def next_look(self, position: Position) -> int | None:
-        """Return after how many batches in all it may be due next; None for an epoch's end."""
+        """Return the batch count of the next possible due time; None for an epoch's end."""
         return position.batches + 1
 
 
 class Batch(TrainUnit):
-    """Global batches: one is what all ranks train on together in one step."""
+    """Global batches: all ranks train together on a global batch in a single step."""
 
     def count(self, position: Position) -> int:
         """Return the batches of a position."""
@@ -127,24 +127,24 @@ class Epoch(TrainUnit):
         return (position.epochs, position.batch_in_epoch) > (self.length, 0)
 
     def next_look(self, position: Position) -> int | None:
-        """Return None: it is due at an epoch's end only."""
+        """Return None: only the end of an epoch can be due."""
         return None
 
 
 class Record(TrainUnit):
-    """Samples over all ranks; a period is due with the batch that completes it."""
+    """Samples over all ranks; a period is due with the batch of its last sample."""
 
     def count(self, position: Position) -> int:
         """Return the records of a position."""
         return position.records
 
     def is_passed(self, position: Position) -> bool:
-        """Return False: the batch that completes the length may have gone beyond it."""
+        """Return False: the last batch may overshoot the length."""
         return False
 
 
 def checked_unit(name: str, unit: Any) -> TrainUnit | None:
-    """Return `unit` if it is a train unit or None.
+    """Return `unit` if a train unit or None.
 
     Raises:
         TypeError: It is something else; the message names the argument.
@@ -184,13 +184,13 @@ class StopReason(str, Enum):
 
     @property
     def is_early(self) -> bool:
-        """Whether training is to go on later where it was left."""
+        """Whether training stopped early, to be resumed later."""
         return self in (StopReason.PREEMPTED, StopReason.INTERRUPTED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What happens when; None means never.
+    """Periods and length of a training; None means never.
 
     Attributes:
         saves_continuously: Whether checkpoints follow each other as fast as they are stored.
@@ -214,7 +214,7 @@ class Schedule:
 
 
 class LRScheduler:
-    """A wrapped scheduler and when to step it.
+    """Wrapper of a scheduler with its step frequency.
 
     Args:
         scheduler: A torch scheduler.
@@ -223,7 +223,7 @@ class LRScheduler:
     """
 
     class StepMode(Enum):
-        """What a scheduler's steps count."""
+        """Event counted for the steps of a scheduler."""
 
         STEP_EVERY_EPOCH = 1
         STEP_EVERY_BATCH = 2
@@ -238,12 +238,12 @@ class LRScheduler:
         self.step_mode = step_mode
         self.frequency = frequency
         self.num_seen_steps = 0
-        # What the scheduler has counted, if steps by the user's code are looked for.
+        # Step counter of the scheduler, kept to detect steps by the user's code; None if unwatched.
         self._count: int | None = None
         self._is_alone = self._has_stepped = False
 
     def give_way(self, *, is_alone: bool) -> None:
-        """Leave all steps to the user's code if it takes the first one.
+        """Leave all steps to the user's code if the first step is taken there.
 
         Args:
             is_alone: Whether there is one process; with several, such a step is refused.
@@ -251,12 +251,12 @@ class LRScheduler:
         self._is_alone, self._count = is_alone, self._counted()
 
     def go_on(self, num_steps: int) -> None:
-        """Go on from a checkpoint at which the scheduler's optimizer had so many steps."""
+        """Resume from a checkpoint at the given step count of the scheduler's optimizer."""
         self.num_seen_steps = num_steps
         self._count = None if self._count is None else self._counted()
 
     def check_steps(self) -> None:
-        """Look for steps that the user's code has taken.
+        """Detect scheduler steps taken by the user's code.
 
         Raises:
             RuntimeError: There are some beside those of the trainer, or of one rank of several.
@@ -273,7 +273,7 @@ class LRScheduler:
         self.step_mode = LRScheduler.StepMode.MANUAL_STEP
 
     def after_batch(self, position: Position, num_steps: int) -> None:
-        """Step if one is due after a batch.
+        """Step the scheduler if due after a batch.
 
         Args:
             position: How far training is.
@@ -292,7 +292,7 @@ class LRScheduler:
             self._step()
 
     def after_epoch(self, epoch: int) -> None:
-        """Step if one is due after an epoch, counted from 0."""
+        """Step the scheduler if due after an epoch, counted from 0."""
         is_by_epoch = self.step_mode is LRScheduler.StepMode.STEP_EVERY_EPOCH
         if is_by_epoch and (epoch + 1) % self.frequency == 0:
             self._step()
@@ -311,13 +311,13 @@ class LRScheduler:
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's state without functions, which it builds anew by itself."""
+    """Return a scheduler's state without functions: they are rebuilt by the scheduler itself."""
     state: dict[str, Any] = _without_functions(scheduler.state_dict())
     return state
 
 
 def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
-    """Put back what `scheduler_state` returned; dictionaries keep their types, like `Counter`."""
+    """Restore the state of `scheduler_state`; dictionaries keep their types, e.g. `Counter`."""
     scheduler.load_state_dict(_typed(state, scheduler))
 
 
@@ -358,7 +358,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _typed(value: Any, present: Any) -> Any:
-    """Return a stored value with its dictionaries of the types that are present."""
+    """Return a stored value, its dictionaries converted to the types of the present value."""
     if isinstance(value, list) and isinstance(present, (list, tuple)):
         return [_typed(*pair) for pair in zip(value, chain(present, repeat(None)), strict=False)]
     if not isinstance(value, dict):

@@ -35,13 +35,13 @@ from paceline._training.engine.tensors import all_parameters, is_sharded, parame
 from paceline._training.engine.user_optimizer_steps import WatchedUserCalls
 from paceline.core._distributed_context import DistributedContext
 
-# What the chief announces besides steps of optimizers: that none is left, that the gradients of a
-# backward pass are summed, or a loss.
+# Codes announced by the chief besides indices of optimizers: no more steps, sum of the
+# gradients of a backward pass, sum of a loss.
 NO_MORE, SUM, LOSS = -1, -2, -3
 
 
 class IdleRanks:
-    """Announcements of the chief to the ranks without samples, and the results that they get.
+    """Announcements of the chief to ranks without samples, and the transfer of results to them.
 
     The last ranks have no samples in the last batch of an epoch if that has too few shards.
 
@@ -72,7 +72,7 @@ class IdleRanks:
         self._before: RankDigest | None = None
 
     def begin_batch(self, stepper: "Stepper", *, is_idle: bool, has_others: bool) -> None:
-        """Note that a batch leaves ranks without samples; all ranks call it before that.
+        """Prepare for a batch with idle ranks; all ranks call this before the batch.
 
         Args:
             stepper: The models and optimizers.
@@ -91,7 +91,7 @@ class IdleRanks:
         gives_results: bool = True,
         is_summed: bool = True,
     ) -> None:
-        """Tell them that an optimizer steps.
+        """Tell the idle ranks about an optimizer step.
 
         Args:
             optimizer: One of the optimizers.
@@ -111,15 +111,15 @@ class IdleRanks:
         self._announce(LOSS)
 
     def announce_end(self) -> None:
-        """Tell them that no further optimizer steps."""
+        """Tell the idle ranks about the end of optimizer steps."""
         self._broadcast(NO_MORE)
 
     def hear(self) -> tuple[int, bool]:
-        """Return, on one of them, what comes next, and whether gradients are summed already."""
+        """Return, on an idle rank, the next code, and whether gradients are already summed."""
         return self._broadcast(NO_MORE)
 
     def join_loss(self) -> None:
-        """Sum the losses of a closure, on one of them, with those of the others."""
+        """Take part, on an idle rank, in the sum of a closure's losses."""
         dist.all_reduce(torch.zeros((), device=self._device, dtype=torch.float64))
 
     def _announce(self, what: int) -> None:
@@ -136,7 +136,7 @@ class IdleRanks:
         return told, bool(summed)
 
     def give_results(self, stepper: "Stepper") -> None:
-        """Give the chief's parameters and optimizers to all ranks, which all call it.
+        """Send the chief's parameters and optimizer states to all ranks; collective.
 
         Raises:
             RanksDifferError: Ranks differ in what the chief's would replace.
@@ -164,7 +164,7 @@ class IdleRanks:
 
 
 def _results_of(stepper: "Stepper") -> tuple[Any, ...]:
-    """Return what the optimizer steps of a batch have changed, on the CPU."""
+    """Return all state changed by the optimizer steps of a batch, on the CPU."""
     optimizers, scaler = stepper.optimizers, stepper.scaler
     return (
         [[p.detach().cpu() for p in parameters_of(o)] for o in optimizers],
@@ -220,7 +220,7 @@ class Stepper:
         rank_check: RankCheck | None = None,
     ) -> None:
         check_shard_size(shard_size, data_parallel)
-        # Which ranks share a model, and which ones share the samples.
+        # Grid of the ranks: groups sharing a model, and groups sharing the samples.
         self.grid = RankGrid(distributed, device, tensor_size, shard_size)
         check_tensor_options(self.grid.tensor_size, data_parallel)
         self.device = device
@@ -234,7 +234,7 @@ class Stepper:
         self.is_divided = self.is_sharded or self.grid.tensor_size > 1
         self._wrapper = ModelWrapper(device, self.grid, is_sharded=self.is_sharded)
         self.models: list[torch.nn.Module] = []
-        # For each model what checkpoints leave out of it, or None.
+        # Frozen bases: per model the part left out of checkpoints, or None.
         self.bases: list[FrozenBase | None] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.use_precision(precision)
@@ -244,7 +244,7 @@ class Stepper:
         # Set by the loop for batches whose loss counts in full and after which optimizers step, on
         # one rank, in fp32 and untimed: `backward` and `step` then do no more than torch's.
         self.is_plain = False
-        # What measures the optimizer steps of the present batch, if it is to be timed.
+        # Timer for the optimizer steps of the present batch; None if untimed.
         self.timer: StepTimer | None = None
         self._distributed = distributed
         self._is_alone = distributed.size == 1
@@ -253,7 +253,7 @@ class Stepper:
             device,
             self.all_reduce,
             self.models,
-            # One tensor-parallel group sums nothing; its ranks' words to each other still travel.
+            # Single tensor-parallel group: nothing to sum, but the ranks' signals still travel.
             sums_gradients=self.grid.data_size > 1,
             sums_sharded=not self.is_sharded,
         )
@@ -284,13 +284,13 @@ class Stepper:
         return self.precision.autocast(self.device)
 
     def outside_autocast(self) -> AbstractContextManager[Any]:
-        """Return a context for the backward pass and the step, within that of `autocast`."""
+        """Return a context for backward pass and step, to use inside of `autocast`."""
         return self.precision.outside_autocast(self.device)
 
     def add_model(
         self, model: torch.nn.Module, options: ModelOptions = _DEFAULT_OPTIONS
     ) -> torch.nn.Module:
-        """Move a model to the device and make it the same on all ranks.
+        """Move a model to the device and make its weights the same on all ranks.
 
         Args:
             model: The model.
@@ -337,7 +337,7 @@ class Stepper:
             )
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters of all models, then those that only optimizers have; each once."""
+        """Return the parameters of all models, then others of optimizers; without repeats."""
         return all_parameters(self.models, self.optimizers)
 
     def _optimized(self) -> Iterable[torch.nn.Parameter]:
@@ -365,6 +365,7 @@ class Stepper:
         create_graph: bool = False,
     ) -> None:
         """Add the gradients of a shard's mean loss, weighted by its samples."""
+        # Weight by samples: shards and ranks may have unequal numbers of them.
         weight = self.accumulation.weight
         if weight != 1.0:
             loss = loss * weight
@@ -414,13 +415,13 @@ class Stepper:
         return True
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that the context steps an optimizer."""
+        """Count an optimizer step taken by the context."""
         self._has_stepped = self.calls.is_context_calling = True
         counts, key = self.num_steps_of, id(optimizer)
         counts[key] = counts.get(key, 0) + 1
 
     def step_without_data(self) -> None:
-        """Take the steps that the other ranks take, on a rank without samples."""
+        """Take part in the steps of the other ranks, on a rank without samples."""
         while True:
             index, is_summed = self.idle_ranks.hear()
             if index == NO_MORE:
@@ -440,7 +441,8 @@ class Stepper:
             return
         self._reduce(optimizer)
         if self.idle_ranks.are_given_results:
-            # What clips and scales the gradients is known to the others only.
+            # Step omitted: clipping and manual scaling happen only on ranks with samples,
+            # so the chief sends the results.
             pass
         elif self.is_scaling_automatic:
             # A scaler refuses to step before it has scaled something.
@@ -475,7 +477,7 @@ class Stepper:
         return has_stepped
 
     def sum_over_ranks(self, reduction: FlatReduction) -> None:
-        """Sum gradients; the first time in a batch, what the ranks tell each other goes along."""
+        """Sum gradients; the first sum in a batch carries the ranks' signals."""
         has_told, self._has_told = self._has_told, True
         if reduction.is_empty and self.data_parallel is not DataParallel.HOROVOD:
             if not has_told:
@@ -517,7 +519,7 @@ class Stepper:
                     optimizer.step()
 
     def measured(self, part: str) -> AbstractContextManager[Any]:
-        """Return a context whose time is a part of the present batch, if that is timed."""
+        """Return a context for timing a part of the present batch; a null context if untimed."""
         return nullcontext() if self.timer is None else self.timer.measure(part)
 
     def _reduce(self, optimizer: torch.optim.Optimizer) -> None:
@@ -535,7 +537,7 @@ class Stepper:
 
 
 def _weight_in_backward(stepper: Stepper) -> Callable[[], float]:
-    """Return a function that tells what gradients count: fully if their loss is weighted."""
+    """Return a function for the gradients' weight; 1.0 if the loss is already weighted."""
     stepper_of = weakref.ref(stepper)
 
     def weight() -> float:

@@ -54,7 +54,7 @@ def part_of(tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -
 
 
 def like_piece(local: torch.Tensor, present: Any) -> Any:
-    """Return this rank's piece as a tensor that is divided as the present one is, if that is."""
+    """Return this rank's piece, as a DTensor with the layout of `present` if sharded."""
     if not is_sharded(present):
         return local
     from torch.distributed.tensor import DTensor
@@ -70,7 +70,7 @@ def like_piece(local: torch.Tensor, present: Any) -> Any:
 
 
 def copy_piece(whole: Any, sharded: Any) -> None:
-    """Copy this rank's piece of a whole tensor into a sharded one."""
+    """Copy this rank's piece of a whole tensor into a sharded tensor."""
     sharded.to_local().copy_(part_of(whole, *piece_here(sharded)))
 
 
@@ -80,7 +80,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return what the model's own method yields, without a hash of each parameter.
+    """Return a model's named parameters like torch's method, but without hashing each parameter.
 
     Each hash is a call of Python, which takes half of the time where modules have many parameters.
     Training stands still while the state of a model is captured.
@@ -99,16 +99,16 @@ def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Paramet
 def all_parameters(
     models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
 ) -> list[torch.nn.Parameter]:
-    """Return the parameters of all models, then those that only optimizers have; each once."""
+    """Return the parameters of all models, then others of optimizers; without repeats."""
     found = {id(p): p for model in models for _, p in named_parameters(model)}
     for optimizer in optimizers:
         found.update((id(p), p) for p in parameters_of(optimizer) if id(p) not in found)
     return list(found.values())
 
 
-# So large a state is copied by two threads: one that begins costs less than this takes.
+# Least state size for a second copying thread: starting a thread costs less time than saved.
 _SHARED_BYTES = 2**24
-# What one of them takes at most at once, as the other may have to wait for it.
+# Largest single move: the other thread may have to wait for the end of this one.
 _MOVE_BYTES = 2**22
 
 _is_cpu = operator.attrgetter("is_cpu")
@@ -153,7 +153,7 @@ def _copy_by_torch(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tens
 
 
 def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether all tensors are what their memory holds, from the first byte to the last.
+    """Tell whether all tensors are contiguous in CPU memory, with values as stored.
 
     Training stands still for it, so there is no loop in Python.
     """
@@ -194,7 +194,7 @@ def _move_all(moves: Sequence[Move], *, with_help: bool) -> None:
 
 
 def _move(take: Callable[[], Move]) -> None:
-    """Copy memory as long as there is some to take; other threads run beside it."""
+    """Copy memory while moves are left; ctypes releases the GIL, so other threads run."""
     with suppress(IndexError):
         while True:
             ctypes.memmove(*take())
@@ -206,17 +206,18 @@ def _divided(move: Move) -> Iterator[Move]:
         yield to + done, start + done, min(_MOVE_BYTES, size - done)
 
 
-# Of tensors with more than four blocks, one in so many is looked at, unless all are asked for.
+# Sampling of large tensors: above four blocks, only every 32nd block is digested, unless
+# all are asked for.
 _BLOCK_BYTES, _STRIDE = 1 << 14, 32
 _LARGE_BLOCK_BYTES = 1 << 20
-# So many words have 64-bit copies at a time.
+# Limit of words converted to 64-bit copies at a time, to bound device memory.
 _MAX_WORDS = 1 << 22
 _WORDS = {1: torch.uint8, 2: torch.int16}
 _GOLDEN, _MIXER = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 
 
 class TensorDigests:
-    """Digests of tensors that are added one after the other.
+    """Digests of tensors, added by name.
 
     The same bits have the same digest on devices of one type.
 
@@ -230,7 +231,7 @@ class TensorDigests:
         self._sums: dict[torch.device, BlockSums] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor by a name of its own; what has no memory of its own counts by its type."""
+        """Add a tensor under a unique name; without own memory, only type and layout count."""
         self._digests[name] = f"{tensor.dtype} {tensor.layout}"
         if torch.nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
             return
@@ -250,7 +251,7 @@ class TensorDigests:
             sums.add(name, [words[place] for place in places])
 
     def _places(self, num_words: int, word_bytes: int) -> list[slice]:
-        """Return which blocks of a tensor are looked at."""
+        """Return the slices of a tensor's words to digest."""
         begin, stride, size = 0, 1, _LARGE_BLOCK_BYTES // word_bytes
         if self._turn is not None and num_words * word_bytes > 4 * _BLOCK_BYTES:
             stride, size = _STRIDE, _BLOCK_BYTES // word_bytes
@@ -266,7 +267,7 @@ class TensorDigests:
 
 
 class BlockSums:
-    """Sums of the words of blocks on a device, in which each word counts by its place in the block.
+    """Position-weighted sums of the words of blocks, computed on a device.
 
     The factors are odd, so the change of one word changes the sum for certain.
 
@@ -276,6 +277,7 @@ class BlockSums:
 
     def __init__(self, device: torch.device) -> None:
         places = torch.arange(_LARGE_BLOCK_BYTES, device=device) * _GOLDEN
+        # Odd factors are invertible modulo 2**64: no change of a single word can cancel out.
         self._factors = (places ^ (places >> 29)) * _MIXER | 1
         self._blocks: list[torch.Tensor] = []
         self._num_words = 0

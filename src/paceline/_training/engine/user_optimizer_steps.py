@@ -1,4 +1,4 @@
-"""Backward passes and optimizer steps that a training's own code takes without the context."""
+"""Watch over backward passes and optimizer steps taken by user code without the context."""
 
 import logging
 import sys
@@ -24,7 +24,7 @@ _SCALERS = "torch.amp.grad_scaler"
 
 
 def calling_method() -> str:
-    """Return the name of the innermost function on the stack that is neither torch's nor ours."""
+    """Return the name of the innermost stack function outside of torch and paceline."""
     for frame in _frames():
         if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "paceline"):
             owner = frame.f_locals.get("self")
@@ -39,7 +39,7 @@ def is_called_by_scaler() -> bool:
 
 
 def is_within_step_of(optimizers: Iterable[object]) -> bool:
-    """Tell whether one of some optimizers is stepping, such as by another one within it."""
+    """Tell whether any of the optimizers is stepping, perhaps with another optimizer inside."""
     known = {id(optimizer) for optimizer in optimizers}
     return any(id(frame.f_locals.get("self")) in known for frame in _frames())
 
@@ -76,7 +76,7 @@ class _Source(Enum):
 
 
 class WatchedUserCalls(GradientSync):
-    """Handler of calls that bypass the context, such as `loss.backward()`.
+    """Handler of calls bypassing the context, e.g. `loss.backward()`.
 
     Hooks on the parameters notice backward passes. If the first optimizer step is the context's,
     they are removed, as they would cost time with every step.
@@ -88,7 +88,7 @@ class WatchedUserCalls(GradientSync):
 
     def __init__(self, stepper: "Stepper", world_size: int) -> None:
         super().__init__(world_size, stepper.device, stepper.all_reduce)
-        # With references both ways, models would keep their memory longer than they are used.
+        # Weak proxy: a reference cycle would keep the models' memory alive longer than needed.
         self._stepper: Stepper = weakref.proxy(stepper)
         self.is_context_calling = False
         self.is_in_batch = False
@@ -118,7 +118,7 @@ class WatchedUserCalls(GradientSync):
             self.watch_all()
 
     def enter_batch(self) -> None:
-        """Notice calls as those that train a batch."""
+        """Treat calls from now on as the training of a batch."""
         self.is_in_batch = True
         if self.num_backwards:
             # A backward pass may have failed; and parameters may have been added.
@@ -159,14 +159,14 @@ class WatchedUserCalls(GradientSync):
         optimizer.register_step_pre_hook(_hook_before_step(self, optimizer))
 
     def note_backward(self) -> None:
-        """Note that the context runs a backward pass."""
+        """Record a backward pass run by the context."""
         self._check_within_batch()
         if self._source is _Source.PLAIN and not self._is_stepped:
             self._refuse_mixture()
         self._source, self._is_stepped = _Source.CONTEXT, False
 
     def note_step(self) -> bool:
-        """Note that the context steps an optimizer; tell whether its gradients are summed already.
+        """Record an optimizer step by the context; tell whether gradients are already summed.
 
         Raises:
             RuntimeError: There are gradients that the context knows nothing of, but has to; or a
@@ -183,7 +183,7 @@ class WatchedUserCalls(GradientSync):
         return self._source is _Source.PLAIN and self._world_size > 1
 
     def warn_of_changes(self) -> None:
-        """Warn that gradients were changed between the context's backward pass and its step."""
+        """Warn about gradients changed between the context's backward pass and its step."""
         logger.warning(
             "%s must not change gradients before `context.step_optimizer` has completed them, as"
             " %s. Clipping of a part of them gives other results. Hint:"
@@ -194,7 +194,7 @@ class WatchedUserCalls(GradientSync):
         )
 
     def settle(self) -> None:
-        """Remove the hooks after a batch whose steps were all the context's."""
+        """Remove the hooks once all steps of a batch were taken by the context."""
         if not self._is_settled and self._source is _Source.CONTEXT:
             self._is_settled = not self.num_backwards
             if self._is_settled:
@@ -207,13 +207,13 @@ class WatchedUserCalls(GradientSync):
         self._sum()
 
     def shared_gradients(self) -> list[torch.Tensor | None] | None:
-        """Return what is left of gradients for the ranks without samples; None if nothing is."""
+        """Return the remaining gradients for ranks without samples; None if not needed."""
         if self._source is not _Source.PLAIN:
             return None
         return [None if p.grad is None else p.grad.cpu() for p in self._parameters()]
 
     def take_gradients(self, gradients: list[torch.Tensor | None] | None) -> None:
-        """Take, without samples, the gradients that the chief has at the end of a batch."""
+        """Set, on a rank without samples, the chief's gradients at the end of a batch."""
         if gradients is not None:
             for parameter, gradient in zip(self._parameters(), gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
@@ -238,7 +238,7 @@ class WatchedUserCalls(GradientSync):
             self._refuse_mixture()
         models = self._stepper.models
         if len(models) > 1 and any(isinstance(model, OverlappedAllReduce) for model in models):
-            # One that a batch does not train would wait for gradients that never come.
+            # Untrained overlapped models would wait for gradients that never come.
             raise RuntimeError(
                 f"{calling_method()} must not call `loss.backward()`, as there are several models"
                 f" and their sums overlap with the backward pass. {_INSTEAD} Or use"
@@ -269,7 +269,7 @@ class WatchedUserCalls(GradientSync):
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
-        """Count, share or refuse a step that is not the context's.
+        """Count, share or refuse an optimizer step taken without the context.
 
         Returns:
             The arguments for the step, if others are to take the place of those given.
@@ -346,7 +346,7 @@ class WatchedUserCalls(GradientSync):
     def _before_strange_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
-        """Refuse to let an optimizer that is not wrapped step the models."""
+        """Refuse steps of the models' parameters by an unwrapped optimizer."""
         if not self.is_in_batch or any(optimizer is o for o in self._stepper.optimizers):
             return
         own = {id(parameter) for parameter in self._stepper.parameters()}
@@ -391,7 +391,7 @@ class WatchedUserCalls(GradientSync):
 def _hook_before_step(
     calls: WatchedUserCalls, optimizer: torch.optim.Optimizer
 ) -> Callable[..., Any]:
-    """Return the hook of an optimizer, which does not keep what it tells alive."""
+    """Return the step hook of an optimizer, with only weak references to its target."""
     calls_of = weakref.ref(calls)
     num_steps = sum("step" in vars(each) for each in type(optimizer).mro())
     has_parents_step = num_steps > _NUM_STEPS_OF_AN_OPTIMIZER

@@ -1,4 +1,4 @@
-"""Metrics that stay on the device during the loop and are reduced when they are reported."""
+"""Weighted means of metrics, kept on the device during the loop and reduced for reports."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
@@ -26,7 +26,7 @@ class KeySetError(ValueError):
 
 
 class _WeightedSum:
-    """The weighted sum of one metric.
+    """Weighted sum of a single metric.
 
     Sums of numbers and of tensors on the CPU are numbers; on other devices nothing is waited for.
     """
@@ -42,18 +42,19 @@ class _WeightedSum:
             self.total = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, values: Sequence[Any], weights: Sequence[float]) -> Tensor | None:
-        """Add values times weights; return the values as one tensor if they are on a device."""
+        """Add values times weights; return the values as a tensor if on a device, else None."""
         if self.is_on_host:
             # A fifth of the time of tensors.
             self.total += sum(map(mul, _numbers(values), weights))
             return None
         stacked = self.stack(values)
         factors = torch.tensor(weights, dtype=torch.float64)
+        # Non-blocking transfer: adding a metric must not make the host wait for the device.
         self.total += torch.dot(stacked, factors.to(self.device, non_blocking=True))
         return stacked
 
     def stack(self, values: Sequence[Any]) -> Tensor:
-        """Return values as one tensor of float64, on the device of the sum."""
+        """Return values as a single float64 tensor, on the device of the sum."""
         if self.is_on_host:
             return torch.tensor(_numbers(values), dtype=torch.float64)
         scalars = [torch.as_tensor(_scalar(value), device=self.device) for value in values]
@@ -99,12 +100,12 @@ class WeightedMeans:
         self._max_held = 0
         self._losses: frozenset[str] = frozenset()
         self._weight = 0.0
-        # Of losses: the search for those that are not finite, and what a device knows of them.
+        # Searches for non-finite losses by metric name, and the finiteness flags still on a device.
         self._searches: dict[str, _NonFiniteSearch] = {}
         self._flags: list[tuple[str, list[int], Tensor]] = []
 
     def add(self, metrics: Mapping[str, Any], weight: float, batch: int = 0) -> None:
-        """Add one shard's metrics: numbers or tensors (the mean of each tensor's elements counts).
+        """Add the metrics of a shard: numbers, or tensors (of several elements the mean counts).
 
         Args:
             metrics: The values by name.
@@ -123,8 +124,8 @@ class WeightedMeans:
             if type(value) is not Tensor or not value.is_cpu or value.is_leaf or value._is_view():
                 held.append(_held(value))
             else:
-                # It was computed for this batch, so nobody will change it; the quick way. On a GPU
-                # the next run of a CUDA graph may compute it in the same memory.
+                # Fast path: a fresh result on the CPU never changes later, so no copy is made. On
+                # a GPU the next run of a CUDA graph may reuse the memory.
                 held.append(value.data)
         if len(held) >= self._max_held:
             self._fold()
@@ -150,7 +151,7 @@ class WeightedMeans:
         return {name: values[index] / values[-1] for index, name in enumerate(names)}
 
     def peek(self) -> dict[str, float]:
-        """Return this rank's means so far, of what is on the CPU; nothing is changed by it."""
+        """Return this rank's present means of the metrics on the CPU; nothing is changed."""
         weights, _, values = self._rows()
         weight = self._weight + sum(weights)
         return {
@@ -160,7 +161,7 @@ class WeightedMeans:
         }
 
     def check_finite(self, means: Mapping[str, float] | None = None) -> None:
-        """Look at all losses so far, if that is wanted; every rank must call it alike.
+        """Check all losses so far for NaN and infinity, if enabled; every rank must call this.
 
         Args:
             means: What `reduce` has just returned, if there is something: if all of it is finite,
@@ -191,7 +192,7 @@ class WeightedMeans:
             )
 
     def _first_non_finite(self) -> tuple[int, str] | None:
-        """Return the batch and the name of the first loss of too many in a row, if there is one."""
+        """Return the batch and name of the first loss in too long a non-finite row, or None."""
         for name, batches, are_finite in self._flags:
             self._search_of(name).add(batches, are_finite.tolist())
         self._flags.clear()
@@ -219,7 +220,7 @@ class WeightedMeans:
         }
 
     def load_state(self, state: dict[str, Any], device: torch.device) -> None:
-        """Take up what `state` returned; tensors move to the device of the values to come."""
+        """Restore the sums of `state`; tensors move to the device of the later values."""
         columns: dict[str, _WeightedSum] = {}
         weights, held = state["weights"], []
         for name, total in state["totals"].items():
@@ -270,7 +271,7 @@ class WeightedMeans:
         self._max_held = (_NUM_HELD_ON_CPU if is_on_host else _NUM_HELD) * (2 + len(columns))
 
     def _rows(self) -> tuple[list[float], list[int], dict[str, list[Any]]]:
-        """Return weights, batches and values of what is in no sum yet."""
+        """Return weights, batches and values of the shards not yet in the sums."""
         names = tuple(self._columns or ())
         width, held = 2 + len(names), self._held
         values = {name: held[index::width] for index, name in enumerate(names, 2)}
@@ -296,7 +297,7 @@ class WeightedMeans:
         columns = [present.get(name) for name in names]
         on_device = [c.total for c in columns if c is not None and not c.is_on_host]
         if len({total.device for total in on_device}) == 1:
-            # One transfer for all of them.
+            # Stacked first: a single transfer serves all metrics.
             moved = iter(torch.stack(on_device).tolist())
             return [
                 0.0 if c is None else next(moved) if not c.is_on_host else float(c.total)
@@ -305,7 +306,7 @@ class WeightedMeans:
         return [0.0 if c is None else float(c.total) for c in columns]
 
     def _agree(self, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        """Return the names of all ranks that had a batch; None if none had."""
+        """Return the metric names shared by all ranks with batches; None without any batch."""
         if self._distributed.size == 1:
             return names
         # Every rank must take part even if only one has new names, so all ask each time.
@@ -321,7 +322,7 @@ class WeightedMeans:
 
 
 class _NonFiniteSearch:
-    """Search for losses of batches in a row that are not finite."""
+    """Search for consecutive batches with non-finite losses."""
 
     def __init__(self, max_in_a_row: int) -> None:
         self.found: int | None = None

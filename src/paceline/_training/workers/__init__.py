@@ -1,4 +1,4 @@
-"""Workers: processes that carry out calls, locally, on Ray, in an outer launcher.
+"""Worker processes: local, on Ray, started by an outer launcher, inline, or as user programs.
 
 Also: inline or as programs.
 """

@@ -30,38 +30,38 @@ from paceline._training.workers.watchdog import ProgressMeter
 class FrameKind(IntEnum):
     """Type of a frame."""
 
-    # From the driver.
+    # Frames from the driver to a worker.
     CALL = 1
     STOP = 2
-    # From a worker.
+    # Frames from a worker to the driver.
     READY = 3
     BEAT = 4
     VALUE = 5
     ERROR = 6
-    # To the host of a worker on another node.
+    # Frames from the driver to the host of a worker on another node.
     SIGNAL = 7
     END = 8
-    # From it.
+    # Frames from a host to the driver: an output line, stopped or continued, the exit.
     LINE = 9
     STOPPED = 10
     EXIT = 11
-    # From a worker to its host, which passes the second one on.
+    # Frames from a worker to its host: FORWARD is for the host, ASK is passed on to the driver.
     FORWARD = 12
     ASK = 13
     # The driver's answer to it, the other way.
     ANSWER = 14
-    # From a host: what was appended to a file.
+    # Frame from a host to the driver: data appended to a forwarded file.
     APPEND = 15
-    # To a host, and its answer: that what the worker has printed so far was sent.
+    # Frames to a host and back: DRAINED confirms that all output printed so far was sent.
     DRAIN = 16
     DRAINED = 17
-    # From a program, at its end; see `_program.ProgramOutcome`.
+    # Frame from a program at its end; see `worker_program.ProgramOutcome`.
     OUTCOME = OUTCOME_KIND
     # From a worker: what it tells of its runs, see `channels`.
     EVENT = EVENT_KIND
     # Between the launchers of several nodes.
     NODE = 20
-    # From a worker that does not reach the driver's memory, and the driver's answer: one segment.
+    # Frames for memory out of a worker's reach: WANT asks for a call's segments, DATA is one.
     WANT = 21
     DATA = 22
 
@@ -71,20 +71,20 @@ _SMALL_BYTES = 2**16
 
 
 class ChannelFrame(NamedTuple):
-    """One message; `call` is 0 where it belongs to no call."""
+    """Frame of a channel: kind, call number (0 for none) and body."""
 
     kind: FrameKind
     call: int = 0
     body: bytes | bytearray = b""
 
     def pieces(self) -> list[bytes | bytearray]:
-        """Return what to write, one after the other."""
+        """Return the buffers to write, in order."""
         header = HEADER.pack(self.kind, self.call, len(self.body))
         return [header + self.body] if len(self.body) < _SMALL_BYTES else [header, self.body]
 
 
 class _Assembler:
-    """Put frames together from what is read, without copying their bodies."""
+    """Assembler of frames from received bytes; bodies are not copied."""
 
     def __init__(self, longest_bytes: int | None = None) -> None:
         self._longest_bytes = longest_bytes
@@ -100,7 +100,7 @@ class _Assembler:
         return memoryview(self._buffer)[self._num_filled :]
 
     def filled(self, num_bytes: int) -> ChannelFrame | None:
-        """Note that so many bytes were read; return the frame that they complete."""
+        """Count bytes just read into `room`; return the frame if now complete, else None."""
         self._num_filled += num_bytes
         if self._num_filled < len(self._buffer):
             return None
@@ -119,7 +119,7 @@ class _Assembler:
 
 
 class DriverChannel:
-    """The driver's end; never blocks, and is used by one thread.
+    """Driver's end of a channel: never blocks, and is used by a single thread.
 
     Args:
         end: The socket.
@@ -139,11 +139,11 @@ class DriverChannel:
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether there is something that could not be written yet."""
+        """Whether queued data wait for the socket to accept them."""
         return self.is_open and bool(self._outgoing)
 
     def send(self, frame: ChannelFrame) -> None:
-        """Write a frame, or keep what does not fit for `flush`."""
+        """Write a frame; data the socket does not take yet are queued for `flush`."""
         self._outgoing.extend(map(memoryview, frame.pieces()))
         self.flush()
 
@@ -164,7 +164,7 @@ class DriverChannel:
                 self._outgoing[0] = self._outgoing[0][num_sent:]
 
     def receive(self) -> Iterator[ChannelFrame]:
-        """Yield the frames that are there; `is_open` is false after the worker's end of file."""
+        """Yield the frames received so far; after the worker's end of file `is_open` is false."""
         while self.is_open:
             try:
                 num_read = self._socket.recv_into(self._assembler.room())
@@ -187,7 +187,7 @@ class DriverChannel:
 
 
 class BlockingChannel:
-    """An end that blocks. `send` may be called from any thread.
+    """Blocking end of a channel; `send` may be called from any thread.
 
     Args:
         end: The socket.
@@ -211,7 +211,7 @@ class BlockingChannel:
                 self._socket.sendall(piece)
 
     def receive(self) -> ChannelFrame | None:
-        """Wait for a frame and return it, or None if the other side has gone."""
+        """Wait for the next frame; return None if the other side has gone."""
         while True:
             try:
                 num_read = self._socket.recv_into(self._assembler.room())
@@ -224,8 +224,9 @@ class BlockingChannel:
                 return frame
 
     def close(self) -> None:
-        """Close this end; a thread that waits in `receive` gets None."""
+        """Close this end; a thread waiting in `receive` gets None."""
         with suppress(OSError):
+            # Shutdown wakes a thread that is blocked in `recv`; `close` alone does not.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -235,7 +236,7 @@ class WorkerChannel(BlockingChannel):
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(socket.socket(fileno=descriptor))
-        # What the worker forks must neither write here nor hold the connection open.
+        # Forked children close the socket: they must not write here or keep the connection open.
         os.register_at_fork(after_in_child=self._socket.close)
 
 
@@ -254,12 +255,12 @@ class _Link:
 
 
 def serve_events(send: _Send) -> None:
-    """Let events go the way of a pool's worker, which shows signs of life itself."""
+    """Send events through a pool worker's own channel; the worker sends its heartbeats itself."""
     _Link.send, _Link.is_program, _Link.is_found = send, False, True
 
 
 def begin_signs_of_life() -> None:
-    """Have a thread show that this process lives, for a launcher that looks; once only."""
+    """Start a thread of heartbeats to the launcher, if there is a launcher; once only."""
     _find_channel()
     if _Link.send is None or not _Link.is_program or _Link.is_alive:
         return
@@ -270,7 +271,7 @@ def begin_signs_of_life() -> None:
 
 
 def tell(event: str, path: str, text: str = "") -> None:
-    """Tell what has become of the run in a directory.
+    """Report an event of the run in a directory to the parent process.
 
     Args:
         event: "run", "checkpoint", "completed" or "invalid_hp".
@@ -279,18 +280,19 @@ def tell(event: str, path: str, text: str = "") -> None:
     """
     _find_channel()
     if _Link.send is not None:
-        # What a worker of a pool forks has its channel closed.
+        # Channel may be closed: children forked by a pool's worker do not keep it.
         with suppress(OSError):
             _Link.send(FrameKind.EVENT, json.dumps([event, path, text]).encode())
 
 
 def dump_stacks_on_signal() -> None:
     """Let the parent ask for the stacks of all threads."""
+    # Descriptor 2 instead of `sys.stderr`, which the program may have replaced.
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
 
 
 def _find_channel() -> None:
-    """Find the parent's channel, in the wrapper that runs this program or in the environment."""
+    """Find the parent's channel, in the wrapper of this program or in the environment."""
     if _Link.is_found:
         return
     _Link.is_found = True
@@ -311,7 +313,7 @@ _RESUME_VARIABLE = "PACELINE_RESUME"
 
 
 class BegunRuns:
-    """The runs that the workers have begun, or have gone on with.
+    """Runs begun or resumed by the workers.
 
     Attributes:
         num_checkpoints: How many checkpoints they have committed.
@@ -322,7 +324,7 @@ class BegunRuns:
         self._is_completed: dict[str, bool] = {}
 
     def note(self, event: str, path: str, rank: int) -> None:
-        """Note what a worker has told; see `_reporting.tell`."""
+        """Note an event reported by a worker; see `tell`."""
         if event == "run":
             self._is_completed.setdefault(path, False)
         elif event == "checkpoint":
@@ -341,7 +343,7 @@ class BegunRuns:
         return bool(self._is_completed) and all(self._is_completed.values())
 
     def resume_variables(self) -> Mapping[str, str]:
-        """Return the variables that have the next workers go on from the last checkpoints.
+        """Return the variables to make the next workers resume from the last checkpoints.
 
         A script with one run is told its directory, so that no other job's run of the same name
         can be meant. One with several finds each by its name.
@@ -354,7 +356,7 @@ class BegunRuns:
 
 
 class Forwarding(NamedTuple):
-    """Requests and files that a host forwards.
+    """Order to a host: forward data appended in a worker's directory to the driver.
 
     Attributes:
         root: The directory that is removed when the worker has ended.
@@ -368,7 +370,7 @@ class Forwarding(NamedTuple):
 
 
 class DriverLink:
-    """A worker's requests to its driver, one at a time; may be used from any thread.
+    """Link for a worker's requests to its driver, in turn; may be used from any thread.
 
     Args:
         channel: Leads to the worker's host.
@@ -379,7 +381,7 @@ class DriverLink:
         self._lock = threading.Lock()
 
     def forward(self, root: Path, source: Path, target: Path) -> None:
-        """Have what is appended to files of a directory appended to the driver's, from now on.
+        """Start to forward data appended to a directory's files to the driver's directory.
 
         Whatever was appended before a request has arrived when that is answered.
 
@@ -397,7 +399,7 @@ class DriverLink:
         )
 
     def ask(self, name: str, *args: Any) -> Any:
-        """Call a method of the driver's request handler, and return what it returned.
+        """Call a method of the driver's request handler, and return its value.
 
         Args:
             name: A method of the handler that the pool was given.
@@ -419,7 +421,7 @@ class DriverLink:
 
 
 def answer_of(handler: object, request: bytes | bytearray) -> bytes:
-    """Return the answer of a driver's handler to what a worker has asked."""
+    """Return the pickled answer of a driver's handler to a worker's request."""
     try:
         name, args = pickle.loads(request)  # noqa: S301 - written by this driver's own worker
         return pickle.dumps((getattr(handler, name)(*args), b"", None))
@@ -436,7 +438,7 @@ def open_driver_link(channel: BlockingChannel) -> None:
 
 
 def driver_link() -> DriverLink | None:
-    """Return how this process reaches its driver, or None if that is on the same machine."""
+    """Return this process's link to its driver, or None for a driver on the same machine."""
     return _links[-1] if _links else None
 
 
@@ -453,7 +455,7 @@ class ListenerAddress(NamedTuple):
 
 
 class Listener:
-    """Socket on which a driver accepts connections.
+    """Listening socket of a driver: accepts processes with its key.
 
     Args:
         host: The address of this node on which to listen.
@@ -466,7 +468,7 @@ class Listener:
         self.address = ListenerAddress(host, self._listener.getsockname()[1])
 
     def accept(self, timeout_s: float) -> tuple[str, socket.socket] | None:
-        """Return the next process that connects, and the name that it gives; None after a time.
+        """Return the name and socket of the next process to connect, or None after `timeout_s`.
 
         One that does not know the key is turned away.
         """
@@ -523,6 +525,7 @@ def _admit(end: socket.socket, key: bytes) -> str:
     theirs = _read_from_peer(end, _NONCE_BYTES)
     name = _read_from_peer(end, _read_from_peer(end, 1)[0])
     proof = _read_from_peer(end, _DIGEST_BYTES)
+    # Proof over both nonces: a recorded handshake is of no use for another connection.
     if not hmac.compare_digest(proof, _proof(key, b"worker", ours, theirs, name)):
         raise ValueError("The key must be known.")
     end.sendall(_proof(key, b"driver", theirs, ours))

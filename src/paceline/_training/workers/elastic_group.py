@@ -88,18 +88,18 @@ class ElasticLimits:
 
     @property
     def num_asked_for(self) -> int:
-        """The most, or the least if that is no bound."""
+        """Upper bound of the number of workers, or the lower bound if the upper is infinite."""
         return self.least if self.most == math.inf else int(self.most)
 
 
 class Form(NamedTuple):
-    """That a group is to be formed with so many workers."""
+    """Decision to form a group with a number of workers."""
 
     num_workers: int
 
 
 class Wait(NamedTuple):
-    """That there are too few workers for the moment; times are in seconds.
+    """Decision to wait, as too few workers can run for now; times are in seconds.
 
     Attributes:
         delay_s: When to ask again.
@@ -117,7 +117,7 @@ class Wait(NamedTuple):
 
 
 class GiveUp(NamedTuple):
-    """That there have been too few workers for too long; times are in seconds."""
+    """Decision to give up, as too few workers could run for too long; times are in seconds."""
 
     wanted: int
     available: int
@@ -147,7 +147,7 @@ class ElasticSize:
         self._delay_s = limits.first_delay_s
 
     def decide(self, capacity: int, now: float) -> Form | Wait | GiveUp:
-        """Tell what to do while no workers run.
+        """Return the next step while no workers run: form, wait or give up.
 
         Args:
             capacity: How many workers could run at this moment.
@@ -173,7 +173,7 @@ class ElasticSize:
         return Wait(self._due - now, limits.least, capacity, waited_s, is_new)
 
     def end(self) -> None:
-        """Note that no workers run any more, whatever the reason."""
+        """Note the end of all workers, whatever the reason."""
         self.num_workers = 0
 
     def next_size(self, capacity: int, num_leaving: int = 0) -> int | None:
@@ -222,7 +222,7 @@ class GrowthAttempts:
         return now >= self._due
 
     def begin(self, now: float) -> None:
-        """Note that more workers are wanted; does nothing during an attempt."""
+        """Note a wish for more workers; does nothing during an attempt."""
         if self._began is None:
             self._began = now
 
@@ -231,12 +231,12 @@ class GrowthAttempts:
         return self._began is not None and now - self._began >= self._longest_delay_s
 
     def succeed(self) -> None:
-        """Note that the group has all workers that it attempted to have."""
+        """Note a success: the group has all workers of the attempt."""
         self._began = None
         self._delay_s = self._first_delay_s
 
     def fail(self, now: float) -> float:
-        """Note that the attempt was in vain, and return the delay until the next one."""
+        """Note a failed attempt, and return the delay until the next, in seconds."""
         self._began = None
         delay_s = self._delay_s
         self._due = now + delay_s
@@ -285,10 +285,10 @@ class ElasticGroup(ABC):
 
     @abstractmethod
     def _make_pool(self) -> WorkerPool:
-        """Return a pool that was not started."""
+        """Return a new pool, not started yet."""
 
     def _set_up(self) -> None:  # noqa: B027 - most groups have nothing to do here
-        """Have the workers, which were just started, do what comes before all calls."""
+        """Prepare the newly started workers, before any call."""
 
     def _capacity(self) -> int:
         """Return how many workers could run at this moment, the living ones included."""
@@ -311,11 +311,11 @@ class ElasticGroup(ABC):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process conducts what the workers do."""
+        """Whether this process controls the workers."""
         return True
 
     def decide(self, choose: Callable[[], T]) -> T:
-        """Return what was chosen, the same in all processes that conduct the workers."""
+        """Return the choice of `choose`, the same in all processes in control of the workers."""
         return choose()
 
     @property
@@ -367,7 +367,7 @@ class ElasticGroup(ABC):
         except PlacementError as error:
             is_fixed = self._limits.least == self._limits.most
             if is_fixed and isinstance(error, PlacementTimeoutError):
-                # It has waited as long as it may.
+                # Placement timeout of a fixed size: the group has waited its full time already.
                 raise NotEnoughWorkersError(
                     f"{error} Hint: {self._hint}", step.num_workers, self._capacity()
                 ) from error
@@ -387,7 +387,7 @@ class ElasticGroup(ABC):
         return 0.0
 
     def prepare_growth(self) -> bool:
-        """Have other workers reserved, where that is needed, so that `next_size` finds them.
+        """Reserve more workers, where needed, so `next_size` can count on them.
 
         It hardly waits, and looks once a second however often it is called.
 
@@ -431,7 +431,7 @@ class ElasticGroup(ABC):
         return self._elastic.next_size(certain, num_leaving)
 
     def _count_leaving(self) -> int:
-        """Return how many of the present workers are on nodes that will be taken away."""
+        """Return the number of present workers on nodes announced to be taken away."""
         leaving = self._pool.leaving_ranks()
         if leaving and leaving != self._told_leaving:
             logger.warning(
@@ -444,10 +444,10 @@ class ElasticGroup(ABC):
         return len(leaving)
 
     def _certain_capacity(self) -> int:
-        """Return how many workers to count on: those that others may take only if there must be."""
+        """Return the capacity to rely on: reserved places, or all places if those are too few."""
         capacity = self._capacity()
         if self._is_misled:
-            # What else can run is reserved later.
+            # Least number only: the free room was misjudged; further workers are reserved later.
             self._is_misled = False
             capacity = min(capacity, self._limits.least)
         if capacity < self._limits.least:
@@ -484,7 +484,7 @@ class ElasticGroup(ABC):
         try:
             self._set_up()
         except KeyboardInterrupt:
-            # What may never be set up must take no calls.
+            # Workers without a complete set-up must take no calls.
             pool.stop(grace_s=0.0)
             raise
         self.num_formed += 1
@@ -518,12 +518,12 @@ class ElasticGroup(ABC):
                 recover(error)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what the workers have printed so far was shown, but not for longer."""
+        """Wait until output printed so far was shown, for at most `timeout_s` seconds."""
         if self._made_pool is not None:
             self._made_pool.drain(timeout_s)
 
     def await_end(self) -> None:
-        """Wait until workers of which one was lost have all ended."""
+        """Wait until all workers have ended, after the loss of any of them."""
         if self._made_pool is not None:
             self._made_pool.await_end()
 

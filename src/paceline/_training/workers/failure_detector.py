@@ -23,7 +23,7 @@ from paceline._training.workers.worker_pools import PendingCall
 
 
 class Assignment(NamedTuple):
-    """A call and how it travels."""
+    """Call assigned to a worker, with its packed form."""
 
     call: PendingCall
     packed: PackedCall
@@ -56,7 +56,7 @@ class PoolWorker:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the worker's error or end only answers the failure of another one."""
+        """Whether the worker's error or exit is only a consequence of another rank's failure."""
         return any(end is not None and end.is_consequence for end in (self.error, self.exit))
 
     @property
@@ -65,31 +65,31 @@ class PoolWorker:
         return self.error is not None or (self.exit is not None and self.exit.is_failure)
 
     def run_program(self, call: PendingCall) -> None:
-        """Note that the worker's program is what a call consists in, which it carries out now."""
+        """Note the worker's own program as its current call."""
         self.current = call
 
     def take_outcome(self, exit_: WorkerExit) -> WorkerExit:
-        """Return how the worker has ended, by what its program has told if it has."""
+        """Return a worker's exit, completed by its program's own report if there is any."""
         if not self.outcome:
             return exit_
         return replace(exit_, finished=True, silence=None, **self.outcome)
 
     def assign(self, assignment: Assignment) -> None:
-        """Let the worker make a call after those that it was assigned before."""
+        """Queue a call for the worker, after its earlier calls."""
         self._queue.append(assignment)
         if self.current is None:
             self._send_next()
 
     def take_value(self, body: bytes | bytearray) -> None:
-        """Note what the current call returned, and go on with the next."""
-        # What it told last was within the call: it may have come to what others wait in since.
+        """Record the value of the current call, and send the next call."""
+        # Progress is reset: the last report may predate a collective operation others wait in.
         self.progress = Progress()
         if self.current is not None:
             self.current.answer(self.rank, body)
             self._send_next()
 
     def send_data(self) -> None:
-        """Send what of the current call the worker does not reach in shared memory."""
+        """Send the current call's segments to a worker without access to the shared memory."""
         if self.current is not None and self._packed is not None:
             for segment in self._packed.segments:
                 # A view, as nothing is copied.
@@ -97,11 +97,11 @@ class PoolWorker:
                 self.channel.send(ChannelFrame(FrameKind.DATA, self.current.number, body))
 
     def take_error(self, error: WorkerError) -> None:
-        """Note what the current call raised; nothing follows it."""
+        """Record the error of the current call; no call follows."""
         self.error = error
 
     def drop_calls(self, error: BaseException) -> None:
-        """End by an error what the worker does and was to do."""
+        """Fail the worker's current and queued calls with an error."""
         for call in [self.current, *(assignment.call for assignment in self._queue)]:
             if call is not None:
                 call.fail(error)
@@ -109,7 +109,7 @@ class PoolWorker:
         self._packed = None
 
     def told(self) -> Told:
-        """Return the error that the worker told, for `told_error`."""
+        """Return the error reported by the worker, for `told_error`."""
         assert self.error is not None
         return Told(
             rank=self.rank,
@@ -119,7 +119,7 @@ class PoolWorker:
         )
 
     def _send_next(self) -> None:
-        # One at a time: what waits can still be called off.
+        # Calls are sent one at a time: queued calls can still be cancelled.
         self.current = self._packed = None
         if self._queue:
             self.current, self._packed = self._queue.popleft()
@@ -127,7 +127,7 @@ class PoolWorker:
 
 
 def fold_worker_errors(first: PoolWorker, others: Sequence[PoolWorker]) -> list[str]:
-    """Return one phrase for each error that other ranks raised after the first one."""
+    """Return a phrase for each error raised by other ranks after the first."""
     by_text: dict[str, list[int]] = {}
     phrases = []
     for worker in others:
@@ -144,7 +144,7 @@ def fold_worker_errors(first: PoolWorker, others: Sequence[PoolWorker]) -> list[
 
 
 def observations_of_workers(call: PendingCall, workers: Sequence[PoolWorker]) -> list[WatchedRank]:
-    """Return what is known of all ranks of a call.
+    """Return the known state of all ranks of a call.
 
     A call of one rank waits for nobody, unless it needs the others: these count as returned then.
     """
@@ -159,11 +159,11 @@ def observations_of_workers(call: PendingCall, workers: Sequence[PoolWorker]) ->
     return observations
 
 
-# What the other ranks get to tell the same error.
+# Time for the other ranks to report the same error, in seconds.
 _SETTLE_S = 0.2
-# What a worker gets to die if its end is what another one's error answers, or answers that: at
-# least, and as long as there is one of which no end is known. Its node may be busy or far, and a
-# rank on a full disk tries for 10 s to store its end.
+# Time to wait for the cause when the first failure only answers another worker's end, in seconds:
+# at least, and at most while a worker may still turn out to be the cause. Its node may be busy or
+# far, and a rank on a full disk tries for 10 s to store its end.
 CAUSE_SETTLE_S, LONGEST_CAUSE_S = 2.0, 15.0
 _CAUSE_LOOK_S = 0.2
 _LONGEST_TICK_S = 1.0
@@ -175,17 +175,17 @@ class PoolSettings(NamedTuple):
     heartbeat_timeout_s: float
     collective_timeout_s: float
     grace_s: float
-    # What survivors get when a worker was lost: in a pool they cannot finish anything then.
+    # Grace of survivors after a lost worker, in seconds: in a pool they cannot finish anything.
     lost_grace_s: float = 1.0
 
     @property
     def tick_s(self) -> float:
-        """How often workers show that they live, and the driver looks."""
+        """Interval between heartbeats, and between looks of the driver, in seconds."""
         return min(_LONGEST_TICK_S, self.heartbeat_timeout_s / 5)
 
 
 class PoolEnd(NamedTuple):
-    """That all calls end by an error, and all workers within a grace in seconds.
+    """Decision to end all calls with an error, and all workers within a grace in seconds.
 
     `wants_stacks` asks for what the workers were at. With `is_success` the calls return None.
     """
@@ -197,11 +197,11 @@ class PoolEnd(NamedTuple):
 
 
 class HyperparametersRefusedError(Exception):
-    """Error of a pool in which a worker refused the hyperparameters."""
+    """Error of a pool after a worker refused the hyperparameters."""
 
 
 class FailureDetector:
-    """Decides when and by which error a pool's workers end; does no I/O and reads no clock.
+    """Detector of failures: chooses time and error of a pool's end, without I/O and clock.
 
     Args:
         workers: The workers, in rank order.
@@ -231,7 +231,7 @@ class FailureDetector:
         self._settle_at: float | None = None
         self._settle_limit = 0.0
         self._asked_at: float | None = None
-        # Who waits for a rank of another node is seen by node 0 alone.
+        # Hang watch with all ranks only: waits for ranks of other nodes are seen by node 0 alone.
         is_whole = self._world_size == len(workers)
         timeouts = settings.heartbeat_timeout_s, settings.collective_timeout_s
         self._hangs = HangWatch(*timeouts) if is_whole else None
@@ -239,11 +239,11 @@ class FailureDetector:
 
     @property
     def due(self) -> float | None:
-        """When to look next at the latest, if that is known."""
+        """Latest time of the next look, or None if unknown."""
         return self._settle_at
 
     def note_error(self, worker: PoolWorker, error: WorkerError, now: float) -> PoolEnd | None:
-        """Note what a worker's call raised."""
+        """Note the error of a worker's call; return an end of the pool, if due."""
         worker.take_error(error)
         if self.refusal is not None:
             return self._refused(now)
@@ -253,7 +253,7 @@ class FailureDetector:
         return None
 
     def note_exit(self, worker: PoolWorker, exit_: WorkerExit, now: float) -> PoolEnd | None:
-        """Note that a worker's process has ended."""
+        """Note the end of a worker's process; return an end of the pool, if due."""
         worker.exit = exit_
         if self.refusal is not None:
             return self._refused(now)
@@ -267,7 +267,7 @@ class FailureDetector:
         return self._lost(self._ended(worker, exit_))
 
     def note_refusal(self, worker: PoolWorker, text: str, now: float) -> None:
-        """Note that a worker has ended the run of all by `InvalidHP`; the first one counts."""
+        """Note a worker's `InvalidHP`, an end of the run for all ranks; the first counts."""
         first = self._first_failed
         if self.refusal is None and (first is None or first.is_consequence):
             self.refusal = HyperparametersRefusedError(
@@ -276,12 +276,12 @@ class FailureDetector:
             self._settle_at = now + CAUSE_SETTLE_S
 
     def note_request(self, now: float) -> None:
-        """Note that the workers were asked to end: those that do nothing from now on are ended."""
+        """Note a request to end: workers idle from now on are ended after the grace."""
         if self._asked_at is None:
             self._asked_at = now
 
     def look(self, now: float, elapsed_s: float) -> PoolEnd | None:
-        """Look at what has become due.
+        """Return an end of the pool if due: by refusal, failure, silence, a hang or idleness.
 
         Args:
             now: The time, in seconds of a monotonic clock.
@@ -311,7 +311,7 @@ class FailureDetector:
         return left_error(worker.rank, self._world_size, left_by, exit_code, traceback)
 
     def _ended(self, worker: PoolWorker, exit_: WorkerExit) -> WorkerFailedError:
-        """Return the error for a process that has ended."""
+        """Return the error for an ended process."""
         count = f", the first of {self._world_size} to fail" if self._world_size > 1 else ""
         what = exit_.describe().replace("rank", "Rank", 1)
         text = f"{what}{count}{OUTPUT_IS}{self._output}."
@@ -342,7 +342,7 @@ class FailureDetector:
         return PoolEnd(self.refusal, grace_s, is_success=True)
 
     def _settled(self, now: float) -> PoolEnd | None:
-        """Judge by the exception of the rank that failed first, once the others had their say."""
+        """Judge by the first failure with a cause of its own, after time for other reports."""
         first = self._first_failed
         if first is None or self._settle_at is None:
             return None
@@ -352,6 +352,7 @@ class FailureDetector:
         if now < self._settle_at and not is_over:
             return None
         failed = [worker for worker in self._workers if worker.has_failed]
+        # Failures with a cause of their own come before consequences, then the first to fail.
         cause = min(failed, key=lambda worker: (worker.is_consequence, worker is not first))
         if cause.is_consequence and now < self._settle_limit and self._is_cause_to_come():
             self._settle_at = min(now + _CAUSE_LOOK_S, self._settle_limit)
@@ -376,7 +377,7 @@ class FailureDetector:
         )
 
     def _left_early(self, cause: PoolWorker) -> PoolEnd | None:
-        """Judge a broken connection by the programs that have ended well before the others."""
+        """Return a mismatch for a broken connection if programs have returned earlier."""
         returned = [
             worker.rank for worker in self._workers if worker.exit and not worker.exit.is_failure
         ]
@@ -397,7 +398,7 @@ class FailureDetector:
             if worker.exit is not None:
                 continue
             if not worker.is_ready and not self._is_stopped(worker.rank):
-                # It still starts, or does not use Paceline.
+                # Workers that are not ready still start, or do not use Paceline.
                 worker.silent_s = 0.0
                 continue
             worker.silent_s += elapsed_s
@@ -412,11 +413,11 @@ class FailureDetector:
         return None
 
     def _idle_after_request(self, now: float) -> PoolEnd | None:
-        """Judge a worker that was asked to end and has done nothing for its time since."""
+        """Return an end of the pool if a worker was idle for its grace after the request."""
         grace_s = self._settings.grace_s
         if self._asked_at is None or now < self._asked_at + grace_s:
             return None
-        # Those that wait for it in a collective operation are idle too.
+        # Ranks in a collective operation get twice the time: they may wait for the idle one.
         least_s = max(1.0, grace_s)
         idle = [
             (bool(p.progress.operation), p.rank)

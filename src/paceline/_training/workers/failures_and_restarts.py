@@ -1,4 +1,4 @@
-"""Failures of workers: exits, the errors that a driver raises, and the restart policy."""
+"""Failures of workers: exits, errors raised by a driver, and the restart policy."""
 
 import logging
 import signal
@@ -16,7 +16,7 @@ class WorkerStartError(RuntimeError):
 
 
 class PlacementError(WorkerStartError):
-    """Raised when resources that seemed to be free could not be had in time."""
+    """Raised when apparently free resources could not be had in time."""
 
 
 class PlacementTimeoutError(PlacementError):
@@ -28,7 +28,7 @@ OUTPUT_IS = "; its output is "
 
 
 class WorkerFailedError(PicklableError, RuntimeError):
-    """Raised when a worker ended without an exception that the driver could raise.
+    """Raised when a worker ended without an exception for the driver to raise.
 
     `rank` is that of the worker which failed first, `exit_code` what it left with if it left by
     itself, also with 0 before its function had returned, and `signal` the number of the signal that
@@ -52,7 +52,7 @@ class WorkerFailedError(PicklableError, RuntimeError):
 
 
 class RanksDifferError(RuntimeError):
-    """Raised when parameters, rates or buffers that all ranks must have alike are not the same."""
+    """Raised when parameters, rates or buffers differ between ranks, but must be the same."""
 
 
 class ResourcesError(ValueError):
@@ -64,7 +64,7 @@ class NodesDifferError(RuntimeError):
 
 
 class TrainingFailedError(PicklableError, RuntimeError):
-    """The base of the errors of a run that are no exceptions of the user's code."""
+    """Base of a run's errors, apart from exceptions of the user's code."""
 
 
 class RunDirectoryError(TrainingFailedError):
@@ -95,7 +95,7 @@ class NotEnoughWorkersError(TrainingFailedError):
 
 
 class RemoteTraceback(Exception):
-    """The cause of an error that a worker raised: its text there, with the rank.
+    """Cause of a worker's error: its traceback text there, with the rank.
 
     `headline` is one phrase such as "Rank 1 raised ValueError: boom, the first of 2 to fail".
     """
@@ -111,7 +111,7 @@ class RemoteTraceback(Exception):
 
 
 def is_told(error: BaseException) -> bool:
-    """Tell whether an error is what a rank's function raised, and not the loss of a worker.
+    """Return whether an error was raised by a rank's function, not by the loss of a worker.
 
     Args:
         error: What a call of a pool has raised, which may be a `WorkerFailedError` in both cases.
@@ -120,7 +120,7 @@ def is_told(error: BaseException) -> bool:
 
 
 class Told(NamedTuple):
-    """Exception that a rank's function raised, as the driver knows it.
+    """Exception raised by a rank's function, as known to the driver.
 
     `error` is None if the exception could not travel. `description` is one phrase such as
     "rank 1 raised ValueError: ...".
@@ -196,7 +196,7 @@ class WorkerExit:
         return self.code != 0
 
     def describe(self) -> str:
-        """Return one phrase such as "rank 1 exited with code 3"."""
+        """Return a phrase, for example "rank 1 exited with code 3"."""
         if self.lost_with is not None:
             return f"rank {self.rank} was lost with {self.lost_with}"
         if self.silence is not None:
@@ -208,7 +208,7 @@ class WorkerExit:
 
 
 def signal_name(signum: int) -> str:
-    """Return the name of a signal, such as "SIGTERM"."""
+    """Return the name of a signal, for example "SIGTERM"."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -217,7 +217,7 @@ def signal_name(signum: int) -> str:
 
 logger = logging.getLogger(__name__)
 
-# From so many losses without a checkpoint in between on, restarts are said to make no progress.
+# Number of losses in a row without a checkpoint that is reported as no progress.
 _NO_PROGRESS = 3
 # Further characters of what ended workers are not recorded.
 _LONGEST_CAUSE = 500
@@ -271,7 +271,7 @@ class RestartPolicy:
     def decide(
         self, error: BaseException, num_commits: int, received: Collection[int] = ()
     ) -> RestartDecision:
-        """Decide what follows a failure.
+        """Return whether a restart follows a failure, and the reason.
 
         Args:
             error: The error of the call that failed.
@@ -307,7 +307,7 @@ class RestartPolicy:
         return RestartDecision(True, text)
 
     def check(self, error: Exception, num_commits: int, start: str | None = None) -> None:
-        """Decide what follows a failure; log a restart, and raise if there is none.
+        """Log the restart after a failure, or raise if no restart follows.
 
         Args:
             error: The error of the call that failed.
@@ -342,14 +342,14 @@ class RestartPolicy:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return what happened as a sentence, such as "Rank 1 raised ValueError: boom."."""
+    """Return a sentence on a failure, for example "Rank 1 raised ValueError: boom."."""
     cause = error.__cause__
     headline = cause.headline if isinstance(cause, RemoteTraceback) else ""
     return f"{headline}." if headline else text_of(error)
 
 
 def restart_cause(error: BaseException) -> str:
-    """Return what happened as a sentence to record, where no output is beside it."""
+    """Return a sentence on a failure for records, without a reference to the output."""
     text, found, _ = describe_failure(error).partition(OUTPUT_IS)
     if found:
         return f"{text}."
@@ -357,7 +357,7 @@ def restart_cause(error: BaseException) -> str:
 
 
 def _exit_code(error: BaseException) -> int | None:
-    """Return what a worker has left with; None for users' exceptions, which may have codes too."""
+    """Return a lost worker's exit code; None for users' exceptions, even those with a code."""
     return error.exit_code if isinstance(error, WorkerFailedError) else None
 
 
@@ -369,9 +369,9 @@ def _is_raised(error: BaseException) -> bool:
 
 
 def _restart_reason(error: BaseException) -> str | None:
-    """Return what tells a program's own failure from others; None for workers that were lost."""
+    """Return a key of the program's own failure, to detect a repeat; None for lost workers."""
     exit_code = _exit_code(error)
     if _is_raised(error):
         return f"{type(error).__name__}: {text_of(error)}"
-    # Which rank is the first of several to fail is a matter of chance.
+    # Rank is left out: chance decides which of several ranks fails first.
     return None if exit_code is None else str(exit_code)

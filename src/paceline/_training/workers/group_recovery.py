@@ -32,7 +32,7 @@ _FORM_INTERVAL_S = 0.25
 
 
 class GroupRun(ABC):
-    """A call that workers carry out: again after losses, and with others from a checkpoint on.
+    """Call carried out by workers: repeated after losses, continued by others from a checkpoint.
 
     `begin` it. Then `wait`, and by its answer `take_end` or `go_on`, until `take_end` returns
     values. Subclasses say what the workers are asked to do and what lies between two generations.
@@ -41,7 +41,7 @@ class GroupRun(ABC):
         group: The workers.
     """
 
-    # What ends a generation and may be followed by another one; other exceptions end the run.
+    # Errors that end a generation and may be followed by another one; others end the run.
     _retried: tuple[type[Exception], ...] = (WorkerFailedError,)
 
     def __init__(self, group: ElasticGroup) -> None:
@@ -53,7 +53,7 @@ class GroupRun(ABC):
         # At the last look for more workers, or when the generation began.
         self._num_commits_seen = 0
         self._is_growing = False
-        # What ended the workers of each start since the last one that was recorded.
+        # Causes of the failed starts since the last start that was recorded.
         self._restart_causes: list[str] = []
 
     @property
@@ -63,7 +63,7 @@ class GroupRun(ABC):
 
     @abstractmethod
     def _submit(self) -> PendingCall:
-        """Begin the call in workers that are there."""
+        """Begin the call on the present workers."""
 
     @abstractmethod
     def _decide(self, error: Exception) -> None:
@@ -81,14 +81,14 @@ class GroupRun(ABC):
         """Have the next workers begin where the last checkpoint was committed."""
 
     def _note_restart(self, error: Exception) -> None:  # noqa: B027 - likewise
-        """Tell others that workers start again after a failure."""
+        """Report a restart of the workers after a failure."""
 
     def _form(self) -> float:
         """Form the workers unless they are there; with too few, return a delay in seconds."""
         return 0.0 if self._group.is_alive else self._group.try_form()
 
     def _values_of(self, call: PendingCall) -> list[Any]:
-        """Return what a call that has ended came to.
+        """Return the values of an ended call.
 
         Raises:
             Exception: It has failed.
@@ -100,7 +100,7 @@ class GroupRun(ABC):
         return False
 
     def _take_form_failure(self, error: Exception) -> None:
-        """Prepare the generation that follows workers that were lost while they were formed.
+        """Prepare the generation after workers lost during their start.
 
         Raises:
             Exception: There is none.
@@ -108,15 +108,15 @@ class GroupRun(ABC):
         self._take_failure(error)
 
     def _ask_to_move(self) -> None:  # noqa: B027 - some cannot be asked
-        """Have the workers store a checkpoint soon, as others are ready to go on from it."""
+        """Ask the workers for a checkpoint soon, as others are ready to resume from there."""
 
     def _wake(self, call: PendingCall) -> None:  # noqa: B027 - most look by themselves
-        """Note, in another thread, that the present call has ended."""
+        """Handle the end of the present call; runs in another thread."""
 
     # ---- the generations -----------------------------------------------------------------
 
     def begin(self) -> None:
-        """Have workers carry out the call, after forming them if need be, or try it later.
+        """Form the workers if necessary and begin the call, or schedule a later attempt.
 
         Raises:
             Exception: The workers cannot be formed.
@@ -143,14 +143,14 @@ class GroupRun(ABC):
             self._wake(call)
 
     def wait(self) -> bool:
-        """Wait a moment for the end of the call, and tell whether it has ended."""
+        """Wait a moment for the end of the call; return whether the call has ended."""
         if self._form_at is None:
             return self._has_ended.wait(_INTERVAL_S)
         left_s = max(0.0, self._form_at - time.monotonic())
         return self._has_ended.wait(min(_FORM_INTERVAL_S, left_s))
 
     def go_on(self) -> None:
-        """Do what is due while the call goes on: form workers, or have others."""
+        """Do any work due during the call: form workers, or replace them."""
         if self._form_at is not None:
             if time.monotonic() >= self._form_at:
                 self.begin()
@@ -181,7 +181,7 @@ class GroupRun(ABC):
             self._begin_next()
 
     def take_end(self) -> list[Any] | None:
-        """Return what the call came to, once it has ended; None if other workers make it again.
+        """Return the values of the ended call, or None if other workers repeat the call.
 
         Raises:
             Exception: What ended the call, if the workers do not start again.
@@ -205,7 +205,7 @@ class GroupRun(ABC):
         self.begin()
 
     def _take_failure(self, error: Exception) -> None:
-        """Prepare the generation that follows a failure.
+        """Prepare the generation after a failure.
 
         Raises:
             Exception: There is none.
@@ -239,7 +239,7 @@ class StateFunctions(NamedTuple):
 
 
 class MemoryFile:
-    """A file in memory, which is gone when it is closed, and with this process.
+    """File in memory, freed by `close` or the end of this process.
 
     Attributes:
         path: Where processes of the same user on this machine open it.
@@ -248,12 +248,13 @@ class MemoryFile:
 
     def __init__(self) -> None:
         descriptor = os.memfd_create("paceline_state")
+        # Path through /proc: a memory file has no name in any directory.
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
         self.close = weakref.finalize(self, os.close, descriptor)
 
     @staticmethod
     def is_possible() -> bool:
-        """Tell whether the system has such files."""
+        """Return whether the system supports files in memory."""
         return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
@@ -281,7 +282,7 @@ class KeptState:
 
 
 def read_parts(path: str | None, parts: Sequence[Any]) -> Sequence[Any]:
-    """Return the parts of a state, the first of which is in a file if there is one."""
+    """Return the parts of a state; the first is read from the file if there is a path."""
     if path is None:
         return parts
     with open(path, "rb") as file:
@@ -289,7 +290,7 @@ def read_parts(path: str | None, parts: Sequence[Any]) -> Sequence[Any]:
 
 
 def write_part(part: dict[str, Any], path: str | None) -> dict[str, Any] | None:
-    """Return a part of a state; None if it is in the file now.
+    """Write a part of a state to the file and return None, or return the part if not written.
 
     Args:
         part: The part.
@@ -307,7 +308,7 @@ def write_part(part: dict[str, Any], path: str | None) -> dict[str, Any] | None:
 
 
 class RecoveringGroup(ElasticGroup):
-    """The workers of a pool, and the state that they go on from if they are lost.
+    """Workers of a pool, with a kept state to restore after a loss.
 
     Args:
         limits: How many workers there may be.
@@ -334,7 +335,7 @@ class RecoveringGroup(ElasticGroup):
         return self._is_current
 
     def start(self) -> None:
-        """Start the workers at first; none is left if that fails."""
+        """Start the first workers; no worker is left if the start fails."""
         try:
             self.form()
         except BaseException:
@@ -342,12 +343,12 @@ class RecoveringGroup(ElasticGroup):
             raise
 
     def state(self) -> dict[str, Any]:
-        """Return the present state, and keep it."""
+        """Return the present state; a copy of its parts stays in this process."""
         kept = self._current()
         return self._functions.join(read_parts(kept.path, kept.parts))
 
     def keep(self, parts: list[Any] | None) -> None:
-        """Take a state for the present one.
+        """Replace the kept state by the present state.
 
         Args:
             parts: Its parts, the chief's None if that is in the file for the next state; or None
@@ -368,7 +369,7 @@ class RecoveringGroup(ElasticGroup):
         self.keep(parts)
 
     def form_if_lost(self) -> None:
-        """Start the workers if they are not alive, and have them go on from what was kept.
+        """Start the workers unless they are alive, and restore the kept state.
 
         Raises:
             TrainingFailedError: Nothing was kept.
@@ -399,7 +400,7 @@ class RecoveringGroup(ElasticGroup):
         changes_state: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> list[Any]:
-        """Have workers call a function, and return what they returned, in rank order.
+        """Call a function on workers, and return its values in rank order.
 
         Args:
             function: The function.
@@ -425,7 +426,7 @@ class RecoveringGroup(ElasticGroup):
         keeps_state: bool = False,
         source: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Have workers call a function, again after each loss, and return what they returned.
+        """Call a function on workers, again after each loss, and return its values.
 
         Args:
             function: The function.
@@ -447,7 +448,7 @@ class RecoveringGroup(ElasticGroup):
             self.form_if_lost()
             if keeps_state:
                 self._current()
-                # That one must stay whole until the function has stored the next.
+                # Kept state must stay whole until the function has stored the next one.
                 return self._call(function, *args, self._path_for_next())
             return self._call(function, *args)
 
@@ -475,7 +476,7 @@ class RecoveringGroup(ElasticGroup):
         return self._kept
 
     def _path_for_next(self) -> str | None:
-        """Return a file for the next state; None if the workers cannot reach one."""
+        """Return the path of a file for the next state; None if out of the workers' reach."""
         if self._next is None and self.is_local and MemoryFile.is_possible():
             self._next = MemoryFile()
         return None if self._next is None else self._next.path
@@ -503,7 +504,7 @@ T = TypeVar("T")
 
 
 class JoinedGroup(ElasticGroup):
-    """All processes that srun, mpirun, torchrun or another launcher has started.
+    """Group of all processes started by srun, mpirun, torchrun or another launcher.
 
     Each of them makes the group, and carries out calls as its rank. Lost workers are not started
     again here: what was trained goes on from its last checkpoint when the launcher starts the
@@ -531,18 +532,18 @@ class JoinedGroup(ElasticGroup):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is rank 0; it joins the others for that."""
+        """Whether this process is rank 0; joins the other processes to find out."""
         return self.join().rank == 0
 
     def join(self) -> "DistributedContext":
-        """Join the other processes, unless that was done, and return this one's place."""
+        """Join the other processes, unless done before, and return this process's place."""
         pool = self.joined_pool
         if not pool.is_alive:
             pool.start()
         return pool.distributed
 
     def decide(self, choose: Callable[[], T]) -> T:
-        """Return on every rank what the chief has chosen.
+        """Return the chief's choice on every rank.
 
         Raises:
             DistributedPeerError: The chief could not choose.
@@ -557,7 +558,7 @@ class JoinedGroup(ElasticGroup):
             raise
 
     def try_form(self) -> float:
-        """Join the other processes, unless that was done, and set this one up; return 0."""
+        """Join the other processes, unless done before, set this process up, and return 0."""
         self.join()
         self._set_up()
         self._is_set_up = True

@@ -30,7 +30,7 @@ _TELL_EVERY_S = 60.0
 
 
 class LaunchNodes:
-    """The other launchers, for `LaunchRun`: all of them agree by that of node 0.
+    """Launchers of the other nodes, for `LaunchRun`; node 0's launcher decides for all.
 
     Each launcher has one connection to it, also node 0's own, which listens. A launcher that is
     silent or gone counts as lost with its workers.
@@ -82,13 +82,14 @@ class LaunchNodes:
         threading.Thread(target=self._run, args=(put,), name="paceline-node", daemon=True).start()
 
     def tell_progress(self, ranks: Sequence[WatchedRank]) -> None:
-        """Tell what the ranks of this node are at, every few seconds."""
+        """Report the progress of this node's ranks to node 0; for a call every few seconds."""
         message = NodeMessage.of_progress(ranks)
+        # Longer reports are left out: the server would drop the connection of this launcher.
         if len(message.frame().body) <= LONGEST_BYTES // 2:
             self._send(message)
 
     def tell_failed(self, error: BaseException) -> None:
-        """Tell all that this node's workers are being ended by an error."""
+        """Report the error ending this node's workers to all launchers."""
         self._send(NodeMessage(word=NodeMessageKind.FAILED, failure=NodeFailure.of(error)))
 
     def tell_ended(
@@ -98,7 +99,7 @@ class LaunchNodes:
         resume: Mapping[str, str],
         returned: Sequence[int] = (),
     ) -> None:
-        """Tell all that this node's workers have ended.
+        """Report the end of this node's workers to all launchers.
 
         Args:
             num_commits: How many checkpoints they have committed.
@@ -178,7 +179,7 @@ class LaunchNodes:
                 return
 
     def _join(self) -> BlockingChannel:
-        """Connect to node 0, which may start later.
+        """Connect to node 0, even if its launcher starts later.
 
         Raises:
             NodesDifferError: It refuses this launcher.
@@ -230,6 +231,7 @@ class LaunchNodes:
 
     def _connected(self) -> socket.socket:
         if self._server is not None:
+            # Node 0's own launcher uses a socket pair, and needs no network.
             return self._server.own_end
         end = socket.create_connection(self._address, timeout=_CONNECT_S)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -238,9 +240,10 @@ class LaunchNodes:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Listen on an address of this node if it is one, else, as with a name, on all of them."""
+    """Return a socket listening on an address of this node, or on all if `host` is none."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with suppress(OSError):
+            # Names and addresses of other families raise OSError here.
             socket.inet_pton(family, host)
             with socket.socket(family) as probe:
                 probe.bind((host, 0))

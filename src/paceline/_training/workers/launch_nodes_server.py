@@ -32,7 +32,7 @@ from paceline._training.workers.watchdog import HangWatch, Progress, WatchedRank
 PROTOCOL = 2
 LONGEST_BYTES = 64 * 1024
 _TEXT_CHARACTERS = 8000
-# Of what a rank is at.
+# Longest text of a rank's operation or place.
 _PLACE_CHARACTERS = 120
 
 
@@ -59,7 +59,7 @@ class NodeFailure:
 
     @classmethod
     def of(cls, error: BaseException) -> "NodeFailure":
-        """Return what to tell of an error."""
+        """Return the failure to report for an error."""
         kinds: dict[type[BaseException], NodeFailureCause] = {
             CollectiveMismatchError: NodeFailureCause.MISMATCH,
             HyperparametersRefusedError: NodeFailureCause.REFUSED,
@@ -75,7 +75,7 @@ class NodeFailure:
 
     @classmethod
     def of_launcher(cls, node_rank: int, why: str) -> "NodeFailure":
-        """Return what to tell of a launcher that was lost; its workers count as killed."""
+        """Return the failure to report for a lost launcher; its workers count as killed."""
         text = f"The launcher of node {node_rank} was lost: {why}."
         return cls(text=text, signal=signal.SIGKILL)
 
@@ -91,14 +91,14 @@ class NodeFailure:
 class NodeMessageKind(str, Enum):
     """The kind of a message between launchers."""
 
-    # To node 0: the first words, the first failure, the end of all workers, and an early leave.
+    # Messages to node 0: the first words, the first failure, the end of workers, an early leave.
     HELLO = "hello"
     FAILED = "failed"
     ENDED = "ended"
     LEAVING = "leaving"
-    # To node 0, all the time: what the ranks of a node are at.
+    # Message to node 0, sent all the time: progress of a node's ranks.
     PROGRESS = "progress"
-    # From node 0.
+    # Messages from node 0.
     REFUSED = "refused"
     WELCOME = "welcome"
     START = "start"
@@ -108,13 +108,13 @@ class NodeMessageKind(str, Enum):
     VERDICT = "verdict"
     # Both ways.
     SIGNAL = "signal"
-    # Only within a launcher: node 0 is not there any more.
+    # Message within a launcher only: node 0 is gone.
     LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMessage:
-    """One message; fields that its kind does not use have their defaults."""
+    """Message between launchers; fields unused by its kind have their defaults."""
 
     word: str
     node_rank: int = 0
@@ -132,11 +132,11 @@ class NodeMessage:
 
     @classmethod
     def of_progress(cls, ranks: Sequence[WatchedRank]) -> "NodeMessage":
-        """Return what tells of the ranks of a node; see `watched_ranks`."""
+        """Return a message with the progress of a node's ranks; see `watched_ranks`."""
         return cls(word=NodeMessageKind.PROGRESS, ranks=ranks)
 
     def watched_ranks(self) -> list[WatchedRank]:
-        """Return what a node tells of its ranks.
+        """Return the observations of a node's ranks.
 
         Raises:
             TypeError: That is of other kinds.
@@ -161,7 +161,7 @@ class NodeMessage:
         ]  # fmt: skip
 
     def frame(self) -> ChannelFrame:
-        """Return the frame that carries the message."""
+        """Return the frame for the message."""
         return ChannelFrame(FrameKind.NODE, body=json.dumps(asdict(self)).encode())
 
     @classmethod
@@ -181,19 +181,19 @@ class NodeMessage:
 
 logger = logging.getLogger(__name__)
 
-# What a connection gets to say who it is, and how many may be about to.
+# Limits for connections without a hello: time in seconds, and number.
 _HELLO_S = 10.0
 _MOST_STRANGERS = 128
-# What a node has told of its ranks holds for so long.
+# Time for which a node's report on its ranks stays valid, in seconds.
 _FRESH_S = 10.0
-# What the launchers get to read the last verdict.
+# Time for the launchers to read the last verdict, in seconds.
 _LEAVE_S = 5.0
 
 Decide = Callable[[Exception, int, Collection[int]], RestartDecision]
 
 
 class _Connection:
-    """A connection, and whose it is; `rank` is None until it has said so."""
+    """Connection of a launcher; `rank` is None until its hello."""
 
     def __init__(self, end: socket.socket) -> None:
         self.channel = DriverChannel(end, LONGEST_BYTES)
@@ -318,6 +318,7 @@ class NodesServer:
         if not self._is_over and not self._running and now > self._come_by:
             self._finish(self._absence())
         if self._running and self._end_at is not None and now > self._end_at:
+            # Nodes without a failure so far may still name the cause.
             if now < self._cause_by and self._running - self._failed:
                 self._end_at = now + self._tick_s
             else:
@@ -347,7 +348,7 @@ class NodesServer:
         except BlockingIOError:
             return
         except OSError as error:
-            # Such as too many open files.
+            # Errors of `accept` can pass, for example too many open files.
             logger.warning("A launcher could not connect: %s.", error)
             time.sleep(self._tick_s)
             return
@@ -393,13 +394,13 @@ class NodesServer:
             return
         del self._nodes[rank]
         if rank == 0:
-            # This launcher itself has ended.
+            # Rank 0 is this launcher itself, which has ended.
             self._is_over = True
         elif not self._is_over:
             self._note_failure(rank, NodeFailure.of_launcher(rank, why))
             self._note_end(rank)
 
-    # What launchers say.
+    # Messages of launchers.
 
     def _take(self, connection: _Connection, message: NodeMessage) -> None:
         rank = connection.rank
@@ -452,7 +453,7 @@ class NodesServer:
         message = NodeMessage(word=NodeMessageKind.REFUSED, text=text, is_restart=not is_final)
         connection.channel.send(message.frame())
 
-    # What follows.
+    # Consequences: start, end and verdict.
 
     def _start_if_complete(self) -> None:
         if self._running or self._is_over or len(self._nodes) < len(self._ranks):
@@ -473,6 +474,7 @@ class NodesServer:
     def _note_failure(self, rank: int, failure: NodeFailure) -> None:
         if rank not in self._running:
             return
+        # Failures without a pending deadline mean that the workers were asked to end.
         are_asked = bool(self._failures) and self._end_at is None
         if are_asked and (
             failure.cause == NodeFailureCause.MISMATCH
@@ -501,7 +503,7 @@ class NodesServer:
             self._conclude()
 
     def _conclude(self) -> None:
-        """Tell all launchers what follows the end of a generation."""
+        """Send all launchers the verdict after the end of a generation."""
         failure = min(self._failures, key=lambda f: f.is_consequence, default=None)
         if failure is None or failure.cause == NodeFailureCause.REFUSED:
             self._finish(failure)
@@ -543,7 +545,7 @@ class NodesServer:
 
 
 def _left_early(failure: NodeFailure, returned: Collection[int]) -> NodeFailure:
-    """Return the failure of a rank whose connection broke, as others had returned."""
+    """Return a mismatch for a rank's broken connection, as other ranks had returned."""
     ranks = ", ".join(map(str, sorted(returned)))
     has = f"Rank {ranks} has" if len(returned) == 1 else f"Ranks {ranks} have"
     text = (

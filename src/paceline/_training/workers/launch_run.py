@@ -1,4 +1,4 @@
-"""Launch of one call or program in workers, to its end: signals, losses and growth."""
+"""Launch of a call or program in workers, to its end: signals, losses and growth."""
 
 import logging
 import signal
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _ENDING = (signal.SIGTERM, signal.SIGINT)
-# What the workers get to leave in after a second Ctrl-C, in seconds.
+# Time for the workers to leave after a second Ctrl-C, in seconds.
 _LEAVE_S = 5.0
 # How often capacity is looked at while the workers run. A signal that arrives just before this
 # process waits is seen then at the latest.
@@ -49,7 +49,7 @@ _Events = SimpleQueue[int | NodeMessage | None]
 
 
 class LaunchGroup(ElasticGroup):
-    """Workers that are started for one call, on which runs go on from the last checkpoint.
+    """Workers started for a single call; runs resume from the last checkpoint.
 
     Args:
         limits: How many workers there may be.
@@ -82,7 +82,7 @@ class LaunchGroup(ElasticGroup):
         return False
 
     def prepare_next(self) -> None:
-        """Have the next workers go on where the present ones, which have ended, have stopped."""
+        """Note the end of the present workers, keeping their commits, before the next start."""
         self._num_commits_before = self.num_commits
         self._elastic.end()
 
@@ -91,7 +91,7 @@ class LaunchGroup(ElasticGroup):
 
 
 class LaunchRun(GroupRun):
-    """Has the workers of a group carry out one call, again after failures and with more workers.
+    """Run of a call by a group: repeated after failures, continued with more workers.
 
     Signals whose action is the default one are forwarded to the workers meanwhile, if this is the
     main thread. The first SIGINT lets the workers store their work, the second one asks them to
@@ -124,7 +124,7 @@ class LaunchRun(GroupRun):
         # The ranks of this node that had returned when they were asked to end.
         self._returned: list[int] | None = None
         self._events: _Events = SimpleQueue()
-        # By node, where this one is None: all may be told of the same signal.
+        # Counts by node, with None for this one: all nodes may be told of the same signal.
         self._counts: Counter[tuple[int | None, int]] = Counter()
 
     def run(self, begin: Callable[[], PendingCall]) -> list[Any]:
@@ -185,7 +185,7 @@ class LaunchRun(GroupRun):
         raise error
 
     def wait(self) -> bool:
-        """Handle a signal or a message, or wait for one; tell whether the workers have ended."""
+        """Handle a signal or message, if any comes; return whether the workers have ended."""
         call = self._call
         assert call is not None
         if call.is_done and not self._group.pool.is_ending:
@@ -209,7 +209,7 @@ class LaunchRun(GroupRun):
             self._nodes.tell_failed(failure)
 
     def take_end(self) -> list[Any] | None:
-        """Return what the call came to; None if the workers start again."""
+        """Return the values of the call, or None if the workers start again."""
         self._group.await_end()
         return super().take_end()
 
@@ -335,7 +335,7 @@ class LaunchRun(GroupRun):
             raise WorkerFailedError(text, 0, signal=signal.SIGTERM)
 
     def _agree(self, nodes: LaunchNodes) -> tuple[BaseException | None, RestartDecision]:
-        """Wait until the workers of all nodes have ended; return what that was, and what follows.
+        """Wait for the end of workers on all nodes; return their failure and the decision.
 
         Raises:
             Exception: Node 0 is not there any more.
@@ -361,7 +361,7 @@ class LaunchRun(GroupRun):
 
 
 def _read_verdict_on_launch(verdict: NodeMessage) -> tuple[Exception | None, RestartDecision]:
-    """Return the failure that a message of node 0 tells, if it is one, and what follows."""
+    """Return the failure in a message of node 0, or None, and the restart decision."""
     decision = RestartDecision(verdict.is_restart, verdict.text)
     if verdict.failure is None:
         return None, decision
@@ -372,9 +372,9 @@ def _read_verdict_on_launch(verdict: NodeMessage) -> tuple[Exception | None, Res
 
 
 def _failure_of_launch(call: PendingCall) -> BaseException | None:
-    """Return the error of a call that has ended, if it has failed."""
+    """Return the error of an ended call, or None after success."""
     if call.error is not None:
-        # Also a KeyboardInterrupt that a rank has raised, which is none of this process.
+        # Error may be a rank's KeyboardInterrupt: returned, as no Ctrl-C reached this process.
         return call.error
     try:
         call.wait()
@@ -401,7 +401,7 @@ def call_in_workers(
     heartbeat_timeout_s: float | None = 30.0,
     collective_timeout_s: float = 1800.0,
 ) -> list[Any]:
-    """Call a function in new worker processes and return what it returned, in rank order.
+    """Call a function in new worker processes, and return its values in rank order.
 
     The workers see the driver's environment, working directory and module path. What they print
     goes to the driver's `sys.stdout` and `sys.stderr`, with the rank before each line if there are

@@ -37,7 +37,7 @@ _SEEN = "names of classes"
 
 
 class NotSendableError(TypeError):
-    """Raised when what a driver and its workers are to exchange cannot be pickled."""
+    """Raised when an object cannot be pickled for its way between driver and workers."""
 
 
 def dump(
@@ -68,17 +68,17 @@ def dump(
 
 
 def load(file: IO[bytes]) -> Any:
-    """Return what `dump` wrote; only for files of one's own driver or workers."""
+    """Return an object written by `dump`; only for files of this driver's own processes."""
     return pickle.load(file)  # noqa: S301 - written by this driver's own processes
 
 
 def load_with_buffers(data: memoryview, buffers: Iterable[memoryview]) -> Any:
-    """Return what `dump` wrote with buffers beside it, whose memory the value uses."""
+    """Return an object written by `dump` with separate buffers, using their memory."""
     return pickle.loads(data, buffers=buffers)  # noqa: S301 - written by this worker's driver
 
 
 class _Sink:
-    """A file that keeps nothing."""
+    """File object to test pickling: data are dropped."""
 
     def write(self, data: bytes) -> int:
         return len(data)
@@ -96,7 +96,7 @@ def _try_dump(value: Any, file: Any, buffers: list[Buffer] | None = None) -> Exc
 
 @cache
 def _pickler_class() -> Any:
-    # It costs a good part of a launcher's start.
+    # Late import: cloudpickle takes a good part of a launcher's start.
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
@@ -120,7 +120,7 @@ def _pickler_class() -> Any:
 
 
 def _add_names_of_classes(code: CodeType) -> None:
-    """Have the globals travel too that a class within a function uses in its body.
+    """Include globals used in the bodies of classes within a function.
 
     The body reads them, in annotations for example, by another instruction than functions do, for
     which cloudpickle does not look.
@@ -161,7 +161,7 @@ def _same(value: Any) -> Any:
 
 
 def _find_culprit(path: str, value: Any) -> tuple[str, Any]:
-    """Return the smallest part of a value that cannot be pickled, and how it is reached."""
+    """Return the smallest part of a value impossible to pickle, and the path to this part."""
     for _ in range(_LONGEST_SEARCH):
         found = next(
             (
@@ -178,7 +178,7 @@ def _find_culprit(path: str, value: Any) -> tuple[str, Any]:
 
 
 def _parts_to_pickle(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a value is made of, with the text that leads there."""
+    """Yield the parts of a value, each after the text of its path."""
     if hasattr(value, "_fields"):
         yield from ((f".{name}", getattr(value, name)) for name in value._fields)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -209,7 +209,7 @@ def _first_line(error: Exception) -> str:
 
 
 def dump_error(error: BaseException) -> bytes:
-    """Return an exception pickled, without its traceback; nothing if that is impossible."""
+    """Return a pickled exception without its traceback; empty if impossible."""
     for make in (_same, _Rebuilt):
         data = _dumped_error(error, make)
         if data:
@@ -218,11 +218,11 @@ def dump_error(error: BaseException) -> bytes:
 
 
 def load_error(data: bytes) -> BaseException | None:
-    """Return the exception that `dump_error` wrote, or None if that is impossible here."""
+    """Return the exception written by `dump_error`, or None if impossible to load here."""
     try:
         error = pickle.loads(data)  # noqa: S301 - written by this driver's own worker
     except (Exception, SystemExit):
-        # What its classes do while they are unpickled is the user's; the text is still told.
+        # Unpickling runs code of the user's classes; the error's text is reported all the same.
         return None
     return error if isinstance(error, BaseException) else None
 
@@ -235,7 +235,7 @@ def _dumped_error(error: BaseException, make: Callable[[BaseException], Any]) ->
         if _try_dump(make(error), buffer) is not None:
             return b""
     except SystemExit:
-        # It would end this worker in place of telling the error.
+        # SystemExit would end this worker, which still has to report the error.
         return b""
     data = buffer.getvalue()
     # Many exceptions pickle well and fail when they are unpickled, by their own `__init__`.
@@ -243,7 +243,7 @@ def _dumped_error(error: BaseException, make: Callable[[BaseException], Any]) ->
 
 
 class _Rebuilt:
-    """Pickles as an exception that is made without its own `__init__`."""
+    """Wrapper pickled as an exception to be made without its own `__init__`."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -279,7 +279,7 @@ class WorkerCall(NamedTuple):
 
 
 def fill_main(program: ModuleType, function: Any) -> None:
-    """Let plain pickle find in `__main__` what has travelled by value, as `torch.save` does."""
+    """Put objects pickled by value into `__main__`, where plain pickle (`torch.save`) looks."""
     function = getattr(function, "func", function)
     function = getattr(function, "__func__", function)
     if getattr(function, "__module__", None) == "__main__":
@@ -315,7 +315,7 @@ class PackedCall(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """What workers are told first.
+    """Head of a packed call, for workers to read first.
 
     Attributes:
         facts: The driver's state, pickled.
@@ -333,7 +333,7 @@ class _Head(NamedTuple):
 
 
 def pack_worker_call(facts: Any, call: WorkerCall, shared: SharedBuffers) -> PackedCall:
-    """Return a call as it travels to workers.
+    """Return a call packed for its way to workers.
 
     Args:
         facts: The driver's state, which workers load first.
@@ -375,7 +375,7 @@ def _placed_buffers(
 
 
 class ReceivedCall:
-    """A call that has arrived; `facts` must be loaded and heeded before `call`.
+    """Call received by a worker; `facts` must be loaded and applied before `call`.
 
     Args:
         head: What the frame had.
@@ -389,6 +389,7 @@ class ReceivedCall:
         self._head: _Head = pickle.loads(head)  # noqa: S301 - written by this worker's own driver
         places = self._head.places
         mapped = [view for view in map(map_shared_segment, places) if view is not None]
+        # All or none: the driver answers a request with every segment of the call.
         contents = mapped if len(mapped) == len(places) else fetch(len(places))
         self._contents = [*contents, memoryview(self._head.data)]
 
@@ -410,7 +411,7 @@ class ReceivedCall:
 def left_error(
     rank: int, world_size: int, left_by: str | None, exit_code: int, traceback: str = ""
 ) -> WorkerFailedError:
-    """Return the error for a worker that ended before its function had returned or raised.
+    """Return the error for a worker's exit before its function had returned or raised.
 
     Args:
         rank: The worker.
@@ -436,7 +437,7 @@ def left_error(
 
 @contextmanager
 def exit_as_error(rank: int = 0, world_size: int = 1) -> Iterator[None]:
-    """Turn `sys.exit()` within the block into the error that it is in any other worker.
+    """Turn `sys.exit()` within the block into the error of any other worker's exit.
 
     Args:
         rank: The rank of this process.

@@ -1,4 +1,4 @@
-"""Pools whose workers are processes with a socket to the driver: base class, local workers.
+"""Pools of worker processes with a socket to the driver: base class, local, programs.
 
 Also: programs.
 """
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServedPool(WorkerPool):
-    """A pool of which each generation of workers is a `Generation`.
+    """Pool with a new `Generation` of workers for each start.
 
     Implementers make the generations and know the capacity.
 
@@ -128,7 +128,7 @@ class ServedPool(WorkerPool):
 
     @property
     def grace_s(self) -> float:
-        """The time in seconds that the other workers get when a call fails on one."""
+        """Time in seconds for the other workers to end after a call fails on a rank."""
         return self._settings.grace_s
 
     def start(self, num_workers: int | None = None) -> None:
@@ -162,7 +162,7 @@ class ServedPool(WorkerPool):
     def submit_packed(
         self, packed: PackedCall, *, ranks: Sequence[int] | None = None
     ) -> PendingCall:
-        """Have workers carry out what `pack_call` has packed; see `WorkerPool.submit`."""
+        """Submit a call packed by `pack_call` to workers; see `WorkerPool.submit`."""
         wanted = checked_ranks(ranks, self._num_workers)
         generation = self._generation
         if generation is None:
@@ -178,7 +178,7 @@ class ServedPool(WorkerPool):
         return call
 
     def signal(self, signum: int) -> None:
-        """Send a signal to all workers that still run."""
+        """Send a signal to all workers still running."""
         if self._generation is not None:
             self._generation.signal(signum)
 
@@ -188,7 +188,7 @@ class ServedPool(WorkerPool):
             self._generation.request_stop(grace_s, is_asked=is_asked)
 
     def observations(self) -> list[WatchedRank]:
-        """Return what is known of the ranks of a program."""
+        """Return the known state of a program's ranks."""
         return [] if self._generation is None else self._generation.observations()
 
     def end_hung(self, error: Exception) -> None:
@@ -198,26 +198,26 @@ class ServedPool(WorkerPool):
 
     @property
     def reports(self) -> BegunRuns:
-        """What the workers of the present or the last generation have told of their runs."""
+        """Runs reported by the workers of the present or the last generation."""
         return self._reports
 
     @property
     def refusal(self) -> Exception | None:
-        """That one of the last workers has refused the hyperparameters, if it did."""
+        """Error of the last workers' refusal of the hyperparameters, or None."""
         return None if self._generation is None else self._generation.refusal
 
     def resume_from_reports(self) -> None:
-        """Have the next workers go on in the runs that the last generation has told of."""
+        """Make the next workers resume the runs reported by the last generation."""
         self.resume_from(self._reports.resume_variables())
 
     def resume_from(self, variables: Mapping[str, str]) -> None:
-        """Have the next workers go on in the runs that variables name."""
+        """Make the next workers resume the runs named by variables."""
         for value in variables.values():
             logger.info("The next start goes on from the last checkpoint (%s).", value)
         self._environment |= variables
 
     def tell_restarts(self, causes: Sequence[str]) -> None:
-        """Have the next workers record what ended those before them; see `AttemptStarted`."""
+        """Give the next workers the causes of past restarts to record; see `AttemptStarted`."""
         # Loads msgspec, which a launcher that never restarts has no need of.
         from paceline._base.run_directory import RESTART_CAUSES_VARIABLE
 
@@ -249,14 +249,14 @@ class ServedPool(WorkerPool):
 
     @abstractmethod
     def _make_generation(self) -> Generation:
-        """Return the next generation, which is to be started, after the last one has ended."""
+        """Return the next generation, not started yet; the last has ended."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Give back what generations have used."""
+        """Give back resources used by generations."""
 
     def _release_after(self, error: BaseException) -> None:
-        """Give back what a start has used that failed."""
+        """Give back resources used by a failed start."""
         self._release()
 
     def _end_generation(self, grace_s: float) -> None:
@@ -397,7 +397,7 @@ WorkerVariables: TypeAlias = Callable[[NodeLayout], Sequence[Mapping[str, str]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
-    """Command that each worker runs.
+    """Command for each worker to run.
 
     Attributes:
         arguments: The program and its arguments.
@@ -409,7 +409,7 @@ class WorkerCommand:
 
 
 class ProgramPool(ServedPool):
-    """A launcher's workers on this machine: they take no calls, but are one call by themselves.
+    """Pool of a launcher's programs on this machine: takes no calls, each start is a call.
 
     They are judged as those of other pools are: by how they end, by a stop of their process, and,
     if they use Paceline, by their signs of life and the collective operations that they wait in.
@@ -448,6 +448,7 @@ class ProgramPool(ServedPool):
             grace_s=grace_s,
             threads_per_worker=None,
         )
+        # Programs can still save their work after a loss, unlike the calls of other pools.
         self._settings = self._settings._replace(lost_grace_s=grace_s)
         self._command = command
         self._layout = layout
@@ -457,7 +458,7 @@ class ProgramPool(ServedPool):
 
     @property
     def program(self) -> PendingCall:
-        """The call that the workers of the last start consist in."""
+        """Call made up of the programs of the last start."""
         assert self._program is not None, "A pool must have been started."
         return self._program
 
@@ -495,7 +496,7 @@ class ProgramPool(ServedPool):
         )
 
     def _release(self) -> None:
-        """Do nothing: what generations use ends with them."""
+        """Do nothing: resources of generations end with them."""
 
 
 def _with_channel(spec: WorkerSpec, end: socket.socket) -> WorkerSpec:

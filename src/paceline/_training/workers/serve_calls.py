@@ -1,4 +1,4 @@
-"""Main loop of a pool's worker: serves the calls of its driver one by one."""
+"""Main loop of a pool's worker: serves the calls of its driver in turn."""
 
 import io
 import json
@@ -49,7 +49,7 @@ class DriverFacts(NamedTuple):
 
 
 class NodePaths(NamedTuple):
-    """Paths on another node that stand for paths of the driver.
+    """Paths on another node in place of the driver's paths.
 
     Attributes:
         path: Where modules of this node are found.
@@ -62,7 +62,7 @@ class NodePaths(NamedTuple):
     moved: dict[str, str]
 
     def adapted(self, facts: DriverFacts) -> DriverFacts:
-        """Return what a driver told, as it is on this node."""
+        """Return the driver's facts with paths of this node."""
         path = [self.place(entry) for entry in facts.path]
         known = [entry for entry in path if entry is not None]
         return facts._replace(
@@ -72,7 +72,7 @@ class NodePaths(NamedTuple):
         )
 
     def place(self, path: str) -> str | None:
-        """Return where a path of the driver is on this node, or None if it is not."""
+        """Return the path on this node for a path of the driver, or None if missing here."""
         for theirs, ours in self.moved.items():
             if path == theirs or path.startswith(theirs + os.sep):
                 return ours + path[len(theirs) :]
@@ -80,7 +80,7 @@ class NodePaths(NamedTuple):
 
 
 class WorkerError(NamedTuple):
-    """Error of a call: the exception, if it can be pickled, and a description.
+    """Error of a call: the exception, if picklable, and a description.
 
     `exit_code` is set if the worker leaves by `sys.exit()`; `description` says by what then.
     """
@@ -105,13 +105,13 @@ def driver_facts() -> DriverFacts:
 
 
 def serve_target(descriptor: int, beat_s: float) -> str:
-    """Return what a worker is told on its command line, see `serve`."""
+    """Return the command-line target of a worker with its facts; see `serve`."""
     facts = {"path": driver_facts().path, "descriptor": descriptor, "beat_s": beat_s}
     return json.dumps(facts)
 
 
 def read_error(body: bytes | bytearray) -> WorkerError:
-    """Return what a worker wrote about an error."""
+    """Return the error written by a worker."""
     data, *rest = pickle.loads(body)  # noqa: S301 - written by this driver's own worker
     return WorkerError(load_error(data), *rest)
 
@@ -147,7 +147,7 @@ class _ServingWorker:
         self._facts: DriverFacts | None = None
         self._is_over = threading.Event()
         self._meter = ProgressMeter()
-        # What a sign of life tells of a call must not arrive after the call's value.
+        # Order lock: a heartbeat about a call must not arrive after the call's value.
         self._order = threading.Lock()
 
     def run(self, beat_s: float) -> None:
@@ -201,6 +201,7 @@ class _ServingWorker:
         received = ReceivedCall(frame.body, partial(self._fetch, frame.call))
         self._adopt(received.facts())
         call = received.call()
+        # References to the segments go: during the call only its own objects hold memory.
         del received
         fill_main(self._program, call.main)
         value = call.value()
@@ -209,7 +210,7 @@ class _ServingWorker:
         return buffer.getvalue()
 
     def _fetch(self, number: int, num_segments: int) -> list[memoryview]:
-        """Have the driver send what of a call is in memory that this process does not reach."""
+        """Fetch a call's segments from the driver, as they are out of this process's reach."""
         self._channel.send(ChannelFrame(FrameKind.WANT, number))
         contents = []
         for _ in range(num_segments):
@@ -221,7 +222,7 @@ class _ServingWorker:
         return contents
 
     def _adopt(self, facts: DriverFacts) -> None:
-        """Find modules and files as the driver does; what it did not change stays."""
+        """Set paths, arguments and directory as in the driver; unchanged facts change nothing."""
         if self._node is not None:
             facts = self._node.adapted(facts)
         if facts == self._facts:

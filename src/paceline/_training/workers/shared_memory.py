@@ -50,7 +50,7 @@ class SharedSegmentPlace(NamedTuple):
 
 
 class SharedSegment:
-    """Copy of buffers in shared memory, until nothing refers to it.
+    """Segment of shared memory with copies of buffers, freed with the last reference.
 
     Args:
         buffers: What is copied, each to a place that is a multiple of 64 bytes.
@@ -82,13 +82,13 @@ class SharedSegment:
         return self.place.num_bytes
 
     def view(self) -> memoryview:
-        """Return the content, which cannot be written."""
+        """Return a read-only view of the content."""
         if self._map is None:
             self._map = mmap.mmap(self._descriptor, self.num_bytes, prot=mmap.PROT_READ)
         return memoryview(self._map)
 
     def has(self, buffers: Sequence[memoryview], unwritten: range = range(0)) -> bool:
-        """Tell whether the content is still that of the buffers, byte by byte.
+        """Return whether the content still equals the buffers, byte by byte.
 
         Args:
             buffers: The buffers that were copied.
@@ -108,20 +108,20 @@ class SharedSegment:
 
 
 def can_share() -> bool:
-    """Tell whether this system has what segments need."""
+    """Return whether this system supports segments."""
     return sys.platform == "linux" and os.path.isdir("/proc/self/fd")
 
 
 def memory_address_of(view: memoryview) -> int:
     """Return where a buffer is in memory."""
-    # It takes read-only views, unlike `ctypes`.
+    # Address by numpy: `ctypes` takes no read-only views.
     import numpy as np
 
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
 def map_shared_segment(place: SharedSegmentPlace) -> memoryview | None:
-    """Return the content of a segment, whose changes stay in this process.
+    """Map a segment, and return its content; changes stay in this process.
 
     Returns:
         A writable view, or None if the segment is on another machine, or its driver has gone.
@@ -133,8 +133,10 @@ def map_shared_segment(place: SharedSegmentPlace) -> memoryview | None:
     except OSError:
         return None
     try:
+        # Driver may have closed the file and reused the number of its descriptor.
         if os.pread(descriptor, _TOKEN_BYTES, place.num_bytes) != place.token:
             return None
+        # Pages are copied only where written, so no memory is reserved for all of them.
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         return memoryview(mmap.mmap(descriptor, place.num_bytes, flags, protection))
@@ -146,7 +148,7 @@ def map_shared_segment(place: SharedSegmentPlace) -> memoryview | None:
 
 @cache
 def _machine() -> str:
-    """Return what tells apart machines, and parts of one that do not see each other's processes."""
+    """Return an id of this machine and of its namespace of processes; empty without segments."""
     if not can_share():
         return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -247,7 +249,7 @@ class Buffer(NamedTuple):
 
 
 def buffer_taker(buffers: list[Buffer]) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a function for `pickle` that takes large buffers; small ones are pickled."""
+    """Return a callback for `pickle` to take large buffers; small buffers are pickled."""
 
     def take(buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
@@ -295,7 +297,7 @@ def _untyped_storage(data: Any) -> Any:
     import torch
 
     bytes_ = torch.frombuffer(data, dtype=torch.uint8)
-    # What was pickled has no buffer to use, and becomes a storage like any other.
+    # Data pickled in the stream are not in a buffer, and become a storage like any other.
     is_buffer = isinstance(data, memoryview)
     if not is_buffer or bytes_.nbytes < _LEAST_USED_BYTES:
         bytes_ = bytes_.clone()
@@ -314,7 +316,7 @@ def _same(value: Any) -> Any:
 
 
 def _owner_of(value: Any) -> Any:
-    """Return what holds the memory of an array as long as its data exist, if that is known."""
+    """Return the object holding an array's memory while its data exist, or None if unknown."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is None or not isinstance(value, numpy.ndarray):
         return None
@@ -337,7 +339,7 @@ _Key = tuple[tuple[int, int], ...]
 
 
 class Span(NamedTuple):
-    """Place of a buffer in one of the segments of a call."""
+    """Position of a buffer in a segment of a call."""
 
     segment: int
     offset: int
@@ -356,7 +358,7 @@ class _Kept(NamedTuple):
             return self.segment.has(views)
         if self.watch.is_unwritten():
             return self.segment.has(views, range(self.watch.begin, self.watch.end))
-        # From before the comparison on, so that no write is missed.
+        # Watch begins before the comparison, so that no write is missed.
         self.watch.set()
         return self.segment.has(views)
 
@@ -393,7 +395,7 @@ class SharedBuffers:
         return segments, [spans[index] for index in range(len(buffers))]
 
     def clear(self) -> None:
-        """Keep nothing more; what calls still use stays until they have ended."""
+        """Drop all kept copies; copies in use by calls stay until the calls end."""
         with self._lock:
             self._kept = {}
 
@@ -420,8 +422,9 @@ class SharedBuffers:
             return None
 
     def _orphan(self, key: _Key) -> None:
-        """Let go of a copy whose owner has gone; called at any moment of any thread."""
+        """Drop the copy of an owner now gone; called at any moment in any thread."""
         self._orphaned.append(key)
+        # Garbage collection can call this in the very thread that holds the lock.
         if self._lock.acquire(blocking=False):
             try:
                 self._sweep()
@@ -449,7 +452,7 @@ def _forget(buffers: "weakref.ref[SharedBuffers]", key: _Key, owner: object) -> 
 
 
 def _watch(views: Sequence[memoryview]) -> WriteWatch | None:
-    """Return a watch on a large buffer, where that is possible."""
+    """Return a write watch on a single large buffer, or None if impossible."""
     if len(views) != 1 or views[0].nbytes < _OWN_SEGMENT_BYTES:
         return None
     try:
@@ -459,7 +462,7 @@ def _watch(views: Sequence[memoryview]) -> WriteWatch | None:
 
 
 def _groups(buffers: Sequence[Buffer]) -> list[list[int]]:
-    """Return which buffers go into a segment together, by their numbers."""
+    """Return the indices of buffers, grouped by common segment."""
     sizes = [buffer.view.nbytes for buffer in buffers]
     large = [index for index, size in enumerate(sizes) if size >= _OWN_SEGMENT_BYTES]
     own = set(sorted(large, key=sizes.__getitem__)[-_MOST_OWN_SEGMENTS:])

@@ -1,4 +1,4 @@
-"""Watchdog of ranks that wait for others in vain, and the progress of a worker's main thread."""
+"""Watchdog of ranks waiting in vain, and the progress of a worker's main thread."""
 
 import json
 import os
@@ -20,11 +20,11 @@ _PYTHONS_CODE = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _LOADERS_CODE = os.path.join("torch", "utils", "data", "dataloader.py")
 _IN_TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
-# What the gradients of data-parallel modules are reduced in.
+# Function within which the gradients of data-parallel modules are reduced.
 _BACKWARD = "_engine_run_backward"
 # A thread that waits uses hardly any time of a processor.
 _WAITING_SHARE = 0.1
-# So does a process that does nothing, which reads and writes hardly anything either, in bytes/s.
+# Limits of an idle process: share of a processor, and bytes read and written per second.
 _IDLE_SHARE = 0.03
 _IDLE_RATE = 16384
 
@@ -50,7 +50,7 @@ class Progress(NamedTuple):
     idle_s: float = 0.0
 
     def describe(self) -> str:
-        """Return one phrase, such as "has waited in `barrier` for 6 s, at train.py:12 in main"."""
+        """Return a phrase like "has waited in `barrier` for 6 s, at train.py:12 in main"."""
         if not self.place:
             return "has told nothing of itself"
         if not self.is_waiting and not self.operation:
@@ -65,7 +65,7 @@ class Progress(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray) -> "Progress":
-        """Return what `to_bytes` made a message of."""
+        """Return the progress from a message made by `to_bytes`."""
         return cls(*json.loads(data))
 
 
@@ -84,11 +84,12 @@ class ProgressMeter:
         self._cpu_since = 0.0
 
     def measure(self) -> Progress:
-        """Return what the thread is at."""
+        """Return the present progress of the thread."""
         frame = sys._current_frames().get(self._thread)
         if frame is None:
             return Progress()
         num_collectives = _num_collectives()
+        # Number of collectives included: a loop can be at the same instruction at every look.
         instruction = id(frame), frame.f_lasti, num_collectives
         now, cpu = time.monotonic(), self._cpu_s()
         if instruction != self._instruction:
@@ -97,7 +98,7 @@ class ProgressMeter:
         is_waiting = stuck_s > 0 and cpu - self._cpu_since < _WAITING_SHARE * stuck_s
         operation = _operation(frame)
         if wait := _wait_in_store(self._thread):
-            # It looks again and again, so it is never at one instruction for long.
+            # Waits in the store poll: the thread is never at one instruction for long.
             stuck_s, is_waiting, operation = now - wait[0], True, wait[1]
         return Progress(
             stuck_s=stuck_s,
@@ -122,7 +123,7 @@ class _IdleMeter:
         self._since = self._last[0]
 
     def measure(self, now: float) -> float:
-        """Return for how long it has done nothing, in seconds."""
+        """Return the time since the process last did anything, in seconds."""
         (before, cpu_before, bytes_before), self._last = (
             self._last,
             (now, time.process_time(), _moved_bytes()),
@@ -158,7 +159,7 @@ def _num_collectives() -> int:
 
 
 def _wait_in_store(thread: int) -> tuple[float, str] | None:
-    """Return since when a thread waits for other ranks in the store, and in which call."""
+    """Return start and call of a thread's wait for other ranks in the store, or None."""
     store = sys.modules.get("paceline.core._key_value_store")
     wait: tuple[float, str] | None = None if store is None else store.wait_of_thread(thread)
     return wait
@@ -171,7 +172,7 @@ def _operation(frame: FrameType) -> str:
 
 
 def _place_of_thread(frame: FrameType) -> str:
-    """Return where the user's code is, as far as that can be told from other code.
+    """Return the place of the user's code, as far as distinguishable from other code.
 
     That is Python's, torch's and ours.
     """
@@ -209,12 +210,12 @@ _CERTAIN_S = 5.0
 # When those that wait for others are told of first, and how much later each time from then on.
 _NOTICE_S = 60.0
 _NOTICE_FACTOR = 4
-# Of so many missing ranks a message says where they are; the log says it of all.
+# Number of missing ranks with a place in the message; the log has it for all.
 _MOST_PLACES = 3
 
 
 class WatchedRank(NamedTuple):
-    """Last observation of a rank that takes part in a call."""
+    """Last observation of a rank in a call."""
 
     rank: int
     has_returned: bool
@@ -222,7 +223,7 @@ class WatchedRank(NamedTuple):
 
 
 class DetectedHang(NamedTuple):
-    """That ranks wait in vain.
+    """Hang of a call: ranks wait in vain.
 
     `is_certain` says that no patience would help, as the program itself does not fit together;
     `rank` is the first that is missing, else the first that waits.
@@ -254,7 +255,7 @@ class HangWatch:
         self._notice_s = _NOTICE_S
 
     def look(self, calls: Iterable[Sequence[WatchedRank]]) -> Exception | None:
-        """Return the error that ends all workers, from the observations of each call's ranks."""
+        """Return the error to end all workers, judged by the ranks of each call, or None."""
         hang = self._hang(calls, self._timeout_s)
         if hang is None:
             return None
@@ -267,7 +268,7 @@ class HangWatch:
     def notice(self, calls: Sequence[Sequence[WatchedRank]]) -> str | None:
         """Return who waits for whom in a collective operation for long, now and then."""
         if self._hang(calls, _NOTICE_S) is None:
-            # It went on.
+            # Wait is over: the next one is reported after the first interval again.
             self._notice_s = _NOTICE_S
             return None
         hang = self._hang(calls, self._notice_s)
@@ -328,7 +329,7 @@ def _hang_in_store(
     waiting: Sequence[WatchedRank],
     observations: Sequence[WatchedRank],
 ) -> DetectedHang | None:
-    """Return whether ranks wait in the store for others that do so elsewhere, or have returned.
+    """Return the hang of ranks in the store if all others wait elsewhere or have returned.
 
     The store itself names ranks that are there in different calls.
     """

@@ -53,16 +53,16 @@ class ServingGroup(Protocol):
         """Start all workers, or raise `WorkerStartError`."""
 
     def signal(self, signum: int, ranks: Collection[int] | None = None) -> None:
-        """Send a signal to workers that still run, to all by default."""
+        """Send a signal to workers still running, to all by default."""
 
     def is_stopped(self, rank: int) -> bool:
         """Tell whether a worker's process is stopped, as by SIGSTOP."""
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what the workers have printed so far was delivered, but not for longer."""
+        """Wait until output printed so far was delivered, for at most `timeout_s` seconds."""
 
     def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
-        """Begin what `stop` does, and return at once; `is_asked` if they were asked to leave."""
+        """Begin to stop the workers and return at once; `is_asked` if asked to leave before."""
 
     def stop(self, grace_s: float) -> Any:
         """End all workers in bounded time, and deliver their output."""
@@ -72,18 +72,18 @@ logger = logging.getLogger(__name__)
 
 # The longest that an interpreter and its libraries may take to load.
 _START_S = 120.0
-# What ending takes beyond the grace: kills, and the output of the dead.
+# Time for the end beyond the grace, in seconds: kills, and the output of the dead.
 _END_SLACK_S = 10.0
-# What workers get to write their stacks once they have begun, and to begin on a busy machine.
+# Times to write stacks, in seconds: after the beginning, and until it on a busy machine.
 _STACKS_S = 0.3
 _STACKS_BEGIN_S = 10.0
 _STACKS_LOOK_S = 0.05
-# What a program returns.
+# Pickled return value of a program.
 _NOTHING = pickle.dumps(None)
 
 
 class Generation:
-    """Workers that were started together; they end together.
+    """Workers started together, and ended together.
 
     All is decided in one thread, which ends after the last worker.
 
@@ -129,7 +129,7 @@ class Generation:
         self._kill_at: float | None = None
         self.failure: BaseException | None = None
 
-    # For any thread.
+    # Methods for any thread.
 
     @property
     def processes(self) -> Sequence[WorkerProcess]:
@@ -138,12 +138,12 @@ class Generation:
 
     @property
     def is_program(self) -> bool:
-        """Whether the workers are programs of their own, which end by themselves."""
+        """Whether the workers are programs of their own and end by themselves."""
         return self._program is not None
 
     @property
     def refusal(self) -> HyperparametersRefusedError | None:
-        """That one of the workers has refused the hyperparameters, if it did."""
+        """Error of a worker's refusal of the hyperparameters, or None."""
         return self._detector.refusal
 
     @property
@@ -163,12 +163,12 @@ class Generation:
             self._close()
             raise
         if self._program is not None:
-            # Only those that use Paceline will say that they are ready.
+            # Ready at once: only programs that use Paceline report that they are ready.
             for worker in self._workers:
                 worker.run_program(self._program)
             self._is_ready.set()
             self._thread.start()
-            # What ends at once has been started all the same.
+            # Programs that end at once have been started all the same.
             return
         try:
             self._thread.start()
@@ -185,7 +185,7 @@ class Generation:
             raise WorkerStartError(f"The workers could not be started: {self.failure}")
 
     def _end_start(self) -> None:
-        """End the workers of a start that was interrupted, perhaps as the thread began."""
+        """End the workers of an interrupted start, perhaps interrupted as the thread began."""
         deadline = time.monotonic() + 1.0
         while not self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -196,11 +196,11 @@ class Generation:
             self._close()
 
     def submit(self, assignment: Assignment) -> None:
-        """Have the call's ranks carry it out."""
+        """Assign a call to its ranks."""
         self._post(self._assign, assignment)
 
     def signal(self, signum: int) -> None:
-        """Send a signal to all workers that still run."""
+        """Send a signal to all workers still running."""
         self._group.signal(signum)
         if signum == signal.SIGTERM:
             self._post(lambda: self._detector.note_request(time.monotonic()))
@@ -210,7 +210,7 @@ class Generation:
         self._group.request_stop(grace_s, is_asked=is_asked)
 
     def observations(self) -> list[WatchedRank]:
-        """Return what is known of the ranks of a program."""
+        """Return the known state of a program's ranks."""
         return (
             [] if self._program is None else observations_of_workers(self._program, self._workers)
         )
@@ -220,7 +220,7 @@ class Generation:
         self._post(self._pass, PoolEnd(error, 0.0, wants_stacks=True))
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what the workers have printed so far was delivered, but not for longer."""
+        """Wait until output printed so far was delivered, for at most `timeout_s` seconds."""
         self._group.drain(timeout_s)
 
     def end(self, grace_s: float) -> None:
@@ -230,7 +230,7 @@ class Generation:
         self.join(grace_s)
 
     def join(self, grace_s: float) -> None:
-        """Wait for the end of all workers, which has been asked for."""
+        """Wait for the end of all workers, requested before."""
         join(self._thread, grace_s + _END_SLACK_S)
         if self._thread.is_alive():
             logger.error("Workers could not be ended: %s.", [p.pid for p in self.processes])
@@ -240,7 +240,7 @@ class Generation:
         try:
             self._wake_writer.send(b"\0")
         except OSError:
-            # It is awake anyway, or has ended.
+            # Thread is awake anyway, or has ended.
             return
 
     # The pool's thread.
@@ -253,14 +253,14 @@ class Generation:
             while not all(worker.exit for worker in self._workers):
                 self._turn()
             if self._pool_end is not None and self.failure is None:
-                # They have ended by themselves while they had time to write their stacks.
+                # Workers ended by themselves while they had time to write their stacks.
                 self._break(self._pool_end)
         except Exception as error:
             logger.exception("The thread of a pool failed.")
             self._break(PoolEnd(error, 0.0))
         finally:
             self._group.stop(grace_s=0.0)
-            # What was posted too late is answered too.
+            # Actions posted too late are answered too.
             self._act()
             self._close()
 
@@ -272,7 +272,7 @@ class Generation:
         self._wake_writer.close()
 
     def _turn(self) -> None:
-        """Wait for something to happen, and deal with it."""
+        """Wait for events, and handle them."""
         began = time.monotonic()
         for key, events in self._selector.select(self._timeout_s(began)):
             if key.data is None:
@@ -309,7 +309,7 @@ class Generation:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_writing else 0)
         self._selector.modify(worker.channel, events, worker)
 
-    # What happens.
+    # Handlers of events.
 
     def _assign(self, assignment: Assignment) -> None:
         if self.failure is not None:
@@ -351,7 +351,7 @@ class Generation:
 
     def _note_exit(self, exit_: WorkerExit) -> None:
         worker = self._by_rank[exit_.rank]
-        # What it said before it ended comes first.
+        # Frames sent before the end come first.
         self._read(worker)
         exit_ = worker.take_outcome(exit_)
         if self._program is not None and not exit_.is_failure:
@@ -361,7 +361,7 @@ class Generation:
         self._pass(self._detector.note_exit(worker, exit_, time.monotonic()))
 
     def _watch(self, began: float) -> None:
-        """Look at what has become due since a moment."""
+        """Handle everything due by now; `began` is the start of this turn."""
         now = time.monotonic()
         if self._pool_end is None:
             # While this process stood still itself, nobody was late.
@@ -385,7 +385,7 @@ class Generation:
         if not pool_end.wants_stacks:
             self._break(pool_end)
             return
-        # Others would be ended by the signal.
+        # Ready workers only: the signal would end others, which have no handler yet.
         ready = [worker for worker in self._workers if worker.is_ready]
         for worker in ready:
             logger.error("Rank %d %s.", worker.rank, worker.progress.describe())
@@ -394,7 +394,7 @@ class Generation:
         self._stacks_due = self._break_at + _STACKS_BEGIN_S
 
     def _end_of_stacks(self, now: float) -> float | None:
-        """Return until when workers that write their stacks need time; None if they had it."""
+        """Return the end of the time for writing stacks, or None if this time is over."""
         if self._stacks_due is None:
             return None
         if now < self._stacks_due and any(map(self._is_yet_to_write, self._workers)):
@@ -427,14 +427,14 @@ class Generation:
                 worker.drop_calls(error)
             self._is_ready.set()
         if is_idle and grace_s > 0:
-            # Those that have nothing to do leave by themselves.
+            # Idle workers leave by themselves, so they are killed only after the grace.
             self._kill_at = time.monotonic() + grace_s
         else:
             self._group.request_stop(grace_s)
 
 
 class LocalServingGroup(LocalGroup):
-    """Workers of this machine, each of which gets one end of a socket.
+    """Group of workers on this machine, each with its end of a socket to the driver.
 
     Args:
         specs: The workers, in rank order, whose descriptors these ends are.
@@ -492,6 +492,6 @@ def local_generation(
 
 
 def serving_spec(spec: WorkerSpec, descriptor: int, beat_s: float) -> WorkerSpec:
-    """Return how to start a worker that serves its driver by a socket that it is given."""
+    """Return the specification of a worker to serve its driver by a given socket."""
     target = serve_target(descriptor, beat_s)
     return replace(spec, command=[*spec.command, target], descriptors=(descriptor,))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class PendingCall:
-    """A call that workers carry out; may be used from any thread.
+    """Call carried out by workers; may be used from any thread.
 
     Args:
         number: Tells it from other calls of the same pool.
@@ -60,11 +60,11 @@ class PendingCall:
 
     @property
     def error(self) -> BaseException | None:
-        """What the call has failed by; None if it goes on, or its ranks have returned."""
+        """Error of a failed call; None for a call in progress or a successful call."""
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> list[Any] | None:
-        """Return what the function returned, in rank order; None after `timeout_s`.
+        """Return the function's values in rank order, or None after `timeout_s`.
 
         Raises:
             NotSendableError: A value that it returned cannot be pickled.
@@ -84,7 +84,7 @@ class PendingCall:
             return list(self._values)
 
     def add_done_callback(self, function: Callable[["PendingCall"], object]) -> None:
-        """Call a function with this call once it is done, at once if it is.
+        """Register a function to be called with this call once done, at once if done already.
 
         It runs in a thread of the pool, must return soon and must not raise.
         """
@@ -94,15 +94,15 @@ class PendingCall:
                 return
         function(self)
 
-    # For pools alone.
+    # Methods for pools alone.
 
     def finish(self, values: list[Any]) -> None:
-        """End the call with what was returned in this process."""
+        """End the call with values returned in this process."""
         self._values = values
         self._finish()
 
     def answer(self, rank: int, pickled: bytes | bytearray) -> None:
-        """Take what a rank returned; the last of them ends the call."""
+        """Record a rank's pickled value; the last value ends the call."""
         self._pickled[rank] = pickled
         if len(self._pickled) == len(self.ranks):
             self._finish()
@@ -112,7 +112,7 @@ class PendingCall:
         return rank in (self._pickled if self._values is None else self.ranks)
 
     def fail(self, error: BaseException) -> None:
-        """End the call by an error; does nothing if it has ended."""
+        """End the call with an error; does nothing after its end."""
         if not self._is_done:
             self._error = error
             self._pickled.clear()
@@ -131,7 +131,7 @@ class PendingCall:
 
 
 class WorkerPool(ABC):
-    """Warm workers that carry out calls, one after the other, until they are shut down.
+    """Pool of warm workers for calls, carried out in order until the shutdown.
 
     A pool can be started again after a failure or a `stop`, also with another number of workers;
     each time is a new generation of workers. When a call fails, its pool stops all workers in
@@ -170,14 +170,14 @@ class WorkerPool(ABC):
         """
 
     def leaving_ranks(self) -> Sequence[int]:
-        """Return the ranks of the workers on nodes that will be taken away, as was announced.
+        """Return the ranks of workers on nodes announced to be taken away.
 
         By default there are none.
         """
         return []
 
     def reserve(self, num_workers: int) -> int:
-        """Set aside what more workers need, and return how many can be started for certain.
+        """Reserve room for more workers, and return the number certain to start.
 
         It hardly waits: what takes longer goes on, so call it again. By default all are certain,
         as where nobody else can take the place of a worker.
@@ -195,7 +195,7 @@ class WorkerPool(ABC):
         """
 
     def cancel_reservation(self) -> None:  # noqa: B027 - most pools have nothing to do here
-        """Give back what `reserve` or `request` has set aside and no worker has used."""
+        """Give back reservations of `reserve` or `request` not used by a worker."""
 
     @abstractmethod
     def start(self, num_workers: int | None = None) -> None:
@@ -219,7 +219,7 @@ class WorkerPool(ABC):
         *,
         ranks: Sequence[int] | None = None,
     ) -> PendingCall:
-        """Have workers call a function, after what was submitted before, and return at once.
+        """Submit a function to workers, after earlier calls, and return at once.
 
         Args:
             function: What to call, on each rank alike.
@@ -236,7 +236,7 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def signal(self, signum: int) -> None:
-        """Send a signal to all workers that still run."""
+        """Send a signal to all workers still running."""
 
     @abstractmethod
     def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
@@ -249,7 +249,7 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def drain(self, timeout_s: float) -> None:
-        """Wait until what the workers have printed so far was delivered, but not for longer."""
+        """Wait until output printed so far was delivered, for at most `timeout_s` seconds."""
 
     @abstractmethod
     def await_end(self) -> None:
@@ -261,7 +261,7 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def stop(self, grace_s: float, *, is_restart: bool = False) -> None:
-        """End the workers: ask, and after `grace_s` kill them; calls that wait fail.
+        """End the workers: ask, and kill after `grace_s`; waiting calls fail.
 
         Returns within `grace_s` and a few seconds.
 
@@ -298,7 +298,7 @@ def checked_ranks(ranks: Sequence[int] | None, num_workers: int) -> Sequence[int
 
 
 class OwnProcessPool(WorkerPool):
-    """A pool of which this process is a worker, so that there is no process to signal or to end.
+    """Pool with this process as a worker: there is no process to signal or to end.
 
     A call is carried out in the thread that submits it, before `submit` returns. Output goes where
     this process has it go.
@@ -310,7 +310,7 @@ class OwnProcessPool(WorkerPool):
         return []
 
     def signal(self, signum: int) -> None:
-        """Do nothing: whoever signals this process means it."""
+        """Do nothing: a signal to this process has reached its worker already."""
 
     def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
         """Do nothing: a call has ended before anybody could ask."""
@@ -319,7 +319,7 @@ class OwnProcessPool(WorkerPool):
         """Do nothing: nobody passes the output on."""
 
     def await_end(self) -> None:
-        """Do nothing: a call that has failed has ended."""
+        """Do nothing: a failed call has ended."""
 
     def shutdown(self, force: bool = False) -> None:
         """End the use of the pool; no process is ended."""
@@ -327,7 +327,7 @@ class OwnProcessPool(WorkerPool):
 
 
 class InlinePool(OwnProcessPool):
-    """One worker, which is this process: debuggers can follow it, and nothing travels."""
+    """Pool of a single worker, this process: debuggers can follow, and nothing travels."""
 
     num_workers = 1
 
@@ -390,7 +390,7 @@ _MESSAGE_BYTES = 4 * 1024 * 1024
 
 
 class JoinedPool(OwnProcessPool):
-    """The processes that an outer launcher has started, of which this one is a worker.
+    """Pool of the processes started by an outer launcher, this process among them.
 
     There is no driver besides them: each process makes the pool and submits the same calls in the
     same order. A call is carried out in the thread that submits it, before `submit` returns, and
@@ -409,7 +409,7 @@ class JoinedPool(OwnProcessPool):
     """
 
     def __init__(self, *, timeout_s: float = 1800.0) -> None:
-        # It costs a good part of the start of a launcher, which has no use for it.
+        # Late import: a launcher has no use for the module, which takes much of its start.
         from paceline.core._launcher_place import launched_place
 
         place = launched_place()
@@ -432,7 +432,7 @@ class JoinedPool(OwnProcessPool):
 
     @property
     def num_workers(self) -> int:
-        """The number of processes that were started."""
+        """Number of processes started by the launcher."""
         return self._size
 
     @property
@@ -441,7 +441,7 @@ class JoinedPool(OwnProcessPool):
         return self._distributed is not None
 
     def capacity(self) -> int:
-        """Return the number of processes that were started."""
+        """Return the number of processes started by the launcher."""
         return self._size
 
     def start(self, num_workers: int | None = None) -> None:
@@ -474,7 +474,7 @@ class JoinedPool(OwnProcessPool):
         *,
         ranks: Sequence[int] | None = None,
     ) -> PendingCall:
-        """Call a function here, and exchange what it returned; see `WorkerPool.submit`.
+        """Call a function here, and exchange its values; see `WorkerPool.submit`.
 
         Nothing travels but the values. The call is done when this returns.
 
@@ -510,7 +510,7 @@ class JoinedPool(OwnProcessPool):
 
 
 def prepare_joined(distributed: "DistributedContext") -> None:
-    """Do for this process what Paceline's own launcher does for its workers.
+    """Set up this process as Paceline's own launcher sets up its workers.
 
     It computes with its part of the node's cores, unless OMP_NUM_THREADS is set, and gloo stays
     on the loopback interface if there is one node. Every rank must call this.
@@ -521,6 +521,7 @@ def prepare_joined(distributed: "DistributedContext") -> None:
         # Gloo would bind to the address of the host's name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     is_told = THREADS_VARIABLE in os.environ
+    # Exchange on every rank, even with the variable set: it is a collective operation.
     cores = distributed.allgather_local(None if is_told else _own_cores())
     if is_told:
         return
@@ -539,7 +540,7 @@ def _own_cores() -> tuple[int, ...]:
 
 
 def _exchange(distributed: "DistributedContext", data: bytes) -> list[bytes]:
-    """Return the data of all ranks, in messages that the store takes."""
+    """Return the data of all ranks, exchanged in messages within the store's limit."""
     step = max(1, _MESSAGE_BYTES // distributed.size)
     longest = max(distributed.allgather(len(data)))
     pieces: list[list[bytes]] = [[] for _ in range(distributed.size)]
@@ -550,7 +551,7 @@ def _exchange(distributed: "DistributedContext", data: bytes) -> list[bytes]:
 
 
 def end_without_shutdown() -> None:
-    """Let this process end so that nothing after its last exit handler can change its code.
+    """Let this process end with its exit code: nothing runs after the last exit handler.
 
     Does nothing in workers of our own, and when it was called before. From then on `sys.exit`
     notes what it is given, since Python tells nobody. A code that is not known (`raise
@@ -604,7 +605,7 @@ class _Ending:
         os._exit(code)
 
     def _exit_code(self) -> int | None:
-        """Return the code that Python is about to end with, or None if that is not known."""
+        """Return the code Python is about to end with, or None if unknown."""
         if _has_returned(self._program):
             return 0
         error = getattr(sys, "last_value", None)
@@ -632,5 +633,5 @@ def _outermost_frame() -> FrameType:
 
 
 def _has_returned(frame: FrameType) -> bool:
-    """Tell whether a frame that is no longer run ended by returning, not by an exception."""
+    """Return whether a frame no longer running ended by a return, not by an exception."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")

@@ -1,4 +1,4 @@
-"""Resources of the workers of a trainer, and the pool of workers that has them."""
+"""Resources of a trainer's workers, and the pool of workers with these resources."""
 
 import logging
 import sys
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # How many workers for each core are more than a test would have.
 _CROWD = 4
-# So many cannot be started in a time that anybody would wait for.
+# Most workers per core: more cannot be started in a bearable time.
 _MOST = 16
 _NAMES = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
 
@@ -41,7 +41,7 @@ class WorkerResources(NamedTuple):
     others: Mapping[str, float] = MappingProxyType({})
 
     def check_backend(self, backend: str | None) -> None:
-        """Check that the workers can meet by a backend of torch.distributed.
+        """Check whether the workers can meet by a backend of torch.distributed.
 
         Raises:
             ValueError: They are to share GPUs, which NCCL refuses.
@@ -54,7 +54,7 @@ class WorkerResources(NamedTuple):
             )
 
     def check_machine(self, num_workers: int) -> None:
-        """Check that this machine can run so many workers.
+        """Check whether this machine can run so many workers.
 
         Raises:
             ValueError: They want a resource that machines do not have.
@@ -69,7 +69,7 @@ class WorkerResources(NamedTuple):
         _check_available("GPU(s)", "gpus_per_worker", num_workers, self.gpus or 0, num_visible_gpus)
 
     def check_cores(self, num_workers: int, name: str = "cpus_per_worker") -> None:
-        """Check that this machine has the cores for so many workers.
+        """Check whether this machine has the cores for so many workers.
 
         Args:
             num_workers: How many workers.
@@ -106,7 +106,7 @@ def most_startable() -> int:
 
 
 def check_crowd(num_workers: int) -> None:
-    """Check that this machine can start so many processes in a bearable time.
+    """Check whether this machine can start so many processes in a bearable time.
 
     Raises:
         ResourcesError: There are far more than its cores.
@@ -182,7 +182,7 @@ class WorkerSettings:
         return pool
 
     def ray_bundles(self, num_workers: int) -> list[dict[str, float]]:
-        """Return what a Ray cluster is to set aside for each of so many workers, by Ray's names.
+        """Return the resources a Ray cluster has to set aside for each worker, by Ray's names.
 
         Raises:
             ImportError: Ray is not installed.
@@ -214,7 +214,7 @@ class WorkerSettings:
         return max(1, self.resources._replace(cpus=cpus, gpus=gpus).capacity() // num_workers)
 
     def own_devices(self, index: int) -> dict[str, str]:
-        """Return the variable that gives a group of this machine GPUs beside those of others.
+        """Return the variable to give a local group GPUs apart from those of other groups.
 
         Args:
             index: The number of the group, from 0, among those that run at once.
@@ -227,7 +227,7 @@ class WorkerSettings:
 
 
 def chosen_cluster(cluster: Any, *, can_join: bool = False) -> str:
-    """Return "joined", "local" or "ray" for what a trainer was given.
+    """Return "joined", "local" or "ray" for a trainer's argument `cluster`.
 
     Args:
         cluster: The argument.

@@ -1,4 +1,4 @@
-"""Watches on memory: whether it was written since they were set.
+"""Watches on memory, to detect writes since they were set.
 
 Linux (6.7 and later) marks the pages of a range that are written, without stopping the writer
 (`userfaultfd` with asynchronous write protection). A look at the marks of 1 GB takes some
@@ -73,7 +73,7 @@ class WriteWatch(_Range):
         self.is_outdated = not self._tracker.protect(self)
 
     def is_unwritten(self) -> bool:
-        """Tell whether nothing was written since `set`; false if that is not known."""
+        """Return whether memory is unwritten since `set`; false if unknown."""
         if self.is_outdated or _may_be_written_by_devices():
             return False
         return self._tracker.is_unwritten(self)
@@ -106,21 +106,22 @@ class _Tracker:
             self._watches.add(watch)
 
     def protect(self, watch: _Range) -> bool:
-        """Take the marks of a range away; tell whether that was possible."""
+        """Clear the marks of a range; return whether this was possible."""
         with self._lock:
             for other in self._watches:
                 if other is not watch and other.begin < watch.end and watch.begin < other.end:
-                    # Its marks go too.
+                    # Marks of overlapping watches go too.
                     other.is_outdated = True
         size = watch.end - watch.begin
         try:
             self._ask(self._descriptor, _WRITEPROTECT, watch.begin, size, _PROTECT)
         except OSError:
             return False
+        # Forked children inherit the descriptor, which still watches the parent's memory.
         return os.getpid() == self._pid
 
     def is_unwritten(self, watch: _Range) -> bool:
-        """Tell whether no page of a range has a mark, or has lost what would be marked."""
+        """Return whether all pages of a range still exist, without a mark of a write."""
         if os.getpid() != self._pid:
             return False
         is_there = _PRESENT | _SWAPPED
@@ -130,7 +131,7 @@ class _Tracker:
         )
 
     def unregister(self, begin: int, end: int) -> None:
-        """Leave a range alone; it may be gone."""
+        """Stop tracking a range; its memory may be gone."""
         if os.getpid() == self._pid:
             request = (ctypes.c_uint64 * 2)(begin, end - begin)
             self._libc.ioctl(self._descriptor, ctypes.c_ulong(_UNREGISTER), request)
@@ -154,7 +155,7 @@ class _Tracker:
 
 @cache
 def _tracker() -> _Tracker | None:
-    """Return the marks of this process, if it has some and they tell the truth."""
+    """Return the page marks of this process, or None if missing or unreliable."""
     try:
         tracker = _Tracker()
     except (OSError, AttributeError):
@@ -163,7 +164,7 @@ def _tracker() -> _Tracker | None:
 
 
 def _tells_the_truth(tracker: _Tracker) -> bool:
-    """Write to some pages, as programs and as the system do, and look whether that is told."""
+    """Return whether test writes, by the program and by the system, leave marks."""
     with mmap.mmap(-1, 4 * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         first = ctypes.c_char.from_buffer(pages)
         begin = ctypes.addressof(first)
@@ -198,7 +199,7 @@ def _read_into(pages: mmap.mmap) -> None:
 
 
 def _is_private(begin: int, end: int) -> bool:
-    """Tell whether a range is memory of this process alone, which no file has."""
+    """Return whether a range is memory of this process alone, without a file."""
     at = begin
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -215,6 +216,6 @@ def _is_private(begin: int, end: int) -> bool:
 
 
 def _may_be_written_by_devices() -> bool:
-    """Tell whether a GPU may write to memory of this process, which leaves no marks."""
+    """Return whether a GPU may write to this process's memory, without leaving marks."""
     cuda: Any = sys.modules.get("torch.cuda")
     return cuda is not None and bool(cuda.is_initialized())

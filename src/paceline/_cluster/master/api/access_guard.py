@@ -1,4 +1,4 @@
-"""Who may use which route; routes of signing in and of tokens."""
+"""Access control: every route requires a scope unless listed as public."""
 
 import asyncio
 import re
@@ -95,7 +95,7 @@ class Guard:
         self._has_tls = master.certificate is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it here."""
+        """Pass a request on to the API or the web UI, or refuse the request here."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -147,7 +147,7 @@ class Guard:
 
 
 class _Identification:
-    """Finds out who sends a request; a `Response` says what is wrong with a known token."""
+    """Identification of a request's sender; a `Response` refuses an invalid known token."""
 
     def __init__(self, master: Master) -> None:
         self._master = master
@@ -203,12 +203,12 @@ class _Identification:
 
 
 def _has_token(headers: dict[bytes, bytes]) -> bool:
-    """Tell whether a request carries a token, which no browser adds by itself."""
+    """Return whether a request carries a token; browsers never add tokens by themselves."""
     return headers.get(b"authorization", b"").lower().startswith(b"bearer ")
 
 
 def _refuse_size(headers: list[tuple[bytes, bytes]]) -> Response | None:
-    """Refuse headers whose reading would hold up others, see also `MAX_HEADER_BYTES`."""
+    """Refuse headers too expensive to read; see also `MAX_HEADER_BYTES`."""
     num_bytes = sum(len(name) + len(value) for name, value in headers)
     if len(headers) <= _MAX_HEADERS and num_bytes <= MAX_HEADER_BYTES:
         return None
@@ -222,7 +222,7 @@ def _refuse_size(headers: list[tuple[bytes, bytes]]) -> Response | None:
 
 
 def _refuse_two_lengths(headers: dict[bytes, bytes]) -> Response | None:
-    """Refuse what a proxy may read as another number of requests than this server."""
+    """Refuse ambiguous lengths: a proxy may count the requests differently than this server."""
     if not {b"content-length", b"transfer-encoding"} <= headers.keys():
         return None
     refusal = problem(
@@ -230,7 +230,7 @@ def _refuse_two_lengths(headers: dict[bytes, bytes]) -> Response | None:
         "ambiguous_length",
         "A request must have a `Content-Length` or a `Transfer-Encoding`, but has both.",
     )
-    # What follows on this connection is not read as a request.
+    # Connection closed after the refusal: its remaining bytes must not be read as a request.
     refusal.headers["connection"] = "close"
     return refusal
 
@@ -298,7 +298,7 @@ def _is_api(path: str) -> bool:
 
 
 def _name_of(host: str) -> str | None:
-    """Return the name or address of a Host header, None if it has another form."""
+    """Return the name or address in a Host header, None for malformed headers."""
     found = _HOST.fullmatch(host)
     return None if found is None else (found[1] or found[2]).lower()
 
@@ -348,7 +348,7 @@ async def renew_home_token(master: MasterOf, identity: IdentityOf) -> tokens.Hom
 
 
 def require_token(identity: AccessIdentity | None) -> None:
-    """Refuse a browser: whoever gets hold of its sign-in must not keep access by it.
+    """Refuse browser sign-ins: a stolen sign-in must not be turned into lasting access.
 
     Raises:
         ApiError: The request came with a cookie.
@@ -387,7 +387,7 @@ def read_session(master: MasterOf, identity: IdentityOf) -> Session:
 def log_in(
     request: Login, response: Response, master: MasterOf, connection: ConnectionOf
 ) -> Session:
-    """Sign a browser in by a password that `paceline user set-password` gave."""
+    """Sign a browser in with a password set by `paceline user set-password`."""
     try:
         is_known = master.passwords.check(request.user, request.password, connection.sender)
     except TooManyAttemptsError as error:
@@ -409,7 +409,7 @@ def follow_sign_in_link(
     master: MasterOf,
     token: Annotated[str, Query(max_length=200)],
 ) -> Response:
-    """Sign a browser in by a link, and lead it to the web UI; each link works once."""
+    """Sign a browser in by a link and redirect to the web UI; each link works once."""
     if master.links.redeem(token):
         reply = RedirectResponse("/", 303)
         _set_cookie(reply, master, ADMIN)
@@ -425,7 +425,7 @@ def follow_sign_in_link(
 
 @sign_in_router.post("/sign-in-links", status_code=201)
 def create_sign_in_link(request: Request, master: MasterOf) -> SignInLink:
-    """Make a link that signs a browser in, once."""
+    """Create a single-use link to sign a browser in."""
     token, expires_at = master.links.make()
     url = f"{request.url.scheme}://{request.headers['host']}{_SIGN_IN_PATH}?token={token}"
     return SignInLink(url=url, expires_at=expires_at)
@@ -433,7 +433,7 @@ def create_sign_in_link(request: Request, master: MasterOf) -> SignInLink:
 
 @sign_in_router.post("/logout", status_code=204)
 def log_out(response: Response, master: MasterOf, identity: IdentityOf) -> None:
-    """End the sign-in of the browser that asks."""
+    """End the sign-in of the requesting browser."""
     assert identity is not None
     if identity.secret is not None:
         master.sign_ins.close(identity.secret)

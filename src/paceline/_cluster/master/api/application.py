@@ -141,7 +141,7 @@ def _json(value: Any) -> str:
     return f"<pre>{escape(json.dumps(value, indent=1))}</pre>"
 
 
-# Of two routes that fit a path, the first one answers: those with fixed names come first.
+# Route order matters: the first match answers, so routes with fixed names come first.
 _ROUTERS = (
     # Runners ask most, and a route is looked for from the first one on.
     attempt_router,
@@ -172,7 +172,7 @@ _ROUTERS = (
 
 
 def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI:
-    """Return the application of a master; `shut_down` is called when a client asks for it."""
+    """Return the application of a master; `shut_down` is called on a client's request."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -205,7 +205,7 @@ def describe() -> dict[str, Any]:
 
 
 class _Application(FastAPI):
-    """An application whose every answer has the security headers, also those to its own errors."""
+    """Application adding security headers to every answer, including its own errors."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -216,7 +216,7 @@ def _make_app(**options: Any) -> FastAPI:
     app = _Application(
         title="Paceline",
         version=paceline.__version__,
-        # Its page loads scripts from elsewhere, which would run with the reader's sign-in.
+        # Documentation page disabled: its external scripts would run with the reader's sign-in.
         docs_url=None,
         redoc_url=None,
         openapi_url=f"{PREFIX}/openapi.json",

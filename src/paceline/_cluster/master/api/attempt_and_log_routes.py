@@ -60,7 +60,7 @@ Member = Annotated[int, Query(ge=0, le=10_000, description="Which of the attempt
 async def store_records(
     attempt_id: AttemptId, request: Request, master: MasterOf, member: Member = 0
 ) -> Response:
-    """Store journal records and carry out what follows; what is known already is dropped."""
+    """Store journal records and apply their consequences; known records are dropped."""
     master.leases.renew(runner_id(attempt_id, member))
     body = await _decode(request, RecordRequest)
     has_validations = any(
@@ -80,7 +80,7 @@ async def store_records(
         # Records that cannot be stored now never can: sending them again would go on for ever.
         message = f"The records cannot be stored: {type(error).__name__}: {error}"
         raise ApiError(422, "invalid_records", message) from error
-    # Of a rank the newest record comes last.
+    # Last record of each batch: records of a rank are in order, so the last is the newest.
     newest = max(
         (batch.records[-1][1].time for batch in body.batches if batch.records), default=None
     )
@@ -98,7 +98,7 @@ async def store_records(
 async def store_logs(
     attempt_id: AttemptId, request: Request, master: MasterOf, member: Member = 0
 ) -> Response:
-    """Store lines of output; what is known already is dropped."""
+    """Store lines of output; known lines are dropped."""
     master.leases.renew(runner_id(attempt_id, member))
     body = await _decode(request, LogRequest)
     attempt = await asyncio.to_thread(_read_attempt, master, attempt_id)
@@ -130,7 +130,7 @@ async def read_control(
         bool, Query(description="Its node does not share the checkpoint directory.")
     ] = False,
 ) -> Response:
-    """Read what is wanted of an attempt; waits up to `timeout_s` for another version.
+    """Read the master's orders for an attempt; waits up to `timeout_s` for a new version.
 
     The answer comes sooner where the runner must ask again to keep its lease.
     """
@@ -164,13 +164,13 @@ async def read_control(
 async def store_end(
     attempt_id: AttemptId, request: Request, master: MasterOf, member: Member = 0
 ) -> None:
-    """Record how an attempt ended, on one of its nodes; a second time changes nothing."""
+    """Record the end of an attempt on a node; repeated calls change nothing."""
     master.leases.renew(runner_id(attempt_id, member))
     end = (await _decode(request, AttemptEnd)).by_clock_of(time.time())
 
     def job(transaction: Transaction) -> None:
         if end.is_leaving:
-            # What ends the attempt may end its node as well, which has not said so yet.
+            # Node in doubt: the cause of this end may end the node too, before the node reports.
             for node_id in slots_by_node(read_attempt(transaction.connection, attempt_id)):
                 master.nodes.presence.doubt(node_id)
         end_runner(master.changes, transaction, attempt_id, member, end)
@@ -201,7 +201,7 @@ def _read_control(master: Master, attempt_id: int) -> AttemptControl:
 
 
 def _read_decision(master: Master, attempt_id: int) -> AttemptControl | None:
-    """Return what is wanted after the reports so far, None if no search judges them."""
+    """Return the control after the stored reports, None if the search judges no reports."""
     with master.database.read() as connection:
         attempt = read_attempt(connection, attempt_id)
         searcher = config_of(experiment_row(connection, attempt.experiment_id)).searcher
@@ -217,7 +217,7 @@ RunId = Annotated[str, Path(min_length=1, max_length=128)]
 @run_router.put("/runs/{run_id}", openapi_extra={"requestBody": {"content": {
     "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
 async def register_run(run_id: RunId, request: Request, master: MasterOf) -> Response:
-    """Show a run as an unmanaged experiment, and say what is stored of it."""
+    """Register a run as an unmanaged experiment, and return the stored positions."""
     body = await _decode(request, RunRegistration)
     if body.info.run_id != run_id:
         raise ApiError(
@@ -234,7 +234,7 @@ async def register_run(run_id: RunId, request: Request, master: MasterOf) -> Res
 @run_router.post("/runs/{run_id}/records", openapi_extra={"requestBody": {"content": {
     "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
 async def store_run_records(run_id: RunId, request: Request, master: MasterOf) -> Response:
-    """Store journal records of a run; what is known already is dropped."""
+    """Store journal records of a run; known records are dropped."""
     body = await _decode(request, RunRecords)
     try:
         reply = await write_rows(
@@ -334,14 +334,14 @@ def list_experiment_logs(
 
 
 def _noted_logs(spans: Iterator[tuple[int, float]], read: list[int]) -> Iterator[tuple[int, float]]:
-    """Yield spans, and note the trials whose lines are read."""
+    """Yield spans unchanged, collecting the ids of the trials read."""
     for trial_id, at in spans:
         read.append(trial_id)
         yield trial_id, at
 
 
 def _log_begins(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
-    """Return the experiment's trials with the time of their first attempt, in that order."""
+    """Return the experiment's trials with their first attempt's time, in time order."""
     attempts = tables.attempts.c
     query = (
         select(attempts.trial_id, attempts.created_at)
@@ -364,7 +364,7 @@ def _log_ends(connection: Connection, experiment_id: int) -> Iterator[tuple[int,
 
 
 def log_view(trial_id: int, line: StoredLine) -> LogLine:
-    """Return a line as the API shows it."""
+    """Return a stored line as API model."""
     return LogLine(
         id=line.id,
         trial_id=trial_id,

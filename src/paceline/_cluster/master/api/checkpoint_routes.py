@@ -1,4 +1,4 @@
-"""Checkpoints: read, download, transfer between nodes and master."""
+"""Routes for checkpoint transfers in pieces, and routes of stored checkpoints."""
 
 import asyncio
 import os
@@ -58,7 +58,7 @@ Uuid = Annotated[str, Path(min_length=1, max_length=128)]
 
 @checkpoint_router.get("/checkpoints/{uuid}")
 def read_checkpoint(uuid: Uuid, records: RecordsOf) -> Checkpoint:
-    """Read one checkpoint."""
+    """Read a checkpoint."""
     with records.database.read() as connection:
         return checkpoint_views([checkpoint_row(connection, uuid)])[0]
 
@@ -72,7 +72,7 @@ async def delete_checkpoint(
         Query(description="Delete only the files that a pattern matches, as in a .gitignore."),
     ] = None,
 ) -> Checkpoint:
-    """Delete a checkpoint's files, or those that patterns match; it stays listed."""
+    """Delete a checkpoint's files, or those matching patterns; the checkpoint stays listed."""
     view, place = await asyncio.to_thread(_read_with_place, uuid, master)
     await write_rows(master, lambda transaction: _withdraw_unused(transaction, master, uuid))
     calls = master.changes.storage_calls
@@ -98,7 +98,7 @@ def _read_with_place(uuid: str, master: Master) -> tuple[Checkpoint, CheckpointP
 
 @checkpoint_router.get("/checkpoints/{uuid}/files/{path:path}", response_class=FileResponse)
 async def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Response:
-    """Read one file of a checkpoint."""
+    """Read a file of a checkpoint."""
     return await asyncio.wrap_future(in_own_thread(lambda: _checkpoint_file(uuid, path, master)))
 
 
@@ -113,7 +113,7 @@ def _checkpoint_file(uuid: str, path: str, master: Master) -> Response:
     if path not in manifest.files:
         known = ", ".join(manifest.files)
         raise ApiError(404, "not_found", f"Checkpoint {uuid} has no file {path!r}, but: {known}.")
-    # This file alone: whoever fetches all of them would have each one digested for every other.
+    # Manifest reduced to a single file: verifying all files for each download would be quadratic.
     wanted = msgspec.structs.replace(manifest, files={path: manifest.files[path]})
     size = manifest.files[path].size
     if isinstance(storage, DirectoryStorage):
@@ -138,7 +138,7 @@ def _checkpoint_file(uuid: str, path: str, master: Master) -> Response:
 def _verified_pieces(
     storage: DirectoryStorage, manifest: Manifest, name: str
 ) -> tuple[Iterator[bytes], dict[str, str]]:
-    """Open a file once, and return what is in it, or what is wrong with it."""
+    """Open a file once; return its content in pieces, or its problem."""
     try:
         file = storage.open_file(manifest.uuid, name)
     except (FileNotFoundError, NotADirectoryError):
@@ -159,7 +159,7 @@ def _verified_pieces(
 def _delete_checkpoint_files(
     calls: StorageCalls, place: CheckpointPlace, uuid: str, globs: list[str] | None
 ) -> dict[str, int]:
-    """Delete files of a checkpoint, and return the sizes of those that are left."""
+    """Delete files of a checkpoint; return the sizes of the remaining files."""
     try:
         if globs is not None:
             left = delete_matching_files(calls, place, uuid, globs)
@@ -175,7 +175,7 @@ def _delete_checkpoint_files(
 
 
 def _withdraw_unused(transaction: Transaction, master: Master, uuid: str) -> None:
-    """Let no trial start from a checkpoint any more; 409 if one that has not ended does."""
+    """Bar trials from starting from a checkpoint; 409 if an unfinished trial uses the files."""
     trials, attempts = tables.trials, tables.attempts
     warm = select(trials.c.id).where(
         trials.c.source_checkpoint == uuid, trials.c.state.in_(LIVE_TRIALS)
@@ -205,9 +205,9 @@ Name = Annotated[str, Query(min_length=1, max_length=4096, description="The file
 Member = Annotated[int, Query(ge=0, le=10_000, description="Which of the attempt's nodes, from 0.")]
 Offset = Annotated[int, Query(ge=0, le=2**62)]
 
-# For a place among the pieces that are in memory; then the runner is told to come again.
+# Longest wait for a transfer place in memory; after that the runner must retry.
 _LONGEST_WAIT_S = 10.0
-# In which a piece, or a list of files, must have arrived.
+# Deadlines for receiving a complete piece, and a complete list of files.
 _LONGEST_PIECE_S = 60.0
 _LONGEST_OFFER_S = 300.0
 _RENEWAL_S = 2.0
@@ -219,7 +219,7 @@ _RENEWAL_S = 2.0
 async def offer_checkpoint(
     attempt_id: AttemptId, uuid: TransferUuid, request: Request, master: MasterOf
 ) -> Response:
-    """Tell what is missing of a checkpoint; once nothing is, it is stored."""
+    """Return the missing files of an offered checkpoint; a complete checkpoint is stored."""
     async with _offer_place(master):
         offer = await _decode(request, CheckpointOffer)
         needs = await _do_transfer(
@@ -236,7 +236,7 @@ async def offer_checkpoint(
 async def offer_shards(
     attempt_id: AttemptId, uuid: TransferUuid, request: Request, master: MasterOf, member: Member
 ) -> Response:
-    """Tell what is missing of the files that ranks of one more node have stored."""
+    """Return the missing files of shards stored by the ranks of another node."""
     async with _offer_place(master):
         offer = await _decode(request, ShardOffer)
         needs = await _do_transfer(
@@ -262,7 +262,7 @@ async def store_piece(
     digest: Annotated[str, Header(alias="x-paceline-digest", description="xxh3_128")],
     member: Member = 0,
 ) -> Response:
-    """Append a piece to a file of a checkpoint that is being sent; tells the file's size then.
+    """Append a piece to a file of an incoming checkpoint; returns the file's new size.
 
     A piece that does not begin at the present size changes nothing.
     """
@@ -292,7 +292,7 @@ async def delete_sent_checkpoint(
 async def read_checkpoint_files(
     attempt_id: AttemptId, uuid: TransferUuid, master: MasterOf
 ) -> Response:
-    """Read the manifest of a checkpoint that the attempt may start from."""
+    """Read the manifest of a checkpoint the attempt may start from."""
     async with _offer_place(master):
         files = await _do_transfer(
             master, attempt_id, lambda: master.transfers.read_files(attempt_id, uuid)
@@ -304,7 +304,7 @@ async def read_checkpoint_files(
 async def read_piece(
     attempt_id: AttemptId, uuid: TransferUuid, master: MasterOf, name: Name, offset: Offset
 ) -> Response:
-    """Read a piece of a file of such a checkpoint, as large as pieces are; nothing is verified."""
+    """Read a full-size piece of a file of an allowed checkpoint, without verification."""
     async with _piece_place(master):
         data = await _do_transfer(
             master,
@@ -324,7 +324,7 @@ def _offer_place(master: Master) -> AbstractAsyncContextManager[None]:
 
 @asynccontextmanager
 async def _transfer_place(places: asyncio.Semaphore, number: int, what: str) -> AsyncIterator[None]:
-    """Hold one of the places for what is in memory; its sender comes again if there is none."""
+    """Hold a transfer place in memory; 503 if none is free in time, so the sender retries."""
     try:
         await asyncio.wait_for(places.acquire(), _LONGEST_WAIT_S)
     except asyncio.TimeoutError as error:
@@ -356,11 +356,11 @@ async def _do_transfer(
     stored: str | None = None,
     member: int = 0,
 ) -> Result:
-    """Do what may take long in a thread, with a lease that is kept meanwhile.
+    """Run a long transfer job in its own thread, and keep the attempt's lease meanwhile.
 
     `stored` is the checkpoint that it stores, or a part of.
     """
-    # Not one of the few threads that answer other requests: the storage may hang.
+    # Thread of its own, not from the small pool of request threads: the storage may hang.
     task = asyncio.wrap_future(in_own_thread(job))
     while not task.done():
         master.leases.renew(runner_id(attempt_id, member))

@@ -1,4 +1,4 @@
-"""Configs, their problems by line, uploads of code."""
+"""Routes of configurations and code: submitted and resolved forms, and problems."""
 
 import asyncio
 import hashlib
@@ -50,7 +50,7 @@ from paceline.config._validate_config import json_schema, validate_config
 
 
 def config_problems(error: ConfigError, text: str) -> list[ConfigProblem]:
-    """Return what is wrong with the fields of a config."""
+    """Return the problems of a configuration's fields, with line numbers."""
     root = compose_yaml(text)
     return [
         ConfigProblem(
@@ -61,7 +61,7 @@ def config_problems(error: ConfigError, text: str) -> list[ConfigProblem]:
 
 
 def syntax_problems(error: ConfigError) -> list[ConfigProblem]:
-    """Return what is wrong with the text itself; the paths are `config:LINE`."""
+    """Return the syntax problems of a configuration text; error paths are `config:LINE`."""
     found = []
     for problem in error.problems:
         line = problem.path.rpartition(":")[2]
@@ -72,7 +72,7 @@ def syntax_problems(error: ConfigError) -> list[ConfigProblem]:
 
 
 def _line_in_config(node: yaml.Node | None, path: str) -> int | None:
-    """Return the line where a dotted path stands, or where the deepest part of it does."""
+    """Return the line of a dotted path, or of its deepest existing part; None if absent."""
     line = None
     for name in path.replace("[", ".[").split("."):
         child = _child_in_config(node, name)
@@ -120,7 +120,7 @@ def read_config(experiment_id: ExperimentId, records: RecordsOf) -> ConfigView:
 
 @config_router.get("/experiments/{experiment_id}/files")
 def list_code(experiment_id: ExperimentId, master: MasterOf) -> list[CodeFile]:
-    """List the files of an experiment's code; none if it runs in a directory of its own."""
+    """List the files of an experiment's code; empty for code run in its own directory."""
     path = _context_path(master, experiment_id)
     if path is None:
         return []
@@ -133,7 +133,7 @@ def list_code(experiment_id: ExperimentId, master: MasterOf) -> list[CodeFile]:
     responses={200: {"content": {"text/plain": {}, "application/octet-stream": {}}}},
 )
 def read_code(experiment_id: ExperimentId, path: str, master: MasterOf) -> Response:
-    """Read one file of an experiment's code; a text comes as text, whatever it is for."""
+    """Read a file of an experiment's code; text files are always served as plain text."""
     context = _context_path(master, experiment_id)
     sizes = {} if context is None else dict(_list_files(context))
     if context is None or path not in sizes:
@@ -234,7 +234,7 @@ async def store_context(digest: Digest, request: Request, master: MasterOf) -> N
 
 
 async def _receive_context(request: Request, path: Path) -> str:
-    """Write a body to a private file that is on disk then, and return its SHA-256."""
+    """Write a body to a private file, flushed to disk, and return its SHA-256."""
     digest = hashlib.sha256()
     with open_private(path, "wb") as file:
         async for piece in request.stream():

@@ -96,7 +96,7 @@ async def create_experiment(
 
 @experiment_router.get("/experiments/{experiment_id}")
 def read_experiment(experiment_id: ExperimentId, records: RecordsOf) -> Experiment:
-    """Read one experiment."""
+    """Read an experiment."""
     return _read(records, experiment_id)
 
 
@@ -168,7 +168,7 @@ def read_search(
     brackets = master.search_views.read(experiment_id)
 
     def encode() -> bytes:
-        # As dictionaries: thousands of models would take longer than all the rest.
+        # Dictionaries instead of models: thousands of models would take longer than all the rest.
         shown = [
             [
                 {
@@ -188,7 +188,7 @@ def read_search(
 
 @experiment_router.post("/preview-search")
 def preview_search(request: searches.PreviewSearch) -> searches.SearchPreview:
-    """Say what a search would train, without creating anything."""
+    """Return the trials planned by a search, without creating anything."""
     config = validate_config(request.config)
     found = preview(config.search_config(), config.hyperparameters)
     return searches.SearchPreview(
@@ -199,7 +199,7 @@ def preview_search(request: searches.PreviewSearch) -> searches.SearchPreview:
 
 
 def action_of(master: Master, action: Action) -> Callable[[Transaction, int], None]:
-    """Return what carries an action out."""
+    """Return the function to execute an action."""
     commands = master.commands
     jobs: dict[Action, Callable[[Transaction, int], None]] = {
         "pause": commands.pause,
@@ -244,7 +244,7 @@ async def change_experiment(
 async def fork_experiment(
     experiment_id: ExperimentId, request: ForkExperiment, master: MasterOf, key: RequestKey
 ) -> Experiment:
-    """Create an experiment with the code and the changed configuration of another one."""
+    """Create an experiment with another's code and its changed configuration."""
     forked = await write_once(
         master,
         key,
@@ -262,7 +262,7 @@ async def fork_experiment(
 
 @experiment_edit_router.get("/experiments/{experiment_id}/loss")
 def read_loss(experiment_id: ExperimentId, master: MasterOf) -> Loss:
-    """Tell what deleting an experiment would take away, and whether it may be deleted."""
+    """Return the consequences of deleting an experiment, and any obstacle to deletion."""
     with master.database.read() as connection:
         loss = loss_of(connection, experiment_id)
     return Loss(
@@ -282,7 +282,7 @@ async def remove_experiment(experiment_id: ExperimentId, master: MasterOf) -> De
 
 @experiment_edit_router.post("/bulk-actions")
 async def act_on_experiments(request: BulkAction, master: MasterOf) -> list[BulkResult]:
-    """Carry one action out on several experiments; one that fails does not hold up the others."""
+    """Apply an action to several experiments; failures do not stop the remaining ones."""
     results = []
     for experiment_id in dict.fromkeys(request.experiment_ids):
         error = None
@@ -311,7 +311,7 @@ async def _delete_experiment(master: Master, experiment_id: int) -> list[str]:
         master,
         lambda transaction: delete_experiment(transaction, master.changes, experiment_id),
     )
-    # Not one of the few threads that answer other requests: a storage may hang.
+    # Thread of its own, not from the small pool of request threads: a storage may hang.
     return await asyncio.wrap_future(
         in_own_thread(partial(_remove_leftovers, master, experiment_id, leftovers))
     )
@@ -325,7 +325,7 @@ def _delete_files(master: Master, place: CheckpointPlace, uuid: str) -> bool:
 
 
 def _remove_leftovers(master: Master, experiment_id: int, leftovers: Leftovers) -> list[str]:
-    """Remove files whose rows are gone, and return what could not be removed."""
+    """Remove the files of deleted rows, and return the names of undeletable files."""
     left = [
         f"{place.storage}/{uuid}"
         for uuid, place in leftovers.checkpoints.items()

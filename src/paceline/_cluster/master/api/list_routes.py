@@ -60,7 +60,7 @@ _trials = tables.trials.c
 _latest = cast(_trials.latest_metric, Text)
 _FIELDS: dict[str, ColumnElement[Any]] = {
     "metric": _trials.best_metric,
-    # What is no number, NaN included, is stored as other JSON.
+    # Numbers only: other values, NaN included, are stored as other JSON and must sort as null.
     "latest": case(
         (func.substr(_latest, 1, 1).in_(list("-0123456789")), cast(_latest, Float)), else_=None
     ),
@@ -152,7 +152,7 @@ def read_hyperparameters(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=_LARGEST_TABLE)] = _LARGEST_TABLE,
 ) -> Response:
-    """Read the hyperparameters of an experiment's trials and one metric, the oldest trial first.
+    """Read hyperparameters and a metric of an experiment's trials, the oldest trial first.
 
     Of more than `limit` trials the best half are told, and others that are spread evenly.
     """
@@ -196,7 +196,7 @@ def _encode_table(
         is_sampled=num_trials > len(rows),
         rows=[],
     )
-    # As dictionaries: thousands of models would take longer than all the rest.
+    # Dictionaries instead of models: thousands of models would take longer than all the rest.
     shown = [
         {
             "trial_id": row.id,
@@ -211,14 +211,14 @@ def _encode_table(
 
 
 def flat_values(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters under flat names; a map that is one value stays one."""
+    """Return hyperparameters under flat names; a map chosen as a single value stays a map."""
     if not any(isinstance(value, dict) for value in hparams.values()):
         return hparams
     return dict(_walk_values(space, hparams, ""))
 
 
 def flat_space(space: dict[str, Any]) -> dict[str, Any]:
-    """Return what stands in a search space for each flat name."""
+    """Return the entries of a search space by flat name."""
     return dict(_walk_space(space, ""))
 
 
@@ -358,7 +358,7 @@ def list_experiments(
 
 @experiment_list_router.get("/experiment-columns")
 def list_experiment_columns(records: RecordsOf) -> ColumnNames:
-    """List the metrics and hyperparameters that can be columns of the experiment list."""
+    """List the metrics and hyperparameters available as columns of the experiment list."""
     with records.database.read() as connection:
         names = all_metric_names(connection)
         hparams = _hparam_names(connection, records.kept_names)
@@ -377,7 +377,7 @@ def _hparam_names(connection: Connection, kept: NameCache) -> list[str]:
 
 def _read_hparam_names(connection: Connection) -> list[str]:
     experiments = tables.experiments.c
-    # As texts: most experiments have the space of another one.
+    # Texts, decoded after removing duplicates: most experiments share the space of another.
     spaces = connection.execute(
         select(func.json_extract(experiments.config, "$.hyperparameters", type_=Text))
         .order_by(experiments.id.desc())

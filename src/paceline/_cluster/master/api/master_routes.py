@@ -1,4 +1,4 @@
-"""Health, events, shutdown, status, Prometheus metrics; files of the web UI."""
+"""Routes for watching the master: people's status pages, and Prometheus metrics."""
 
 import asyncio
 import base64
@@ -73,7 +73,7 @@ pip install --force-reinstall --no-deps .</pre>
 """
 _POLICY = "Content-Security-Policy"
 _MISSING_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
-# Of files that are no page. A file may be a script of a worker, which takes its policy from here.
+# Policy for files other than pages: a worker takes its policy from its script's response.
 _FILE_POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
 
 
@@ -83,7 +83,7 @@ def has_web_ui(root: Path = ASSETS_PATH) -> bool:
 
 
 class WebUi:
-    """ASGI application: files below `root`, else the UI's page, which finds the route itself.
+    """ASGI application: files below `root`, else the UI's page with client-side routing.
 
     Only what the build made is served, so no request here needs a sign-in.
     """
@@ -92,7 +92,7 @@ class WebUi:
         self._root = root
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer a request with a file or the UI's page."""
         if scope["method"] not in ("GET", "HEAD"):
             reply = problem(405, "method_not_allowed", "The web UI answers GET and HEAD only.")
         else:
@@ -166,13 +166,13 @@ _EVENTS_PER_READ = 500
 
 @master_router.get("/health")
 async def read_health(master: MasterOf) -> dict[str, str]:
-    """Tell that the master answers; needs no token."""
+    """Return the state and version of the master; needs no token."""
     return {"status": "ok", "version": master.version}
 
 
 @master_router.get("/master")
 def read_master(master: MasterOf) -> MasterInfo:
-    """Tell what the master is and how busy it is."""
+    """Return the identity and load of the master."""
     with master.database.read() as connection:
         states = number_by_state(connection, EXPERIMENTS)
         attempts = running_attempts(connection)
@@ -268,7 +268,7 @@ _STATES = ("experiments", "trials", "attempts", "checkpoints")
 
 @status_and_prometheus_router.get("/status")
 def read_status(request: Request, master: MasterOf) -> MasterStatus:
-    """Tell what the master is, how busy it is, and what is wrong."""
+    """Return the identity, load and problems of the master."""
     found = _status_facts(master)
     checkpoints, checkpoint_bytes = found["stored"]
     return MasterStatus(

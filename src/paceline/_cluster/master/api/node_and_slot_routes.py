@@ -1,4 +1,4 @@
-"""Nodes that register and poll; slots and draining."""
+"""Routes of nodes: registering and polling for runners, listing and draining for people."""
 
 import asyncio
 import re
@@ -78,7 +78,7 @@ def list_slots(master: MasterOf) -> list[Slot]:
 
 
 def all_drained(master: Master, connection: Connection) -> dict[int, frozenset[int]]:
-    """Return the slots that get no attempts, by node.
+    """Return the slots closed to attempts, by node.
 
     They are single ones, and all of nodes that are drained, or not in the pool of their token.
     """
@@ -134,7 +134,7 @@ def _devices(facts: NodeFacts) -> Iterable[tuple[str, int]]:
 
 
 def running_attempts(connection: Connection) -> list[Row[Any]]:
-    """Return the attempts that may have slots."""
+    """Return the live attempts; any of them may hold slots."""
     attempts = tables.attempts
     query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS))
     return list(connection.execute(query).all())
@@ -193,7 +193,7 @@ _BODY: dict[str, Any] = {
 
 @node_router.post("/nodes", openapi_extra=_BODY)
 async def register_node(request: Request, master: MasterOf, identity: IdentityOf) -> Response:
-    """Register a node, or a new session of one that is known by its key."""
+    """Register a node, or a new session of a node known by its key."""
     assert identity is not None
     facts = _decode(await request.body(), NodeFacts)
     _check_node_facts(facts)
@@ -210,7 +210,7 @@ async def register_node(request: Request, master: MasterOf, identity: IdentityOf
 async def poll_node(
     node_id: NodeId, request: Request, master: MasterOf, identity: IdentityOf
 ) -> Response:
-    """Say which attempts a node has, and read what it has to do; waits for news."""
+    """Report a node's attempts and read its orders; waits for changes."""
     assert identity is not None
     poll = _decode(await request.body(), NodePoll)
     wait_s = min(poll.wait_s, _MAX_WAIT_S, master.nodes.presence.leases.longest_wait_s)
@@ -231,7 +231,7 @@ async def poll_node(
 
 @node_router.get("/nodes")
 def list_nodes(master: MasterOf, include_local: Annotated[bool, Query()] = False) -> list[Node]:
-    """List the nodes: their state, their slots, and what runs there.
+    """List the nodes with their state, slots and running attempts.
 
     With `include_local`, the master's own machine comes first, as the node `local`, if it has
     slots.
@@ -250,7 +250,7 @@ def list_nodes(master: MasterOf, include_local: Annotated[bool, Query()] = False
 
 @node_router.post("/nodes/{name}/drain", status_code=204)
 async def drain_node(name: Name, wanted: DrainNode, master: MasterOf) -> None:
-    """Place nothing more on a node; what runs there goes on elsewhere, or is finished.
+    """Close a node to new attempts; running attempts move to other nodes, or finish.
 
     The master's own node is drained by all of its slots.
     """
@@ -292,7 +292,7 @@ async def resume_node(name: Name, master: MasterOf) -> None:
 
 @node_router.delete("/nodes/{name}", status_code=204)
 async def forget_node(name: Name, master: MasterOf) -> None:
-    """Forget a node that is lost, has left or is drained, and has no attempts."""
+    """Forget a lost, departed or drained node without attempts."""
     node = _node_named(master, name)
 
     def job(transaction: Transaction) -> None:
@@ -344,7 +344,7 @@ def _hear_node(master: Master, node_id: int, poll: NodePoll, token_id: int | Non
 
 def _node_work(master: Master, node_id: int, poll: NodePoll) -> NodeWork:
     work = work_for(master.database, master.changes, master.nodes, node_id, poll)
-    # What runs there goes on.
+    # Pool check for idle nodes only: running attempts may finish after a change of pool.
     if not (work.wanted or poll.attempts):
         try:
             master.nodes.check_pool(node_id)
@@ -354,7 +354,7 @@ def _node_work(master: Master, node_id: int, poll: NodePoll) -> NodeWork:
 
 
 def _refusal(error: NodeRefusedError, status: int = 409) -> ApiError:
-    """Return the answer to a runner that is refused, 403 if its token is for something else."""
+    """Return the error for a refused runner; 403 if its token is bound to something else."""
     return ApiError(403 if error.code in _OF_TOKEN else status, error.code, str(error))
 
 
@@ -390,7 +390,7 @@ def _node_view(
 
 
 def _local_view(master: Master, pool: str, live: list[Row[Any]], drained: _Drained) -> Node:
-    """Return the master's own machine as a node; it is drained if all of its slots are."""
+    """Return the master's machine as a node; drained if all of its slots are drained."""
     use = _use_of_node(LOCAL_NODE, master.machine, live, drained)
     state: NodeState = "ready"
     if use["num_slots_drained"] == len(master.devices):

@@ -1,4 +1,4 @@
-"""Pools and the queue."""
+"""Routes of the queue: waiting trials, their order, and the reasons for waiting."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,7 @@ SlotNumber = Annotated[int, Path(ge=0, le=2**31 - 1)]
 
 @pool_router.get("/pools")
 def list_pools(master: MasterOf) -> list[Pool]:
-    """List the pools that have nodes or settings, or whose runners the master starts."""
+    """List the pools with nodes, settings, or runners started by the master."""
     with master.database.read() as connection:
         cluster = master.reconciler.cluster(connection, time.time())
         drained = all_drained(master, connection)
@@ -79,7 +79,7 @@ def list_pools(master: MasterOf) -> list[Pool]:
 
 @pool_router.put("/pools/{name}", status_code=204)
 async def set_pool(name: Name, wanted: SetPool, master: MasterOf) -> None:
-    """Say how a pool is shared, and which nodes belong to it by their labels."""
+    """Set a pool's sharing policy, and the labels of its nodes."""
 
     def job(transaction: Transaction) -> None:
         _forget(transaction, name)
@@ -93,7 +93,7 @@ async def set_pool(name: Name, wanted: SetPool, master: MasterOf) -> None:
 
 @pool_router.delete("/pools/{name}", status_code=204)
 async def reset_pool(name: Name, master: MasterOf) -> None:
-    """Share a pool as one of which nothing was said: first come, first served."""
+    """Reset a pool to the default policy: first come, first served."""
 
     def job(transaction: Transaction) -> None:
         if name not in read_pools(transaction.connection):
@@ -106,7 +106,7 @@ async def reset_pool(name: Name, master: MasterOf) -> None:
 
 @pool_router.post("/nodes/{name}/slots/{slot}/drain", status_code=204)
 async def drain_slot(name: Name, slot: SlotNumber, wanted: DrainNode, master: MasterOf) -> None:
-    """Place nothing more on a slot; what runs there goes on elsewhere, or is finished."""
+    """Close a slot to new attempts; a running attempt moves elsewhere, or finishes."""
     node_id = _node_with_slot(master, name, slot)
 
     def job(transaction: Transaction) -> None:
@@ -140,7 +140,7 @@ def _describe_absent(started: PoolRunners, name: str, num_nodes: int) -> str | N
 
 
 def _node_with_slot(master: Master, name: str, slot: int) -> int:
-    """Return the id of a node that has a slot, or answer 404."""
+    """Return the id of the node with a slot, or answer 404."""
     nodes = {LOCAL_NAME: (LOCAL_NODE, len(master.devices))}
     nodes |= {node.name: (node.id, len(node.facts.devices)) for node in master.nodes.all()}
     if name not in nodes:
@@ -176,7 +176,7 @@ def list_queue(
     pool: Annotated[str | None, Query(max_length=63)] = None,
     trial_id: Annotated[int | None, Query(ge=1)] = None,
 ) -> list[QueueEntry]:
-    """List the trials that wait for slots, the next one first, and why each waits.
+    """List the trials waiting for slots in scheduling order, with the reason for each wait.
 
     Pools that share by another policy than first come, first served come one after the other. With
     `trial_id`, the list has that trial alone, and is empty if it does not wait.
@@ -207,7 +207,7 @@ def list_queue(
 
 @queue_router.post("/queue/move", status_code=204)
 async def move_in_queue(request: MoveExperiment, master: MasterOf) -> None:
-    """Change when an experiment gets slots, among those of its pool that are as important."""
+    """Move an experiment within its pool's queue, among experiments of equal priority."""
     given = [one for one in (request.ahead_of, request.behind, request.to) if one is not None]
     if len(given) != 1:
         raise ApiError(
@@ -243,7 +243,7 @@ def _queue_results(connection: Connection, cluster: Cluster) -> Iterator[Schedul
 
 
 def _queued_trials(connection: Connection, ids: list[int]) -> dict[int, Any]:
-    """Return of each trial its experiment's name, and since when it waits."""
+    """Return each trial's experiment name and time of entering the queue."""
     trials, experiments, attempts = tables.trials.c, tables.experiments.c, tables.attempts.c
     query = (
         select(trials.id, experiments.name, trials.created_at, func.max(attempts.ended_at))
@@ -338,7 +338,7 @@ def _queue_detail(
 
 
 def _are_all_closed(cluster: Cluster, pool: str) -> bool:
-    """Tell whether a pool has slots, but none that is given to trials."""
+    """Return whether a pool has slots, but all of them are closed to trials."""
     nodes = [node for node in cluster.nodes if node.pool == pool]
     is_any_left = any(node.is_open and set(node.slots) - node.drained for node in nodes)
     return any(node.slots for node in nodes) and not is_any_left

@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 60.0
 # How long it may take to load what it needs, on a busy machine.
 _START_S = 120.0
-# One that answers nothing for so long is ended, and what it was asked is answered here.
+# Limit for an unresponsive process: it is ended, and its questions are answered here.
 _LATE_S = 20.0
 _LOOK_S = 5.0
 # After one that failed, none is started for a while.
 _PAUSE_S = 10.0
 _LENGTH_BYTES = 4
 READY = b"r"
-# With the modules of this process, wherever it was started.
+# Program of the second process, with this process's module path from any directory.
 _PROGRAM = """
 import sys
 sys.path[:] = sys.argv.pop(1).split(":")
@@ -51,7 +51,7 @@ main()
 
 @functools.cache
 def state_of_sources() -> str:
-    """Return what tells apart two states of the installed package, as at the first call.
+    """Return a digest of the installed package's state at the time of the first call.
 
     A package that is replaced while the master runs would have the second process another version.
     """
@@ -63,12 +63,12 @@ def state_of_sources() -> str:
 
 
 class NotAnsweredError(Exception):
-    """Raised when the second process has not answered: the first one has to."""
+    """Raised when the second process gave no answer, so the first process has to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The body of an answer, and how long it took to make."""
+    """Body of an answer, and the time taken to make the body."""
 
     body: bytes
     media_type: str | None
@@ -87,7 +87,7 @@ def length_of(head: bytes) -> int:
 
 
 class ReadingProcess:
-    """The second process, as the event loop of the first one sees it.
+    """Handle of the second process for the event loop of the first.
 
     Python runs one thread at a time, so one process answers with one core. The second one answers
     its questions one after the other. It has a socket to this process, whose end is its own.
@@ -102,7 +102,7 @@ class ReadingProcess:
         self._on_ready = on_ready
         # Beside the start of the server, which it would delay.
         asyncio.get_running_loop().run_in_executor(None, state_of_sources)
-        # What waits for an answer, and since when; and since when nothing did.
+        # Pending questions with their times; `_answered_at` is the time of the last answer.
         self._asked: deque[tuple[asyncio.Future[Answer | None], float]] = deque()
         self._answered_at = 0.0
         self._is_closed = False
@@ -113,21 +113,21 @@ class ReadingProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the second process can take questions."""
         return self._writer is not None
 
     def is_late(self, seconds: float) -> bool:
-        """Tell whether it was asked so long ago and has answered nothing since."""
+        """Return whether questions have been pending for `seconds` without any answer."""
         return bool(self._asked) and time.monotonic() >= self._waits_since() + seconds
 
     def start(self) -> None:
-        """Start it, unless it runs or has failed a moment ago."""
+        """Start the process, unless running or failed a moment ago."""
         can_start = time.monotonic() > self._not_before and not self._is_closed
         if self._task is None and can_start:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def answer(self, endpoint: Callable[..., Any], arguments: dict[str, Any]) -> Answer:
-        """Return what a function of a route returns in the second process.
+        """Return the answer of a route's function from the second process.
 
         Args:
             endpoint: The function, which is found there by its module and its name.
@@ -140,6 +140,7 @@ class ReadingProcess:
             raise NotAnsweredError
         question = packed((endpoint, arguments))
         future = asyncio.get_running_loop().create_future()
+        # Order of questions: answers are matched by position, so no await may come before `write`.
         self._asked.append((future, time.monotonic()))
         self._writer.write(question)
         found: Answer | None = await future
@@ -210,12 +211,13 @@ class ReadingProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
+            # Socket kept only if still wanted: `close` may have been called during the start.
             if not self._is_closed:
                 undo.pop_all()
         return ours
 
     def _end(self) -> None:
-        """End the process, and let those who wait for it know."""
+        """End the process, and wake the callers waiting for answers."""
         self._writer = None
         if self._process is not None:
             self._process.kill()
@@ -234,8 +236,8 @@ _NUM_SLOW = 3
 # A route that took so long once is a slow one for a while, in seconds.
 _SLOW_S = 0.1
 _SLOW_FOR_S = 60.0
-# From so many quick reads on that wait and that it can answer, the second process is started, and
-# left to answer them, unless it has answered nothing for so many seconds.
+# Number of waiting quick reads at which the second process starts and takes reads, unless it
+# has answered nothing for `_PATIENCE_S` seconds.
 _MANY = 4
 _PATIENCE_S = 1.0
 # How many quick reads are given to the thread, and to the second process: so many that it has the
@@ -247,14 +249,14 @@ T = TypeVar("T")
 
 
 class _Waiting(NamedTuple):
-    """A read in the line; its turn gets whether it goes to the second process."""
+    """Waiting read; its turn resolves to True for the second process, False for the thread."""
 
     turn: "asyncio.Future[bool]"
     can_leave: bool
 
 
 class ReadingThreads:
-    """The threads in which reads are answered: one for quick routes, others for slow ones.
+    """Threads answering reads: a single thread for quick routes, others for slow routes.
 
     Python runs one thread at a time. Two that are busy and the event loop take turns, which makes
     every answer later and their number smaller. But quick reads must not wait for slow ones.
@@ -266,7 +268,7 @@ class ReadingThreads:
         self._slow_until: dict[object, float] = {}
 
     async def answer(self, route: object, make: Callable[[], T]) -> T:
-        """Return what a function returns, which reads for a route, in the thread of quick ones.
+        """Return a function's result for a route, computed in the thread for quick reads.
 
         Args:
             route: The route, whose reads take alike long.
@@ -276,7 +278,7 @@ class ReadingThreads:
         return await loop.run_in_executor(self._quick, self._timed, route, make)
 
     async def answer_slow(self, route: object, make: Callable[[], T]) -> T:
-        """Return what a function returns, in one of the threads for slow routes."""
+        """Return a function's result, computed in a thread for slow routes."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._slow, self._timed, route, make)
 
@@ -297,7 +299,7 @@ class ReadingThreads:
             self.note(route, time.monotonic() - began)
 
     def close(self) -> None:
-        """Answer nothing that waits any more."""
+        """Cancel all waiting reads."""
         for threads in (self._quick, self._slow):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -322,7 +324,7 @@ class Readers:
         self._num_there = 0
 
     async def answer(self, endpoint: Callable[..., Any], arguments: dict[str, Any]) -> Response:
-        """Return what a route's function returns, as a response."""
+        """Return the result of a route's function as a response."""
         threads, name = self._threads, records_parameter(endpoint)
 
         def make() -> Response:
@@ -345,7 +347,7 @@ class Readers:
         return await threads.answer_slow(endpoint, make)
 
     def close(self) -> None:
-        """Answer nothing that waits any more."""
+        """Cancel all waiting reads, and close the second process."""
         for one in self._waiting:
             one.turn.cancel()
         self._threads.close()
@@ -385,7 +387,7 @@ class Readers:
             turn.set_result(True)
 
     def _has_many_for_process(self) -> bool:
-        """Tell whether reads are left to the second process; starts it if so."""
+        """Return whether reads go to the second process; starts the process if needed."""
         num_leaving = self._num_there + sum(one.can_leave for one in self._waiting)
         if self._process is None or num_leaving < _MANY:
             return False
@@ -396,9 +398,9 @@ class Readers:
         return self._process is not None and self._process.is_ready and self._num_there < _THERE
 
     def _next(self, is_wanted: Callable[[_Waiting], bool]) -> "asyncio.Future[bool] | None":
-        """Take the first one out of the line that is wanted."""
+        """Take the first matching waiting read out of the line; None without a match."""
         for index, one in enumerate(self._waiting):
-            # One that is done was cancelled: whoever asked has gone.
+            # Done futures were cancelled because the client has gone: never give them a turn.
             if not one.turn.done() and is_wanted(one):
                 del self._waiting[index]
                 return one.turn
@@ -406,7 +408,7 @@ class Readers:
 
 
 def response_of(found: Any) -> Response:
-    """Return what a route's function has returned as a response."""
+    """Return a route function's result as a response."""
     if isinstance(found, Response):
         return found
     return Response(to_json(found, inf_nan_mode="null"), media_type=_JSON)
@@ -416,7 +418,7 @@ _REQUEST = "reading_request"
 
 
 class ReadingRoute(APIRoute):
-    """A route whose endpoint is answered by `app.state.readers` if it reads and returns data.
+    """Route answered by `app.state.readers` if its endpoint only reads and returns data.
 
     Endpoints that write, that are coroutines, or that make a response of their own are FastAPI's.
     """
@@ -449,7 +451,7 @@ def _read_in_one_thread(endpoint: Callable[..., Any]) -> Callable[..., Any]:
         readers: Readers = request.app.state.readers
         return await readers.answer(endpoint, arguments)
 
-    # What FastAPI looks at: the parameters of the endpoint, and the request.
+    # Signature for FastAPI's inspection: the endpoint's parameters, and the request.
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [one.replace(kind=keyword) for one in signature.parameters.values()]
     if not own:

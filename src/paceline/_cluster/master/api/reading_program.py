@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Records:
-    """What routes read."""
+    """Records available to routes in the second process."""
 
     database: DatabaseReader
     encodings: EncodingCache = field(default_factory=EncodingCache)
@@ -38,12 +38,12 @@ class _Records:
 
 
 def main() -> None:
-    """Answer what comes through a socket, in order, until its other end is closed."""
+    """Answer the questions from a socket in order, until its other end is closed."""
     # Ctrl-C goes to all processes of a terminal; this one ends with the first process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.argv[3] != state_of_sources():
         raise SystemExit("Paceline was changed since the master started: reads are left to it.")
-    # What was imported stays: no collection has to look at it.
+    # Imported objects live for ever: freezing them spares the garbage collector the scan.
     gc.freeze()
     stream = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
     records = _Records(DatabaseReader(Path(sys.argv[2])))
@@ -62,7 +62,7 @@ def _next_question(stream: BufferedRWPair) -> Any:
 def _answer(
     records: _Records, endpoint: Callable[..., Any], arguments: dict[str, Any]
 ) -> Answer | None:
-    """Return the answer of a function, None if it fails: the first process repeats that."""
+    """Return a function's answer; None on failure, so the first process repeats the read."""
     began = time.monotonic()
     name = records_parameter(endpoint)
     assert name is not None

@@ -1,4 +1,4 @@
-"""Limits on connections, deadlines, sizes of bodies; counting of requests."""
+"""Connections: deadlines for requests, and limits to keep strangers from using up all places."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ from paceline._cluster.messages.runner_messages import MAX_PIECE_BYTES
 _WANTED_FILES = 16_384
 _MAX_STRANGERS = 128
 _MAX_DROPPED = 1024
-# Of a request line with all headers, which are kept until they are complete.
+# Limit of a request line with all headers: the bytes are buffered until complete.
 MAX_HEADER_BYTES = 64 * 1024
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _FOLDED = re.compile(rb"\n[ \t]")
@@ -35,7 +35,7 @@ _SHARED = ("127.0.0.1", "::1")
 QUEUE_LENGTH = 1024
 
 
-# What the master itself has open at most: its database, its readers, logs, contexts, runners.
+# Files opened by the master itself at most: database, readers, logs, contexts, runners.
 _OWN_FILES = 48
 _FEWEST_FILES = 8
 
@@ -73,7 +73,7 @@ class ConnectionLimits:
 
     @classmethod
     def for_files(cls, num_files: int) -> "ConnectionLimits":
-        """Return limits that leave a third of a process's files to the rest of the master.
+        """Return limits reserving a third of the process's files for the rest of the master.
 
         Of few files, the rest of the master gets what it needs.
         """
@@ -91,7 +91,7 @@ class ConnectionLimits:
 
 
 def raise_file_limit() -> None:
-    """Let this process have a few thousand open files, if it may."""
+    """Raise this process's limit of open files to a few thousand, if permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -99,14 +99,14 @@ def raise_file_limit() -> None:
 
 
 def limits_of_process() -> ConnectionLimits:
-    """Return the limits that fit the number of files that this process may open."""
+    """Return limits fitting the number of files this process may open."""
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = num_files == resource.RLIM_INFINITY
     return ConnectionLimits.for_files(_WANTED_FILES if is_unlimited else num_files)
 
 
 class Connections:
-    """All connections of a server: who is known, who is not, and who has to go for a new one."""
+    """All connections of a server, known and stranger; picks the connections to drop."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -127,7 +127,7 @@ class Connections:
             self._drop_stranger(self.limits.num_strangers)
 
     def move(self, connection: "Connection") -> None:
-        """Note that a connection's state has changed."""
+        """Update the lists after a change of a connection's state."""
         self.leave(connection)
         if connection.is_known:
             self._known[connection] = None
@@ -142,7 +142,7 @@ class Connections:
         return {"known": len(self._known), "strangers": num_strangers}
 
     def has_room_for_known(self, address: str) -> bool:
-        """Tell whether one more may be known at an address; one that is idle goes for it.
+        """Tell whether an address may add a known connection; drops an idle connection if full.
 
         An address other than loopback has half of the places, so that the code of one trial, which
         has a token, cannot keep all others out.
@@ -161,7 +161,7 @@ class Connections:
         return idle is not None
 
     def leave(self, connection: "Connection") -> None:
-        """Forget a connection, unless it has been dropped."""
+        """Remove a connection from the lists, except from the dropped connections."""
         self._known.pop(connection, None)
         for places in (self._waiting_strangers, self._busy_strangers):
             if connection in places:
@@ -171,12 +171,12 @@ class Connections:
                     del self._num_of_address[connection.address]
 
     def lose(self, connection: "Connection") -> None:
-        """Forget a connection that has ended."""
+        """Remove an ended connection from all lists."""
         self.leave(connection)
         self._dropped.pop(connection, None)
 
     def _drop_stranger(self, limit: int, address: str | None = None) -> None:
-        """Drop the longest of those that send no request, or of those that never end one.
+        """Drop the oldest stranger without a request, or with a never-ending request.
 
         Each kind keeps half of the places, so that neither gets all of them.
         """
@@ -200,7 +200,7 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """One HTTP connection with its deadlines; scopes name it as `paceline.connection`."""
+    """HTTP connection with deadlines; found in scopes as `paceline.connection`."""
 
     def __init__(self, config: "ConnectionConfig", **options: Any) -> None:
         super().__init__(config, **options)
@@ -257,7 +257,7 @@ class Connection(H11Protocol):
         super().handle_events()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, with the headers of every answer."""
+        """Answer invalid HTTP with 400 and the headers of every answer."""
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
         answer = h11.Response(
             status_code=400, headers=with_security_headers(headers), reason=b"Bad Request"
@@ -273,7 +273,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request; what still comes of this one is dropped."""
+        """Wait for the next request; the rest of this request's body is dropped."""
         self._change(is_busy=False)
         super().on_response_complete()
 
@@ -313,7 +313,7 @@ class ConnectionConfig(uvicorn.Config):
     def __init__(self, app: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(
             app,
-            # Not what else is installed: the deadlines stand on this loop and this protocol.
+            # Fixed loop and protocol, not whatever is installed: the deadlines rely on both.
             http=Connection,
             loop="asyncio",
             ws="none",
@@ -336,7 +336,7 @@ _MAX_RECORDS_BYTES = 256 * _MIB
 # The list of a checkpoint's files, twice.
 _MAX_MANIFEST_BYTES = 64 * _MIB
 _MAX_BYTES = 1 * _MIB
-# Of a request without token and sign-in: a name and a password.
+# Body limit without token and sign-in: enough for a name and a password.
 _MAX_STRANGER_BYTES = 16 * 1024
 # How long the rest of a body that is too large is read, and dropped; of a stranger's, how much.
 _LINGER_S = 10.0
@@ -344,7 +344,7 @@ _LINGER_BYTES = 80 * _MIB
 
 
 class BodyLimit(NamedTuple):
-    """The largest body of a route in bytes, and the code of the answer to a larger one."""
+    """Largest body of a route in bytes, and the error code for larger bodies."""
 
     num_bytes: int
     code: str = "body_too_large"
@@ -370,14 +370,14 @@ LARGE_BODIES = {
 
 
 def _limits_of_settings() -> dict[tuple[str, str], BodyLimit]:
-    """Return the larger limits, with what the environment says of code."""
+    """Return the larger limits, with the environment's limit for code."""
     num_bytes = integer_setting("PACELINE_MAX_CONTEXT_MIB", MAX_CONTEXT_BYTES // _MIB) * _MIB
     route = ("PUT", "/contexts/{digest}")
     return LARGE_BODIES | {route: LARGE_BODIES[route]._replace(num_bytes=num_bytes)}
 
 
 class BodyTooLargeError(HTTPException):
-    """Raised where a body is read that is larger than its route takes."""
+    """Raised when a body exceeds its route's limit during reading."""
 
     def __init__(self, limit: BodyLimit) -> None:
         super().__init__(413, _detail(limit))
@@ -385,7 +385,7 @@ class BodyTooLargeError(HTTPException):
 
 
 class BodyLimits:
-    """ASGI middleware: answers 413 to a body that is too large, of which no more is kept.
+    """ASGI middleware answering 413 to oversized bodies without buffering their rest.
 
     It stands behind the `Guard`, which says who asks.
     """
@@ -398,7 +398,7 @@ class BodyLimits:
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on with a body that raises at the limit, or answer it here."""
+        """Pass a request on with a size-limited body, or refuse the request here."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -422,7 +422,7 @@ class BodyLimits:
 
 
 class _LimitedBody:
-    """One request's body, and its answer; `stranger` is the connection of a stranger."""
+    """Body of a request, and its answer; `stranger` is the connection of an unknown sender."""
 
     def __init__(
         self, limit: BodyLimit, receive: Receive, send: Send, stranger: Connection | None
@@ -466,7 +466,7 @@ class _LimitedBody:
             self._stranger.transport.close()
 
     async def _drop_rest(self) -> bool:
-        """Read what is left; False if a stranger sends too much of it."""
+        """Read and drop the rest of the body; return False if a stranger sends too much."""
         num_left = _LINGER_BYTES
         while (message := await self._receive()).get("more_body", False):
             num_left -= len(message.get("body", b""))
@@ -480,19 +480,19 @@ def _detail(limit: BodyLimit) -> str:
 
 
 def _declared_bytes(scope: Scope) -> int:
-    """Return the body's length as its headers tell it; 0 if it comes in chunks."""
+    """Return the body's length from its headers; 0 for a chunked body."""
     declared = dict(scope["headers"]).get(b"content-length", b"0")
     return int(declared) if declared.isdigit() else 0
 
 
 def _route_pattern_of_limit(path: str) -> re.Pattern[str]:
-    """Return what the paths of a route match."""
+    """Return a pattern matching the paths of a route."""
     return re.compile(re.sub(r"{\w+}", "[^/]+", path))
 
 
 logger = logging.getLogger(__name__)
 
-# They answer when something happens, or when enough time has passed.
+# Long-polling routes: slow by design, as they answer on an event or after a timeout.
 _WAITING_ROUTES = frozenset(
     {
         f"{PREFIX}/events",

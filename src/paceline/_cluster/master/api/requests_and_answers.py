@@ -1,4 +1,4 @@
-"""Parameters and rows that many routes take; headers of answers.
+"""Helpers shared by several routes.
 
 Also: errors as application/problem+json.
 """
@@ -54,13 +54,13 @@ _HEADERS = (
 def with_security_headers(
     headers: list[tuple[bytes, bytes]],
 ) -> list[tuple[bytes, bytes]]:
-    """Return headers with those of every answer; what is there already stays."""
+    """Return the headers plus the security headers; existing headers keep their values."""
     there = {name.lower() for name, _ in headers}
     return [*headers, *(header for header in _HEADERS if header[0] not in there)]
 
 
 def sending_security_headers(send: Send) -> Send:
-    """Return what sends an answer with the headers of every answer."""
+    """Return a `send` function adding the security headers to each response."""
 
     async def wrapped(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -105,7 +105,7 @@ def problem(status: int, code: str, detail: str) -> Response:
 
 
 def install_problem_answers(app: FastAPI) -> None:
-    """Answer the errors that routes raise."""
+    """Install handlers for the errors raised by routes."""
     _install_general(app)
 
     @app.exception_handler(ApiError)
@@ -145,7 +145,7 @@ def install_problem_answers(app: FastAPI) -> None:
 
 
 def _install_general(app: FastAPI) -> None:
-    """Answer what any route may raise."""
+    """Install handlers for errors possible on any route."""
 
     @app.exception_handler(OverflowError)
     async def _overflow(_request: Request, _error: OverflowError) -> Response:
@@ -163,7 +163,7 @@ def _install_general(app: FastAPI) -> None:
     @app.exception_handler(DatabaseError)
     async def _database(_request: Request, error: DatabaseError) -> Response:
         if isinstance(error, (DataError, IntegrityError, ProgrammingError)):
-            # What was asked of it is to blame, not its state.
+            # Statement errors are bugs of the caller, not an unavailable database.
             raise error
         return problem(503, "database_unavailable", f"The database cannot answer: {error.orig}.")
 
@@ -183,14 +183,14 @@ def _install_general(app: FastAPI) -> None:
 
 
 class ReadableDatabase(Protocol):
-    """A database that can be read."""
+    """Database with read access."""
 
     def read(self) -> AbstractContextManager[Connection]:
-        """Give a connection that sees one consistent state."""
+        """Yield a connection with a consistent snapshot."""
 
 
 class StoredRecords(Protocol):
-    """The database and what is kept of it in memory, which a second process can have as well."""
+    """Database and its in-memory caches, available in a second process as well."""
 
     @property
     def database(self) -> ReadableDatabase:
@@ -227,7 +227,7 @@ Cursor = Annotated[str | None, Query(description="`next_cursor` of the answer be
 
 @functools.cache
 def records_parameter(endpoint: Callable[..., Any]) -> str | None:
-    """Return which parameter of a route's function takes the `StoredRecords`, None if none does."""
+    """Return the name of the parameter taking the `StoredRecords`, None if there is none."""
     for name, one in inspect.signature(endpoint).parameters.items():
         if one.annotation == RecordsOf:
             return name
@@ -257,7 +257,7 @@ RequestKey = Annotated[str | None, Depends(_request_key)]
 
 
 async def write_once(master: Master, key: str | None, job: Callable[[Transaction], int]) -> int:
-    """Run a job like `write_rows`, and not again for a request that had the same key."""
+    """Run a job like `write_rows`, but at most once for the same request key."""
 
     def keyed_job(transaction: Transaction) -> int:
         if key is None:
@@ -285,7 +285,7 @@ def position_in_rows(cursor: str | None, default: list[Any]) -> list[Any]:
 
 
 def place_in_rows(cursor: str | None, order: str, num_keys: int) -> Place | None:
-    """Return the place in a list of some order that a cursor names; None is the beginning.
+    """Return the place encoded in a list's cursor; None for the beginning of the list.
 
     A cursor of an earlier version says how many rows come before.
 
@@ -317,7 +317,7 @@ def _is_key(value: Any) -> bool:
 
 
 def page_of_encoded(items: Sequence[bytes], next_cursor: str | None, total: int | None) -> Response:
-    """Return the answer of a `Page` whose items are encoded already."""
+    """Return the answer for a `Page` with already encoded items."""
     last = to_json({"next_cursor": next_cursor, "total": total}).removeprefix(b"{")
     return Response(b'{"items":[' + b",".join(items) + b"]," + last, media_type="application/json")
 
@@ -349,7 +349,7 @@ def checkpoint_page(
     cursor: str | None,
     limit: int,
 ) -> Page[Checkpoint]:
-    """Return one page of checkpoints; `name` is that of the order, for the cursor."""
+    """Return a page of checkpoints; `name` identifies the order in the cursor."""
     after = place_in_rows(cursor, name, len(order.keys))
     rows = order.read(connection, query, after=after, limit=limit + 1)
     more = None

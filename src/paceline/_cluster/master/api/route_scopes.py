@@ -1,4 +1,4 @@
-"""Scope that each route asks for; router that skips unfitting paths."""
+"""Scopes required by the routes of the API: the only list of them."""
 
 from enum import Enum
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ PREFIX = "/api/v1"
 
 
 class RouteScope(str, Enum):
-    """What opens a route; each of the first four includes those before it."""
+    """Scope required by a route; each of the first four includes those before."""
 
     PUBLIC = "public"
     READ = "read"
@@ -32,7 +32,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /sign-in",
         "POST /login",
     ),
-    # These change nothing, but read everything: configs, code, logs, checkpoints.
+    # Reading routes change nothing, but see everything: configs, code, logs, checkpoints.
     RouteScope.READ: (
         "GET /checkpoints/{uuid}",
         "GET /checkpoints/{uuid}/files/{path:path}",
@@ -114,7 +114,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "POST /nodes/{node_id}/poll",
     ),
     RouteScope.ATTEMPT: (
-        # These look whether the checkpoint is one of the attempt's trial.
+        # Checkpoint routes check for themselves the checkpoint's trial against the attempt.
         "DELETE /attempts/{attempt_id}/checkpoints/{uuid}",
         "GET /attempts/{attempt_id}/checkpoints/{uuid}",
         "GET /attempts/{attempt_id}/checkpoints/{uuid}/pieces",
@@ -133,14 +133,14 @@ _RANKS = (RouteScope.PUBLIC, RouteScope.READ, RouteScope.SUBMIT, RouteScope.ADMI
 
 
 class Access(NamedTuple):
-    """What a request needs: a scope, and the attempt whose token opens it as well."""
+    """Requirement of a request: a scope, and the attempt with access by its own token."""
 
     scope: RouteScope
     attempt: str | None = None
     is_open_to_attempts: bool = False
 
     def admits(self, scope: RouteScope, attempt_id: int | None) -> bool:
-        """Tell whether somebody of a scope may pass; `attempt_id` is that of an attempt's token."""
+        """Return whether a sender may pass; `attempt_id` is the attempt of the sender's token."""
         if self.scope is RouteScope.PUBLIC or scope is RouteScope.ADMIN:
             return True
         if attempt_id is not None:
@@ -153,7 +153,7 @@ class Access(NamedTuple):
 
 
 class Scopes:
-    """Find what a request needs by its method and path, as the router finds the route."""
+    """Lookup of a request's requirement by method and path, equal to the router's choice."""
 
     def __init__(self) -> None:
         self._fixed: dict[tuple[str, str], Access] = {}
@@ -163,7 +163,7 @@ class Scopes:
             for method, _, path in (route.partition(" ") for route in routes)
             if "{" in path
         ]
-        # Of two paths that fit, the router takes the one that says more.
+        # Fewest parameters first: of several matching paths, the router takes the most specific.
         self._patterns.sort(key=lambda found: found[2].count("{"))
         for scope, routes in ROUTES.items():
             for method, _, path in (route.partition(" ") for route in routes):
@@ -171,7 +171,7 @@ class Scopes:
                     self._fixed[method, PREFIX + path] = Access(scope)
 
     def access(self, method: str, path: str) -> Access:
-        """Return what a request needs."""
+        """Return the requirement of a request; unknown routes require an administrator."""
         fixed = self._fixed.get((method, path))
         if fixed is not None:
             return fixed
@@ -190,7 +190,7 @@ _ANY_LENGTH = ":path}"
 
 
 class ApiRouter(APIRouter):
-    """A router that knows how the paths of its routes begin, and how many parts they have.
+    """Router with quick rejection by the first part and the number of parts of a path.
 
     FastAPI looks at each route of each router until one fits. Among many reads, that took an eighth
     of the master's processor time.

@@ -73,20 +73,20 @@ from paceline._cluster.messages.experiment_models import (
 
 trial_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
-# Of a page of metrics; one row may have more.
+# Values in a page of metrics at most; a single row may exceed the limit.
 _MAX_VALUES = 100_000
 
 
 @trial_router.get("/trials/{trial_id}")
 def read_trial(trial_id: TrialId, records: RecordsOf) -> Trial:
-    """Read one trial with its attempts and metric summaries."""
+    """Read a trial with its attempts and metric summaries."""
     with records.database.read() as connection:
         return trial_view(connection, trial_row(connection, trial_id))
 
 
 @trial_router.get("/trials/{trial_id}/time")
 def read_trial_time(trial_id: TrialId, records: RecordsOf) -> TrialTime:
-    """Read what the time of a trial went to."""
+    """Read the time shares of a trial."""
     with records.database.read() as connection:
         shares, until = time_shares(connection, trial_row(connection, trial_id))
     return TrialTime(
@@ -96,7 +96,7 @@ def read_trial_time(trial_id: TrialId, records: RecordsOf) -> TrialTime:
 
 @trial_router.get("/trials/{trial_id}/environments")
 def list_environments(trial_id: TrialId, records: RecordsOf) -> list[AttemptEnvironment]:
-    """Read what the attempts of a trial ran in, the earliest first."""
+    """Read the environments of a trial's attempts, the earliest attempt first."""
     attempts = tables.attempts.c
     with records.database.read() as connection:
         trial = trial_row(connection, trial_id)
@@ -123,7 +123,7 @@ async def kill_trial(trial_id: TrialId, master: MasterOf) -> Trial:
 async def continue_trial(
     trial_id: TrialId, request: ContinueTrial, master: MasterOf, key: RequestKey
 ) -> Experiment:
-    """Create a `single` experiment that starts from the trial's latest checkpoint."""
+    """Create a `single` experiment starting from the trial's latest checkpoint."""
     from paceline._cluster.master.api.experiment_routes import read_experiment
 
     def job(transaction: Transaction) -> int:
@@ -143,7 +143,7 @@ def list_metrics(
     limit: Limit = MAX_PAGE,
     cursor: Cursor = None,
 ) -> Page[MetricRow]:
-    """List the rows of one metric group in step order; superseded rows are left out.
+    """List the rows of a metric group in step order; superseded rows are left out.
 
     A page ends earlier where rows have very many metrics.
     """
@@ -186,7 +186,7 @@ series_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
 @series_router.post("/metric-series", response_model=SeriesReply)
 def read_metric_series(request: SeriesRequest, master: MasterOf) -> Response:
-    """Read points of many series, each down-sampled so that no extreme is lost.
+    """Read points of many series, each down-sampled with all extremes kept.
 
     With `smoothing_steps` each point also has the moving average of the whole series up to it.
     """
@@ -200,7 +200,7 @@ def read_metric_series(request: SeriesRequest, master: MasterOf) -> Response:
 def list_metric_names(
     experiment_id: ExperimentId, records: RecordsOf, limit: Limit = MAX_PAGE, cursor: Cursor = None
 ) -> Page[MetricName]:
-    """List the metrics that an experiment's trials reported so far, by group and name."""
+    """List the metrics reported by an experiment's trials so far, by group and name."""
     group, name = position_in_rows(cursor, ["", ""])
     with records.database.read() as connection:
         experiment_row(connection, experiment_id)
@@ -221,7 +221,7 @@ def _read_series(
     shown = sample_curve(curve, request.max_points)
     smoothed = {}
     if request.smoothing_steps is not None:
-        # Of the whole series, whatever part of it is shown: what comes before counts as well.
+        # Average over the whole series, even if only a part is shown: earlier points count as well.
         series, everything = whole, replace(selection, after_step=-1)
         if request.x != "batches" or selection != everything:
             series, _ = read_curve(connection, everything)
@@ -273,7 +273,7 @@ SeriesNames = Annotated[
 def export_metric_series(
     master: MasterOf, series: SeriesNames, x: str = "batches"
 ) -> StreamingResponse:
-    """Export every point of series as CSV, in step order, one series after the other.
+    """Export every point of the series as CSV, in step order, the series in the given order.
 
     The columns are `series`, `x`, `value`, and `batches` unless that is `x`. With "time" as `x`
     they are in seconds since the epoch. If `x` is a metric, a step at which it was not reported
@@ -344,7 +344,7 @@ def _encoded(rows: Any) -> bytes:
 
 
 def _csv_cell(value: Any) -> Any:
-    """Return a reported value as a cell: numbers exact, also those that are not finite."""
+    """Return a reported value as a CSV cell: numbers exact, including non-finite numbers."""
     if isinstance(value, str):
         return _csv_text(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,1 +1,1 @@
-"""The life cycle of experiments and trials: what may follow what, and what makes it happen."""
+"""Life cycle of experiments and trials: state transitions and their triggers."""

@@ -1,4 +1,4 @@
-"""The end of an attempt, and what follows from it."""
+"""End of an attempt: recording, retries and restarts, and the resulting trial state."""
 
 import errno
 import signal
@@ -67,14 +67,14 @@ NO_RUNNER = "the runner died"
 _FAILED_OUTCOME = "error"
 # A shell tells by such a code that its command was ended by a signal.
 _BY_SIGNAL = 128
-# What Python puts before the text of an `OSError`. The words after it may be Paceline's own.
+# Prefix of `OSError` texts, set by Python; the words after the prefix may be Paceline's own.
 _FULL_DISK = tuple(f"[Errno {number}]" for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def end_attempt(
     changes: StateChanges, transaction: Transaction, attempt_id: int, end: AttemptEnd
 ) -> None:
-    """Record the end of an attempt and decide what follows; a second call changes nothing.
+    """Record the end of an attempt and apply the decision; repeated calls change nothing.
 
     Raises:
         NotFoundError: There is no such attempt.
@@ -129,7 +129,7 @@ def describe_attempt_end(end: AttemptEnd, error: str | None) -> str:
 
 
 def _error_of_chief(attempt: Row[Any], end: AttemptEnd) -> str | None:
-    """Return what rank 0 has failed by, None if that may only answer the failure of another rank.
+    """Return the error of rank 0; None if possibly a mere reaction to another rank's failure.
 
     On several nodes, or if a launcher names another cause, it may.
     """
@@ -206,7 +206,7 @@ def _facts_of_end(
 
 
 def _describe_node(transaction: Transaction, attempt: Row[Any]) -> str:
-    """Return the node of an attempt in words; nothing if there is no other one, or it has several.
+    """Return the node of an attempt in words; "" without an alternative, or for several nodes.
 
     Nodes that have left or are drained do not count.
     """
@@ -225,7 +225,7 @@ def _describe_node(transaction: Transaction, attempt: Row[Any]) -> str:
 def _note_node(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], facts: AttemptFacts
 ) -> None:
-    """Note how an attempt on one node has ended: a node may be the cause of many failures."""
+    """Note the end of an attempt on a single node; the node may cause many failures."""
     if attempt.members is not None or attempt.run_attempt is not None:
         return
     node_id, nodes = attempt.node_id or LOCAL_NODE, changes.failing_nodes
@@ -252,7 +252,7 @@ def _has_stored(transaction: Transaction, attempt: Row[Any]) -> bool:
 def _has_other_node(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], config: ExperimentConfig
 ) -> bool:
-    """Tell whether another node that is good for a trial is there, or was a moment ago."""
+    """Tell whether another suitable node is open, or was open a moment ago."""
     connection, wanted = transaction.connection, config.resources
     own, pool = attempt.node_id or LOCAL_NODE, wanted.pool or DEFAULT_POOL
     failing, drained = changes.failing_nodes.all(time.time()), drained_slots(connection)
@@ -274,7 +274,7 @@ def _is_repeated_end(
     end: AttemptEnd,
     error: str | None,
 ) -> bool:
-    """Tell whether an attempt failed as the one before it did, and has stored no checkpoint.
+    """Tell whether an attempt failed in the same way as the previous attempt, without progress.
 
     What was ended by a signal was lost, and may be luckier the next time. If both failed on one
     node, that may be the cause, unless there is no other one.
@@ -359,7 +359,7 @@ def _end_invalid(
 
 
 def _are_newest_invalid(transaction: Transaction, experiment_id: int) -> bool:
-    """Tell whether the trials that ended last were all refused by the code, and are many."""
+    """Tell whether the newest ended trials all refused their parameters, up to a limit."""
     trials = tables.trials
     query = (
         select(trials.c.stop_reason)

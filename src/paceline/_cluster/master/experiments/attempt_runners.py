@@ -27,7 +27,7 @@ from paceline._cluster.messages.runner_messages import AttemptEnd, runner_id
 from paceline._cluster.messages.states import AttemptState, ErrorKind, ExitReason
 
 _NODE = re.compile(r"Node (\d{1,4}): (.*)", re.DOTALL)
-# What the launchers tell that have waited for each other in vain.
+# Messages of launchers after waiting for each other in vain.
 _NEVER_MET = re.compile(
     r"The launchers of all \d+ nodes must come |"
     r"The launcher of node \d{1,4} was lost: it was not reached within "
@@ -37,7 +37,7 @@ _LAUNCHER_LOST = re.compile(r"The launcher of node (\d{1,4}) was lost: ")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptRunner:
-    """A runner that an attempt has or is to have; `id` tells it from others of the attempt.
+    """Runner of an attempt, started or not yet started; `id` is unique among all runners.
 
     `place` names its node if the attempt has several.
     """
@@ -53,7 +53,7 @@ class AttemptRunner:
 
 
 def runners_of_attempt(attempt: Row[Any]) -> list[AttemptRunner]:
-    """Return the runners to look after: one, or those of the members that have not ended."""
+    """Return the runners to watch: a single runner, or those of the members still running."""
     members = read_members(attempt)
     return [
         AttemptRunner(
@@ -80,7 +80,7 @@ def note_begun(
     port: int,
     sends_checkpoints: bool,
 ) -> None:
-    """Note that the runner of a member is there; once all are, tell them where they meet.
+    """Record the presence of a member's runner; once all are present, publish the meeting port.
 
     Args:
         changes: Writes what follows.
@@ -101,8 +101,10 @@ def note_begun(
         return
     if member >= len(members):
         raise NotFoundError(f"Attempt {attempt_id} has no member {member}.")
+    # Port already published: the launchers may use it, so nothing changes any more.
     if attempt.meeting_port is not None:
         return
+    # First report wins: a repeated request must not move the start time.
     begun_at = members[member].begun_at or time.time()
     members[member] = msgspec.structs.replace(
         members[member], begun_at=begun_at, port=port, sends_checkpoints=sends_checkpoints
@@ -123,7 +125,7 @@ def end_runner(
     *,
     is_lost: bool = False,
 ) -> None:
-    """Record the end of an attempt's runner, and decide what follows; again changes nothing.
+    """Record the end of an attempt's runner and apply its effects; repeated calls change nothing.
 
     Args:
         changes: Writes what follows.
@@ -155,7 +157,7 @@ def end_runner(
     if all(one.exit is not None for one in members):
         end_attempt(changes, transaction, attempt_id, _end_of_all(members))
         return
-    # One that left before it started, as it was preempted, leaves nobody to meet for the others.
+    # Member preempted before its start: the others would wait for its launcher in vain.
     has_left = end.reason is ExitReason.KILLED
     if (end.has_failed or has_left) and not attempt.should_kill:
         warn(
@@ -169,7 +171,7 @@ def end_runner(
 def give_back_node(
     changes: StateChanges, transaction: Transaction, attempt_id: int, timeout_s: float
 ) -> None:
-    """End an attempt whose nodes have not all begun in time, so that others get its slots."""
+    """End an attempt if some nodes missed the start timeout, to free its slots for others."""
     attempt = read_attempt(transaction.connection, attempt_id)
     members = read_members(attempt)
     if attempt.state == AttemptState.ENDED.value or attempt.meeting_port is not None:
@@ -187,10 +189,10 @@ def give_back_node(
 
 
 def _end_of_all(members: list[Member]) -> AttemptEnd:
-    """Return how an attempt ended: as its first member that failed, or as that of rank 0."""
+    """Return the end of the whole attempt: its first failed member's, or else rank 0's."""
     failed = [n for n, one in enumerate(members) if one.exit is not None and one.exit.has_failed]
     lost = [n for n in failed if members[n].is_lost]
-    # What others say then only answers the loss of the node.
+    # Lost nodes first: errors of the other members are mere reactions to the loss.
     first = min(lost or failed, key=lambda n: members[n].ended_at or 0.0, default=0)
     end = members[first].exit
     assert end is not None
@@ -217,14 +219,14 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
 
 
 def _without_process(end: AttemptEnd, reason: ExitReason, detail: str) -> AttemptEnd:
-    """Return an end for another reason than that of the process that ended."""
+    """Return an end with another reason, and without the process's code, signal and kind."""
     return msgspec.structs.replace(
         end, reason=reason, code=None, signal=None, kind=None, store=None, detail=detail
     )
 
 
 def _why_failed(members: list[Member], first: int, end: AttemptEnd) -> str:
-    """Return on which node an attempt failed, and why."""
+    """Return the node and the cause of an attempt's failure."""
     # The launchers agree on what failed first, and say on which node. One on a full disk may
     # not be able to say anything.
     others = "" if end.detail else _told_of(members, first)
@@ -238,13 +240,13 @@ def _why_failed(members: list[Member], first: int, end: AttemptEnd) -> str:
 
 
 def _told_of(members: list[Member], number: int) -> str:
-    """Return what the launcher of another node has said of one that failed; "" if none has."""
+    """Return the message of another node's launcher about a failed node; "" if none."""
     details = (one.exit.detail or "" for one in members if one.exit is not None)
     return next((text for text in details if text.startswith(f"Node {number}: ")), "")
 
 
 def _have_never_met(members: list[Member], first: int) -> bool:
-    """Tell whether one launcher has waited for others in vain, which did nothing meanwhile."""
+    """Tell whether the launchers waited for each other in vain; a kill of the rest is allowed."""
     exits = [one.exit for one in members if one.exit is not None]
     return _is_in_vain(exits[first]) and all(
         _is_in_vain(end) or end.reason is ExitReason.KILLED for end in exits
@@ -261,16 +263,16 @@ def _name(members: list[Member], number: int) -> str:
 
 logger = logging.getLogger(__name__)
 
-# One that has not even taken note by then is killed so long after it was told.
+# Grace period of a runner with the kill request still unseen: such a runner is hung.
 _NOTE_GRACE_S = 3.0
-# One that has not taken note and that nobody reaches: others of its attempt wait for its end.
+# Grace period for an unreachable runner: the other members wait for the end of this runner.
 _ABSENT_GRACE_S = 1.0
 # A runner that cannot be killed has lost its attempt after so long.
 _LAST_GRACE_S = 30.0
 
 
 class RunnerWatch:
-    """Look after the runners that are at work, once per pass of the reconciler.
+    """Watch over running runners, once per pass of the reconciler.
 
     Args:
         database: Where ends of attempts are recorded.
@@ -300,9 +302,10 @@ class RunnerWatch:
         self._shipping: set[int] = set()
 
     def look(self, runner: AttemptRunner) -> bool:
-        """Look at an attempt whose runner is at work; True if the runner was killed just now."""
+        """Check the lease and kill request of a running runner; True if just killed."""
         self._leases.begin(runner.id)
         sign = self._executor.sign_of_life(runner.id)
+        # Any change is a sign of life; the first look only stores a reference value.
         if sign != self._signs.setdefault(runner.id, sign):
             self._signs[runner.id] = sign
             self._leases.renew(runner.id)
@@ -311,7 +314,7 @@ class RunnerWatch:
         return bool(runner.should_kill) and self._kill_when_late(runner)
 
     def ship(self, runner_id: int) -> None:
-        """Have what a runner left behind sent; what sends it asks for no news."""
+        """Have a runner's leftover data sent; the sending process polls no control updates."""
         self._forget(runner_id)
         self._shipping.add(runner_id)
         self._executor.ship(runner_id)
@@ -357,7 +360,7 @@ class RunnerWatch:
         return self._kill(runner)
 
     def _kill(self, runner: AttemptRunner) -> bool:
-        """Kill a runner; one that cannot be killed loses its attempt all the same, in time."""
+        """Kill a runner; after a grace period its attempt counts as lost in any case."""
         now = time.monotonic()
         is_out_of_reach = self._executor.is_out_of_reach(runner.id)
         if runner.id not in self._killed_at:

@@ -48,7 +48,7 @@ class WaitingRequests:
         self._waiting: defaultdict[int, set[asyncio.Event]] = defaultdict(set)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Bind to the server's event loop; notifications before that have no listeners."""
+        """Bind to the server's event loop; earlier notifications have no listeners."""
         self._loop = loop
 
     def notify(self, key: int = _ALL) -> None:
@@ -59,7 +59,7 @@ class WaitingRequests:
 
     @contextmanager
     def listen(self, key: int = _ALL) -> Iterator[asyncio.Event]:
-        """Give an event that notifications set; open it before looking at what may change."""
+        """Open an event set by notifications; open this before reading the watched state."""
         event = asyncio.Event()
         self._waiting[key].add(event)
         try:
@@ -71,6 +71,7 @@ class WaitingRequests:
 
     def notify_all(self) -> None:
         """Wake everybody, whatever they wait for."""
+        # Copy of the keys: the event loop's thread may change the dictionary meanwhile.
         for key in tuple(self._waiting):
             self.notify(key)
 
@@ -103,7 +104,7 @@ class _Lease:
 
 
 class Leases:
-    """Leases of the attempts that have a runner; for any thread.
+    """Leases of attempts with a runner; safe to use from any thread.
 
     A runner renews its lease by each request. The time that counts is the time in which this
     process could hear: it is measured on the event loop that takes the requests, so that no runner
@@ -131,24 +132,25 @@ class Leases:
 
     @property
     def longest_wait_s(self) -> float:
-        """How long a runner's request may wait for news, so that the next one comes in time."""
+        """Longest wait of a runner's request for news; the next request then renews in time."""
         return self.length_s / _RENEWALS
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Measure the time on an event loop; without one no lease ends."""
+        """Start measuring time on an event loop; without a loop no lease ends."""
         self._last = time.monotonic()
         loop.call_later(_TICK_S, self._tick, loop)
 
     def begin(self, attempt_id: int) -> None:
-        """Give an attempt a lease, unless it has one."""
+        """Start a lease for an attempt unless present."""
         with self._lock:
             self._leases.setdefault(attempt_id, _Lease())
 
     def renew(self, attempt_id: int, seen_version: int = 0) -> None:
-        """Note a sign of life of a runner, and which version of what is wanted it has seen."""
+        """Record a sign of life of a runner, and the control version seen by this runner."""
         with self._lock:
             if lease := self._leases.get(attempt_id):
                 lease.silent_s = 0.0
+                # Requests may arrive out of order: the seen version never decreases.
                 lease.seen_version = max(lease.seen_version, seen_version)
 
     def is_over(self, attempt_id: int) -> bool:
@@ -158,18 +160,18 @@ class Leases:
             return lease is not None and lease.silent_s > self.length_s
 
     def has_seen(self, attempt_id: int, version: int) -> bool:
-        """Tell whether a runner has seen what is wanted since a version."""
+        """Tell whether a runner has seen a control version or a later version."""
         with self._lock:
             lease = self._leases.get(attempt_id)
             return lease is not None and lease.seen_version >= version
 
     def end(self, attempt_id: int) -> None:
-        """Forget the lease of an attempt whose runner has left."""
+        """Remove the lease of an attempt without a runner."""
         with self._lock:
             self._leases.pop(attempt_id, None)
 
     def advance(self, elapsed_s: float) -> None:
-        """Count time in which no runner was heard."""
+        """Add silent time to all leases."""
         with self._lock:
             for lease in self._leases.values():
                 lease.silent_s += elapsed_s
@@ -211,7 +213,7 @@ def live_attempts(connection: Connection) -> list[Row[Any]]:
 
 
 def check_not_over(attempt: Row[Any]) -> None:
-    """Refuse what a runner sends for an attempt that has ended, and was maybe given away.
+    """Refuse requests for an ended attempt; its slots may already belong to another attempt.
 
     Raises:
         RefusedError: It has ended.
@@ -228,7 +230,7 @@ _SHUTDOWN_GRACE_S = 5.0
 
 
 def read_control_of(connection: Connection, attempt_id: int) -> AttemptControl:
-    """Return what is wanted of an attempt.
+    """Return the master's control message for an attempt: preemption, kill, operations.
 
     Raises:
         NotFoundError: There is no such attempt.
@@ -260,7 +262,7 @@ def read_control_of(connection: Connection, attempt_id: int) -> AttemptControl:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """The machine on which an attempt runs.
+    """Machine of an attempt: its name, devices, cores, interpreter and address.
 
     Attributes:
         name: Its name among the nodes.
@@ -279,7 +281,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """The master's own machine; what gives an attempt its place, its token and its secrets.
+    """Machine of the master, with access to places, tokens and secrets for attempts.
 
     `devices` has one entry per slot, "cpu" or a GPU's id. `place_of` gives the place of another
     node by its id, None if there is none. `mark_of` marks a storage directory for nodes, or raises
@@ -321,7 +323,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PlacedAttempt:
-    """An attempt with its trial and experiment, and where it runs: `parts` are places and slots.
+    """Attempt with its trial, experiment and placement: `parts` are places with slots.
 
     `member` is the part that is to be started.
     """
@@ -336,7 +338,7 @@ class _PlacedAttempt:
 
 
 def build_launch(connection: Connection, node: Node, attempt_id: int, member: int = 0) -> Launch:
-    """Return what starts an attempt on one of its nodes.
+    """Return the launch data of an attempt for the node of a member.
 
     It depends on the database and the nodes alone.
 
@@ -403,7 +405,7 @@ def _spec_of(connection: Connection, node: Node, placed: _PlacedAttempt) -> Atte
         keep_directory=config.debug,
         control=read_control_of(connection, attempt.id),
         lease_s=node.lease_s,
-        # Of each node, as two of them can be on one machine.
+        # Mark with the member number: two nodes of an attempt can share a machine.
         mark=f"{node.cluster_id}.{attempt.id}" + (f".{member}" if len(parts) > 1 else ""),
         token=node.token_of(attempt.id),
         experiment_id=placed.experiment.id,
@@ -455,5 +457,5 @@ def _variables(environment: Environment) -> dict[str, str]:
 
 
 def checkpoint_root(config: ExperimentConfig) -> str | None:
-    """Return the directory or URL of a configuration's checkpoint storage, if it names one."""
+    """Return the configured directory or URL of the checkpoint storage, or None."""
     return None if config.checkpoint_storage is None else config.checkpoint_storage.root

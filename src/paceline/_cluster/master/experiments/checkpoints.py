@@ -1,4 +1,4 @@
-"""Files of checkpoints, ingest, start checkpoints, unknown ones."""
+"""Checkpoint files and their rows: access checks, ingest of records, deletion, start points."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointPlace(NamedTuple):
-    """Where a checkpoint lies, by the record that tells of it, and where it must.
+    """Storage named by a checkpoint record, with the storage and origin required for access.
 
     Attributes:
         storage: The storage that its record names.
@@ -91,7 +91,7 @@ class CheckpointPlace(NamedTuple):
 
 
 def storage_for_others(place: str) -> CheckpointStorage:
-    """Return a storage to read and delete what other users may have written.
+    """Return a storage for reading and deleting files possibly written by other users.
 
     Raises:
         ValueError: There is none at the place.
@@ -103,7 +103,7 @@ def storage_for_others(place: str) -> CheckpointStorage:
 
 
 def is_same_storage(place: str, other: str) -> bool:
-    """Tell whether two paths or URLs name one storage."""
+    """Tell whether two paths or URLs name the same storage."""
     try:
         return place == other or storage_from(place).url == storage_from(other).url
     except (ValueError, RuntimeError):  # such as `~` of nobody
@@ -142,7 +142,7 @@ def places_of_checkpoints(
 
 
 def delete_files(calls: StorageCalls, place: CheckpointPlace, uuid: str) -> bool:
-    """Delete a checkpoint's files; False, with a logged line, if that fails.
+    """Delete the files of a checkpoint; return False after logging an error.
 
     Raises:
         RefusedError: They are not the master's to delete.
@@ -163,7 +163,7 @@ def delete_files(calls: StorageCalls, place: CheckpointPlace, uuid: str) -> bool
 def delete_matching_files(
     calls: StorageCalls, place: CheckpointPlace, uuid: str, globs: Sequence[str]
 ) -> dict[str, int] | None:
-    """Delete the files that patterns match, and return the sizes of the others.
+    """Delete the files matching the patterns, and return the sizes of the remaining files.
 
     Returns:
         What is left, empty if all files matched; None, with a logged line, if it failed.
@@ -191,7 +191,7 @@ def delete_matching_files(
 
 @contextmanager
 def _refusing_damaged(uuid: str) -> Iterator[None]:
-    """Delete no directory that cannot be seen to be a checkpoint.
+    """Turn damage found by the body into a refusal: unrecognizable directories are not deleted.
 
     Raises:
         RefusedError: The body has found none of this version that is whole.
@@ -207,7 +207,7 @@ def _refusing_damaged(uuid: str) -> Iterator[None]:
 
 
 def note_deleted_files(connection: Connection, uuid: str, resources: Mapping[str, int]) -> None:
-    """Store which files of a checkpoint are left, if fewer than before."""
+    """Store the remaining files of a checkpoint; without any, its state becomes deleted."""
     checkpoints = tables.checkpoints
     if not resources:
         values: dict[str, object] = {"state": CheckpointState.DELETED.value}
@@ -249,7 +249,7 @@ def is_checkpoint_gone(connection: Connection, uuid: str, calls: StorageCalls) -
 def store_checkpoint(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
 ) -> None:
-    """Store that an attempt has a checkpoint; one that is known stays as it is.
+    """Store a checkpoint of an attempt; an already stored checkpoint stays unchanged.
 
     Raises:
         RefusedError: No checkpoint of the attempt can have such a UUID, or lie there.
@@ -258,6 +258,7 @@ def store_checkpoint(
     _check_names(record)
     check_owner(connection, attempt, record.uuid)
     known = select(checkpoints.c.uuid).where(checkpoints.c.uuid == record.uuid)
+    # Records may come twice, and a known checkpoint may have been deleted since.
     if connection.execute(known).first() is not None:
         return
     experiment = changes.experiment(connection, attempt.experiment_id)
@@ -316,7 +317,7 @@ def check_owner(connection: Connection, attempt: Row[Any], uuid: str) -> None:
 
 
 def _check_names(record: CheckpointStored) -> None:
-    """Refuse what no training process of ours writes, and what nothing could be read from."""
+    """Refuse UUIDs and storages never written by a training process, or impossible to open."""
     try:
         check_uuid(record.uuid)
         if "\0" in record.storage:
@@ -333,7 +334,7 @@ def _check_names(record: CheckpointStored) -> None:
 def _tell_of_other_storage(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
 ) -> None:
-    """Note once per trial that checkpoints lie where the master does not touch them."""
+    """Warn in the log, once per trial and storage, about checkpoints stored elsewhere."""
     checkpoints = tables.checkpoints.c
     earlier = select(checkpoints.uuid).where(
         checkpoints.trial_id == attempt.trial_id, checkpoints.storage == record.storage
@@ -353,7 +354,7 @@ def _tell_of_other_storage(
 def take_checkpoint_deletion(
     connection: Connection, attempt: Row[Any], record: CheckpointDeleted | CheckpointFilesDeleted
 ) -> None:
-    """Note which files an attempt has deleted of a checkpoint, if that is one of its trial."""
+    """Store the deletion of checkpoint files by an attempt, for checkpoints of its own trial."""
     checkpoints = tables.checkpoints.c
     query = select(checkpoints.trial_id).where(checkpoints.uuid == record.uuid)
     if connection.execute(query).scalar() == attempt.trial_id:
@@ -364,7 +365,7 @@ def take_checkpoint_deletion(
 def latest_checkpoint(
     connection: Connection, trial_id: int, being_deleted: Collection[str] = ()
 ) -> tuple[str, int] | None:
-    """Return the UUID and step of a trial's newest checkpoint that is there and stays."""
+    """Return UUID and step of a trial's newest complete checkpoint not being deleted."""
     checkpoints = tables.checkpoints
     row = connection.execute(
         select(checkpoints.c.uuid, checkpoints.c.steps_completed)
@@ -386,7 +387,7 @@ def latest_checkpoint(
 def usable_checkpoint(
     changes: StateChanges, transaction: Transaction, trial_id: int, number: int
 ) -> tuple[str, int] | None:
-    """Return a trial's newest checkpoint; those whose files are gone count as deleted.
+    """Return a trial's newest usable checkpoint; checkpoints without files become deleted.
 
     A power cut can take a checkpoint of which the database has heard, if it comes before the
     disk has it.
@@ -408,7 +409,7 @@ def usable_checkpoint(
 
 
 def check_checkpoint(connection: Connection, uuid: str, being_deleted: Collection[str]) -> None:
-    """Check that a checkpoint is there and stays.
+    """Check a source checkpoint: known, not deleted, and not being deleted.
 
     Raises:
         RefusedError: It is unknown, was deleted, or is being deleted.
@@ -437,13 +438,13 @@ _LOOKED_UP_AT_ONCE = 500
 
 
 class _NotOursError(Exception):
-    """Raised for a checkpoint that stays."""
+    """Error raised to keep a checkpoint from being deleted."""
 
 
 def remove_unknown_checkpoints(
     database: Database, experiment: Row[Any], place: str, since_s: float
 ) -> None:
-    """Remove the checkpoints of an ended experiment that were stored when an attempt was killed.
+    """Remove unrecorded checkpoints of an ended experiment, stored while an attempt was killed.
 
     Their records can come no more. Touched are those alone whose manifest names an ended attempt of
     the experiment, in its storage, if that is a directory. Earlier ones may be of a time that the
@@ -489,14 +490,14 @@ def _remove(storage: DirectoryStorage, uuid: str, check: Callable[[Manifest], No
     except _NotOursError:
         return
     except (OSError, ValueError, CheckpointError):
-        # That of somebody else, who may be deleting it now.
+        # Foreign checkpoint, perhaps: another user may be deleting the directory at this moment.
         logger.debug("The checkpoint %s in %s stays.", uuid, storage.url, exc_info=True)
         return
     logger.info("The checkpoint %s in %s is removed: nobody knows of it.", uuid, storage.url)
 
 
 def _new_names(storage: DirectoryStorage, since_s: float) -> list[str]:
-    """Return the directories that have changed since a time."""
+    """Return the names of the directories changed since a time, with slack for slow clocks."""
     found = []
     with os.scandir(storage.root) as entries:
         for entry in entries:

@@ -34,7 +34,7 @@ from paceline.search._search_method import Started
 def config_of_continued_trial(
     parent: Row[Any], trial: Row[Any], overrides: dict[str, Any]
 ) -> ExperimentConfig:
-    """Return the config of a `single` experiment that goes on with a trial.
+    """Return the config of a `single` experiment for continuing a trial.
 
     Args:
         parent: The experiment of the trial.
@@ -59,7 +59,7 @@ def config_of_continued_trial(
 
 
 def overridden_config(experiment: Row[Any], overrides: dict[str, Any]) -> ExperimentConfig:
-    """Return the config of an experiment that is continued with overrides.
+    """Return the config of a continued experiment after applying overrides.
 
     Raises:
         RefusedError: The overrides change what a continued experiment keeps.
@@ -210,7 +210,7 @@ class Commands:
         self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
 
     def cancel(self, transaction: Transaction, experiment_id: int) -> None:
-        """Let running attempts checkpoint and leave, then end; nothing to do if it ends anyway."""
+        """Let running attempts checkpoint and exit, then end; ignored if already ending."""
         state = self._state(transaction, experiment_id)
         if not (state.is_stopping or state.is_terminal):
             self._stop(transaction, experiment_id, ExperimentState.STOPPING_CANCELED)
@@ -223,7 +223,7 @@ class Commands:
             self._stop(transaction, experiment_id, ExperimentState.STOPPING_KILLED)
 
     def kill_trial(self, transaction: Transaction, trial_id: int) -> None:
-        """End one trial at once; the search is told that it was canceled."""
+        """End a trial at once; the search sees a canceled trial."""
         trial = self._changes.trial(transaction.connection, trial_id)
         self._managed(transaction, trial.experiment_id)
         state = TrialState(trial.state)
@@ -241,7 +241,7 @@ class Commands:
         *,
         activate: bool,
     ) -> int:
-        """Create a `single` experiment that starts from a trial's latest checkpoint.
+        """Create a `single` experiment starting from a trial's latest checkpoint.
 
         Raises:
             NotFoundError: There is no such trial.
@@ -273,7 +273,7 @@ class Commands:
         submitted_config: str | None,
         activate: bool,
     ) -> int:
-        """Create an experiment with the code of another one and return its id.
+        """Create an experiment with the code of another experiment, and return its id.
 
         `config` overrides fields of the other's configuration, or replaces all of it.
 
@@ -395,7 +395,7 @@ class Commands:
         return ExperimentState(self._managed(transaction, experiment_id).state)
 
     def _managed(self, transaction: Transaction, experiment_id: int) -> Row[Any]:
-        """Return an experiment that this master runs, or refuse what was asked."""
+        """Return the row of an experiment run by this master; refuse unmanaged experiments."""
         row = self._changes.experiment(transaction.connection, experiment_id)
         if row.external_id is not None:
             raise RefusedError(
@@ -412,7 +412,7 @@ class Commands:
         self._changes.end_experiment_if_done(transaction, experiment_id)
 
     def _settle_source(self, connection: Connection, searcher: dict[str, Any]) -> int | None:
-        """Put the checkpoint to start from in place of a source trial, and return that trial."""
+        """Replace a source trial by its latest checkpoint, and return the trial's id, or None."""
         trial_id: int | None = searcher.get("source_trial_id")
         if trial_id is not None:
             searcher["source_checkpoint_uuid"] = self._latest_of(connection, trial_id)

@@ -1,4 +1,4 @@
-"""Changes by people, deletion."""
+"""Edits of an experiment by users: texts, queue place and limits, archive, and deletion."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ def edit_experiment(
     weight: float | None = None,
     max_slots: int | None = None,
 ) -> None:
-    """Change what is given; what is None stays.
+    """Change the given fields; None keeps a field.
 
     Raises:
         NotFoundError: There is no such experiment.
@@ -75,7 +75,7 @@ def move_experiment(
     behind: int | None = None,
     to_end: bool = False,
 ) -> None:
-    """Change when an experiment gets slots, among those of its pool that are as important.
+    """Move an experiment in the queue, among experiments of its pool with equal priority.
 
     Args:
         transaction: The transaction.
@@ -124,7 +124,7 @@ def move_experiment(
 
 
 def set_archived(transaction: Transaction, experiment_id: int, *, is_archived: bool) -> None:
-    """Put an ended experiment into the archive, where lists leave it out, or take it back.
+    """Archive an ended experiment to hide its row from lists, or undo this.
 
     Raises:
         NotFoundError: There is no such experiment.
@@ -141,7 +141,7 @@ def set_archived(transaction: Transaction, experiment_id: int, *, is_archived: b
 
 
 def _check_waits(row: Row[Any]) -> None:
-    """Refuse a change of the order for what never waits again."""
+    """Refuse queue changes for an unmanaged, stopping or ended experiment."""
     state = ExperimentState(row.state)
     if row.external_id is None and not (state.is_terminal or state.is_stopping):
         return
@@ -186,7 +186,7 @@ def _place_in_queue(trial: Waiting, places: dict[int, float]) -> float:
 def _ends_of_queue(
     connection: Connection, other: Row[Any], waiting: list[Waiting], places: dict[int, float]
 ) -> tuple[float, float]:
-    """Return the first and the last place at which trials of an experiment wait."""
+    """Return the first and last queue places of an experiment's waiting trials."""
     if other.id in places:
         return places[other.id], places[other.id]
     ids = [trial.trial_id for trial in waiting if trial.experiment_id == other.id]
@@ -216,7 +216,7 @@ def _change_experiment(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """Data that a deletion removes; `obstacle` is the reason to refuse it, or None."""
+    """Data removed by a deletion; `obstacle` is the reason to refuse the deletion, or None."""
 
     num_trials: int
     num_checkpoints: int
@@ -235,7 +235,7 @@ class Leftovers:
 
 
 def loss_of(connection: Connection, experiment_id: int) -> Loss:
-    """Return what deleting an experiment would take away.
+    """Return the data removed by deleting an experiment.
 
     Raises:
         NotFoundError: There is no such experiment.
@@ -257,7 +257,7 @@ def loss_of(connection: Connection, experiment_id: int) -> Loss:
 def delete_experiment(
     transaction: Transaction, changes: StateChanges, experiment_id: int
 ) -> Leftovers:
-    """Delete all that the database holds of an experiment; the caller removes the rest.
+    """Delete all rows of an experiment, and return the files left for the caller to remove.
 
     Raises:
         NotFoundError: There is no such experiment.
@@ -282,6 +282,7 @@ def delete_experiment(
             changes.default_storage,
         ),
     )
+    # Highest ids are kept before the deletion: no id may be given twice.
     keep_ids(connection, tables.experiments, tables.trials, tables.attempts)
     _delete_rows(connection, experiment_id, ids)
     transaction.emit("experiment_deleted", experiment_id)
@@ -338,7 +339,7 @@ def _obstacle_to_deletion(connection: Connection, row: Row[Any]) -> str | None:
 
 
 def _user_of_checkpoints(connection: Connection, experiment_id: int) -> int | None:
-    """Return a trial of another experiment that is going to start from a checkpoint of this one."""
+    """Return a live trial of another experiment starting from a checkpoint of this experiment."""
     checkpoints, trials, attempts = tables.checkpoints.c, tables.trials, tables.attempts
 
     def is_ours(uuid: ColumnElement[Any]) -> ColumnElement[bool]:
@@ -361,7 +362,7 @@ def _user_of_checkpoints(connection: Connection, experiment_id: int) -> int | No
 
 
 def _checkpoints_to_delete(connection: Connection, row: Row[Any]) -> list[Row[Any]]:
-    """Return the checkpoints whose files are the master's to delete."""
+    """Return the checkpoints with files owned by the master; none for an unmanaged run."""
     if row.external_id is not None:
         return []
     checkpoints = tables.checkpoints

@@ -1,4 +1,4 @@
-"""Failures: causes, failed attempts, trials and nodes; delays before the next start."""
+"""Failures of attempts: comparable causes, failing nodes, delays before the next start."""
 
 import re
 import threading
@@ -23,7 +23,7 @@ from paceline._cluster.messages.states import (
     TrialState,
 )
 
-# Which rank fails first, and where and when, is a matter of chance.
+# Parts of error texts varying by chance (ranks, times, addresses): ignored in comparisons.
 _BY_CHANCE = re.compile(
     r"""
       \bNode\ \d+(?:\ \([^)\n]*\))?:\ ?
@@ -44,7 +44,7 @@ _BY_CHANCE = re.compile(
 
 
 def cause_of_end(exit_: dict[str, Any]) -> tuple[int | None, str | None]:
-    """Return the code and the comparable text of how an attempt ended, as it is stored.
+    """Return the exit code and the comparable error text of a stored end.
 
     A launcher names the rank that failed first; what rank 0 says may only answer it.
     """
@@ -63,13 +63,13 @@ _FAILED = frozenset({ExitReason.EXITED.value, ExitReason.START_FAILED.value})
 
 
 def is_failed_start(exit_: dict[str, Any]) -> bool:
-    """Tell whether an attempt could not start for a reason that may hold for its node alone."""
+    """Tell whether an attempt could not start for a reason perhaps specific to its node."""
     is_transient = exit_.get("kind") == ErrorKind.TRANSIENT.value
     return bool(exit_["reason"] == ExitReason.START_FAILED.value and not is_transient)
 
 
 def nodes_of_failed_attempts(connection: Connection) -> dict[int, frozenset[int]]:
-    """Return of trials that wait the nodes on which their last attempts failed in a row.
+    """Return the nodes of the latest consecutive failures, for each waiting trial with any.
 
     An attempt that stored a checkpoint ends the row, as its node is good for the trial. So does one
     on several nodes, of which any may be the cause.
@@ -119,14 +119,14 @@ REST_S = 600.0
 
 @dataclass(slots=True)
 class _Failures:
-    """The last failures on a node: when, and of which trials."""
+    """Recent failures on a node: times and trial ids."""
 
     recent: deque[tuple[float, int]] = field(default_factory=deque)
     rests_until: float = 0.0
 
 
 class FailingNodes:
-    """Which nodes fail; for any thread. Times are in seconds since the epoch.
+    """Nodes with repeated failures; safe for any thread. Times are in seconds since the epoch.
 
     A node fails if attempts of three different trials failed on it within a minute, and none has
     succeeded there since. Forgotten when the master ends.
@@ -137,7 +137,7 @@ class FailingNodes:
         self._failures: dict[int, _Failures] = {}
 
     def note_failure(self, node_id: int, trial_id: int, now: float) -> None:
-        """Note that an attempt of a trial failed on a node, without a checkpoint."""
+        """Record the failure of a trial's attempt on a node, without a stored checkpoint."""
         with self._lock:
             failures = self._failures.setdefault(node_id, _Failures())
             failures.recent.append((now, trial_id))
@@ -147,16 +147,17 @@ class FailingNodes:
                 failures.rests_until = now + REST_S
 
     def note_success(self, node_id: int) -> None:
-        """Note that an attempt did its work on a node, or stored a checkpoint there."""
+        """Record a success or stored checkpoint on a node: its failures are forgotten."""
         with self._lock:
             self._failures.pop(node_id, None)
 
     def all(self, now: float) -> dict[int, float]:
-        """Return the nodes that fail, and until when they rest if others do not fail."""
+        """Return the failing nodes with the ends of their rests; a rest may be waived later."""
         with self._lock:
             return {
                 node_id: failures.rests_until
                 for node_id, failures in self._failures.items()
+                # Upper bound: a clock that was set back must not prolong the rest.
                 if now < failures.rests_until <= now + REST_S
             }
 
@@ -164,7 +165,7 @@ class FailingNodes:
 def resting_nodes(
     failing: Mapping[int, float], nodes: Iterable[NodeSlots], returning: Iterable[NodeSlots]
 ) -> dict[int, float]:
-    """Return the failing nodes that rest: if all of a pool fail, the cause is not in the nodes.
+    """Return the failing nodes to rest; if all nodes of a pool fail, the nodes are not the cause.
 
     Args:
         failing: The nodes that fail, and until when they would rest.
@@ -203,7 +204,7 @@ def is_not_formed(exit_: dict[str, Any]) -> bool:
 
 
 def is_transient_start(exit_: dict[str, Any]) -> bool:
-    """Tell whether an attempt could not start for a reason that may pass."""
+    """Tell whether an attempt could not start for a transient reason."""
     if exit_["reason"] == ExitReason.SHORTAGE.value:
         return True
     is_failed = exit_["reason"] == ExitReason.START_FAILED.value
@@ -253,7 +254,7 @@ def start_delay_after(num_shortages: int) -> float:
 
 
 def nodes_in_start_delay(connection: Connection, now: float) -> dict[int, float]:
-    """Return of the nodes whose newest attempts lacked something a moment ago until when they rest.
+    """Return the nodes resting after recent transient start failures, with the ends of the rests.
 
     What one attempt lacked on a node, such as space on its disk, the next one would lack as well,
     whatever its trial. Other nodes have it.
@@ -273,7 +274,7 @@ def nodes_in_start_delay(connection: Connection, now: float) -> dict[int, float]
 
 
 def trials_in_start_delay(connection: Connection, now: float) -> dict[int, float]:
-    """Return of the trials that lost their runner several times in a row until when they rest.
+    """Return the trials resting after repeated losses or failures, with the ends of the rests.
 
     A trial is tried again at once after the first time. One whose nodes did not come together, or
     whose storage did not answer, rests after that, too.
@@ -306,7 +307,7 @@ def _failed_lately(
 
 
 def _exits_by_node(attempt: Any) -> dict[int, dict[str, Any] | None]:
-    """Return how an attempt ended on each of its nodes; None where it has not."""
+    """Return the end of an attempt by node id; None for a node still running."""
     if attempt.members is None:
         return {attempt.node_id or LOCAL_NODE: attempt.exit}
     return {member["node_id"]: member["exit"] for member in attempt.members}
@@ -343,7 +344,7 @@ def _node_rests_until(connection: Connection, now: float, node_id: int) -> float
 
 
 def counted_trial_states(connection: Connection, experiment_id: int) -> set[TrialState]:
-    """Return the states of the trials, without those that refused their hyperparameters."""
+    """Return the states of the trials, except trials with refused hyperparameters."""
     trials = tables.trials.c
     query = select(trials.state).where(
         trials.experiment_id == experiment_id,
@@ -353,7 +354,7 @@ def counted_trial_states(connection: Connection, experiment_id: int) -> set[Tria
 
 
 def describe_failure(connection: Connection, experiment_id: int) -> str:
-    """Return the reason of an experiment in which no trial succeeded."""
+    """Return the reason for the failure of an experiment without successful trials."""
     trials = tables.trials.c
     failed = connection.execute(
         select(trials.id, trials.error)

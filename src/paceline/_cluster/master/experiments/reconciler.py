@@ -1,4 +1,4 @@
-"""What the database wants against what runs; creation of attempts."""
+"""Reconciler: compares the wanted state in the database with running attempts, and acts."""
 
 import logging
 import threading
@@ -50,7 +50,7 @@ faults.register("master.attempt.created")
 def create_attempt(
     changes: StateChanges, node: Node, transaction: Transaction, assignment: SlotAssignment
 ) -> None:
-    """Create an attempt of a waiting trial on the slots that it was given."""
+    """Create an attempt for a waiting trial on its assigned slots."""
     connection, trial_id = transaction.connection, assignment.trial_id
     trial = changes.trial(connection, trial_id)
     number = trial.num_attempts + 1
@@ -105,7 +105,7 @@ _PRUNE_INTERVAL_S = 600.0
 
 
 class Reconciler:
-    """A thread that makes reality follow the database; woken by changes and once a second."""
+    """Thread to start, watch and end attempts; woken by changes and once a second."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Reconciler:
         return [own, *self._other_slots()]
 
     def cluster(self, connection: Connection, now: float) -> Cluster:
-        """Return all nodes with what is known of them, and who holds and wants their slots."""
+        """Return the cluster: nodes with their states, holders of slots, pool settings."""
         return read_cluster(
             connection,
             self.slots(),
@@ -159,7 +159,7 @@ class Reconciler:
         )
 
     def resting_nodes(self, connection: Connection, now: float) -> dict[int, float]:
-        """Return the nodes that rest as one trial after another failed there, and until when."""
+        """Return the nodes resting after failures of several trials, and their rest ends."""
         if not self._changes.failing_nodes.all(now):
             return {}
         return self.cluster(connection, now).failing_nodes
@@ -181,7 +181,7 @@ class Reconciler:
         self._executor.close()
 
     def drain(self, timeout_s: float) -> None:
-        """Start nothing more, let all attempts checkpoint and leave, kill what is left.
+        """Start no more attempts, let all checkpoint and exit, then kill the rest in the end.
 
         The trials stay active: they go on when a master starts on this home again. With a database
         that stores nothing more, nothing is changed, and the attempts go on without a master.
@@ -205,12 +205,13 @@ class Reconciler:
             time.sleep(0.05)
 
     def _any_alive(self, runners: list[int]) -> bool:
-        """Tell whether a runner is there; it leaves a moment after its last word."""
+        """Tell whether any runner is alive; a runner exits a moment after its last report."""
         return any(self._executor.status(id_) is AttemptStatus.ALIVE for id_ in runners)
 
     def _run(self) -> None:
         while not self._is_closing:
             self._wakeup.wait(_TICK_S)
+            # Cleared before the steps: a change during them causes another pass.
             self._wakeup.clear()
             # Each by itself, so that one that fails does not hold up the others.
             for step in (
@@ -263,7 +264,7 @@ class Reconciler:
     def _preempt(
         self, transaction: Transaction, found: Schedule, policies: dict[int, PolicyName]
     ) -> None:
-        """Ask attempts to make room for trials that go before theirs."""
+        """Ask attempts to release their slots for preferred trials."""
         if not found.preemptions:
             return
         live = {attempt.id: attempt for attempt in live_attempts(transaction.connection)}
@@ -275,7 +276,7 @@ class Reconciler:
             self._changes.preempt(transaction, live[one.attempt_id], reason)
 
     def pool_needs(self) -> dict[str, PoolNeed]:
-        """Return of each pool what further nodes would be used for now.
+        """Return for each pool the present use for further nodes.
 
         Pools that need none are absent. For executors that start runners by need.
         """
@@ -305,10 +306,10 @@ class Reconciler:
             if status is AttemptStatus.NOT_STARTED:
                 self._start(runner)
             elif status is AttemptStatus.GONE:
-                # Its last records and its exit lie in its directory, or it died without a word.
+                # Leftover records and perhaps the exit lie in the runner's directory.
                 self._runners.ship(runner.id)
             elif self._runners.look(runner):
-                # What it left is shipped in the next pass.
+                # Killed runner: the next pass ships its leftovers.
                 self.wake()
         keep = {runner.id for runner in runners}
         self._runners.keep(keep)
@@ -319,10 +320,10 @@ class Reconciler:
             self._give_back_if_late(attempt)
 
     def _give_back_if_late(self, attempt: Row[Any]) -> None:
-        """Take the slots of an attempt whose nodes have not all begun in time."""
+        """End an attempt if its nodes did not all start in time, to free its slots."""
         if attempt.members is None or attempt.meeting_port is not None:
             return
-        # Of this process, so that no attempt is late because the master was away.
+        # Clock of this process: downtime of the master must not make an attempt late.
         since = self._waiting_since.setdefault(attempt.id, time.monotonic())
         with self._database.read() as connection:
             experiment = StateChanges.experiment(connection, attempt.experiment_id)
@@ -335,7 +336,7 @@ class Reconciler:
             ).result()
 
     def _start(self, runner: AttemptRunner) -> None:
-        """Start a runner, or end its attempt if it is not wanted any more or cannot be started."""
+        """Start a runner, or end its attempt if unwanted or impossible to start."""
         end = None
         num_before = self._num_runners.get(runner.id, 0)
         if runner.should_kill:

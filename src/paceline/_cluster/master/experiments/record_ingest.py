@@ -77,7 +77,7 @@ def take_lost_records(
     mark: int,
     new: Numbered,
 ) -> None:
-    """Count the records that are missing from a journal.
+    """Count the records missing from a journal, and report them in the trial's log.
 
     The numbers of a journal have no gaps. A number that is passed over is a record that is lost,
     and so is one that was sent as lost.
@@ -152,7 +152,7 @@ _LOG_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ER
 
 
 class RecordIngest:
-    """Store what an attempt's journals say; used in the writer thread, inside a transaction."""
+    """Store journal records of attempts; used in the writer thread, inside a transaction."""
 
     def __init__(self, changes: StateChanges) -> None:
         self._changes = changes
@@ -185,6 +185,7 @@ class RecordIngest:
             fresh = [(number, record) for number, record in batch.records if number > mark]
             if not fresh:
                 continue
+            # Mark and rows share a transaction, so a batch sent twice is stored once.
             _write_mark(connection, attempt_id, batch, mark, fresh[-1][0])
             marks[batch.generation, batch.rank] = fresh[-1][0]
             whose = f"rank {batch.rank} (generation {batch.generation})"
@@ -297,7 +298,7 @@ class RecordIngest:
         rank: int,
         notice: AlertRaised | StoreChecked,
     ) -> None:
-        """Take in what people should see, from any rank."""
+        """Take in an alert or a storage check, from any rank."""
         if isinstance(notice, AlertRaised):
             self._take_alert(transaction, attempt, rank, notice)
         else:
@@ -368,7 +369,7 @@ class RecordIngest:
 def _with_validations(
     connection: Connection, attempt: Row[Any], rank: int, records: list[AnyRecord]
 ) -> list[AnyRecord]:
-    """Return records with a validation beside each report of a train function that counts as one.
+    """Return the records, with a validation added for each train function report so marked.
 
     Other ranks than the chief are not judged, and a run without this master has no search: their
     reports stay what they are. A report whose `validation` is still True is told as the validation
@@ -395,7 +396,7 @@ def _with_validations(
 def _take_times(
     connection: Connection, attempt_id: int, batch: RecordBatch, records: list[AnyRecord]
 ) -> None:
-    """Store what the chief has spent its time on."""
+    """Store the time records of the chief."""
     for record in records:
         if isinstance(record, TimeSpent) and batch.rank == CHIEF:
             add_time_mark(connection, attempt_id, batch.generation, record)
@@ -412,7 +413,7 @@ def _emit_newest(
     rank: int,
     untold: dict[str, list[MetricsReported]],
 ) -> None:
-    """Emit one event per group for its newest report, and forget the reports.
+    """Emit an event per group with its newest report, and clear the reports.
 
     Validation reports have events of their own.
     """
@@ -441,7 +442,7 @@ def _take_restarts(transaction: Transaction, attempt: Row[Any], record: AttemptS
         return
     column = tables.attempts.c.restart_causes
     query = select(column).where(tables.attempts.c.id == attempt.id)
-    # By generation, as a database that is made anew takes a record twice.
+    # Causes keyed by generation: a database rebuilt from records may take a record twice.
     causes = (transaction.connection.scalar(query) or {}) | {
         str(record.generation): list(record.restart_causes)
     }

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept; sweep of the others."""
+"""Retention: deletion of checkpoints not kept by an experiment's policy, in its own thread."""
 
 import logging
 import random
@@ -202,7 +202,7 @@ def sweep_checkpoints(
             with changes.storage_calls.noted(storage):
                 _sweep_leftovers(storage, failures)
         _remove_unknown(changes, database, experiment)
-    # In any order, so that a few which cannot be deleted do not keep the same others back for ever.
+    # Random order: a few undeletable checkpoints must not hold back the same others each time.
     ordered = random.sample(doomed, len(doomed))
     for start in range(0, len(ordered), _DELETED_AT_ONCE):
         some = {uuid: places[uuid] for uuid in ordered[start : start + _DELETED_AT_ONCE]}
@@ -222,7 +222,7 @@ def _delete_in_sweep(
     places: dict[str, CheckpointPlace],
     failures: Counter[str],
 ) -> None:
-    """Delete checkpoints by their UUIDs, but those that trials have begun to need meanwhile.
+    """Delete checkpoints by UUID, except those needed by trials by now.
 
     Args:
         changes: What tells trials which checkpoints are being deleted.
@@ -235,6 +235,7 @@ def _delete_in_sweep(
         """Let no trial start from them any more."""
         needed = _needed_among(transaction.connection, list(places))
         left = [uuid for uuid in places if uuid not in needed]
+        # In-memory set: a rollback of the transaction does not undo it by itself.
         transaction.after_rollback(lambda: changes.being_deleted.difference_update(left))
         changes.being_deleted.update(left)
         return left
@@ -260,7 +261,7 @@ def _delete_in_sweep(
 
 
 def _mark_deleted(database: Database, uuids: Sequence[str]) -> None:
-    """Note that checkpoints were deleted."""
+    """Mark checkpoints as deleted."""
     checkpoints = tables.checkpoints
     statement = (
         update(checkpoints)
@@ -271,7 +272,7 @@ def _mark_deleted(database: Database, uuids: Sequence[str]) -> None:
 
 
 def _mark_done(database: Database, experiment: Row[Any], is_done: bool) -> None:
-    """Note whether all is done, unless the experiment has ended (again) since it was read."""
+    """Store whether retention is done, unless the experiment has ended again meanwhile."""
     experiments = tables.experiments
     statement = (
         update(experiments)
@@ -287,13 +288,13 @@ def _mark_done(database: Database, experiment: Row[Any], is_done: bool) -> None:
 def _plan_sweep(
     database: Database, experiment: Row[Any], default_storage: str
 ) -> tuple[dict[str, CheckpointPlace], list[str], float | None]:
-    """Return where the checkpoints lie, which ones to delete, and when to plan again.
+    """Return the checkpoints' places, the UUIDs to delete, and the time of the next planning.
 
     Those that a script has stored elsewhere are left alone.
     """
     checkpoints = tables.checkpoints
     with database.read() as connection:
-        # Of two checkpoints at one step, the newer one comes first: it is the latest.
+        # Newer checkpoints first: of two at the same step, the first counts as the latest.
         rows = connection.execute(
             select(checkpoints)
             .where(
@@ -336,7 +337,7 @@ def _plan_sweep(
 
 
 def _needed_among(connection: Connection, uuids: list[str]) -> set[str]:
-    """Return which of some checkpoints trials go on from, or will."""
+    """Return those of the given checkpoints needed by a trial now or later."""
     needed: set[str] = set()
     # SQLite takes so many parameters of a query, and no more.
     for start in range(0, len(uuids), _DELETED_AT_ONCE):
@@ -365,7 +366,7 @@ def _needed_among_some(connection: Connection, uuids: list[str]) -> set[str]:
 
 
 def _sweep_leftovers(storage: str, failures: Counter[str]) -> None:
-    """Remove what crashes left of checkpoints that were never committed."""
+    """Remove leftovers of checkpoints never committed because of a crash."""
     if failures[storage] >= _MAX_FAILURES:
         return
     try:
@@ -376,7 +377,7 @@ def _sweep_leftovers(storage: str, failures: Counter[str]) -> None:
 
 
 def _remove_unknown(changes: StateChanges, database: Database, experiment: Row[Any]) -> None:
-    """Remove what was stored when an attempt was killed, and not recorded."""
+    """Remove checkpoints stored by a killed attempt but never recorded."""
     try:
         place = place_of_experiment(experiment, changes.default_storage)
         with changes.storage_calls.noted(place):
@@ -406,7 +407,7 @@ _CLOSE_S = 5.0
 
 
 class Retention:
-    """A thread that applies retention policies, woken by changes and once a second.
+    """Thread to apply retention policies, woken by changes and once a second.
 
     A thread of its own, as nothing else may wait for a store that is slow to delete, or hangs.
     """
@@ -432,14 +433,14 @@ class Retention:
         self._wakeup.set()
 
     def close(self) -> None:
-        """Stop; what is left to do is done when a master starts on this home again."""
+        """Stop; a later master on this home does the remaining work."""
         self._is_closing = True
         self.wake()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
 
     def make_pass(self) -> None:
-        """Delete checkpoints of experiments that have ended, or have stored another one."""
+        """Apply retention to experiments marked as due: ended, or with a new checkpoint."""
         experiments = tables.experiments
         with self._database.read() as connection:
             due = connection.execute(

@@ -28,13 +28,13 @@ _MAX_RECORDS = 1000
 # A run that is over is looked at again now and then: on a file system that keeps locks to one
 # machine, a run on another one looks dead while it is not.
 _SETTLED_S = 10.0
-# What says that a directory is damaged, of another version, or an attempt of a master; looking at
-# it again would end in the same way.
+# Permanent errors: the directory is damaged, of another version, or an attempt of a master;
+# another look would end in the same way.
 _UNUSABLE = (ArithmeticError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
 
 
 class RunsWatcher:
-    """A thread that takes up what the runs in a directory write, within about a second.
+    """Thread to ingest the records of runs in a directory, within about a second.
 
     Args:
         directory: It holds run directories, or is one; it may be made later.
@@ -57,7 +57,7 @@ class RunsWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop following; what was read is stored."""
+        """Stop following; all records read so far are stored."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -70,7 +70,7 @@ class RunsWatcher:
                 return
             self._follow(path)
         for path in self._runs.keys() - found:
-            # Its directory was removed: what is known of it is all that will ever be.
+            # Directory removed: no further records can come, so the run ends here.
             self._end(self._runs.pop(path))
 
     def _run(self) -> None:
@@ -83,7 +83,7 @@ class RunsWatcher:
                 return
 
     def _find(self) -> set[Path]:
-        """Return the run directories, except those that were found unusable."""
+        """Return the run directories, except those marked unusable and unchanged since."""
         own = _changed_at(self._directory)
         if own is not None:
             stamps = {self._directory: own}
@@ -100,13 +100,14 @@ class RunsWatcher:
             self._failing.discard(path)
         except _UNUSABLE as error:
             logger.warning("The run directory %s is left out: %s", path, error)
+            # Stamp of `run.json`: the directory is tried again only after a change of it.
             self._skipped[path] = _changed_at(path) or 0
             self._runs.pop(path, None)
         except Exception:
             if path not in self._failing:
                 logger.exception("The run directory %s cannot be followed now.", path)
             self._failing.add(path)
-            # What was stored is not known here; the next scan asks the database.
+            # Stored marks are unknown after an error; the next scan reads them from the database.
             self._runs.pop(path, None)
 
     def _open(self, path: Path) -> "_Run | None":
@@ -154,7 +155,7 @@ class RunsWatcher:
 
 
 class _Run:
-    """One run that is followed; `was_alive` is None before the first look."""
+    """Run being followed; `was_alive` is None before the first look."""
 
     def __init__(self, directory: RunDirectory, run_id: str, tail: RunTail) -> None:
         self.directory = directory
@@ -172,7 +173,7 @@ class _Run:
         return _journals_changed_at(self.directory) != self._journals_changed_at
 
     def note_look(self) -> None:
-        """Remember what the following look is about to see."""
+        """Record the time and the journals' stamp; called before the journals are read."""
         self._next_look = time.monotonic() + _SETTLED_S
         self._journals_changed_at = _journals_changed_at(self.directory)
 
@@ -198,7 +199,7 @@ def _check_links(path: Path) -> None:
 
 
 def _changed_at(path: Path) -> int | None:
-    """Return when a run directory's `run.json` was written; None if it is no run directory."""
+    """Return the change time of `run.json` in ns; None for other directories."""
     try:
         return (path / "run.json").stat().st_mtime_ns
     except OSError:
@@ -206,7 +207,7 @@ def _changed_at(path: Path) -> int | None:
 
 
 def _journals_changed_at(directory: RunDirectory) -> int:
-    """Return a stamp that changes when an attempt begins."""
+    """Return the change time of the journal directory in ns: new attempts change this stamp."""
     try:
         return (directory.path / "journal").stat().st_mtime_ns
     except OSError:

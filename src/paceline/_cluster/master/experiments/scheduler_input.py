@@ -1,4 +1,4 @@
-"""What the scheduler decides on; whether there are slots at all."""
+"""Input of the scheduler: nodes, pools, holders of slots, and waiting trials in order."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,7 +59,7 @@ class Cluster:
     failed_on: dict[int, frozenset[int]]
 
     def waiting_trials(self, connection: Connection) -> "Iterator[Waiting]":
-        """Yield the trials that want to run, as `waiting_trials`."""
+        """Yield the waiting trials in order, marking those with a better node about to return."""
         for trial in waiting_trials(
             connection, is_by_arrival=self.is_by_arrival, failed_on=self.failed_on
         ):
@@ -84,7 +84,7 @@ class Cluster:
 
     @property
     def policies(self) -> dict[int, PolicyName]:
-        """The policy that holds on each node."""
+        """Scheduling policy of each node, by node id."""
         return {node.node_id: self._policy_of(node.pool) for node in self.nodes}
 
     @property
@@ -109,7 +109,7 @@ def read_cluster(
     returning: Sequence[NodeSlots] = (),
     failing: Mapping[int, float] = _NEVER,
 ) -> Cluster:
-    """Return nodes with what the database says of them.
+    """Return the nodes with their pools, rests, holders of slots and failed trials.
 
     Args:
         connection: The database.
@@ -133,7 +133,7 @@ def read_cluster(
         else node
         for node in placed
     ]
-    # One that lacks something, and will have it in a moment, is waited for as well.
+    # Lacking nodes count as returning: their shortage may pass in a moment.
     returning += [node for node in known if node.node_id in lacking and node.node_id not in failing]
     is_ranked = any(one.policy is not PolicyName.FIFO for one in pools.values())
     return Cluster(
@@ -149,7 +149,7 @@ def read_cluster(
 
 
 def read_pools(connection: Connection) -> dict[str, PoolSettings]:
-    """Return the settings of the pools that have any."""
+    """Return the settings of all stored pools, by name."""
     return {
         row.name: PoolSettings(
             policy=PolicyName(row.policy), max_slots=row.max_slots, labels=row.labels
@@ -167,7 +167,7 @@ def drained_slots(connection: Connection) -> dict[int, frozenset[int]]:
 
 
 def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
-    """Return who holds which slots; with priorities and weights if the order depends on them."""
+    """Return the holders of slots; with priorities and weights only if the order needs these."""
     ranks = _QueueRanks(connection)
     attempts = live_attempts(connection)
     if is_ranked:
@@ -200,7 +200,7 @@ def waiting_trials(
     is_by_arrival: bool = False,
     failed_on: Mapping[int, frozenset[int]] = _NOWHERE,
 ) -> Iterator[Waiting]:
-    """Yield the trials that want to run in order; the caller takes as many as it has slots for.
+    """Yield the waiting trials in order; the caller stops once all slots are used.
 
     Args:
         connection: The database.
@@ -227,9 +227,10 @@ def waiting_trials(
     else:
         query = query.order_by(trials.c.id)
     ranks = _QueueRanks(connection)
+    # Streamed in parts: the queue may be long, and the caller usually stops early.
     with connection.execution_options(yield_per=_NUM_READ_AT_ONCE).execute(query) as rows:
         for part in rows.partitions():
-            # Only of the experiments that the caller gets to.
+            # Lazy reading: only experiments reached by the caller are loaded.
             experiment_ids = {experiment_id for _, experiment_id in part}
             ranks.load(experiment_ids)
             if not is_by_arrival:
@@ -243,7 +244,7 @@ def waiting_trials(
 
 
 class _QueueRanks:
-    """What the order depends on, read once for each experiment."""
+    """Data for the queue order, read once per experiment."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -278,7 +279,7 @@ class _QueueRanks:
             .where(attempts.experiment_id.in_(wanted))
             .group_by(attempts.experiment_id)
         )
-        # One that got none waits since it was created.
+        # Fallback for experiments never given slots: they wait since their creation.
         self._served |= {id_: self._known[id_][0].created_at for id_ in wanted}
         self._served |= {row[0]: row[1] for row in self._connection.execute(query)}
 
@@ -287,7 +288,7 @@ class _QueueRanks:
         return rank_of(*self._known[experiment_id])
 
     def waiting(self, experiment_id: int) -> Callable[..., Waiting] | None:
-        """Return a function that makes an experiment's trials from their ids; None if all wait.
+        """Return a factory of `Waiting` for an experiment; None without its search method.
 
         Without its method a search decides nothing: its trials wait, others get the slots.
         """
@@ -325,7 +326,7 @@ def _max_slots_of(experiment: Row[Any], config: ExperimentConfig) -> int | None:
 
 
 def rank_of(experiment: Row[Any], config: ExperimentConfig) -> tuple[int, float]:
-    """Return the priority and the weight of an experiment: what was set, or its configuration's."""
+    """Return priority and weight of an experiment: its own settings, or the configuration's."""
     priority, weight = experiment.priority, experiment.weight
     if priority is None:
         priority = config.resources.priority or DEFAULT_PRIORITY
@@ -335,7 +336,7 @@ def rank_of(experiment: Row[Any], config: ExperimentConfig) -> tuple[int, float]
 def check_slots(
     connection: Connection, config: ExperimentConfig, known: Sequence[NodeSlots]
 ) -> None:
-    """Refuse a configuration whose trials would wait for ever.
+    """Refuse a configuration if its trials could never get enough slots in the pool.
 
     Args:
         connection: Reads the pools.

@@ -1,4 +1,4 @@
-"""Inputs of searches and the operations that follow; checks of the searched metric."""
+"""Search inputs and the resulting operations: create, train and stop trials; metric checks."""
 
 import logging
 import time
@@ -44,7 +44,7 @@ _GROUP = "validation"
 def describe_nan_metric(
     transaction: Transaction, trial: Row[Any], experiment: Row[Any]
 ) -> str | None:
-    """Say that the searched metric was never finite, if a trial reported it so."""
+    """Return a warning if the searched metric was reported but never finite, else None."""
     if trial.best_metric is not None or trial.latest_metric is None:
         return None
     metric = config_of(experiment).searcher.metric
@@ -61,7 +61,7 @@ def describe_nan_metric(
 def describe_missing_metric(
     transaction: Transaction, trial: Row[Any], experiment: Row[Any]
 ) -> str | None:
-    """Say what a trial that ended by itself failed to report, if the search needed it."""
+    """Return a warning naming the missing metrics of a completed trial, or None."""
     searcher = config_of(experiment).searcher
     if isinstance(searcher, MissingSearcher):
         return None
@@ -85,12 +85,12 @@ def describe_missing_metric(
 
 
 def is_single(experiment: Row[Any]) -> bool:
-    """Tell whether an experiment has one trial, which needs no metric to be chosen by."""
+    """Tell whether the searcher is `single`: a lone trial needs no metric for a choice."""
     return isinstance(config_of(experiment).searcher, SingleSearcher)
 
 
 def others_have_reported(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> bool:
-    """Tell whether some trial of the search has reported what this one lacks."""
+    """Tell whether trials of the search reported all metrics missing from this trial."""
     searcher = config_of(experiment).searcher
     reported = read_summary(transaction.connection, trial.id).get(_GROUP, {})
     names = [name for name in searcher.judged_metrics or [searcher.metric] if name not in reported]
@@ -106,7 +106,7 @@ def others_have_reported(transaction: Transaction, trial: Row[Any], experiment: 
 
 
 def num_validations(connection: Connection, trial_id: int) -> tuple[int, int | None]:
-    """Return how many validations a trial has reported, and the step of the first one."""
+    """Return the number of validations of a trial, and the step of the first or None."""
     series = tables.series.c
     row = connection.execute(
         select(func.max(series.num_points), func.min(series.first_step)).where(
@@ -117,7 +117,7 @@ def num_validations(connection: Connection, trial_id: int) -> tuple[int, int | N
 
 
 def is_never_finite(connection: Connection, experiment_id: int) -> bool:
-    """Tell whether trials of a search have reported its metric, but no finite value of it."""
+    """Tell whether the searched metric was reported, but never with a finite value."""
     experiments, trials = tables.experiments, tables.trials.c
     experiment = connection.execute(
         select(experiments).where(experiments.c.id == experiment_id)
@@ -131,7 +131,7 @@ def is_never_finite(connection: Connection, experiment_id: int) -> bool:
 
 
 def describe_unmeasured(connection: Connection, experiment_id: int) -> str:
-    """Say that no trial of a search has reported a finite value of its metric."""
+    """Return the error for a search without any finite value of its metric."""
     experiments = tables.experiments
     experiment = connection.execute(
         select(experiments).where(experiments.c.id == experiment_id)
@@ -149,7 +149,7 @@ faults.register("master.trial.created")
 
 
 class SearchOperations:
-    """Give inputs to the searches of experiments, and carry out what they decide.
+    """Feed inputs to the searches of experiments, and carry out the resulting operations.
 
     All methods run in the writer thread, inside the transaction they are given.
 
@@ -163,7 +163,7 @@ class SearchOperations:
         self._searches = searches
 
     def apply_input(self, transaction: Transaction, experiment_id: int, given: Input) -> None:
-        """Give an input to the search and carry out what it decides.
+        """Feed an input to the search and carry out the resulting operations.
 
         Once the experiment is stopping or its search has ended, inputs are ignored. If the search's
         method fails, the experiment does; what trials have reported is stored all the same.
@@ -177,6 +177,7 @@ class SearchOperations:
         try:
             operations = self._searches.apply(transaction, experiment_id, given)
         except SearchMethodError as error:
+            # First input: the caller refuses the new experiment, so the error is raised.
             if isinstance(given, Started):
                 raise
             self._fail_search(transaction, experiment_id, error)
@@ -186,7 +187,7 @@ class SearchOperations:
         self.update_progress(transaction, experiment_id)
 
     def catch_up(self, transaction: Transaction, experiment_id: int) -> None:
-        """Carry out what a search decides on what came while its method was missing."""
+        """Apply the inputs stored while the method was missing, and carry out the results."""
         row = self._changes.experiment(transaction.connection, experiment_id)
         if not _takes_inputs(row):
             return
@@ -205,12 +206,12 @@ class SearchOperations:
         self, transaction: Transaction, experiment_id: int, error: SearchMethodError
     ) -> None:
         logger.error("The search of experiment %d failed.", experiment_id, exc_info=error)
-        # It may be half changed.
+        # Search object dropped: the failed method may have left a half-changed state.
         self._searches.forget(experiment_id)
         self._changes.fail_experiment(transaction, experiment_id, str(error))
 
     def note_progress(self, transaction: Transaction, trial: Row[Any], progress: float) -> None:
-        """Record how far a trial says it is; progress decides nothing and is not logged."""
+        """Record a trial's progress; no decision follows, and nothing is logged."""
         self._changes.update_trial(transaction, trial.id, progress=progress)
         row = self._changes.experiment(transaction.connection, trial.experiment_id)
         if _takes_inputs(row):
@@ -219,7 +220,7 @@ class SearchOperations:
             self.update_progress(transaction, trial.experiment_id)
 
     def update_progress(self, transaction: Transaction, experiment_id: int) -> None:
-        """Store the experiment's progress if it changed visibly."""
+        """Store the progress of the experiment after a visible change."""
         connection = transaction.connection
         row = self._changes.experiment(connection, experiment_id)
         if not _takes_inputs(row):

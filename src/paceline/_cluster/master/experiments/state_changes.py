@@ -1,4 +1,4 @@
-"""Changes of experiments and trials inside a transaction: the one place where states are set."""
+"""State changes of experiments and trials inside a transaction: the only place to set states."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ class StateChanges:
         notify_attempt: Callable[[int], None],
         default_storage: str = "",
     ) -> None:
-        # Where checkpoints go unless the configuration of an experiment says otherwise.
+        # Fallback checkpoint storage, for experiments without a configured storage.
         self.default_storage = default_storage
         # When this master began, in seconds since the epoch.
         self.since_s = time.time()
@@ -118,7 +118,7 @@ class StateChanges:
 
     @staticmethod
     def live_trials(connection: Connection, experiment_id: int) -> list[Row[Any]]:
-        """Return the trials of an experiment that have not ended."""
+        """Return the trials of an experiment in a live state."""
         trials = tables.trials
         return list(
             connection.execute(
@@ -130,7 +130,7 @@ class StateChanges:
 
     @staticmethod
     def live_attempt(connection: Connection, trial_id: int) -> Row[Any] | None:
-        """Return the trial's attempt that has not ended, if there is one."""
+        """Return the attempt of a trial not yet ended, or None."""
         attempts = tables.attempts
         return connection.execute(
             select(attempts).where(
@@ -162,6 +162,7 @@ class StateChanges:
             values["retention_done"] = False
             if state is ExperimentState.COMPLETED:
                 values["progress"] = 1.0
+        # First error wins: later errors are mostly consequences.
         if error is not None and row.error is None:
             values["error"] = error
         transaction.connection.execute(
@@ -196,7 +197,7 @@ class StateChanges:
                 self.stop_trial(transaction, trial, wanted, reason)
 
     def tell_missed_exits(self, transaction: Transaction, experiment_id: int) -> None:
-        """Tell a search of trials that ended while its experiment was stopping."""
+        """Tell a search about trials ended while the experiment was stopping."""
         search = self.searches.peek(transaction, experiment_id)
         assert search is not None
         running = {view.request_id for view in search.trials() if view.exit_reason is None}
@@ -215,7 +216,7 @@ class StateChanges:
                 self.search_operations.apply_input(transaction, experiment_id, given)
 
     def end_search(self, transaction: Transaction, experiment_id: int, end: SearchEnd) -> None:
-        """Note how an experiment's search has ended; it gets no more inputs."""
+        """Store the end of an experiment's search; further inputs are ignored."""
         experiments = tables.experiments
         transaction.connection.execute(
             update(experiments)
@@ -224,7 +225,7 @@ class StateChanges:
         )
 
     def fail_experiment(self, transaction: Transaction, experiment_id: int, message: str) -> None:
-        """Stop an experiment because of an error that no other attempt can cure."""
+        """Stop an experiment after an error no further attempt could fix."""
         row = self.experiment(transaction.connection, experiment_id)
         if ExperimentState.STOPPING_ERROR in EXPERIMENT_TRANSITIONS[ExperimentState(row.state)]:
             self.stop_experiment(
@@ -232,7 +233,7 @@ class StateChanges:
             )
 
     def end_experiment_if_done(self, transaction: Transaction, experiment_id: int) -> None:
-        """Bring an experiment without live trials to its terminal state, if it is over."""
+        """End an experiment without live trials, once stopping or with an ended search."""
         row = self.experiment(transaction.connection, experiment_id)
         state = ExperimentState(row.state)
         if state.is_terminal or self._has_live_trials(transaction.connection, experiment_id):
@@ -276,7 +277,7 @@ class StateChanges:
         kind: ErrorKind | None = None,
         restarts: int | None = None,
     ) -> None:
-        """Move a trial to another state; `kind` is that of `error`.
+        """Move a trial to another state; `kind` is the kind of `error`.
 
         Raises:
             TransitionError: The state may not follow the present one.
@@ -313,7 +314,7 @@ class StateChanges:
     def stop_trial(
         self, transaction: Transaction, trial: Row[Any], state: TrialState, reason: str
     ) -> None:
-        """Bring a trial to a stopping state; one without an attempt ends at once."""
+        """Move a trial to a stopping state; without an attempt the trial ends at once."""
         self.set_trial_state(transaction, trial, state, reason=reason)
         attempt = self.live_attempt(transaction.connection, trial.id)
         if attempt is None:
@@ -335,7 +336,7 @@ class StateChanges:
         error: str | None = None,
         kind: ErrorKind | None = None,
     ) -> None:
-        """Bring a trial to a terminal state and tell the search; `kind` is that of `error`."""
+        """Move a trial to a terminal state and tell the search; `kind` is the kind of `error`."""
         self.set_trial_state(transaction, trial, state, reason=reason, error=error, kind=kind)
         faults.reach("master.trial.ended")
         given = Exited(request_id=trial.request_id, reason=exit_reason or search_exit(state))
@@ -353,14 +354,14 @@ class StateChanges:
     # ---- attempts ------------------------------------------------------------------------
 
     def update_attempt(self, transaction: Transaction, attempt_id: int, **values: Any) -> None:
-        """Set columns of an attempt that its runner need not hear of."""
+        """Set columns of an attempt without notifying its runner."""
         attempts = tables.attempts
         transaction.connection.execute(
             update(attempts).where(attempts.c.id == attempt_id).values(**values)
         )
 
     def change_attempt(self, transaction: Transaction, attempt_id: int, **values: Any) -> None:
-        """Set columns of an attempt that its runner must hear of."""
+        """Set columns of an attempt and notify its runner through a new control version."""
         attempts = tables.attempts
         transaction.connection.execute(
             update(attempts)
@@ -376,7 +377,7 @@ class StateChanges:
 
 
 def experiments_without_live_trials(connection: Connection) -> list[int]:
-    """Return the live experiments that may be over; unmanaged ones follow their runs."""
+    """Return the live managed experiments without live trials."""
     experiments, trials = tables.experiments, tables.trials
     has_live_trials = (
         select(trials.c.id)

@@ -1,4 +1,4 @@
-"""Pure: which state may follow which, what an exit means."""
+"""State transitions of experiments and trials, and decisions after attempts: pure functions."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -26,7 +26,7 @@ EXPERIMENT_TRANSITIONS: dict[ExperimentState, set[ExperimentState]] = {
     _E.STOPPING_CANCELED: {_E.CANCELED, _E.STOPPING_KILLED, _E.STOPPING_ERROR},
     _E.STOPPING_KILLED: {_E.CANCELED, _E.STOPPING_ERROR},
     _E.STOPPING_ERROR: {_E.ERROR},
-    # Only continuing an ended experiment leads back.
+    # Terminal states are left only by continuing an experiment.
     _E.COMPLETED: {_E.ACTIVE},
     _E.CANCELED: {_E.ACTIVE},
     _E.ERROR: {_E.ACTIVE},
@@ -72,7 +72,7 @@ _SEARCH_EXIT = {
 
 # The reason of a trial's stop by `InvalidHP`.
 INVALID_HP = "invalid_hp"
-# That of an end by a training loss that was not finite.
+# Stop reason of a trial ended by a non-finite training loss.
 DIVERGED = "diverged"
 
 State = TypeVar("State", ExperimentState, TrialState)
@@ -87,15 +87,15 @@ class RefusedError(PicklableError, ValueError):
 
 
 class TransitionError(RuntimeError):
-    """Raised when a state may not follow the present one."""
+    """Error raised for a transition not allowed from the present state."""
 
 
 class NotFoundError(LookupError):
-    """Raised when something that a request names does not exist."""
+    """Error raised for a nonexistent object named by a request."""
 
 
 class SearchEnd(str, Enum):
-    """End of a search; REOPENED leaves the outcome to the trials that were continued.
+    """End of a search; REOPENED leaves the outcome to the continued trials.
 
     UNMEASURED is that of a search in which no trial has reported a finite value of its metric.
     """
@@ -110,7 +110,7 @@ class SearchEnd(str, Enum):
 def check_transition(
     present: State, wanted: State, transitions: dict[State, set[State]], what: str
 ) -> State:
-    """Return `wanted` if it may follow `present`.
+    """Return `wanted` if allowed as the next state after `present`.
 
     Raises:
         TransitionError: It may not; the message names both.
@@ -121,18 +121,19 @@ def check_transition(
 
 
 def end_of_experiment(stopping: ExperimentState) -> ExperimentState:
-    """Return the terminal state that a stopping state leads to."""
+    """Return the terminal state of an experiment for its stopping state."""
     return _END_OF_EXPERIMENT[stopping]
 
 
 def stopping_state(end: SearchEnd, trial_states: set[TrialState]) -> ExperimentState:
-    """Return where an experiment goes whose search and trials have ended.
+    """Return the stopping state of an experiment with an ended search and ended trials.
 
     Args:
         end: How the search ended.
         trial_states: The states of the trials, without those that refused their hyperparameters.
     """
     if end is SearchEnd.REOPENED:
+        # Empty set included: an experiment without counted trials has failed as well.
         if trial_states <= {TrialState.ERROR}:
             end = SearchEnd.FAILED
         elif trial_states == {TrialState.CANCELED}:
@@ -145,12 +146,12 @@ def stopping_state(end: SearchEnd, trial_states: set[TrialState]) -> ExperimentS
 
 
 def end_of_trial(stopping: TrialState) -> TrialState:
-    """Return the terminal state that a stopping state leads to."""
+    """Return the terminal state of a trial for its stopping state."""
     return _END_OF_TRIAL[stopping]
 
 
 def search_exit(state: TrialState) -> SearchExit:
-    """Return what the search is told about a trial in a terminal state."""
+    """Return the exit reason given to the search for a trial in a terminal state."""
     return _SEARCH_EXIT[state]
 
 
@@ -158,7 +159,7 @@ def search_exit(state: TrialState) -> SearchExit:
 MAX_RUNNERS_LOST = 5
 # Nodes that do not come together so often in a row have no network between them, or one hangs.
 MAX_NOT_FORMED = 5
-# What keeps attempts from starting so often, for about five minutes, will not pass by itself.
+# Limit on transient start failures in a row: after about five minutes they are permanent.
 MAX_SHORTAGES = 10
 # A store that is away for an hour or more will not come back soon: each of these attempts has
 # waited for it for two minutes.
@@ -169,7 +170,7 @@ MAX_FAILED_STARTS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptFacts:
-    """All that decides what follows the end of an attempt.
+    """Facts for the decision after the end of an attempt.
 
     Attributes:
         was_asked_to_stop: The master had asked for preemption or a kill.
@@ -214,7 +215,7 @@ class AttemptFacts:
 
     @property
     def logged_text(self) -> str:
-        """What a note in the log has of `text`: a process printed the other lines there."""
+        """Text for the log note: the first line alone if a process printed the rest."""
         return self.text.partition("\n")[0] if self.reason is ExitReason.EXITED else self.text
 
 
@@ -245,7 +246,7 @@ class ExitDecision:
 
 
 def judge_exit(facts: AttemptFacts) -> ExitDecision:
-    """Decide what follows the end of an attempt."""
+    """Return the decision after the end of an attempt."""
     if facts.trial_state.is_stopping:
         return _judge_stopping(facts)
     if facts.reason is ExitReason.RUNNER_LOST:

@@ -1,4 +1,4 @@
-"""Calls to storages that may hang; storages that do not answer."""
+"""Calls to storages with time limits: a slow or hanging storage must not block other work."""
 
 import errno
 import itertools
@@ -19,13 +19,13 @@ from paceline._cluster.messages.states import AttemptState, TrialState
 
 Result = TypeVar("Result")
 
-# Those that hang keep their thread until their storage answers.
+# Thread limit: a hanging call keeps its thread until the storage answers.
 _MAX_THREADS = 64
-# What else is to be done waits so long for a call at most, and after that for none of the storage
-# for a while.
+# Longest wait of other work for a storage call; after a timeout the storage is not asked
+# again for `_REST_S`.
 _PATIENCE_S = 1.0
 _REST_S = 30.0
-# From when on a storage counts as one that does not answer.
+# Age of a pending call after which its storage counts as silent.
 _SILENT_S = 10.0
 
 
@@ -35,14 +35,14 @@ class StoragePendingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SilentStorage:
-    """A storage that has not answered for some seconds."""
+    """Storage without an answer for some seconds."""
 
     storage: str
     seconds: float
 
     @property
     def text(self) -> str:
-        """What is wrong, as a sentence."""
+        """Warning about this storage, as a sentence."""
         return (
             f"The storage {self.storage!r} has not answered for {self.seconds:.0f} s: trials wait"
             " that need it. Hint: see to its disk or file server; nothing has to be started again."
@@ -63,7 +63,7 @@ class StorageCalls:
         self._rests_until: dict[str, float] = {}
 
     def silent(self) -> list[SilentStorage]:
-        """Return the storages that do not answer, the longest first."""
+        """Return the storages with overdue calls, the longest wait first."""
         now = time.monotonic()
         since: dict[str, float] = {}
         with self._lock:
@@ -74,7 +74,7 @@ class StorageCalls:
 
     @contextmanager
     def noted(self, storage: str) -> Iterator[None]:
-        """Note that a storage is called within the block, by the thread that runs it."""
+        """Register a call to a storage for the duration of the block."""
         with self._lock:
             number = next(self._numbers)
             self._running[number] = (storage, time.monotonic())
@@ -105,7 +105,7 @@ class StorageCalls:
             is_done.set()
 
     def ask(self, storage: str, call: Callable[[], Result], default: Result) -> Result:
-        """Return what a call returns if the storage answers within a second, else `default`.
+        """Return the call's result if ready within a second, else `default`.
 
         One that has not answered is not asked for the next half minute.
 
@@ -124,7 +124,7 @@ class StorageCalls:
         return default
 
     def poll(self, purpose: str, storage: str, call: Callable[[], Result]) -> Result:
-        """Return what a call returns; a call for this purpose that goes on is not made again.
+        """Return the call's result; a pending call for the same purpose is reused, not repeated.
 
         Args:
             purpose: What is wanted of the storage, in a word.
@@ -145,6 +145,7 @@ class StorageCalls:
             known = future, time.monotonic()
             with self._lock:
                 self._begun[key] = known
+            # Short wait: most storages answer at once, so the first call usually succeeds.
             wait({future}, _PATIENCE_S)
         future, begun = known
         if future.done():
@@ -170,13 +171,14 @@ class StorageCalls:
 
 
 def in_own_thread(call: Callable[[], Result]) -> "Future[Result]":
-    """Make a call in a thread of its own, which ends with the process whatever it waits for."""
+    """Run a call in its own daemon thread; a hanging call cannot keep the process alive."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
             result = call()
+        # Any error goes to the future: a waiter would otherwise wait for ever.
         except BaseException as error:
             future.set_exception(error)
         else:
@@ -197,7 +199,7 @@ _MAX_TEXT = 500
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A storage that does not answer a trial since a moment, in seconds since the epoch."""
+    """Storage failing for a trial, with the start of the failure in seconds since the epoch."""
 
     experiment_id: int
     trial_id: int
@@ -207,14 +209,14 @@ class _Failure:
 
 
 class FailingStores:
-    """Which storages do not answer; for any thread. Forgotten when the master ends."""
+    """Storages failing for trials; safe for any thread. Forgotten when the master ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failures: dict[tuple[int, int], _Failure] = {}
 
     def note(self, attempt: Row[Any], rank: int, record: StoreChecked) -> None:
-        """Note what a rank of an attempt has said of its storage."""
+        """Record a rank's report about its storage; no reason means working again."""
         with self._lock:
             if record.reason is None:
                 self._failures.pop((attempt.id, rank), None)
@@ -228,7 +230,7 @@ class FailingStores:
                 )
 
     def forget(self, attempt_id: int) -> None:
-        """Forget what an attempt has said that has ended."""
+        """Forget the failures reported by an ended attempt."""
         with self._lock:
             self._failures = {
                 key: one for key, one in self._failures.items() if key[0] != attempt_id
@@ -252,7 +254,7 @@ def _one_line(text: str) -> str:
 
 
 def _failures_of_waiting_trials(connection: Connection) -> list[_Failure]:
-    """Return the failures of trials whose last attempt that ended did so by one.
+    """Return the failures of trials last ended by a storage without an answer.
 
     The next attempt says by itself what it finds, but not in its first moments.
     """

@@ -49,7 +49,7 @@ faults.register("master.search.applied")
 
 @dataclass(slots=True)
 class LoadedSearch:
-    """A search and how many inputs it has; without its method, what happens is kept for later."""
+    """Search with its number of inputs; None as `search` (no method) defers all decisions."""
 
     search: Search | None
     num_inputs: int
@@ -57,7 +57,7 @@ class LoadedSearch:
 
 
 class Searches:
-    """Apply inputs to searches; state = newest snapshot + the inputs after it.
+    """Application of inputs to searches; state = newest snapshot + the later inputs.
 
     The method of a search can be missing, as it may come from a package. Inputs are stored without
     operations then, and `catch_up` lets the search decide once the method is back.
@@ -69,7 +69,7 @@ class Searches:
         self._loaded: dict[int, LoadedSearch] = {}
 
     def apply(self, transaction: Transaction, experiment_id: int, given: Input) -> list[Operation]:
-        """Apply one input and store it with the operations that follow from it.
+        """Apply an input, and store the input with the resulting operations.
 
         Raises:
             SearchMethodError: The search's method fails.
@@ -98,7 +98,7 @@ class Searches:
     def catch_up(
         self, transaction: Transaction, experiment_id: int
     ) -> list[tuple[Input, list[Operation]]]:
-        """Apply the inputs that came while the search's method was missing.
+        """Apply the inputs stored while the search method was missing, and return the operations.
 
         Raises:
             SearchMethodError: The search's method fails.
@@ -122,7 +122,7 @@ class Searches:
         return decided
 
     def check(self, transaction: Transaction, experiment_id: int) -> None:
-        """Store and restore a search that has just started, so that it does not fail at it later.
+        """Save and restore a newly started search, to find state errors at once and not later.
 
         Raises:
             SearchMethodError: The search's method fails, or does not take its state back.
@@ -145,7 +145,7 @@ class Searches:
             search.apply(told)
 
     def peek(self, transaction: Transaction, experiment_id: int) -> Search | None:
-        """Return the search as it stands, None if its method is missing; it must not be changed."""
+        """Return the current search, None without its method; the state is read-only."""
         return self._load(transaction, experiment_id).search
 
     def is_loaded(self, experiment_id: int) -> bool:
@@ -157,6 +157,7 @@ class Searches:
         self._loaded.pop(experiment_id, None)
 
     def _load(self, transaction: Transaction, experiment_id: int) -> LoadedSearch:
+        # Cached searches are changed in place, so a rollback must drop the cached state.
         transaction.after_rollback(lambda: self.forget(experiment_id))
         loaded = self._loaded.get(experiment_id)
         if loaded is None:
@@ -197,6 +198,7 @@ def load_search(connection: Connection, experiment_id: int) -> LoadedSearch:
         .where(
             inputs.c.experiment_id == experiment_id,
             inputs.c.number >= num_in_snapshot,
+            # Undecided inputs are left to `catch_up`, which returns their operations as well.
             ~_is_undecided(),
         )
         .order_by(inputs.c.number)
@@ -230,7 +232,7 @@ def _restored(row: Row[Any], snapshot: dict[str, Any] | None) -> Search:
 
 
 def missing_methods(connection: Connection) -> list[tuple[int, str]]:
-    """Return the experiments that go on whose search method is missing, with its name."""
+    """Return the live experiments with a missing search method, and the method's name."""
     experiments = tables.experiments
     rows = connection.execute(select(experiments).where(*_is_going_on()).order_by("id"))
     searchers = [(row.id, config_of(row).searcher) for row in rows]
@@ -238,7 +240,7 @@ def missing_methods(connection: Connection) -> list[tuple[int, str]]:
 
 
 def undecided_searches(connection: Connection) -> list[int]:
-    """Return the experiments that go on whose searches have inputs to catch up with."""
+    """Return the live experiments with undecided search inputs."""
     experiments, inputs = tables.experiments, tables.search_inputs
     query = (
         select(experiments.c.id)
@@ -305,11 +307,11 @@ class SearchViews:
         self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     def read(self, experiment_id: int) -> Brackets:
-        """Return the rungs; of a large search that goes on they may be seconds old."""
+        """Return the rungs; for a large live search the result may be some seconds old."""
         found = self._find(experiment_id)
         if found is not None:
             return found
-        # Those who ask at the same time wait for one to make it.
+        # Lock per experiment: concurrent readers wait for a single computation.
         with self._locks[experiment_id]:
             found = self._find(experiment_id)
             return self._make(experiment_id) if found is None else found
@@ -325,7 +327,8 @@ class SearchViews:
                     tables.search_views.c.experiment_id == experiment_id
                 )
             ).first()
-        # Of a search that has ended nobody looks again: what is seconds old would stay on a page.
+        # Stored view first: pages do not refresh after the end of a search, so a view
+        # some seconds old would stay.
         if stored is not None and stored.num_inputs == num_inputs:
             self._made.pop(experiment_id, None)
             return _decoder.decode(stored.view)
@@ -343,7 +346,7 @@ class SearchViews:
             return _read_view(transaction.connection, experiment_id, search), num_inputs
 
         if self._searches.is_loaded(experiment_id):
-            # It changes in the writer's thread alone.
+            # Searches change only in the writer thread, so the view is computed there.
             brackets, num_inputs = self._database.write(look).result()
             fresh_until = time.monotonic() + _REST * (time.monotonic() - began)
             self._made[experiment_id] = _Made(brackets, num_inputs, fresh_until)
@@ -362,7 +365,7 @@ class SearchViews:
 
 
 def store_search_view(transaction: Transaction, searches: Searches, experiment_id: int) -> None:
-    """Store what a search that ends shows, if it is at hand and has rungs."""
+    """Store the final rungs of a search, if the search is loaded and has rungs."""
     if not searches.is_loaded(experiment_id):
         return
     search = searches.peek(transaction, experiment_id)

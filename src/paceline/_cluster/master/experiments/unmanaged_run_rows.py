@@ -20,7 +20,7 @@ from paceline.config._validate_config import validate_config
 
 
 def experiment_of_run(connection: Connection, run_id: str) -> Row[Any] | None:
-    """Return the experiment that shows a run, None if there is none."""
+    """Return the experiment of a run, None if unknown."""
     experiments = tables.experiments
     return connection.execute(
         select(experiments).where(experiments.c.external_id == run_id)
@@ -28,7 +28,7 @@ def experiment_of_run(connection: Connection, run_id: str) -> Row[Any] | None:
 
 
 def trial_of_run(connection: Connection, experiment_id: int) -> Row[Any]:
-    """Return the trial of such an experiment."""
+    """Return the only trial of an unmanaged experiment."""
     trials = tables.trials
     return connection.execute(select(trials).where(trials.c.experiment_id == experiment_id)).one()
 
@@ -62,7 +62,7 @@ def update_attempt(connection: Connection, attempt_id: int, **values: Any) -> No
 
 
 def reopen_attempt(connection: Connection, attempt: Row[Any]) -> None:
-    """Let an attempt run on that was taken for ended, and of which there is news.
+    """Reopen an attempt ended by assumption: new records have come.
 
     It looked dead: its lock cannot be seen from another machine, for example. Or its chief has
     ended, and other ranks have more to say: its end stays told then.
@@ -74,7 +74,7 @@ def reopen_attempt(connection: Connection, attempt: Row[Any]) -> None:
 
 
 def has_news_of_run(connection: Connection, attempt_id: int, batches: Iterable[RunBatch]) -> bool:
-    """Tell whether batches have records of an attempt that are not stored yet."""
+    """Tell whether the batches hold records of an attempt not yet stored."""
     marks = tables.journal_marks
     rows = connection.execute(
         select(marks.c.rank, marks.c.sequence).where(marks.c.attempt_id == attempt_id)
@@ -84,7 +84,7 @@ def has_news_of_run(connection: Connection, attempt_id: int, batches: Iterable[R
 
 
 def reply_of_run(connection: Connection, experiment_id: int) -> RunReply:
-    """Return what is stored of a run, which its reporter goes on from."""
+    """Return the ids and stored marks of a run; the reporter continues from these marks."""
     marks, attempts = tables.journal_marks, tables.attempts
     rows = connection.execute(
         select(attempts.c.run_attempt, marks.c.generation, marks.c.rank, marks.c.sequence)
@@ -102,7 +102,7 @@ def reply_of_run(connection: Connection, experiment_id: int) -> RunReply:
 def move_unmanaged_checkpoints(
     connection: Connection, experiment_id: int, old: str, new: str
 ) -> None:
-    """Note that checkpoints of one storage are in another one now."""
+    """Store the new location of checkpoints after a move of their storage."""
     checkpoints = tables.checkpoints
     connection.execute(
         update(checkpoints)
@@ -121,7 +121,7 @@ _NEVER_BEGAN = "The run ended before it recorded anything."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
-    """The states that show how a run stands."""
+    """States of experiment and trial for showing a run."""
 
     experiment: ExperimentState
     trial: TrialState
@@ -155,7 +155,7 @@ def end_of_run(
     if outcome == "completed":
         return RunEnd(experiment=ExperimentState.COMPLETED, trial=TrialState.COMPLETED)
     if outcome == INVALID_HP:
-        # As an experiment whose only trial refused.
+        # Same states as for an experiment with a single, refusing trial.
         return RunEnd(
             experiment=ExperimentState.ERROR,
             trial=TrialState.COMPLETED,
@@ -167,7 +167,7 @@ def end_of_run(
 
 
 def check_run(info: RunInfo) -> None:
-    """Refuse what is no run made without a master.
+    """Refuse runs of a master, and run directories of another format version.
 
     Raises:
         RefusedError: A master started it, or it has another format version, or values that cannot
@@ -192,7 +192,7 @@ def check_run(info: RunInfo) -> None:
 
 
 def config_of_run(info: RunInfo) -> ExperimentConfig:
-    """Return a configuration: the run's own, if it has one, with nothing to search.
+    """Return a `single` configuration for a run, based on the run's own if present.
 
     Without one the searched metric is taken to be `loss`; the smallest value is the best.
 
@@ -206,7 +206,7 @@ def config_of_run(info: RunInfo) -> ExperimentConfig:
         given = config["searcher"] if isinstance(config.get("searcher"), dict) else {}
         searcher |= {k: given[k] for k in ("metric", "smaller_is_better") if k in given}
     else:
-        # What looks like a reference to a hyperparameter is an argument as it was given.
+        # Escaped `${`: command arguments are literal, not references to hyperparameters.
         arguments = [text.replace("${", "$${") for text in info.arguments]
         config = {"entrypoint": ["python3", *arguments]}
     return validate_config(config | {"name": info.name, "searcher": searcher})
@@ -218,12 +218,12 @@ def hparams_of_run(info: RunInfo) -> dict[str, Any]:
 
 
 def seed_of_run(info: RunInfo) -> int:
-    """Return the run's seed, 0 if it is not known."""
+    """Return the run's seed, 0 if unknown."""
     return (info.seed if info.trial is None else info.trial.trial_seed) or 0
 
 
 def attempt_started(batches: Iterable[RunBatch]) -> AttemptStarted | None:
-    """Return what the chief, or else another rank, said when the attempt began."""
+    """Return the start record of the chief, or else of another rank; None without any."""
     for batch in sorted(batches, key=lambda batch: (batch.rank != CHIEF, batch.rank)):
         first = batch.records[0][1]
         if isinstance(first, AttemptStarted):

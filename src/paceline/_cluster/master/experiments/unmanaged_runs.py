@@ -65,11 +65,11 @@ class Unmanaged:
     def __init__(self, changes: StateChanges, ingest: RecordIngest) -> None:
         self._changes = changes
         self._ingest = ingest
-        # By experiment, until when a run that is reported live may be silent.
+        # Deadlines of live-reported runs by experiment id, on the monotonic clock.
         self._deadlines: dict[int, float] = {}
 
     def register(self, transaction: Transaction, info: RunInfo, path: str) -> RunReply:
-        """Make a run known, and say what is stored of it; a second call only updates its path.
+        """Register a run, and return the stored marks; repeated calls only update the path.
 
         Raises:
             RefusedError: A master started the run, or it has another format version.
@@ -121,7 +121,7 @@ class Unmanaged:
         return self._take(transaction, experiment, batches, is_alive, moved or {})
 
     def end_silent(self, transaction: Transaction) -> None:
-        """Take runs for lost that are reported live, and of which nothing was heard for too long.
+        """End live-reported runs silent for longer than their lease.
 
         A new record brings them back.
         """
@@ -225,7 +225,7 @@ class Unmanaged:
         started_at = None
         if attempt is None:
             if any(batch.after is not None and batch.after > -1 for batch in batches):
-                # What came before was lost here, and is sent again first.
+                # Gap before this batch: the marks in the reply make the reporter resend it.
                 return
             attempt = self._begin_attempt(transaction, trial_id, key, batches)
             started_at = attempt.created_at
@@ -239,6 +239,7 @@ class Unmanaged:
             [RecordBatch(b.generation, b.rank, b.records, b.after) for b in batches],
         )
         newest = max(record.time for batch in batches for _, record in batch.records)
+        # Ranks report independently: a batch can be older than the last record.
         values = {"last_record_at": max(newest, attempt.last_record_at or 0.0)}
         if started_at is not None:
             values["started_at"] = started_at

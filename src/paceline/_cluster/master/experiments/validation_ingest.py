@@ -1,4 +1,4 @@
-"""Ingest of validation reports; best metric."""
+"""Ingest of validation reports: the best metric, and inputs of the search."""
 
 import json
 from math import isfinite
@@ -110,7 +110,8 @@ def _is_better(value: float, best: float | None, is_smaller_better: bool) -> boo
     return value < best if is_smaller_better else value > best
 
 
-# So many validations of a trial without the searched metric end a search that has never got it.
+# Limit of validations of a trial without the searched metric: the search then ends,
+# unless some trial has reported the metric.
 _MOST_UNMEASURED = 3
 
 
@@ -144,8 +145,8 @@ def take_validation(
         _check_metric(changes, transaction, attempt, report)
     if searcher.judged_metrics is None or trial.uses_operations:
         return
-    # What a stopped trial still reports decides nothing. How much that is depends on chance,
-    # so it stays out of the search's log too.
+    # Reports of a stopped trial decide nothing. Their number depends on timing,
+    # so they stay out of the search's log too.
     if trial.state != TrialState.ACTIVE.value:
         return
     if value is None or _time_of(searcher, metrics, step) is None:
@@ -161,7 +162,7 @@ def take_validation(
 def _check_metric(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], report: MetricsReported
 ) -> None:
-    """Warn of a validation without the searched metric, or end a search that never gets it.
+    """Warn about validations without the searched metric, or end a search without any value.
 
     The first validation of a single trial is warned of. A search ends at the third one of a trial
     if no trial has reported the metric.
@@ -188,7 +189,7 @@ def _check_metric(
 def end_unmeasured(
     changes: StateChanges, transaction: Transaction, trial: Row[Any], problem: str
 ) -> None:
-    """End a search for whose metric no trial has reported a value.
+    """End a search without any value of its metric, and fail the experiment.
 
     Args:
         changes: Changes the states.
@@ -219,7 +220,7 @@ def take_operation(
 
 
 def _standing_metrics(connection: Connection, trial_id: int, step: int) -> dict[str, Any]:
-    """Return what the validation rows say at a step."""
+    """Return the stored validation metrics at a step, or an empty dict."""
     rows = read_rows(connection, trial_id, "validation", after_step=step - 1, limit=1)
     return rows[0].metrics if rows and rows[0].step == step else {}
 

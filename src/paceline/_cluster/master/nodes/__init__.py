@@ -1,1 +1,1 @@
-"""Nodes: machines whose runners register, ask for attempts and carry them out."""
+"""Nodes: machines with a runner to register, ask for attempts and run the attempts."""

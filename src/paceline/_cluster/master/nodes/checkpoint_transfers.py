@@ -77,14 +77,14 @@ class Transfers:
         self._database = database
         self._default_storage = default_storage
         self._changes = changes
-        # For requests that hold a piece, or a list of files, in memory, of all runners together.
+        # Limits on pieces and file lists in memory, shared by the requests of all runners.
         self.pieces = asyncio.Semaphore(PIECES_AT_ONCE)
         self.offers = asyncio.Semaphore(OFFERS_AT_ONCE)
         self.waiting = WaitingCheckpoints(database, changes)
         self._uploads = OpenUploads(database, cluster_id, default_storage, changes.storage_calls)
 
     def offer(self, attempt_id: int, uuid: str, offer: CheckpointOffer) -> CheckpointNeeds:
-        """Return what is missing of a checkpoint, or store it if nothing is.
+        """Return the missing files of a checkpoint; stores the checkpoint if complete.
 
         Raises:
             NotFoundError: There is no such attempt.
@@ -131,7 +131,7 @@ class Transfers:
     def offer_shards(
         self, attempt_id: int, member: int, uuid: str, offer: ShardOffer
     ) -> CheckpointNeeds:
-        """Return what is missing of the files of a node beside rank 0's; raises like `offer`.
+        """Return the missing files of a node other than rank 0's; raises like `offer`.
 
         They lie where those of the other nodes do. The offer of rank 0's node stores them all.
         """
@@ -157,7 +157,7 @@ class Transfers:
     def receive(
         self, attempt_id: int, uuid: str, name: str, offset: int, data: bytes, member: int = 0
     ) -> int:
-        """Take a piece of a file, and return how many bytes of it are there then.
+        """Store a piece of a file, and return the file's number of bytes.
 
         Raises:
             RefusedError: The attempt has not offered the checkpoint to this master.
@@ -170,7 +170,7 @@ class Transfers:
             return incoming.write(name, offset, data)
 
     def delete(self, attempt_id: int, uuid: str) -> None:
-        """Delete a checkpoint of the attempt's trial, if it is there; raises like `offer`."""
+        """Delete an existing checkpoint of the attempt's trial; raises like `offer`."""
         with self._database.read() as connection:
             attempt = read_attempt(connection, attempt_id)
             check_not_over(attempt)
@@ -187,7 +187,7 @@ class Transfers:
         self._database.write(note).result()
 
     def readable(self, attempt_id: int, uuid: str) -> tuple[CheckpointStorage, Manifest]:
-        """Return the storage and the manifest of a checkpoint that an attempt may read.
+        """Return the storage and manifest of a checkpoint readable by an attempt.
 
         Raises:
             CheckpointError: It is gone or damaged.
@@ -241,7 +241,7 @@ class Transfers:
             return storage.read_file(uuid, name, offset, MAX_PIECE_BYTES)
 
     def forget(self, attempt_id: int) -> None:
-        """Remove what an attempt did not send to the end, if it has ended on all of its nodes."""
+        """Remove an attempt's incomplete uploads, if the attempt has ended on all nodes."""
         # An attempt may be gone with its experiment.
         with self._database.read() as connection:
             if attempt_id in ids_of_live_attempts(connection):
@@ -250,7 +250,7 @@ class Transfers:
         self._uploads.forget(attempt_id)
 
     def forget_ended(self) -> None:
-        """Remove what attempts did not send to the end that ended without word of a runner."""
+        """Remove incomplete uploads of attempts ended without a report from their runners."""
         known = self._uploads.attempts() | {one.attempt_id for one in self.waiting.all()}
         if not known:
             return
@@ -312,7 +312,7 @@ class Transfers:
         self._uploads.close(attempt_id, manifest.uuid)
 
     def _shrink(self, row: Row[Any], files: CheckpointFiles) -> None:
-        """Delete the files of a checkpoint that a new manifest does not name any more."""
+        """Delete a checkpoint's files missing from its new manifest."""
         place = self._place(row)
         kept = decode_manifest(files.manifest.encode(), row.uuid).files
         with self._changes.storage_calls.noted(place.storage):
@@ -340,7 +340,7 @@ def _check_own(row: Row[Any], attempt: Row[Any]) -> None:
 
 
 def _is_there(storage: DirectoryStorage, uuid: str, files: CheckpointFiles) -> bool:
-    """Tell whether a checkpoint was moved in before a master died that had not noted it."""
+    """Return whether a checkpoint is already in place, moved there by a previous master."""
     if not storage.exists(uuid):
         return False
     if _checkpoint_file_text(storage, uuid, MANIFEST_NAME) != files.manifest:

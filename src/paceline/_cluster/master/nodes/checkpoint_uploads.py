@@ -24,12 +24,12 @@ from paceline._cluster.messages.states import LIVE_ATTEMPTS
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._incoming_checkpoint import IncomingCheckpoint, forget_incoming
 
-# Of one attempt at a time; a runner sends one after the other.
+# Open uploads per attempt at most; a runner sends its checkpoints in order.
 _MAX_OPEN = 4
 
 
 class OpenUploads:
-    """Hold what attempts have begun to send, and remove what they did not send to the end.
+    """Uploads begun by attempts; removes the uploads left incomplete.
 
     For any thread.
 
@@ -48,9 +48,9 @@ class OpenUploads:
         self._default_storage = default_storage
         self._calls = calls
         self._lock = threading.Lock()
-        # By attempt, checkpoint and member, in the order in which they were begun.
+        # Key: attempt, checkpoint and member. Insertion order is the order of begin, for `close`.
         self._open: dict[tuple[int, str, int], IncomingCheckpoint] = {}
-        # Where attempts have sent files to.
+        # Storage directory of each attempt's uploads.
         self._roots: dict[int, Path] = {}
         self._knows_earlier = False
 
@@ -61,7 +61,7 @@ class OpenUploads:
         uuid: str,
         files: CheckpointFiles | ShardOffer,
     ) -> IncomingCheckpoint:
-        """Return a checkpoint of an attempt, of which some files may have been sent."""
+        """Return an attempt's incoming checkpoint, with the files already sent."""
         manifest = files.manifest.encode() if isinstance(files, CheckpointFiles) else None
         shards = {rank: text.encode() for rank, text in files.shards.items()}
         sender = f"{self._cluster_id}-{attempt_id}"
@@ -95,7 +95,7 @@ class OpenUploads:
             self._sweep(storage.root)
 
     def get(self, attempt_id: int, uuid: str, member: int) -> IncomingCheckpoint:
-        """Return a checkpoint that was begun.
+        """Return an open upload.
 
         Raises:
             RefusedError: The attempt has not offered it to this master.
@@ -109,7 +109,7 @@ class OpenUploads:
         return incoming
 
     def close(self, attempt_id: int, uuid: str) -> None:
-        """Forget the upload of a stored checkpoint, and those that will never be whole.
+        """Forget the upload of a stored checkpoint, and earlier uploads given up by the sender.
 
         Ranks commit checkpoints in their order. One that a node has begun to send before this one,
         and that is not stored, was given up.
@@ -123,7 +123,7 @@ class OpenUploads:
                         given_up.forget()
 
     def forget(self, attempt_id: int) -> None:
-        """Remove what an attempt that has ended did not send to the end.
+        """Remove the incomplete uploads of an ended attempt.
 
         Where the storage does not answer now, that comes with a later call.
         """
@@ -141,7 +141,7 @@ class OpenUploads:
                     self._roots.pop(attempt_id, None)
 
     def attempts(self) -> set[int]:
-        """Return the attempts that may have sent files, also to an earlier master."""
+        """Return the attempts with possible uploads, including uploads to earlier masters."""
         if not self._knows_earlier:
             self._take_up()
         with self._lock:
@@ -173,7 +173,7 @@ class OpenUploads:
         self._calls.ask(str(root), lambda: self._sweep(root), default=False)
 
     def _sweep(self, root: Path) -> bool:
-        """Remove what attempts that have ended did not send to the end, from a storage; True."""
+        """Remove incomplete uploads of ended attempts from a storage; return True when done."""
         prefix = f"{self._cluster_id}-"
         with self._database.read() as connection:
             live = ids_of_live_attempts(connection)
@@ -194,7 +194,7 @@ class OpenUploads:
 
 
 def ids_of_live_attempts(connection: Connection) -> set[int]:
-    """Return the attempts that have not ended."""
+    """Return the ids of attempts not yet ended."""
     attempts = tables.attempts.c
     query = select(attempts.id).where(attempts.state.in_(LIVE_ATTEMPTS))
     return set(connection.execute(query).scalars())
@@ -205,7 +205,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WaitingCheckpoint:
-    """A checkpoint that waits since a moment, in seconds since the epoch, and why."""
+    """Checkpoint waiting to be stored, since a time in seconds since the epoch, and why."""
 
     attempt_id: int
     trial_id: int
@@ -216,7 +216,7 @@ class WaitingCheckpoint:
 
 
 class WaitingCheckpoints:
-    """Which attempts wait until a checkpoint can be stored; told in the logs of their trials.
+    """Attempts waiting for a checkpoint to be stored; reported in the logs of their trials.
 
     For any thread.
     """
@@ -228,12 +228,12 @@ class WaitingCheckpoints:
         self._waiting: dict[int, WaitingCheckpoint] = {}
 
     def all(self) -> list[WaitingCheckpoint]:
-        """Return those that wait, the longest first."""
+        """Return the waiting checkpoints, the longest wait first."""
         with self._lock:
             return sorted(self._waiting.values(), key=lambda one: one.since)
 
     def note(self, attempt_id: int, uuid: str, why: str) -> None:
-        """Note that a checkpoint of an attempt could not be stored; a second time says nothing."""
+        """Record a checkpoint's failed storing in the trial's log, once per wait."""
         with self._lock:
             if attempt_id in self._waiting:
                 return
@@ -252,7 +252,7 @@ class WaitingCheckpoints:
         )
 
     def settle(self, attempt_id: int) -> None:
-        """Note that a checkpoint of an attempt was stored, or that the attempt has ended."""
+        """Record the end of an attempt's wait in the trial's log."""
         with self._lock:
             one = self._waiting.pop(attempt_id, None)
         if one is not None:
@@ -261,7 +261,7 @@ class WaitingCheckpoints:
             self._tell(one, "INFO", text)
 
     def forget(self, attempt_id: int) -> None:
-        """Forget an attempt that has ended."""
+        """Forget the wait of an ended attempt."""
         with self._lock:
             self._waiting.pop(attempt_id, None)
 
@@ -278,7 +278,7 @@ class WaitingCheckpoints:
 
 
 class StorageMarks:
-    """Write a file into each storage directory: a node that finds it there sees the same directory.
+    """Marker files in storage directories, showing nodes whether they share the directory.
 
     Its text is another one whenever a master starts: a copy of the directory has an old text.
     Others may write to the directory: what they put there is replaced, neither read nor written to.
@@ -293,7 +293,7 @@ class StorageMarks:
         self._warned_of: set[str] = set()
 
     def mark(self, storage: str) -> StorageMark | None:
-        """Return the mark in a storage; None if it is no directory that this machine can write to.
+        """Return the mark in a storage; None if not a directory writable by this machine.
 
         Raises:
             OSError: The disk is full or broken.

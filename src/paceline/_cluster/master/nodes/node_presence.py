@@ -1,4 +1,4 @@
-"""Polls and leases of nodes; orders to them."""
+"""Presence of nodes: their polls, their leases, and their reported attempts."""
 
 import asyncio
 import threading
@@ -43,17 +43,17 @@ class NodeOrders:
             return attempt_id in self._launches.get(node_id, ())
 
     def launches(self, node_id: int) -> Mapping[int, Launch]:
-        """Return the launches that wait for a node, and those that it has taken."""
+        """Return the launches offered to a node, whether waiting or taken."""
         with self._lock:
             return dict(self._launches.get(node_id, {}))
 
     def kills(self, node_id: int) -> list[int]:
-        """Return the attempts whose runners a node is to kill."""
+        """Return the attempts with runners to be killed by a node."""
         with self._lock:
             return sorted(self._kills.get(node_id, ()))
 
     def clean(self, keep: set[int]) -> None:
-        """Forget the orders of attempts that have ended."""
+        """Forget the orders for ended attempts."""
         with self._lock:
             for launches in self._launches.values():
                 for attempt_id in launches.keys() - keep:
@@ -69,15 +69,15 @@ class NodeOrders:
 
 
 class StoreLeft(Protocol):
-    """What stores that a node has left or has come back, for the next master."""
+    """Callback storing a node's departure or return, for the next master."""
 
     def __call__(self, node_id: int, *, has_left: bool, seen_at: float | None) -> None:
-        """Store it soon."""
+        """Store the change soon, without waiting for the commit."""
 
 
 @dataclass(slots=True)
 class _Heard:
-    """What this master has heard of a node since it started."""
+    """State of a node as heard by this master since its start."""
 
     session: int
     number: int = 0
@@ -87,7 +87,7 @@ class _Heard:
     seen_at: float | None = None
     attempts: frozenset[int] = frozenset()
     alive: frozenset[int] = frozenset()
-    # Of all sessions that this master has heard.
+    # Attempts reported in any session with this master.
     ever: set[int] = field(default_factory=set)
     # The newest poll when the node was doubted: only a later one tells that it stays.
     doubted: int = -1
@@ -96,7 +96,7 @@ class _Heard:
 
 
 class NodePresence:
-    """Which nodes are there, and what they have said in their newest polls; for any thread.
+    """Presence of nodes by their newest polls; callable from any thread.
 
     Args:
         lease_s: How long a node may be silent until it is lost, in seconds.
@@ -120,7 +120,7 @@ class NodePresence:
         self.leases.attach(loop)
 
     def begin(self, node_id: int, session: int, *, has_left: bool = False) -> None:
-        """Await the polls of a node, or those of a new session of one.
+        """Start expecting the polls of a node, or of its new session.
 
         A poll of the session before is answered, and its sender told that it is over.
 
@@ -149,9 +149,10 @@ class NodePresence:
     # ---- polls --------------------------------------------------------------------------
 
     def hear(self, node_id: int, poll: NodePoll) -> None:
-        """Take a poll of the present session: renew the lease, note which attempts the node has."""
+        """Handle a poll of the current session: renew the lease, store reported attempts."""
         with self._lock:
             heard = self._heard[node_id]
+            # Outdated poll: requests of a session may overtake each other.
             if poll.number < heard.number:
                 return
             was_ready = heard.is_ready and not self.leases.is_over(node_id)
@@ -159,7 +160,7 @@ class NodePresence:
             self.leases.renew(node_id)
             heard.number, heard.seen_at = poll.number, time.time()
             heard.is_cut_off = False
-            # With attempts it is waited for: their runners may have something to tell.
+            # Nodes with attempts are not gone yet: their runners may still have reports to send.
             self._note_left(node_id, has_left=poll.is_leaving and not poll.attempts)
             heard.attempts, heard.alive = frozenset(poll.attempts), frozenset(poll.alive)
             heard.ever |= heard.attempts
@@ -167,7 +168,7 @@ class NodePresence:
             self._wake()
 
     def is_newest(self, node_id: int, poll: NodePoll) -> bool:
-        """Tell whether no later poll of a node was heard: an earlier one knows less."""
+        """Return whether a poll is the node's newest; older polls know less."""
         with self._lock:
             heard = self._heard.get(node_id)
             return heard is not None and (poll.session, poll.number) == (
@@ -176,7 +177,7 @@ class NodePresence:
             )
 
     def note_cut_off(self, node_id: int, poll: NodePoll) -> None:
-        """Note that the connection of a poll was closed before the answer.
+        """Record the closing of a poll's connection before the answer.
 
         The node gets no attempts until it polls again.
         """
@@ -188,7 +189,7 @@ class NodePresence:
         self._wake()
 
     def note_ended(self, node_id: int) -> None:
-        """Note that a runner whose connection was closed has ended, as its starter knows."""
+        """Record the end of a disconnected runner, reported by its starter."""
         with self._lock:
             heard = self._heard.get(node_id)
             if heard is not None and heard.is_cut_off:
@@ -196,7 +197,7 @@ class NodePresence:
         self._wake()
 
     def note_ready(self, node_id: int, poll: NodePoll, *, is_ready: bool) -> None:
-        """Note whether a node may get attempts, by what it said in a poll."""
+        """Record a node's readiness for attempts according to a poll."""
         with self._lock:
             heard = self._heard.get(node_id)
             if heard is None or poll.number <= heard.doubted:
@@ -207,7 +208,7 @@ class NodePresence:
             self._wake()
 
     def doubt(self, node_id: int) -> None:
-        """Give a node no attempts until it polls again, which it is asked to do now."""
+        """Give a node no attempts until its next poll, and request the poll now."""
         with self._lock:
             heard = self._heard.get(node_id)
             if heard is None:
@@ -216,13 +217,13 @@ class NodePresence:
         self.tell(node_id)
 
     def tell(self, node_id: int) -> None:
-        """Answer the poll of a node that waits: its work has changed."""
+        """Answer the waiting poll of a node, because its work has changed."""
         with self._lock:
             self._versions[node_id] = self._versions.get(node_id, 0) + 1
         self.polls.notify(node_id)
 
     def tell_of_ended(self, keep: set[int]) -> None:
-        """Tell the nodes that have attempts which have ended.
+        """Notify the nodes still holding ended attempts.
 
         Args:
             keep: The attempts that have not.
@@ -242,19 +243,19 @@ class NodePresence:
     # ---- what others ask ----------------------------------------------------------------
 
     def has_attempt(self, node_id: int, attempt_id: int) -> bool:
-        """Tell whether a node has said in its newest poll that it has an attempt."""
+        """Return whether a node's newest poll reports an attempt."""
         with self._lock:
             heard = self._heard.get(node_id)
             return heard is not None and attempt_id in heard.attempts
 
     def had_attempt(self, node_id: int, attempt_id: int) -> bool:
-        """Tell whether a node has ever said that it has an attempt."""
+        """Return whether a node has ever reported an attempt."""
         with self._lock:
             heard = self._heard.get(node_id)
             return heard is not None and attempt_id in heard.ever
 
     def reported_alive(self, node_id: int) -> frozenset[int]:
-        """Return the attempts whose runners are at work on a node, by its newest poll."""
+        """Return the attempts with active runners on a node, by its newest poll."""
         with self._lock:
             return self._heard[node_id].alive
 
@@ -264,7 +265,7 @@ class NodePresence:
             return self._heard[node_id].is_ready
 
     def has_left(self, node_id: int) -> bool:
-        """Tell whether a node has said that it leaves, and has not come back."""
+        """Return whether a node has announced leaving and has not come back."""
         with self._lock:
             heard = self._heard.get(node_id)
             return heard is not None and heard.has_left
@@ -282,7 +283,7 @@ class NodePresence:
             return heard is None or heard.is_cut_off
 
     def heard_at(self, node_id: int) -> float | None:
-        """Return when this master last heard of a node, in seconds since the epoch, if it has."""
+        """Return the time of a node's last poll to this master in epoch seconds, None without."""
         with self._lock:
             heard = self._heard.get(node_id)
             return None if heard is None else heard.seen_at

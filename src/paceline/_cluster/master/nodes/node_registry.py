@@ -1,4 +1,4 @@
-"""Registered nodes, what refuses one, what their tokens are bound to."""
+"""Registry of nodes, and the rules for registering under a name, pool and token."""
 
 import asyncio
 import logging
@@ -47,12 +47,12 @@ class NodeRefusedError(PicklableError, RuntimeError):
 
 
 class UnknownNodeError(LookupError):
-    """Raised when there is no such node: its runner must register."""
+    """Raised for an unknown node: its runner must register."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegisteredNode:
-    """A node as it is stored.
+    """Node in its stored form.
 
     Args:
         seen_at: When a master last heard of it before it was lost or left, or it registered.
@@ -93,7 +93,7 @@ class RegisteredNode:
 
 
 def nodes_that_join(nodes: Iterable[RegisteredNode]) -> set[int]:
-    """Return the ids of the nodes that others reach, for trials on several nodes.
+    """Return the ids of nodes reachable by other nodes, for trials on several nodes.
 
     A loopback address, as that of a node behind a tunnel, leads to the machine that asks. So nodes
     that have one reach each other only if all nodes are on one machine.
@@ -134,7 +134,7 @@ _NEW_TOKEN = "`paceline token create NAME --scope runner"  # noqa: S105 - a comm
 
 
 def check_node_of_token(token: StoredToken | None, facts: NodeFacts) -> None:
-    """Refuse a runner whose token is for another node.
+    """Refuse a runner with a token bound to another node.
 
     Args:
         token: The token of the runner; None is the home's own.
@@ -156,7 +156,7 @@ def check_node_of_token(token: StoredToken | None, facts: NodeFacts) -> None:
 def check_pool_of_token(
     token: StoredToken | None, facts: NodeFacts, pools: Mapping[str, PoolSettings]
 ) -> None:
-    """Refuse a runner whose node is in another pool than that of its token.
+    """Refuse a runner with a node outside its token's pool.
 
     Args:
         token: The token of the runner; None is the home's own.
@@ -187,7 +187,7 @@ def check_pool_of_token(
 
 
 def check_key_of_bound(known: NodeFacts, facts: NodeFacts) -> None:
-    """Refuse another machine the name of a node that a token is for, even if it is lost.
+    """Refuse another machine the name of a node with a bound token, even if the node is lost.
 
     Args:
         known: What the runner said that has registered the node.
@@ -210,7 +210,7 @@ def check_key_of_bound(known: NodeFacts, facts: NodeFacts) -> None:
 def check_owner_of_name(
     known: NodeFacts, facts: NodeFacts, token: StoredToken | None, *, has_other_token: bool
 ) -> None:
-    """Refuse the name of a node that is not lost to another machine or by another token.
+    """Refuse a present node's name to another machine, or to a sender with another token.
 
     Args:
         known: What the runner said that has registered the node.
@@ -234,7 +234,7 @@ def check_owner_of_name(
             f"The name {facts.name!r} belongs to a runner with another directory on"
             f" {known.host!r}, which is not lost. Hint: {way_out}.",
         )
-    # One for this node alone is a new token of the same machine.
+    # Exception for bound tokens: a token for this node alone is a new token of the same machine.
     if has_other_token and not is_bound:
         raise NodeRefusedError(
             "other_token",
@@ -248,7 +248,7 @@ def check_pool_of_known(
     facts: NodeFacts,
     pools: Mapping[str, PoolSettings],
 ) -> None:
-    """Refuse another machine the name of a lost node in another pool than that of its token.
+    """Refuse another machine the name of a lost node outside its token's pool.
 
     Attempts of that pool may still wait for the node.
 
@@ -276,7 +276,7 @@ def check_pool_of_known(
 
 
 def is_as_before(known: NodeFacts, facts: NodeFacts) -> bool:
-    """Tell whether a runner registers again, for the pool and with the labels that it had."""
+    """Return whether a runner registers again with unchanged key, pool and labels."""
     return (known.key, known.pool, known.labels) == (facts.key, facts.pool, facts.labels)
 
 
@@ -330,7 +330,7 @@ class Nodes:
     # ---- registering and polling --------------------------------------------------------
 
     def register(self, facts: NodeFacts, token_id: int | None) -> "Future[NodeSession]":
-        """Register a node, or a new session of one; the future raises `NodeRefusedError`.
+        """Register a node, or a node's new session; the future raises `NodeRefusedError`.
 
         Args:
             facts: What the node's runner says.
@@ -342,7 +342,7 @@ class Nodes:
 
         def job(transaction: Transaction) -> NodeSession:
             connection = transaction.connection
-            # As stored: another runner may have registered in this transaction.
+            # Stored row: another runner may have registered in this transaction.
             row = connection.execute(
                 select(tables.nodes).where(tables.nodes.c.name == facts.name)
             ).first()
@@ -361,7 +361,7 @@ class Nodes:
         return self._database.write(job)
 
     def hear(self, node_id: int, poll: NodePoll, token_id: int | None) -> None:
-        """Take a poll: renew the node's lease, and note which attempts it has.
+        """Handle a poll: renew the node's lease, and store its reported attempts.
 
         Raises:
             NodeRefusedError: Another session has begun, or the token is that of another node.
@@ -382,7 +382,7 @@ class Nodes:
             self.presence.hear(node_id, poll)
 
     def check_pool(self, node_id: int) -> None:
-        """Refuse a node that is in another pool than that of its token.
+        """Refuse a node outside its token's pool.
 
         It was not when it registered, but labels of pools may have changed since.
 
@@ -390,7 +390,7 @@ class Nodes:
             NodeRefusedError: It is in another one.
         """
         node = self.get(node_id)
-        # Only among those that name no pool, labels choose.
+        # Labels decide only for nodes without a named pool.
         if node is None or node.facts.pool != DEFAULT_POOL:
             return
         token = self._token(node.token_id)
@@ -400,13 +400,13 @@ class Nodes:
             check_pool_of_token(token, node.facts, pools)
 
     def tell_of_pools(self) -> None:
-        """Answer the polls of nodes that may be in another pool now than that of their token."""
+        """Answer the polls of nodes with a pool-bound token, as their pool may have changed."""
         for node in self.all():
             if node.facts.pool == DEFAULT_POOL and self.only_pool(node) is not None:
                 self.presence.tell(node.id)
 
     def clean(self, keep: set[int]) -> None:
-        """Forget the launches and kills of attempts that have ended, and tell the nodes of it."""
+        """Forget launches and kills of ended attempts, and notify the nodes."""
         self.presence.tell_of_ended(keep)
         self.orders.clean(keep)
 
@@ -423,7 +423,7 @@ class Nodes:
             return sorted(self._nodes.values(), key=lambda node: node.id)
 
     def seen_at(self, node_id: int) -> float | None:
-        """Return when this master, or one before it, last heard of a node: seconds since the epoch.
+        """Return a node's last contact with this or an earlier master in epoch seconds.
 
         Of what was heard by masters before, only what preceded a loss is stored.
         """
@@ -432,7 +432,7 @@ class Nodes:
             return heard_at if node is None or heard_at is not None else node.seen_at
 
     def slots(self) -> list[NodeSlots]:
-        """Return the slots of all nodes that are not lost."""
+        """Return the slots of all present nodes."""
         with self._lock:
             present = [node for node in self.all() if not self.presence.is_lost(node.id)]
             joining = nodes_that_join(present)
@@ -447,7 +447,7 @@ class Nodes:
             ]
 
     def returning_slots(self) -> list[NodeSlots]:
-        """Return the slots of nodes that are away, but were there within the last minutes."""
+        """Return the slots of absent nodes seen within the last minutes."""
         with self._lock:
             return [
                 node.slots(can_join=False, is_open=False, only_pool=self.only_pool(node))
@@ -458,16 +458,16 @@ class Nodes:
             ]
 
     def only_pool(self, node: RegisteredNode) -> str | None:
-        """Return the pool that the token of a node is for, None if it is for any."""
+        """Return the pool of a node's token, None if not bound to a pool."""
         token = self.token(node)
         return None if token is None else token.pool
 
     def token(self, node: RegisteredNode) -> StoredToken | None:
-        """Return the token of a node, None if it is gone or the home's own."""
+        """Return a node's token, None if deleted or the home's own."""
         return self._token(node.token_id)
 
     def set_draining(self, transaction: Transaction, node_id: int, *, is_draining: bool) -> None:
-        """Drain a node or take it back, after the commit of a transaction.
+        """Drain a node or take the node back, after the commit of a transaction.
 
         Raises:
             UnknownNodeError: There is no such node.
@@ -503,7 +503,7 @@ class Nodes:
     def _check_name(
         self, known: RegisteredNode | None, facts: NodeFacts, token_id: int | None
     ) -> None:
-        """Refuse a name that another machine or another token has and may still use.
+        """Refuse a name still usable by another machine or token.
 
         If it came by a token for this node alone, another machine is refused until the node is
         forgotten.
@@ -536,7 +536,7 @@ class Nodes:
         token: StoredToken | None,
     ) -> None:
         pools = read_pools(connection)
-        # What runs there may end there, if labels of pools have changed since it began.
+        # Exception for running attempts: they may finish even if label changes moved the node.
         if known is None or not (
             is_as_before(known.facts, facts) and _is_at_work(connection, known.id)
         ):
@@ -566,7 +566,7 @@ class Nodes:
 def _stored_registration(
     connection: Connection, known: RegisteredNode | None, facts: NodeFacts, token_id: int | None
 ) -> RegisteredNode:
-    """Store a new node, or a new session of a known one."""
+    """Store a new node, or a new session of a known node."""
     nodes, now = tables.nodes, time.time()
     values: dict[str, Any] = {
         "name": facts.name, "key": facts.key, "token_id": token_id,

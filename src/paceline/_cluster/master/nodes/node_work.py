@@ -1,4 +1,4 @@
-"""What a node has to do; attempts on all nodes as one executor; lost nodes."""
+"""Work of a node: the difference between wanted and reported attempts."""
 
 import logging
 import math
@@ -28,13 +28,13 @@ from paceline._cluster.messages.runner_messages import (
 )
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, AttemptState, ExitReason
 
-# Of an attempt that ended so for the master, processes can be alive.
+# Reasons set by the master itself: processes of these ended attempts can still be alive.
 _TAKEN_AWAY = (ExitReason.RUNNER_LOST.value, ExitReason.NOT_FORMED.value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Live:
-    """An attempt that a node is to have, or its part of one."""
+    """Attempt wanted on a node, or the node's part of an attempt."""
 
     attempt_id: int
     member: int
@@ -45,7 +45,7 @@ class _Live:
 def work_for(
     database: Database, changes: StateChanges, nodes: Nodes, node_id: int, poll: NodePoll
 ) -> NodeWork:
-    """Return the work of a node that has polled, and end attempts that it has lost.
+    """Return the work for a polling node, and end the attempts lost by the node.
 
     An attempt that began there and is there no more is never started again. A node that leaves
     starts none.
@@ -93,12 +93,12 @@ def _was_taken_away(connection: Connection, attempt_ids: set[int]) -> bool:
     ended = connection.execute(
         select(attempts.exit).where(attempts.id.in_(attempt_ids), attempts.exit.is_not(None))
     ).scalars()
-    # One that has just told of its own end leaves by itself, and soon.
+    # Other ended attempts are no strays: a runner reporting its own end leaves by itself, soon.
     return any(end["reason"] in _TAKEN_AWAY for end in ended)
 
 
 def _live_on_node(connection: Connection, node_id: int) -> list[_Live]:
-    """Return the attempts that are wanted on a node."""
+    """Return the attempts wanted on a node."""
     attempts = tables.attempts.c
     query = select(tables.attempts).where(
         attempts.state.in_(LIVE_ATTEMPTS),
@@ -126,7 +126,7 @@ def _live_on_node(connection: Connection, node_id: int) -> list[_Live]:
 def _leave_with_others(
     database: Database, changes: StateChanges, nodes: Nodes, node_id: int, live: list[_Live]
 ) -> None:
-    """Preempt the attempts that run on other nodes as well; those leave together."""
+    """Preempt attempts spanning several nodes, so their nodes leave together."""
     shared = [one.attempt_id for one in live if one.has_others]
     node = nodes.get(node_id)
     if not shared or node is None:
@@ -159,7 +159,7 @@ _MAX_KNOWN = 10_000
 
 
 class NodeExecutor(Executor):
-    """Hand each attempt to the executor of the master's machine, or offer it to its node.
+    """Executor passing each attempt to the local executor, or offering the attempt to its node.
 
     Args:
         local: Starts attempts on the master's machine.
@@ -202,7 +202,7 @@ class NodeExecutor(Executor):
         return AttemptStatus.NOT_STARTED if is_new else AttemptStatus.ALIVE
 
     def ship(self, attempt_id: int) -> None:
-        """Have what a dead or departed runner left behind sent; nodes do so by themselves."""
+        """Send a departed local runner's unsent reports; other nodes do so by themselves."""
         if self._place(attempt_id) == LOCAL_NODE:
             self._local.ship(attempt_id)
 
@@ -226,17 +226,17 @@ class NodeExecutor(Executor):
         return is_cut_off or self._nodes.presence.is_lost(node_id)
 
     def sign_of_life(self, attempt_id: int) -> object:
-        """Return what changes while a runner lives; from nodes there are requests alone."""
+        """Return a local runner's sign of life; None on other nodes, known by requests only."""
         is_local = self._place(attempt_id) == LOCAL_NODE
         return self._local.sign_of_life(attempt_id) if is_local else None
 
     def clean(self, keep: set[int]) -> None:
-        """Remove what ended attempts left here; nodes do so when they hear of the end."""
+        """Remove ended attempts' leftovers here; nodes do so after notification of the end."""
         self._local.clean(keep)
         self._nodes.clean(keep)
 
     def close(self) -> None:
-        """Let go of what belongs to this process."""
+        """Release the resources of this process."""
         self._local.close()
 
     def _place(self, number: int) -> int:
@@ -274,7 +274,7 @@ _LOOK_INTERVAL_S = 60.0
 
 
 class LostNodes:
-    """Store when lost nodes were heard of, and forget those that nobody waits for.
+    """Bookkeeping of lost nodes: stores their last contact, and forgets stale nodes.
 
     Args:
         nodes: All nodes.
@@ -287,7 +287,7 @@ class LostNodes:
         self._stored_seen: dict[int, float | None] = {}
 
     def look(self, transaction: Transaction) -> None:
-        """Look which nodes are lost; seldom."""
+        """Process the lost nodes, at most once per interval."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_INTERVAL_S
@@ -304,7 +304,7 @@ class LostNodes:
                 self._nodes.forget(transaction, node.id)
 
     def _store_seen(self, transaction: Transaction) -> None:
-        """Store when nodes that are lost were last heard of; once, as each change is recorded."""
+        """Store the last contact of lost nodes, once per loss, because changes are recorded."""
         nodes, presence, before = self._nodes.all(), self._nodes.presence, self._stored_seen
         seen = {node.id: presence.heard_at(node.id) for node in nodes if presence.is_lost(node.id)}
         for node in nodes:
@@ -326,7 +326,7 @@ class LostNodes:
             logger.info("The node %s is back.", node.name)
 
     def _forgettable(self, now: float) -> list[RegisteredNode]:
-        """Return the nodes that are lost for long.
+        """Return the nodes lost for so long as to be forgotten.
 
         One whose token can no longer be used, as that of a job that has ended, is waited for less.
         Drained ones stay, so that they come back as such. Those that a token is for stay as well,
@@ -341,7 +341,7 @@ class LostNodes:
         ]
 
     def _last_sign(self, node: RegisteredNode) -> float:
-        # Of those that were lost before this master came, nobody knows when.
+        # Start time as substitute: for nodes lost before this master, the time is unknown.
         return max(self._nodes.seen_at(node.id) or self._started_at, node.registered_at)
 
     def _kept_s(self, node: RegisteredNode) -> float:

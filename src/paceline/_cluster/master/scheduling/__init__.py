@@ -1,1 +1,1 @@
-"""Which waiting trial gets which slots: pure functions over plain data."""
+"""Scheduling of slots to waiting trials: pure functions over plain data."""

@@ -12,7 +12,7 @@ from paceline._cluster.master.scheduling.pools import Holding, PolicyName, Waiti
 def moved(
     places: Mapping[int, float], experiment_id: int, *, ahead_of: float | None, behind: float | None
 ) -> dict[int, float]:
-    """Return the changed places of moved experiments, once one of them is moved.
+    """Return the changed queue places after moving an experiment.
 
     Args:
         places: The places of all experiments that were moved before.
@@ -25,8 +25,8 @@ def moved(
     else:
         assert behind is not None
         target, cell = behind, math.floor(behind)
-    # Those between the same two whole numbers, in order; they are spread anew, so that there is
-    # always room between two of them.
+    # Places between the same two integers, in order; they are spread anew, so there is always
+    # room between two neighbours.
     same = sorted(
         (place, other)
         for other, place in places.items()
@@ -56,10 +56,10 @@ class Policy(ABC):
 
     @abstractmethod
     def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
-        """Yield trials, the next one first; what `note_given` tells in between counts."""
+        """Yield trials in order of service, taking `note_given` calls in between into account."""
 
     def candidates(self, trial: Waiting) -> Iterator[_Level]:
-        """Yield attempts that may be preempted for a trial, in levels.
+        """Yield preemptible attempts for a trial, in levels.
 
         Those of a level are preempted only if those before do not suffice. Within a level those
         that should leave first come first.
@@ -68,7 +68,7 @@ class Policy(ABC):
         return iter(())
 
     def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
-        """Note that a trial gets slots, now or once the attempts that are leaving have left."""
+        """Record slots granted to a trial, at once or after leaving attempts have left."""
         del trial, preempted
 
 
@@ -104,7 +104,7 @@ class PriorityPolicy(Policy):
                 yield self._levels[priority]
 
     def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
-        """Forget the attempts that leave."""
+        """Forget the preempted attempts."""
         for one in preempted:
             self._levels[one.priority].remove(one)
 
@@ -127,12 +127,13 @@ class FairSharePolicy(Policy):
             self._of[one.experiment_id].append(one)
 
     def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
-        """Yield trials, always one of the experiment with the smallest share."""
+        """Yield trials, always from the experiment with the smallest share."""
         queues: dict[int, list[Waiting]] = defaultdict(list)
         for trial in waiting:
             queues[trial.experiment_id].append(trial)
         positions = {experiment_id: number for number, experiment_id in enumerate(queues)}
         for queue in queues.values():
+            # Reversed order: taking from the end of a list is cheap, from its start is not.
             queue.reverse()
         turns = [
             (self._share(queue[-1]), queue[-1].last_served, positions[experiment_id], experiment_id)
@@ -148,11 +149,11 @@ class FairSharePolicy(Policy):
                 heapq.heappush(turns, turn)
 
     def candidates(self, trial: Waiting) -> Iterator[_Level]:
-        """Yield the youngest attempts of experiments that have more than their share."""
+        """Yield the youngest attempts of experiments with more than their share."""
         yield self._surplus(trial)
 
     def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
-        """Count the slots that an experiment gets, and those that others lose."""
+        """Count the slots gained by the trial's experiment and lost by the preempted ones."""
         self._used[trial.experiment_id] += trial.num_slots
         for one in preempted:
             self._used[one.experiment_id] -= one.num_slots

@@ -1,4 +1,4 @@
-"""What is scheduled; needs of pools, pool of a node."""
+"""Inputs and results of scheduling: waiting trials, holding attempts, nodes and pools."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ class Reason(str, Enum):
 
 
 class PolicyName(str, Enum):
-    """How the trials of a pool are ordered, and which ones make room for others."""
+    """Policy of a pool: the order of its trials, and the trials to be preempted for others."""
 
     FIFO = "fifo"
     PRIORITY = "priority"
@@ -47,7 +47,7 @@ class PoolSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSlots:
-    """The slots of a node; one that is not open keeps what it has and gets nothing.
+    """Slots of a node; a closed node keeps its attempts and gets no new attempts.
 
     The same holds for a single slot that is drained. One that is pausing will be open again in a
     moment: a trial that needs it waits, and holds up no other.
@@ -72,7 +72,7 @@ Part = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """A trial that wants to run on nodes of a pool, in the order of arrival.
+    """Trial waiting for slots of a pool, in order of arrival.
 
     Attributes:
         num_slots: How many slots it needs. An elastic one takes up to `most_slots`.
@@ -102,7 +102,7 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """An attempt that holds slots of a node; one that is leaving was asked to free them.
+    """Attempt holding slots of a node; a leaving attempt was already asked to free them.
 
     `others` are its parts on further nodes.
     """
@@ -118,12 +118,12 @@ class Holding:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All nodes that it runs on, with its slots there."""
+        """Nodes of the attempt, each with the slots held there."""
         return ((self.node_id, self.slots), *self.others)
 
     @property
     def num_slots(self) -> int:
-        """The number of slots that it holds."""
+        """Number of slots held on all nodes."""
         if not self.others:
             return len(self.slots)
         return sum(len(slots) for _, slots in self.parts)
@@ -141,7 +141,7 @@ class SlotAssignment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulingResult:
-    """Result for a waiting trial: its slots and their node, or the reason why it gets none.
+    """Result for a waiting trial: its slots and node, or the reason for waiting.
 
     Attributes:
         place: How many trials of its pool come before it.
@@ -160,7 +160,7 @@ class SchedulingResult:
     others: tuple[Part, ...] = ()
 
 
-# What these lack is no node.
+# Reasons no additional node can remove.
 _NO_NODE_HELPS = frozenset(
     {
         Reason.MAX_SLOTS,
@@ -174,7 +174,7 @@ _NO_NODE_HELPS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolNeed:
-    """What the waiting trials of a pool lack.
+    """Unmet need for slots of a pool's waiting trials.
 
     `sizes` has the number of slots of each of them, in the order in which they get some.
     """
@@ -183,19 +183,19 @@ class PoolNeed:
 
     @property
     def num_slots(self) -> int:
-        """Return the slots that all of them need."""
+        """Return the sum of the slots needed."""
         return sum(self.sizes)
 
 
 def needs_node(result: SchedulingResult) -> bool:
-    """Tell whether a trial waits for what another node would give."""
+    """Return whether an additional node could help a waiting trial."""
     return result.reason is not None and result.reason not in _NO_NODE_HELPS
 
 
 def needs_of(
     results: Iterable[SchedulingResult], holding: Iterable[Holding]
 ) -> dict[str, PoolNeed]:
-    """Return of each pool what further nodes would be used for; pools that need none are absent.
+    """Return each pool's unmet need for nodes; pools without need are absent.
 
     The limits of experiments count: of one that may use three more slots, trials for three do.
     """
@@ -226,7 +226,7 @@ def _is_beyond(limit: int | None, number: int) -> bool:
 
 
 def pool_of(named: str, labels: Mapping[str, str], pools: Mapping[str, PoolSettings]) -> str:
-    """Return the pool of a node: the one that it names, or else the first with labels of it."""
+    """Return a node's pool: the named pool, else the first pool with matching labels."""
     if named != DEFAULT_POOL:
         return named
     # Most nodes have no labels.
@@ -237,7 +237,7 @@ def pool_of(named: str, labels: Mapping[str, str], pools: Mapping[str, PoolSetti
 
 
 def in_pools(nodes: Iterable[NodeSlots], pools: Mapping[str, PoolSettings]) -> list[NodeSlots]:
-    """Return nodes in the pools that their labels choose.
+    """Return the nodes with the pools chosen by their labels.
 
     One that labels put into another pool than the only one that it may be in gets nothing there.
     """

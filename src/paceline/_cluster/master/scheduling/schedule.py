@@ -29,7 +29,7 @@ _NO_SLOTS: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What to do now: slots that are given, and attempts that must leave for a trial."""
+    """Decision for now: slot assignments, and attempts to preempt with the trial in need."""
 
     assignments: list[SlotAssignment]
     preemptions: list[tuple[Holding, Waiting]]
@@ -70,7 +70,7 @@ def decide(
     nodes: Sequence[NodeSlots],
     pools: Mapping[str, PoolSettings] = _NO_POOLS,
 ) -> Iterator[SchedulingResult]:
-    """Yield for each waiting trial what it gets and why it gets nothing.
+    """Yield each waiting trial's result: its slots, or the reason for waiting.
 
     Those of one pool come in the order in which they get slots. A trial that does not fit holds up
     those of its pool behind it, so that a large one is never starved by small ones; one that only
@@ -85,7 +85,7 @@ def decide(
         used_by[holder.experiment_id] += holder.num_slots
         trials_of[holder.experiment_id] += 1
     nodes_of, holding_of = _by_pool(nodes, holding)
-    # Only of the pools that trials wait for.
+    # Queues for pools with waiting trials only: other pools need no work.
     queues: dict[str, _PoolSchedule] = {}
     collected: dict[str, list[Waiting]] = defaultdict(list)
     for trial in waiting:
@@ -119,7 +119,7 @@ def _by_pool(
 
 
 class _PoolSchedule:
-    """One pool: its free slots, and those that will be free once preempted attempts have left."""
+    """Scheduling state of a pool: slots free now, and slots free after preemptions."""
 
     def __init__(
         self,
@@ -168,12 +168,12 @@ class _PoolSchedule:
                     self._free_later(one)
 
     def judge_all(self, waiting: Sequence[Waiting]) -> Iterator[SchedulingResult]:
-        """Yield what each trial gets, in the order of the pool's policy."""
+        """Yield each trial's result, in the order of the pool's policy."""
         for trial in self._policy.order(waiting):
             yield self.judge(trial)
 
     def judge(self, trial: Waiting) -> SchedulingResult:
-        """Return what the next trial gets."""
+        """Return the result for the next trial."""
         place = self._place
         self._place += 1
         reason = self._obstacle(trial)
@@ -185,7 +185,7 @@ class _PoolSchedule:
             parts = self._take(trial)
             preempts = None if parts is not None or self.is_fifo else self._make_room(trial)
             if preempts is not None:
-                # What is free of the slots that it will get is kept for it.
+                # Free slots usable later by the trial are reserved until the rest is free.
                 for part in (
                     self._future.take(trial.num_slots, allow_uneven=trial.allow_uneven) or ()
                 ):
@@ -218,7 +218,7 @@ class _PoolSchedule:
         in_use = self._used_by[trial.experiment_id]
         if trial.max_slots is not None and in_use + trial.num_slots > trial.max_slots:
             return Reason.MAX_SLOTS
-        # What leaves runs until it has left.
+        # Leaving attempts count as running until they have left.
         if (
             trial.max_trials is not None
             and self._trials_of[trial.experiment_id] >= trial.max_trials
@@ -232,7 +232,7 @@ class _PoolSchedule:
         return None if self._behind is None else Reason.BEHIND_OTHERS
 
     def _nodes_to_avoid(self, trial: Waiting) -> frozenset[int]:
-        """Return the nodes on which a trial failed, if another one has as many slots."""
+        """Return the trial's failed nodes, if another node has as many slots; else none."""
         if not trial.failed_on:
             return trial.failed_on
         others = self._usable.keys() - trial.failed_on
@@ -243,7 +243,7 @@ class _PoolSchedule:
 
     @contextmanager
     def _without(self, avoided: frozenset[int]) -> Iterator[None]:
-        """Return a context in which some nodes have nothing that could be used."""
+        """Hide some nodes within the context: they offer no usable slots."""
         usable = self._usable
         self._usable = {one: slots for one, slots in usable.items() if one not in avoided}
         try:
@@ -253,7 +253,7 @@ class _PoolSchedule:
             self._usable = usable
 
     def _keep_node(self, trial: Waiting, avoided: frozenset[int]) -> None:
-        """Keep the node for a trial on which it lacks the fewest slots: it holds its place there.
+        """Reserve the node with the fewest missing slots for a trial, keeping its place there.
 
         Those behind it get slots of other nodes, also of those on which it failed.
         """
@@ -288,7 +288,7 @@ class _PoolSchedule:
         return None
 
     def _make_room(self, trial: Waiting) -> tuple[Holding, ...] | None:
-        """Return attempts to preempt, none if those that are leaving suffice; None if no use."""
+        """Return attempts to preempt, none if leaving attempts suffice; None if futile."""
         num_slots = trial.num_slots
         has_room = self._has_room(self._num_staying, num_slots)
         if has_room and self._future.fits(num_slots, allow_uneven=trial.allow_uneven):

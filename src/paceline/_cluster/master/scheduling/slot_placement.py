@@ -1,4 +1,4 @@
-"""Which nodes a trial gets, which attempts leave for it."""
+"""Placement of trials: the fitting node with the fewest free slots, else as few as suffice."""
 
 import heapq
 from collections import defaultdict
@@ -16,14 +16,14 @@ class FreeSlots:
         # The order in which nodes were added: of several that fit equally well, the first is taken.
         self._rank: dict[int, int] = {}
         self._nodes: list[int] = []
-        # Of each number of free slots the ranks of nodes that have it or had it, as a heap.
+        # Heaps of node ranks by number of free slots, with outdated entries removed lazily.
         self._ranks: dict[int, list[int]] = {}
         # How many of the nodes that can join others have each number of free slots.
         self._joining: dict[int, int] = {}
         self._can_join: set[int] = set()
 
     def add(self, node_id: int, slots: Iterable[int], *, can_join: bool = False) -> None:
-        """Add free slots of a node; whether it can join others is told the first time."""
+        """Add free slots of a node; `can_join` counts only at the node's first call."""
         if node_id not in self._rank:
             if can_join:
                 self._can_join.add(node_id)
@@ -34,14 +34,14 @@ class FreeSlots:
             self._set(node_id, sorted({*self._free[node_id], *slots}))
 
     def remove(self, node_id: int, slots: Iterable[int]) -> None:
-        """Remove slots of a node; those that are not there do not matter."""
+        """Remove slots of a node; absent slots are ignored."""
         if node_id in self._free:
             gone = set(slots)
             self._set(node_id, [slot for slot in self._free[node_id] if slot not in gone])
 
     @contextmanager
     def without(self, node_ids: Iterable[int]) -> Iterator[None]:
-        """Return a context in which some nodes have no free slots."""
+        """Hide some nodes within the context: they have no free slots."""
         hidden = {node_id: self._free[node_id] for node_id in node_ids if node_id in self._free}
         for node_id in hidden:
             self._set(node_id, [])
@@ -61,7 +61,7 @@ class FreeSlots:
         return len(self._free.get(node_id, ()))
 
     def take(self, num_slots: int, *, allow_uneven: bool = False) -> list[Part] | None:
-        """Take slots of one node or, if none has so many, of several; None if they do not fit.
+        """Take slots of a single node, else of several; None if they do not fit.
 
         Args:
             num_slots: The number of slots in all.
@@ -78,7 +78,7 @@ class FreeSlots:
             free = self._free[node_id]
             is_fitting = len(sizes) == 1 or node_id in self._can_join
             (found if is_fitting else passed_over).append((node_id, free))
-            # So that it is not found again.
+            # Empty entry for now: the next search must not find the node again.
             self._set(node_id, [])
         parts = []
         for (node_id, free), size in zip(found, sizes, strict=True):
@@ -93,7 +93,7 @@ class FreeSlots:
         return self._sizes(num_slots, allow_uneven) is not None
 
     def fits_one(self, num_slots: int) -> bool:
-        """Tell whether one node has so many slots."""
+        """Return whether a single node has the number of slots."""
         return self._find(num_slots) is not None
 
     def _sizes(self, num_slots: int, allow_uneven: bool) -> list[int] | None:
@@ -118,7 +118,7 @@ class FreeSlots:
                 node_id = self._nodes[ranks[0]]
                 if len(self._free[node_id]) == number:
                     return node_id
-                # It has another number of free slots by now.
+                # Outdated entry: the node has another number of free slots by now.
                 heapq.heappop(ranks)
         return None
 
@@ -156,7 +156,7 @@ UsableSlots = Callable[[Holding], Sequence[Part]]
 def choose_victims(
     levels: Iterator[Iterable[Holding]], free: FreeSlots, num_slots: int, usable: UsableSlots
 ) -> tuple[Holding, ...] | None:
-    """Return attempts whose slots make room on one node; None if none do.
+    """Return attempts to preempt for room on a single node; None if there are none.
 
     Attempts of a level are chosen only if those of the levels before do not suffice. Then there
     are as few as possible, and of equally few those that come first.
@@ -211,7 +211,7 @@ def _fewest_victims(
 def choose_victims_until(
     levels: Iterator[Iterable[Holding]], suffices: Callable[[Sequence[Holding]], bool]
 ) -> tuple[Holding, ...] | None:
-    """Return attempts that together suffice, in the order of the levels; None if none do.
+    """Return attempts sufficient together, in the order of the levels; None if none are.
 
     None of them can be left out.
     """

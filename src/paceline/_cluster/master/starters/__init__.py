@@ -1,1 +1,1 @@
-"""Starters: what starts the runners of nodes on the machines of a pool, when trials wait."""
+"""Starters: start the runners of nodes on the machines of a pool for waiting trials."""

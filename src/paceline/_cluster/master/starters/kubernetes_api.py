@@ -1,4 +1,4 @@
-"""Requests to Kubernetes and watch of its objects."""
+"""Objects of a kind in a Kubernetes cluster, kept up to date by a watch stream."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ class ApiError(StarterError):
 
 
 class KubernetesApi:
-    """A client for one namespace, which several threads may use.
+    """Client for a single namespace, usable by several threads.
 
     Args:
         namespace: The namespace of all requests.
@@ -49,7 +49,7 @@ class KubernetesApi:
         self._lock = threading.Lock()
 
     def call(self, api: str, method: str, body: Any = None, **arguments: Any) -> Any:
-        """Send a request; what is to be deleted may be gone already.
+        """Send a request; deleting an already deleted object is no error.
 
         Raises:
             ApiError: The server cannot be reached, or refuses the request.
@@ -72,7 +72,7 @@ class KubernetesApi:
             raise ApiError(f"{type(error).__name__}: {error}") from error
 
     def stream(self, api: str, method: str, **arguments: Any) -> Any:
-        """Send a request and return the response of urllib3, whose body comes bit by bit.
+        """Send a request and return the urllib3 response with its body unread, for streaming.
 
         Raises:
             ApiError: The server cannot be reached, or refuses the request.
@@ -105,7 +105,7 @@ class KubernetesApi:
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
-            # It would leave them to the garbage collector.
+            # Pools closed here: the client would leave them to the garbage collector.
             pools = client.rest_client.pool_manager.pools
             for key in pools.keys():  # noqa: SIM118 - it cannot be iterated over
                 pools[key].close()
@@ -113,7 +113,7 @@ class KubernetesApi:
 
     def _forget_login(self, status: int) -> None:
         if status == _UNAUTHORIZED:
-            # What it has read from the file may be too old.
+            # Credentials read from the file may have expired: a new client reads them again.
             self.close()
 
     def _connected(self) -> Any:
@@ -177,7 +177,7 @@ _CLOSE_S = 10.0
 
 
 class WatchedObjects:
-    """A thread that lists objects, then reads their changes from a stream, and so on.
+    """Thread listing objects, then following their changes in a stream, again and again.
 
     Whatever ends a stream, the objects are listed again: a change that a stream did not tell is
     missed until then only. The list is at least as new as the last change that was told.
@@ -228,7 +228,7 @@ class WatchedObjects:
             if self._thread.ident is None:
                 self._thread.start()
             if not self._is_current:
-                # What was refused may be allowed now.
+                # New attempt for each call: a refused list may be allowed by now.
                 self._is_wanted, self._error = True, None
                 self._changed.notify_all()
             num_lists = self._num_lists
@@ -286,6 +286,7 @@ class WatchedObjects:
             self._changed.wait_for(lambda: self._is_wanted or self._is_closing, pause_s)
 
     def _list(self) -> None:
+        # Empty version after a failure: the next list then comes from the server's database.
         version, self._version = self._version, ""
         with self._changed:
             self._is_wanted, self._error = False, None
@@ -349,8 +350,9 @@ class WatchedObjects:
 
 
 def _shut(response: Any) -> None:
-    """Have a thread that waits for a response go on."""
+    """Wake a thread waiting for a response by shutting the response's socket."""
     taken = getattr(getattr(response, "connection", None), "sock", None)
     if taken is not None:
         with suppress(OSError):
+            # Shutdown instead of close: closing would not wake a thread blocked in a read.
             taken.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Start runners as pods of a Kubernetes cluster, by JobSets that Kueue may admit."""
+"""Starter of runners as pods of a Kubernetes cluster, by JobSets admissible by Kueue."""
 
 import logging
 import re
@@ -21,11 +21,11 @@ _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 _CLUSTER_LABEL = "paceline/cluster"
 _POOL_ANNOTATION = "paceline/pool"
 _RUNNERS_ANNOTATION = "paceline/runners"
-# Where the pods find their tokens.
+# Mount path of the runners' tokens in the pods.
 _SECRET_PATH = "/etc/paceline-runner"  # noqa: S105 - a path
 # How long a JobSet that is over can be looked at.
 _KEPT_S = 600
-# From this exit code on, a signal ended the process.
+# Exit codes from here on mean an end by a signal.
 _SIGNAL_CODES = 128
 
 _Word = Annotated[str, Field(min_length=1, pattern=r"^\S+$")]
@@ -62,7 +62,7 @@ class KubernetesOptions(Section):
 
 
 class KubernetesStarter(Starter):
-    """One pod for each runner, in one JobSet for those that start together.
+    """Kubernetes starter: a pod for each runner, a JobSet for runners starting together.
 
     A JobSet has one job, whose pods are numbered. The tokens are in a Secret of the same name,
     which belongs to the JobSet, so that both are deleted together.
@@ -90,7 +90,7 @@ class KubernetesStarter(Starter):
         self._told: set[tuple[str, str]] = set()
 
     def start(self, order: RunnerOrder) -> None:
-        """Create a JobSet of one pod."""
+        """Create a JobSet with a single pod."""
         self.start_group([order])
 
     def start_group(self, orders: Sequence[RunnerOrder]) -> None:
@@ -118,12 +118,12 @@ class KubernetesStarter(Starter):
         )
 
     def log_of(self, name: str) -> str:
-        """Name the command that shows the output of the pods."""
+        """Return the command showing the output of the pods."""
         label = self._ours["label_selector"]
         return f"`kubectl -n {self.options.namespace} logs --prefix -l {label}`"
 
     def runners(self) -> dict[str, bool]:
-        """Return the runners of this pool whose pods have not ended.
+        """Return this pool's runners with pods not yet ended.
 
         A pod may end after its JobSet, as it gets time to let its attempts leave.
         """
@@ -146,10 +146,10 @@ class KubernetesStarter(Starter):
         return found
 
     def cancel(self, name: str) -> None:
-        """Delete the JobSet of a runner that waits."""
+        """Delete the JobSet of a waiting runner."""
         for job_set in self._known(self._job_sets):
             if name in _runners_of(job_set):
-                # That a pod has begun to run may not have been told yet.
+                # Fresh list of pods: the watch may not have reported a running pod yet.
                 pods = self._api.read("CoreV1Api", "list_namespaced_pod", **self._ours)["items"]
                 ours = [pod for pod in pods if _runners_of(pod) == _runners_of(job_set)]
                 if any(pod["status"].get("phase") == "Running" for pod in ours):
@@ -167,7 +167,7 @@ class KubernetesStarter(Starter):
     # ---- objects -------------------------------------------------------------------------
 
     def job_set(self, orders: Sequence[RunnerOrder]) -> dict[str, Any]:
-        """Return the JobSet of some runners; it has no token."""
+        """Return the JobSet of some runners, without tokens."""
         options, names = self.options, [order.name for order in orders]
         labels = {"app.kubernetes.io/managed-by": "paceline", _CLUSTER_LABEL: self.cluster_id}
         notes = {_POOL_ANNOTATION: self.pool, _RUNNERS_ANNOTATION: " ".join(names)}
@@ -248,7 +248,7 @@ class KubernetesStarter(Starter):
         pod = {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": options.grace_period,
-            # Its first process then takes in the processes that lose their parents.
+            # Shared process namespace: the pod's first process adopts orphaned processes.
             "shareProcessNamespace": True,
             "serviceAccountName": options.service_account,
             # Jobs get no access to the cluster that nobody has asked for.
@@ -278,7 +278,7 @@ class KubernetesStarter(Starter):
         return self._api.call("CustomObjectsApi", method, body, **_JOB_SET_KIND, **arguments)
 
     def _tell_why_it_waits(self, name: str, pod: dict[str, Any]) -> None:
-        """Log once why a pod cannot start, such as an image that cannot be had."""
+        """Log once why a pod cannot start, for example because of an unavailable image."""
         for container in pod["status"].get("containerStatuses") or []:
             waiting = container["state"].get("waiting") or {}
             reason = waiting.get("reason")
@@ -312,7 +312,7 @@ def _indexed_job(num_pods: int, pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pod_script(order: RunnerOrder, place: str) -> str:
-    """Return the shell script of a pod: it gives its runner a directory below a place."""
+    """Return a pod's shell script, giving its runner a directory below a place."""
     script = (
         'shift "$JOB_COMPLETION_INDEX"; n=$1;'
         f' umask 077; d={shlex.quote(place)}/$n; mkdir -p "$d"'
@@ -338,7 +338,7 @@ def _is_over(job_set: dict[str, Any]) -> bool:
 
 
 def _pod_failure(pod: dict[str, Any]) -> str | None:
-    """Return why the runner of a pod failed; None if it did not, or was killed."""
+    """Return the failure of a pod's runner; None without failure or after a signal."""
     for container in pod["status"].get("containerStatuses") or []:
         ended = container["state"].get("terminated") or {}
         code = ended.get("exitCode", 0)

@@ -54,7 +54,7 @@ POOL_FILE = "pools.yaml"
 
 
 class PoolDefinition(Section):
-    """How the runners of one pool are started.
+    """Definition of a pool: the way to start its runners.
 
     Attributes:
         starter: The name of what starts them, see `starter_named`.
@@ -146,7 +146,7 @@ def runner_groups(need: PoolNeed, num_slots: int) -> list[int]:
 def missing_runners(
     groups: Sequence[int], num_idle: int, starting: Mapping[str, int]
 ) -> tuple[list[int], set[str]]:
-    """Return how many runners are to be started together for each group that lacks some.
+    """Return the number of runners to start together for each group lacking runners.
 
     A group gets idle runners first. The rest of it must start together, as those that wait one by
     one might never be there at once.
@@ -191,7 +191,7 @@ _TOKEN_LIFE_S = 90 * 24 * 3600.0
 
 
 class PoolRunners:
-    """A thread that starts runners for waiting trials, and cancels those that wait for none.
+    """Thread starting runners for waiting trials, and cancelling runners no longer needed.
 
     What there is comes anew from the starters and the nodes in each pass, so another master goes
     on with the runners of this one.
@@ -252,7 +252,7 @@ class PoolRunners:
         return list(self._pools)
 
     def failure(self, pool: str) -> str | None:
-        """Say that runners of a pool could not be started, or have not registered.
+        """Return the reason for missing runners of a pool, as a sentence; None without failure.
 
         It is a sentence with the reason. None if that is not so, once a later start goes well, or
         once one has registered.
@@ -260,7 +260,7 @@ class PoolRunners:
         return self._no_starts.get(pool) or self._absent.get(pool, (set(), None))[1]
 
     def describe_starting(self, pool: str) -> str | None:
-        """Say which runners of a pool have not joined yet, and why, as far as that is known.
+        """Return the runners of a pool still to join, with the reason if known; None if none.
 
         None if none is waited for.
         """
@@ -272,7 +272,7 @@ class PoolRunners:
         return " ".join(filter(None, (text, self._waits[pool])))
 
     def describe_absent(self, pool: str, num_nodes: int) -> str | None:
-        """Return what becomes of the runners of a pool that are not there, as a sentence.
+        """Return the prospects of a pool's absent runners, as a sentence.
 
         None if none is waited for and there are some, or if the master starts none for the pool.
 
@@ -292,7 +292,7 @@ class PoolRunners:
         )
 
     def possible_slots(self) -> list[NodeSlots]:
-        """Return the slots that the pools could have, whether anything runs there or not."""
+        """Return the possible slots of the pools, whether or not runners are present."""
         return [
             NodeSlots(
                 node_id=-number,
@@ -347,32 +347,32 @@ class PoolRunners:
     def _note_met(
         self, name: str, known: Mapping[str, bool], present: Set[str], now: float
     ) -> set[str]:
-        """Return the runners that have registered; note those that should have by now."""
+        """Return the registered runners, and record the runners late to register."""
         starting = self._starting[name]
         came = self._met(name, starting)
         met = came | present
         late = [one for one, until in starting.items() if until < now and one not in met]
         for runner in [*late, *(one for one in met if one in starting)]:
             del starting[runner]
-        # Those that wait in the queue of their cluster come later.
+        # Runners waiting in their cluster's queue are not late: they come after their wait.
         self._note_absent(name, came, met, [one for one in late if known.get(one, True)])
         return met
 
     def _follow_known(
         self, name: str, known: Mapping[str, bool], met: set[str], now: float
     ) -> None:
-        """Follow a starter that knows all of its runners: wait for them, and miss no others."""
+        """Update the state for a starter aware of all runners: wait only for its runners."""
         starting, registered = self._starting[name], self._registered[name]
-        # Who still leaves has to say so.
+        # Leaving runners keep their tokens: they still have reports to send.
         self._revoke(name, known.keys() | starting.keys() | self._heard(name))
         self._note_ended(name, known.keys() | starting.keys())
-        # One that waits again after it ran, such as a preempted job, starts anew.
+        # Runners waiting again after they ran, such as preempted jobs, must register anew.
         registered.intersection_update(one for one, is_running in known.items() if is_running)
         registered.update(met)
         if name not in self._looked_at:
             self._looked_at.add(name)
             registered.update(self._registered_before(name, known))
-        # This master has not asked for them.
+        # Runners unknown to this master: an earlier master asked for them, and they have ended.
         for runner in starting.keys() - known.keys() - self._group_of[name].keys():
             del starting[runner]
         starting.update(dict.fromkeys(known.keys() - registered, now + _START_S))
@@ -385,7 +385,7 @@ class PoolRunners:
         nodes: Mapping[str, bool],
         now: float,
     ) -> None:
-        """Start the runners that waiting trials lack, and cancel those that none waits for."""
+        """Start the runners missing for waiting trials; cancel runners no trial waits for."""
         pool, starter = self._pools[name]
         starting, group_of = self._starting[name], self._group_of[name]
         groups = [] if need is None else runner_groups(need, pool.slots or 1)
@@ -408,7 +408,7 @@ class PoolRunners:
             has_room = len(all_) + size <= pool.max_runners
             names = starter.new_names(all_, size) if has_room else ()
             if len(names) < size:
-                # Its runners start together or not at all, so others may have to make room.
+                # Groups start together or not at all, so spare waiting runners must make room.
                 self._cancel(name, spare)
                 return
             starter.start_group([self._order(name, pool, one) for one in names])
@@ -423,7 +423,7 @@ class PoolRunners:
         self._no_starts[pool] = f"No runner could be started for it: {error}"
 
     def _note_absent(self, pool: str, came: set[str], met: Set[str], late: Sequence[str]) -> None:
-        """Note which runners have not registered in time, until they or others have."""
+        """Record the runners late to register, until they or others have registered."""
         names_before, _ = self._absent.get(pool, (set(), ""))
         if came or met & names_before:
             self._absent.pop(pool, None)
@@ -454,7 +454,7 @@ class PoolRunners:
             self._starting[pool].pop(runner, None)
 
     def _present(self, pool: str) -> dict[str, bool]:
-        """Return the nodes of a pool that take attempts or are drained, and which ones are idle."""
+        """Return the pool's nodes in service or drained, each with whether the node is idle."""
         is_open = {node.node_id: node.is_open for node in self._nodes.slots()}
         return {
             node.name: not (node.is_draining or self._nodes.presence.reported_alive(node.id))
@@ -463,7 +463,7 @@ class PoolRunners:
         }
 
     def _heard(self, pool: str) -> set[str]:
-        """Return the nodes of a pool that are not lost."""
+        """Return the names of a pool's present nodes."""
         return {
             node.name
             for node in self._nodes.all()
@@ -471,7 +471,7 @@ class PoolRunners:
         }
 
     def _met(self, pool: str, starting: Mapping[str, float]) -> set[str]:
-        """Return those of the starting runners that have registered; they may have left again."""
+        """Return the starting runners registered since their request, even if gone again."""
         # Nodes register by the time of day, which may be set; how long ago is known by both clocks.
         now, ticks = time.time(), time.monotonic()
         registered_ago = {
@@ -484,7 +484,7 @@ class PoolRunners:
         return {runner for runner in both if registered_ago[runner] <= asked_ago[runner]}
 
     def _registered_before(self, pool: str, known: Mapping[str, bool]) -> set[str]:
-        """Return the running runners that have registered with an earlier master.
+        """Return the running runners registered with an earlier master.
 
         They have done so since their token was made: names come again.
         """
@@ -502,7 +502,7 @@ class PoolRunners:
         }
 
     def _order(self, name: str, pool: PoolDefinition, runner: str) -> RunnerOrder:
-        # One that came before on this host is over.
+        # Earlier runner of the same name has ended, so its token must not be usable any more.
         for token in self._tokens.list():
             if token.name == _TOKEN_PREFIX + runner and token.is_usable:
                 self._tokens.revoke(token.id).result()
@@ -527,14 +527,14 @@ class PoolRunners:
         )
 
     def _note_ended(self, pool: str, names: set[str]) -> None:
-        """Have the master not wait for the leases of runners that have ended."""
+        """Report the ended runners to the master, to avoid waiting for their leases."""
         for node in self._nodes.all():
             is_ours = node.facts.pool == pool and STARTER_LABEL in node.facts.labels
             if is_ours and node.name not in names and not self._nodes.presence.is_lost(node.id):
                 self._nodes.presence.note_ended(node.id)
 
     def _revoke(self, pool: str, names: set[str]) -> None:
-        """Revoke the tokens of runners of a pool that have ended."""
+        """Revoke the tokens of a pool's ended runners."""
         for token in self._tokens.list():
             runner = token.name.removeprefix(_TOKEN_PREFIX)
             is_ours = token.name.rpartition("-")[0] == _TOKEN_PREFIX + pool
@@ -542,7 +542,7 @@ class PoolRunners:
                 self._tokens.revoke(token.id).result()
 
     def _revoke_left(self, pool: str) -> None:
-        """Revoke the tokens of runners of a pool that have said that they end."""
+        """Revoke the tokens of a pool's runners after they announced their end."""
         for node in self._nodes.all():
             if node.token_id is None or node.facts.pool != pool:
                 continue

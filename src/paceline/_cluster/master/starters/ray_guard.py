@@ -1,4 +1,4 @@
-"""Run a runner, and tell it to end (SIGTERM) once the input of this process is closed.
+"""Guard of a runner: runs the runner, and sends SIGTERM once the guard's input is closed.
 
 The nodes of a Ray cluster get this file as text, as their interpreter may lack Paceline. The first
 line of the input is the order, as JSON. The output says why the runner failed, if it did.
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Start the runner, and return when it has ended."""
+    """Start the runner in a new session, and return after its end."""
     # Ray kills the children of an actor with it, but a runner must let its attempts leave.
     if os.fork():
         os._exit(0)

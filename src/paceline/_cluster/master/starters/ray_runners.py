@@ -1,4 +1,4 @@
-"""Child program that talks to Ray, its actor class (alone: seconds to import.
+"""Process of a master for talking to a Ray cluster: answers requests, a line for each.
 
 Also: must not load the master).
 """
@@ -21,10 +21,10 @@ from paceline._training.workers.ray.cluster import (
 
 
 def make_runner_actor_class() -> Any:
-    """Return the class of the actors; it travels by value, as their node may lack Paceline."""
+    """Return the actor class, defined by value because the nodes may lack Paceline."""
 
     class PacelineRunner:
-        """Runs one runner, which ends with this actor; the last one of a group ends the group.
+        """Actor of a runner: both end together, and a group's last actor removes the group.
 
         Args:
             order: What the guard is told.
@@ -72,7 +72,7 @@ def make_runner_actor_class() -> Any:
             os._exit(1)
 
         def end(self) -> tuple[bool, str | None]:
-            """Return whether the runner has ended, and why if it failed."""
+            """Return whether the runner has ended, and its error if the runner failed."""
             return self.has_ended, self.error
 
         def await_end(self) -> None:
@@ -115,7 +115,7 @@ _ANSWER_S = 5.0
 
 
 class RayRunners:
-    """The runners of one pool on a Ray cluster.
+    """Runners of a pool on a Ray cluster.
 
     Each group has a placement group, whose name has the names of its runners, and an actor for each
     of them. They belong to no process, so that they are there for the next master.
@@ -140,13 +140,13 @@ class RayRunners:
         self._ray = self._connection.ray
 
     def close(self) -> None:
-        """Leave the cluster, which ends if it was started here."""
+        """Leave the cluster; a cluster started here ends."""
         self._connection.close()
         if not self._is_own:
             self._ray.shutdown()
 
     def start(self, orders: list[dict[str, Any]]) -> None:
-        """Ask for a placement group and its actors; they wait for it in the cluster."""
+        """Request a placement group and its actors; the actors wait for the group."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -178,7 +178,7 @@ class RayRunners:
             )
 
     def runners(self) -> dict[str, Any]:
-        """Return which runners wait or run, why they wait, and why others have failed just now."""
+        """Return the waiting and running runners, reasons for waiting, and new failures."""
         found, failed, waiting = {}, {}, []
         for group_id, names, state in self._groups():
             if state == "PENDING":
@@ -195,7 +195,7 @@ class RayRunners:
         return {"runners": found, "failed": failed, "waiting": list(dict.fromkeys(waiting))}
 
     def cancel(self, name: str) -> None:
-        """Remove the group of a runner if it still waits."""
+        """Remove the group of a runner still waiting."""
         for group_id, names, state in self._groups():
             if name in names and state == "PENDING":
                 self._remove(group_id, names)
@@ -219,7 +219,7 @@ class RayRunners:
         ]
 
     def _look_at(self, names: list[str]) -> tuple[list[str], dict[str, str]]:
-        """Return which runners of a placed group run, and why others have failed."""
+        """Return the running runners of a placed group, and the errors of failed ones."""
         ray = self._ray
         alive, errors = [], {}
         ends = {}
@@ -234,7 +234,7 @@ class RayRunners:
             ready, _ = ray.wait([*ends.values()], num_returns=len(ends), timeout=_ANSWER_S)
         for name, end in ends.items():
             if end not in ready:
-                # It starts, or its node does not answer now.
+                # Unanswered calls mean a starting actor, or a node out of reach for now.
                 alive.append(name)
                 continue
             try:
@@ -256,20 +256,21 @@ class RayRunners:
         from ray.util.placement_group import PlacementGroup, remove_placement_group
 
         for name in names:
-            # One that waits for its placement group would wait for ever.
+            # Actors waiting for their placement group would wait for ever without a kill.
             with suppress(ValueError):
                 self._ray.kill(self._actor(name))
         remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
 
 
 def _creation_error(text: str) -> str | None:
-    """Return why an actor could not be made; None if it was made and lost."""
+    """Return the reason for an actor's failed creation; None for an actor lost later."""
     lines = text.strip().splitlines()
     return f"Its actor failed: {lines[-1]}" if "creation task" in text else None
 
 
 def main() -> None:
-    """Answer the requests of the input until it is closed."""
+    """Answer the requests from the input until the input is closed."""
+    # Private copy of standard output: anything printed by Ray must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     runners: RayRunners | None = None

@@ -72,7 +72,7 @@ class SlurmOptions(Section):
 
 
 class SlurmStarter(Starter):
-    """One job for each runner, or for all that start together, each on a node of its own.
+    """Slurm starter: a job for each runner or group, each runner on its own node.
 
     The directory of the pool must be one that the nodes share with the machine of the master. The
     batch script of one runner becomes it, so that every signal of Slurm reaches it. Several are
@@ -90,18 +90,18 @@ class SlurmStarter(Starter):
         self._waiting: Counter[str] = Counter()
 
     def new_names(self, taken: Set[str], most: int) -> Sequence[str]:
-        """Return names that tell which runners have one job."""
+        """Return names of a common job, numbered if there are several."""
         if most < 2:
             return super().new_names(taken, most)
         group = self.new_name(taken)
         return [f"{group}.{number}" for number in range(most)]
 
     def start(self, order: RunnerOrder) -> None:
-        """Submit a job of one node."""
+        """Submit a job with a single node."""
         run_program(self._sbatch([order]), f"#!/bin/sh\nexec {self._runner(order)}\n")
 
     def start_group(self, orders: Sequence[RunnerOrder]) -> None:
-        """Submit a job of as many nodes, which Slurm starts as a whole."""
+        """Submit a job with a node per runner, started by Slurm as a whole."""
         if len(orders) == 1:
             self.start(orders[0])
             return
@@ -132,7 +132,7 @@ class SlurmStarter(Starter):
         return is_running
 
     def why_waiting(self) -> str | None:
-        """Return the reasons that Slurm gives for the jobs in its queue."""
+        """Return Slurm's reasons for the waiting jobs; None without waiting jobs."""
         if not self._waiting:
             return None
         reasons = [
@@ -143,24 +143,24 @@ class SlurmStarter(Starter):
         return " ".join(reasons)
 
     def log_of(self, name: str) -> str:
-        """Say where the output of the job is: a job of several runners has one file."""
+        """Return the path of the job's output; a job of several runners has a common file."""
         first, _, number = name.rpartition(".")
         is_one_of_several = number.isdecimal()
         place = self._place(f"{first}.0" if is_one_of_several else name)
         return f"{place}/{'job.log' if is_one_of_several else 'runner.log'}"
 
     def cancel(self, name: str) -> None:
-        """Cancel a job that waits."""
+        """Cancel a waiting job."""
         for names, _ in self._jobs():
             if name in names:
                 job = f"--name={self._job_name(names)}"
                 run_program(["scancel", "--me", "--state=PENDING", job])
 
     def _jobs(self) -> list[tuple[Sequence[str], bool]]:
-        """Return the runners of each job of this pool, and whether it runs."""
+        """Return the runners of each job of this pool, and whether the job runs."""
         found: list[tuple[Sequence[str], bool]] = []
         waiting: Counter[str] = Counter()
-        # What has ended within the last minutes is listed too, with its state.
+        # Ended jobs stay listed for some minutes, so their state must be checked.
         listed = run_program(["squeue", "--me", "--noheader", "--format=%T %j %r"])
         for line in listed.splitlines():
             # A reason may have several words; the names of jobs have no blanks.
@@ -181,7 +181,7 @@ class SlurmStarter(Starter):
 
     @property
     def _prefix(self) -> str:
-        """What the names of the jobs of this pool begin with."""
+        """Common prefix of this pool's job names."""
         return f"paceline-{self.cluster_id[:8]}-{self.pool}:"
 
     def _place(self, name: str) -> Path:
@@ -229,7 +229,7 @@ class SlurmStarter(Starter):
 
 
 def _seconds(time_limit: str) -> int | None:
-    """Return the seconds of a limit as Slurm takes it, None for another form."""
+    """Return the seconds of a Slurm time limit, None for other formats."""
     match = _TIME.fullmatch(time_limit)
     if match is None:
         return None
@@ -257,7 +257,7 @@ class SshOptions(Section):
 
 
 class SshStarter(Starter):
-    """One runner on each host.
+    """SSH starter: a runner on each host.
 
     It belongs to no connection: it goes on without this master, and the next one finds it as it
     polls. A second one on a host ends at once, as the first one holds the directory.
@@ -268,7 +268,7 @@ class SshStarter(Starter):
     options: SshOptions
 
     def new_name(self, taken: Set[str]) -> str | None:
-        """Return the name of the runner of a host that has none."""
+        """Return the runner name of a host without a runner; None if there is no free host."""
         names = self._hosts()
         return next((name for name in names if name not in taken), None)
 
@@ -293,7 +293,7 @@ class SshStarter(Starter):
             raise StarterError(f"Host {host}: {error}") from error
 
     def runners(self) -> dict[str, bool]:
-        """Return nothing: the runners say by themselves that they run."""
+        """Return nothing: the runners announce themselves by their polls."""
         return {}
 
     def log_of(self, name: str) -> str:
@@ -349,7 +349,7 @@ class RayOptions(Section):
 
 
 class RayStarter(Starter):
-    """One actor for each runner, in one placement group for those that start together.
+    """Ray starter: an actor for each runner, a placement group for runners starting together.
 
     Another process talks to Ray. The actors are detached: they go on without it and without this
     master, unless it has started the cluster.
@@ -391,15 +391,15 @@ class RayStarter(Starter):
         return found
 
     def why_waiting(self) -> str | None:
-        """Return what the placement groups that wait lack."""
+        """Return the resources missing for the waiting placement groups."""
         return self._waiting
 
     def cancel(self, name: str) -> None:
-        """Remove the placement group of a runner that waits."""
+        """Remove the placement group of a waiting runner."""
         self._program.ask("cancel", name=name)
 
     def close(self) -> None:
-        """End the process that talks to Ray."""
+        """End the process talking to Ray."""
         self._program.close()
 
     def _settings(self) -> str:

@@ -22,7 +22,7 @@ class StarterError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerOrder:
-    """A runner that is to be started.
+    """Order to start a runner.
 
     Attributes:
         name: The name of its node.
@@ -49,7 +49,7 @@ class RunnerOrder:
 
 
 class Starter(ABC):
-    """Start runners; one object for each pool. Methods are called from one thread.
+    """Base of starters of runners: an object per pool, called from a single thread.
 
     A runner registers as a node, asks for attempts, and leaves when it was idle for long enough.
     So a starter only starts it, says which ones there are, and cancels those that still wait.
@@ -87,14 +87,14 @@ class Starter(ABC):
 
     @abstractmethod
     def start(self, order: RunnerOrder) -> None:
-        """Start a runner, or ask for it.
+        """Start a runner, or request its start.
 
         Raises:
             StarterError: It cannot be started.
         """
 
     def start_group(self, orders: Sequence[RunnerOrder]) -> None:
-        """Start the runners of a trial that needs several: all or none, if the cluster can.
+        """Start the runners of a trial on several nodes: all or none, if the cluster can.
 
         Raises:
             StarterError: They cannot be started.
@@ -104,26 +104,26 @@ class Starter(ABC):
 
     @abstractmethod
     def runners(self) -> dict[str, bool]:
-        """Return the names of the runners that wait or run, and whether each one runs.
+        """Return the names of waiting and running runners, each with whether the runner runs.
 
         Raises:
             StarterError: They cannot be told now.
         """
 
     def log_of(self, name: str) -> str:
-        """Say where the output of a runner is, for a person who looks for it."""
+        """Return the place of a runner's output, for people."""
         return f"{self.directory}/{name}/runner.log on its machine"
 
     def why_waiting(self) -> str | None:
-        """Return why runners wait, as of the last `runners`; None if that is not known."""
+        """Return the reasons for waiting as of the last `runners`; None if unknown."""
         return None
 
     def cancel(self, name: str) -> None:
-        """Cancel a runner that waits, and with it those of its group."""
+        """Cancel a waiting runner together with its group."""
         return
 
     def close(self) -> None:
-        """End what only this process needs, also what another thread waits for. Runners go on."""
+        """End this process's own resources and pending calls; the runners continue."""
         return
 
 
@@ -132,7 +132,7 @@ _CLOSE_S = 10.0
 
 
 def run_program(command: Sequence[str], text: str = "", *, timeout_s: float = _TIMEOUT_S) -> str:
-    """Run a program with a text as its input and return what it prints.
+    """Run a program with a text as its input and return its output.
 
     Raises:
         StarterError: It is not installed, fails, or takes too long.
@@ -154,7 +154,7 @@ def run_program(command: Sequence[str], text: str = "", *, timeout_s: float = _T
 
 
 class RequestProgram:
-    """A program that answers requests, one a line, and runs from the first one until `close`.
+    """Program answering requests, a line for each, from the first request until `close`.
 
     Args:
         name: What it talks to, for messages.
@@ -196,7 +196,7 @@ class RequestProgram:
         return answer["value"]
 
     def close(self) -> None:
-        """Let it end, and end what another thread asks for."""
+        """End the program, including a request pending in another thread."""
         self._is_closed = True
         process = self._process
         if process is None:
@@ -229,7 +229,7 @@ class RequestProgram:
         return self._process
 
     def _end(self) -> str:
-        """End it after a failure, and return what it said last."""
+        """End the program after a failure, and return its last error output."""
         process, errors = self._process, self._errors
         assert process is not None
         assert process.stdin is not None

@@ -1,4 +1,4 @@
-"""Database: files, connections, one writer with group commit; its identity."""
+"""Database of the master: a single writer thread with group commit, and concurrent readers."""
 
 import itertools
 import json
@@ -26,15 +26,15 @@ from paceline._cluster.master.store.recovery_rows import watch_rows
 
 
 class DatabaseUnavailableError(RuntimeError):
-    """Raised when the database took back a whole transaction, not only one job's part of it."""
+    """Error raised when a whole transaction was rolled back, not only a single job's part."""
 
 
 class DatabaseLostError(DatabaseUnavailableError):
-    """Raised when a file of the database was deleted or replaced while a master has it open."""
+    """Error raised when a file of the open database was deleted or replaced."""
 
 
 class DatabaseFiles:
-    """The files that a database has open, which must stay those at their paths.
+    """Identities of the open database's files, compared with the files at their paths.
 
     SQLite goes on with files that were deleted: changes would be stored where nobody finds them.
 
@@ -57,13 +57,13 @@ class DatabaseFiles:
         self._identities = {path: _identity(path)}
 
     def note_logs(self) -> None:
-        """Note which files SQLite has beside the database, once a connection is open that stays."""
+        """Record the `-wal` and `-shm` files of SQLite; a connection must stay open."""
         for end in ("-wal", "-shm"):
             log = self.path.with_name(f"{self.path.name}{end}")
             self._identities[log] = _identity(log)
 
     def open(self) -> sqlite3.Connection:
-        """Open a connection; a database that is missing is not made again.
+        """Open a connection to the existing database; a missing file is not created again.
 
         Raises:
             DatabaseLostError: A file is not the one of before.
@@ -73,7 +73,7 @@ class DatabaseFiles:
         return sqlite3.connect(address, uri=True, timeout=30, check_same_thread=False)
 
     def check(self) -> None:
-        """Check that the files are those of before.
+        """Check the identity of each file against the identity recorded for its path.
 
         Raises:
             DatabaseLostError: One is not.
@@ -97,7 +97,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 class DatabaseReader:
-    """Reads a database that a `Database` has open, in this process or in another one.
+    """Read access to a database kept open by a `Database` in this or another process.
 
     Raises:
         DatabaseLostError: It is missing.
@@ -108,7 +108,7 @@ class DatabaseReader:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Give a connection that sees one consistent state."""
+        """Open a connection with a read transaction: all its reads see the same state."""
         with self._engine.connect() as connection:
             yield connection
 
@@ -118,7 +118,7 @@ class DatabaseReader:
 
 
 def make_engine(files: DatabaseFiles, *, writes: bool) -> Engine:
-    """Return an engine whose connections write or read."""
+    """Return an engine for the writer (a single shared connection) or for pooled readers."""
     pool: dict[str, Any] = (
         {"poolclass": StaticPool}
         if writes
@@ -149,13 +149,14 @@ def make_engine(files: DatabaseFiles, *, writes: bool) -> Engine:
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
+        # IMMEDIATE takes the write lock at once: upgrading a read lock later can fail.
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
 
 
 def load_json(text: str) -> Any:
-    """Return what is stored in a JSON column."""
+    """Return the decoded value of a JSON column."""
     try:
         return msgspec.json.decode(text)
     except msgspec.MsgspecError:
@@ -210,7 +211,7 @@ class Transaction:
         self.has_events = True
 
     def force(self) -> None:
-        """Let the commit be on disk before anybody hears of it, so that it survives a power cut."""
+        """Force the commit to disk before its futures are done, to survive a power cut."""
         self.is_forced = True
 
     def after_commit(self, action: Callable[[], None]) -> None:
@@ -222,11 +223,11 @@ class Transaction:
         self._after_rollback.append(action)
 
     def committed(self) -> None:
-        """Run what was to follow the commit; an error there cannot undo it and is logged."""
+        """Run the callbacks registered for after the commit; their errors are only logged."""
         self._run(self._after_commit)
 
     def rolled_back(self) -> None:
-        """Run what was to follow a rollback."""
+        """Run the callbacks registered for after a rollback."""
         self._run(self._after_rollback)
 
     @staticmethod
@@ -276,7 +277,7 @@ class Database:
 
     @property
     def failure(self) -> DatabaseUnavailableError | None:
-        """Why nothing can be stored until the master starts again, if that is so."""
+        """Error raised by all writes until the master restarts; None while writes work."""
         return self._broken
 
     @property
@@ -294,13 +295,13 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Give a connection that sees one consistent state."""
+        """Open a connection with a read transaction: all its reads see the last commit."""
         with self._reader_engine.connect() as connection:
             yield connection
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Path of the database file."""
         return self._path
 
     def on_commit(self, listener: Callable[[bool], None]) -> None:
@@ -309,9 +310,10 @@ class Database:
 
     def close(self) -> None:
         """Finish the queued jobs and close the connections."""
+        # Priority 2: the end marker is taken only after all queued jobs.
         self._queue.put((2, next(self._order), None))
         self._thread.join()
-        # This frees no lock: SQLite's are on other files.
+        # Closing the log frees no lock: SQLite holds its locks on the other files.
         self._log.close()
         self._writer_engine.dispose()
         self._reader_engine.dispose()
@@ -319,7 +321,7 @@ class Database:
     def _prepare_schema(self) -> None:
         try:
             with self._writer_engine.begin() as connection:
-                # One transaction: after a crash there is a whole schema or none.
+                # Schema creation in one transaction: a crash leaves a whole schema or none.
                 if not inspect(connection).get_table_names():
                     version = str(tables.SCHEMA_VERSION)
                     tables.metadata.create_all(connection)
@@ -339,7 +341,7 @@ class Database:
             )
 
     def _way_on(self, found: str | None) -> str:
-        """Say what to do with a database of another version."""
+        """Return the hint for a database of another version: how to continue with a copy."""
         copies = [
             copy
             for version in range(1, tables.SCHEMA_VERSION + 1)
@@ -428,6 +430,7 @@ class Database:
         except Exception as error:
             for job in done:
                 assert job.transaction is not None
+                # Callbacks undo in-memory effects of jobs whose own savepoints had succeeded.
                 job.transaction.rolled_back()
             for job in jobs:
                 # Whoever waits may have given up at this moment, or was told before.
@@ -446,7 +449,7 @@ class Database:
                 logger.exception("A listener of commits failed.")
 
     def _force_log(self) -> None:
-        """Force what was committed to disk: it is in the log, or was forced with the database.
+        """Force the WAL file to disk: commits are in the log, or were forced at a checkpoint.
 
         Without this, a commit survives the end of the process, and a power cut only from SQLite's
         next checkpoint on.
@@ -454,17 +457,19 @@ class Database:
         try:
             _force(self._log.fileno())
         except OSError as error:
-            # What the disk refused once may look written afterwards, and be lost all the same.
+            # Fsync errors are final: after a failed fsync, lost pages may look written.
             self._broken = DatabaseUnavailableError(
                 f"The database cannot be forced to disk: {error}. Hint: start the master again."
             )
             raise self._broken from error
 
     def _run_job(self, job: _Job, connection: Connection) -> bool:
+        # Claim first: from here on the waiting thread can no longer cancel the job.
         if not job.future.set_running_or_notify_cancel():
             return False
         transaction = job.transaction = Transaction(connection)
         try:
+            # Savepoint per job: a failed job must not undo the other jobs of the transaction.
             with connection.begin_nested():
                 job.result = job.run(transaction)
         except Exception as error:
@@ -480,12 +485,12 @@ class Database:
 
 
 def copy_of_version(path: Path, version: int) -> Path:
-    """Return where a database is copied to before it is brought up from a version."""
+    """Return the path of the copy made before a database is upgraded from a version."""
     return path.with_name(f"{path.stem}.version-{version}{path.suffix}")
 
 
 def unreadable(path: Path, reason: BaseException | None) -> DatabaseVersionError:
-    """Return the error for a database that cannot be read, for a reason that SQLite gave."""
+    """Return the error for an unreadable database; `reason` is SQLite's error."""
     problem = f"{str(path)!r} must be a Paceline database, but it cannot be read as one ({reason})."
     if type(reason) is not sqlite3.DatabaseError:
         return DatabaseVersionError(
@@ -508,7 +513,7 @@ _KEY = "cluster_id"
 
 
 def settle_cluster_id(database: Database, in_file: str) -> str:
-    """Return the identity that the database holds; that of the file is stored if it holds none."""
+    """Return the cluster id in the database; if there is none, store and return the file's id."""
     with database.read() as connection:
         stored = read_cluster_id(connection)
     if stored is None:
@@ -519,7 +524,7 @@ def settle_cluster_id(database: Database, in_file: str) -> str:
 
 
 def read_cluster_id(connection: Connection) -> str | None:
-    """Return the identity that the database holds, None if it holds none."""
+    """Return the cluster id in the database, None if there is none."""
     value: str | None = connection.scalar(
         select(tables.meta.c.value).where(tables.meta.c.key == _KEY)
     )

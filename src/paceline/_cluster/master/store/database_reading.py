@@ -1,4 +1,4 @@
-"""Read-only connections, copies, damage of the WAL, files that rows refer to."""
+"""Read-only database access: checks of the WAL and pages, copies, and lists of known files."""
 
 import os
 import sqlite3
@@ -21,7 +21,7 @@ from paceline._cluster.master.store.row_ids_and_counts import new_id
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
-    """Return a connection that changes nothing of a database."""
+    """Return a connection for reading only; a leftover rollback journal needs mode `rw`."""
     # A database whose first change was interrupted can be read only once that is taken back.
     mode = "rw" if path.with_name(f"{path.name}-journal").exists() else "ro"
     address = f"file:{quote(str(path.absolute()))}?mode={mode}"
@@ -30,7 +30,7 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def open_read_only(path: Path) -> Iterator[Connection]:
-    """Give a connection that reads a database of which no `Database` is made.
+    """Open a read-only connection to a database without a `Database` object.
 
     Raises:
         DatabaseVersionError: It is damaged, or no database.
@@ -46,7 +46,7 @@ def open_read_only(path: Path) -> Iterator[Connection]:
 
 
 def read_version(connection: Connection) -> int | None:
-    """Return the schema version of a database, None if it has none that a master wrote."""
+    """Return the schema version of a database, None if no master wrote a version."""
     if not inspect(connection).get_table_names():
         return None
     found = connection.execute(tables.VERSION).scalar()
@@ -58,7 +58,7 @@ def _reader(path: Path) -> Engine:
 
 
 def copy_database(source: Path, target: Path) -> None:
-    """Copy a database with SQLite's online backup: one state of it, forced to disk.
+    """Copy a database with SQLite's online backup: a single consistent state, forced to disk.
 
     Whoever writes to it goes on meanwhile. Nothing else is in the copy's directory afterwards.
 
@@ -87,7 +87,7 @@ def _fill_copy(reader: sqlite3.Connection, target: Path) -> None:
     # Made first, so that nobody else can ever read it.
     os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
     with closing(sqlite3.connect(target)) as writer:
-        # In one step: each change of the source between two would make it begin anew.
+        # Backup in one step: a change of the source between two steps would restart the copy.
         reader.backup(writer)
         # A single file, which nobody needs to put together.
         writer.execute("PRAGMA journal_mode=DELETE")
@@ -96,7 +96,7 @@ def _fill_copy(reader: sqlite3.Connection, target: Path) -> None:
 
 
 def check_copy(path: Path) -> None:
-    """Check the pages of a database that nobody writes to.
+    """Check the pages of a database without writers.
 
     Raises:
         DatabaseDamagedError: Some are damaged.
@@ -121,7 +121,7 @@ Words = NDArray[np.uint32]
 
 
 def find_log_damage(database: Path) -> str | None:
-    """Say what of a database's log cannot be read though it was written; None if nothing is so.
+    """Describe the unreadable part of a database's WAL; None if the log is intact.
 
     For a database that nobody has open. What a killed process has not finished is no damage.
     """
@@ -134,6 +134,7 @@ def find_log_damage(database: Path) -> str | None:
             magic, _, page_size, _, *salts, sum_1, sum_2 = _HEADER.unpack(header)
             frame_size = _FRAME.size + page_size
             is_known = magic & ~1 == _MAGIC and page_size in (2**n for n in range(9, 17))
+            # WAL format: the lowest bit of the magic number is the byte order of checksums.
             order = ">" if magic & 1 else "<"
             if not is_known or _add_wal_checksum((0, 0), _words(header[:24], order)) != (
                 sum_1,
@@ -150,10 +151,12 @@ def find_log_damage(database: Path) -> str | None:
                     _, _, *frame_salts, sum_1, sum_2 = _FRAME.unpack(frame[: _FRAME.size])
                     num_frames += 1
                     if frame_salts != salts and is_whole:
-                        # What was written before the log began anew, unless more follows.
+                        # Different salts: frames of an earlier log generation,
+                        # unless frames with the current salts follow.
                         is_whole, num_whole = False, num_frames - 1
                         continue
                     if is_whole:
+                        # WAL format: the checksum covers 8 bytes of the frame header, and the page.
                         covered = frame[:8] + frame[_FRAME.size :]
                         sums = _add_wal_checksum(sums, _words(covered, order))
                         if sums == (sum_1, sum_2):
@@ -223,7 +226,7 @@ _NOTES_CONTEXTS = "notes_contexts"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownFiles:
-    """The files that a database knows; by default those of an empty one.
+    """Newest ids and upload digests recorded in a database; the defaults fit an empty database.
 
     Deleted trials and attempts count as known, because their files may have stayed. `contexts`
     is None in a database of an earlier version: it did not note uploads.
@@ -236,7 +239,7 @@ class KnownFiles:
 
 
 def read_known_files(path: Path) -> KnownFiles | None:
-    """Return which files a database knows; None if this version cannot tell.
+    """Return the ids and uploads known to a database; None for an unknown schema version.
 
     The database must exist. It is only read, so that a refused start changes nothing.
 
@@ -259,7 +262,7 @@ def read_known_files(path: Path) -> KnownFiles | None:
 
 
 def note_context(transaction: Transaction, digest: str) -> None:
-    """Note an upload; call it before the file is written."""
+    """Record the digest of an upload; call this before the file is written."""
     _note(transaction.connection, _CONTEXT + digest)
     # After a power cut the file may be there, and a database that does not know it is refused.
     transaction.force()

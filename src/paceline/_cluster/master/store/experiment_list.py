@@ -1,4 +1,4 @@
-"""List of experiments: filters, columns, order; as JSON."""
+"""Lists of experiments: filters, named columns, sort order, and cursors stable under changes."""
 
 import json
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ _first_trial = (
 _best_id = func.coalesce(_experiments.c.best_trial_id, _first_trial)
 _FIELDS: dict[str, ColumnElement[Any]] = {
     "id": _experiments.c.id,
-    # As the index has it.
+    # Collation of the index `ix_experiments_name`, so that sorting by name uses the index.
     "name": collate(_experiments.c.name, "NOCASE"),
     "description": func.lower(_experiments.c.description),
     "state": _experiments.c.state,
@@ -77,7 +77,7 @@ _FIELDS: dict[str, ColumnElement[Any]] = {
 }
 
 JSON_COLUMNS = ("config", "labels", "warnings")
-# What a list shows. Of a row, the code's changes and the configuration as submitted may be large.
+# Columns shown in a list: the others (source changes, submitted configuration) may be large.
 _LISTED = select(
     *(
         _experiments.c[name]
@@ -118,7 +118,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperimentQuery:
-    """Which experiments to list, in which order; None and empty stand for no condition."""
+    """Filters, columns and sort order of an experiment list; None and empty mean no condition."""
 
     states: Sequence[str] = ()
     search: str | None = None
@@ -231,7 +231,7 @@ def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
 
 
 def _found_by_text(text: str) -> Select[Any]:
-    """Return the ids of experiments with a text or a number, by an index that has all texts."""
+    """Return the ids of experiments with a matching name, description, label list or id."""
     table = _experiments.alias()
     columns = (table.c.name, table.c.description, cast(table.c.labels, Text))
     matches = [_column_contains(column, text) for column in columns]
@@ -283,17 +283,17 @@ def _sortable(name: str) -> ColumnElement[Any]:
 
 
 def _told_column(name: str) -> ColumnElement[Any]:
-    """Return a column's expression as it is told: `_value_of_column` reads it."""
+    """Return a column's expression for output; `_value_of_column` decodes its values."""
     kind, _, rest = name.partition(":")
     if kind == "hparam" and rest:
-        # Of two paths SQLite makes a JSON list, in which true is not 1.
+        # Path given twice: SQLite then returns a JSON list, in which true differs from 1.
         path = json_path(rest)
         return func.json_extract(_best.c.hparams, path, path)
     return _shown_column(name)
 
 
 def _value_of_column(name: str, found: Any) -> Any:
-    """Return what a column holds."""
+    """Return the decoded value of a column selected by `_told_column`."""
     is_list = name.startswith("hparam:") and isinstance(found, str)
     return json.loads(found)[0] if is_list else found
 
@@ -325,7 +325,7 @@ def _shown_column(name: str) -> ColumnElement[Any]:
 
 
 def json_path(name: str) -> str:
-    """Return SQLite's path of a hyperparameter whose nested names are joined by dots.
+    """Return the SQLite JSON path of a hyperparameter with dotted nested names.
 
     Raises:
         ValueError: No hyperparameter has such a name.

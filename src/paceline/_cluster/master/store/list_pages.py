@@ -1,4 +1,4 @@
-"""Pages of lists: cursors, samples of trials, encoded rows that are kept."""
+"""Keyset pages of lists (any page costs the same), and caches of encoded rows and names."""
 
 import threading
 import time
@@ -39,7 +39,7 @@ Place: TypeAlias = Sequence[Any] | int
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order of a list: by the first key, and by the rest among those that share it.
+    """Sort order of a list: the first key, then the other keys as tie-breakers.
 
     Only the first key may be null; rows without it come last. An index on the keys serves an order
     whose keys have one direction. Where the rest has another one, rows that share the first key
@@ -72,9 +72,10 @@ class Order:
             return [*connection.execute(query.order_by(*terms).offset(after).limit(limit)).all()]
         rows: list[Row[Any]] = []
         if after is None or after[0] is not None:
-            # Those without the first key are no answer to a comparison.
+            # NULL keys match no comparison, so rows without the first key are read separately.
             beyond = first.is_not(None) if after is None else self._beyond(after)
             rows += connection.execute(query.where(beyond).order_by(*terms).limit(limit)).all()
+        # Rows with a NULL first key come last: they are read only if the page has room.
         if len(rows) < limit and rest and _may_be_null(first):
             descending = self._is_missing_descending
             missing: ColumnElement[bool] = first.is_(None)
@@ -118,7 +119,7 @@ def _directed(key: ColumnElement[Any], is_descending: bool) -> ColumnElement[Any
 def _beyond_page(
     keys: Sequence[ColumnElement[Any]], place: Sequence[Any], is_descending: bool
 ) -> ColumnElement[bool]:
-    """Compare as rows of values, which an index on the keys can find."""
+    """Return the row-value comparison for rows beyond a place; an index on the keys fits."""
     own: Any = tuple_(*keys) if len(keys) > 1 else keys[0]
     other: Any = tuple(place) if len(keys) > 1 else place[0]
     beyond: ColumnElement[bool] = own < other if is_descending else own > other
@@ -166,12 +167,12 @@ def sample_trials(
 
 
 _LIMIT_BYTES = 16 * 1024 * 1024
-# What Python takes for an entry of a dictionary and its two objects.
+# Size estimate for a dictionary entry in Python, with its key and value objects.
 _ENTRY_BYTES = 250
 
 
 class EncodingCache:
-    """Encodings of rows, found by all that they are made of, so that none is ever out of date.
+    """Cache of encoded rows, keyed by a digest of their whole content, so entries never go stale.
 
     Several threads may use it; they may make the same encoding at once.
     """
@@ -182,7 +183,7 @@ class EncodingCache:
         self._lock = threading.Lock()
 
     def encoded(self, content: Any, encode: Callable[[], bytes]) -> bytes:
-        """Return an encoding, which is made if that of this content is not here.
+        """Return the cached encoding of a content, or make and keep a new encoding.
 
         Args:
             content: Plain values: all that the encoding depends on, its kind among them.
@@ -261,7 +262,7 @@ _FRESH_S = 5.0
 
 
 class NameCache:
-    """The names of the last call; used by several threads, which may gather them at once."""
+    """Cache of the names from the last call; several threads may gather them at once."""
 
     def __init__(self) -> None:
         self._kept: tuple[Hashable, float, list[str]] | None = None

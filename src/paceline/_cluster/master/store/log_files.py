@@ -1,4 +1,4 @@
-"""The log file of one attempt."""
+"""Log file of an attempt: appended lines, an index of blocks, and filtered reading."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ _line_decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 
 
 class LogFile:
-    """One attempt's log file and its index; holds counters, no open file.
+    """Log file of an attempt with its index; holds counters, but no open file.
 
     `lock` guards what changes it; lines that are there can be read without. The id of each
     damaged line that is met goes to `on_damaged`.
@@ -55,7 +55,7 @@ class LogFile:
         self._index_path = path.with_suffix(".index")
         self._attempt = attempt
         self._on_damaged = on_damaged
-        # Where each block begins, and what the index says of those that are full.
+        # Byte offsets at which the blocks begin, and the index entries of the full blocks.
         self._starts: list[int] = []
         self._blocks: list[LogBlock] = []
         self._size = 0
@@ -68,7 +68,7 @@ class LogFile:
         return self._size
 
     def load(self) -> None:
-        """Count what is there, and complete the index, unless that was done."""
+        """Count the lines and complete the index, unless this was done before."""
         if not self._is_loaded:
             if self._path.exists():
                 with _open_to_read(self._path) as file:
@@ -134,6 +134,7 @@ class LogFile:
         end = self.num_lines if end is None else min(end, self.num_lines)
         if start >= end:
             return
+        # Offsets are known per block only, so reading starts at the beginning of the block.
         block = start // BLOCK_LINES
         with _open_to_read(self._path) as file:
             file.seek(self._starts[block])
@@ -145,7 +146,7 @@ class LogFile:
     def matching(
         self, only: LogFilter, start: int = 0, *, newest_first: bool = False
     ) -> Iterator[StoredLine]:
-        """Yield the lines from a number on that pass a filter; blocks that cannot are skipped."""
+        """Yield the matching lines from number `start` on; blocks without matches are skipped."""
         for content, first, needles, _ in self._blocks_for(only, start, newest_first):
             for number, text in _numbered(content, first, newest_first):
                 if number >= start and needles.may_pass(text):
@@ -156,7 +157,7 @@ class LogFile:
     def matching_in_time(
         self, only: LogFilter, *, newest_first: bool = False
     ) -> Iterator[tuple[StoredLine | None, float]]:
-        """Yield the lines that pass a filter with their times; None and a time for the others.
+        """Yield matching lines with their times, and (None, time) for all other lines.
 
         Of a block that is skipped one time stands for all: the greatest one, or the least one if
         the newest come first.
@@ -200,7 +201,7 @@ class LogFile:
         return StoredLine(line_id(self._attempt, number), self._attempt, *entry[1:])
 
     def _decode(self, number: int, line: bytes) -> _Fields | None:
-        """Return what a line holds; one that is damaged is counted."""
+        """Return the fields of a line; None if the line is damaged, after counting the damage."""
         try:
             return _parse_log_line(line)
         except _DAMAGE:
@@ -223,7 +224,7 @@ class LogFile:
         self._starts = starts[: -(-num_lines // BLOCK_LINES)]
 
     def _check_index(self, file: BinaryIO) -> None:
-        """Read the index, and make what is missing or not of these lines; count damaged ones."""
+        """Read the index and rebuild missing or mismatched records; damaged lines are counted."""
         found = b""
         if self._index_path.exists():
             with _open_to_read(self._index_path) as index:
@@ -247,7 +248,7 @@ class LogFile:
                 index.write(made)
 
     def _record_of(self, number: int, content: bytes) -> tuple[bytes, LogBlock]:
-        """Return the record of a block, and what it says."""
+        """Return the index record of a block in its stored and decoded forms."""
         entries = [self._decode(*line) for line in _numbered(content, number * BLOCK_LINES)]
         times = [entry[1] for entry in entries if entry is not None]
         record = make_index_record(content, times, num_damaged=len(entries) - len(times))
@@ -309,7 +310,7 @@ def _numbered(content: bytes, first: int, newest_first: bool = False) -> list[tu
 
 
 def _parse_log_line(line: bytes) -> _Fields:
-    """Return what a line holds. Its last field is a checksum, unless an earlier version wrote it.
+    """Return the fields of a line; a checksum comes last unless an old version wrote the line.
 
     Raises:
         msgspec.DecodeError: It is damaged.

@@ -1,4 +1,4 @@
-"""Filters, index and search of log files."""
+"""Index of a log file: the blocks and lines possibly matching a filter on text, level or time."""
 
 import json
 import re
@@ -38,7 +38,7 @@ class StoredLine:
 
 @dataclass(frozen=True, slots=True)
 class LogFilter:
-    """Which lines to return; None means all.
+    """Conditions on log lines; None means no condition.
 
     `level` is the lowest one; `since` and `until` are seconds since 1970, both included.
     """
@@ -71,7 +71,7 @@ def log_levels() -> tuple[str, ...]:
 
 
 def levels_from(level: str) -> tuple[str, ...]:
-    """Return a level and those above it; none if lines without a level are among them."""
+    """Return a level and the higher ones; () if lines without a level would pass as well."""
     number = _level_number(level)
     return _LEVELS[number:] if number > _level_number(_USUAL_LEVEL) else ()
 
@@ -99,7 +99,7 @@ _CHECKSUM = re.compile(rb", \d+\]\n")
 
 @dataclass(frozen=True, slots=True)
 class LogBlock:
-    """What the index says of a block, but for its texts: the span of the times of its lines.
+    """Index entry of a block without its text bits: the time span of its lines.
 
     `digest` is that of the record's body, to know whether it is still what it was.
     """
@@ -111,7 +111,7 @@ class LogBlock:
 
 
 def make_index_record(content: bytes, times: list[float], num_damaged: int) -> bytes:
-    """Return the record of a full block; `times` are those of its lines that can be read."""
+    """Return the index record of a block; `times` are the times of its readable lines."""
     low, high = min(times, default=np.inf), max(times, default=-np.inf)
     text = _CHECKSUM.sub(b"]\n", content)  # nobody looks for checksums
     body = HEAD.pack(0, low, high, num_damaged)[DIGEST_BYTES:] + _bits_of(text)
@@ -120,7 +120,7 @@ def make_index_record(content: bytes, times: list[float], num_damaged: int) -> b
 
 
 def read_index_record(content: bytes, record: bytes) -> LogBlock | None:
-    """Return what a record says; None if it is damaged, or not the block's."""
+    """Return the decoded index record; None if damaged or made for another block."""
     if len(record) != RECORD_BYTES:
         return None
     digest, low, high, num_damaged = HEAD.unpack_from(record)
@@ -139,13 +139,13 @@ def _bits_of(content: bytes) -> bytes:
 
 
 def has_odd_letters(content: bytes) -> bool:
-    """Tell whether bytes hold a letter outside ASCII that is equal to one within but for case."""
+    """Tell whether bytes hold the Kelvin sign or dotted I, lowercased to ASCII letters."""
     # Most logs are ASCII, which shows at once; the searches take longer than all the rest.
     return not content.isascii() and any(letter in content for letter in _ODD_LETTERS)
 
 
 def grams_of(values: "NDArray[np.uint8]") -> "NDArray[np.uint32]":
-    """Return a number for every three bytes that follow each other."""
+    """Return a hash of `_BITS` bits for each three consecutive bytes."""
     wide = values.astype(np.uint32)
     grams = wide[:-2] | wide[1:-1] << np.uint32(8) | wide[2:] << np.uint32(16)
     hashed: NDArray[np.uint32] = (grams * _FACTOR) >> np.uint32(32 - _BITS)
@@ -156,7 +156,7 @@ _RECORDS_AT_ONCE = 256
 
 
 class LogNeedles:
-    """Texts that the lines which pass a filter must hold, as they stand in the file.
+    """Texts of a filter in their stored form; a line without these texts cannot match.
 
     What a block or a line lacks says that nothing there passes; what it has says little.
     """
@@ -173,7 +173,7 @@ class LogNeedles:
         self._only = only
 
     def blocks(self, index_path: Path, blocks: Sequence[LogBlock]) -> list[bool]:
-        """Tell of each indexed block whether a line of it could pass."""
+        """Return for each indexed block whether any of its lines could match."""
         passing = [self._is_in_time(block) for block in blocks]
         if not self._groups or not any(passing):
             return passing
@@ -197,7 +197,7 @@ class LogNeedles:
         passing = np.ones(whole, bool)
         for group in self._groups:
             passing &= np.logical_or.reduce([needle.among(bits) for needle in group])
-        # What a damaged record says counts for nothing.
+        # Damaged records rule nothing out: such blocks count as possible matches.
         view = memoryview(records)
         return [
             bool(passing[number])
@@ -221,14 +221,14 @@ class LogNeedles:
 
 
 class _Needle:
-    """A text of which no case matters."""
+    """Text to search for regardless of case."""
 
     def __init__(self, text: str) -> None:
         self._text = _fold(text)
         self._bytes = self._text.encode(errors="surrogatepass")
         self._is_ascii = self._text.isascii()
         self._has_odd = "k" in self._text or "i" in self._text
-        # Of a text outside ASCII only the parts within can be looked up.
+        # ASCII parts only: the index holds trigrams of bytes lowercased as ASCII.
         grams = [
             grams_of(np.frombuffer(part, np.uint8))
             for part in re.findall(rb"[\x00-\x7f]{3,}", self._bytes)
@@ -236,7 +236,7 @@ class _Needle:
         self._grams = np.unique(np.concatenate(grams)) if grams else np.empty(0, np.uint32)
 
     def among(self, bits: "NDArray[np.uint8]") -> "NDArray[np.bool_]":
-        """Tell in which blocks the text could be."""
+        """Return for each block's bits whether the block could hold the text."""
         found = np.ones(len(bits), bool)
         for gram in self._grams.tolist():
             found &= (bits[:, gram >> 3] & (0x80 >> (gram & 7))) != 0
@@ -250,5 +250,5 @@ class _Needle:
 
 
 def _fold(text: str) -> str:
-    # Of a sigma the small letter depends on what follows, which may be an escape here.
+    # Sigma has two lowercase forms, chosen by the next letter, which may be an escape here.
     return text.lower().replace("\u03c2", "\u03c3")

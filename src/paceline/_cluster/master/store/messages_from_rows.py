@@ -60,7 +60,7 @@ def config_of(experiment: Row[Any]) -> ExperimentConfig:
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an attempt on one node.
+    """Part of an attempt on a single node.
 
     Attributes:
         node_id: The node.
@@ -86,19 +86,19 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> AttemptState:
-        """Where it stands."""
+        """State of this part, derived from its exit and its start time."""
         if self.exit is not None:
             return AttemptState.ENDED
         return AttemptState.PENDING if self.begun_at is None else AttemptState.RUNNING
 
 
 def read_members(attempt: Row[Any]) -> list[Member]:
-    """Return the members of an attempt, rank 0's first; none if it runs on one node."""
+    """Return the members of an attempt, rank 0's first; empty for an attempt on a single node."""
     return msgspec.convert(attempt.members or [], list[Member])
 
 
 def stored_members(members: list[Member]) -> Any:
-    """Return what to store of members."""
+    """Return members as JSON values for the database; None for an empty list."""
     return msgspec.to_builtins(members) or None
 
 
@@ -108,7 +108,7 @@ def num_slots_of(attempt: Row[Any]) -> int:
 
 
 def slots_by_node(attempt: Row[Any]) -> dict[int, list[int]]:
-    """Return the slots that an attempt holds, by the ids of its nodes."""
+    """Return the slots held by an attempt, by node id."""
     if attempt.members is None:
         return {attempt.node_id or LOCAL_NODE: attempt.slots}
     return {member.node_id: member.slots for member in read_members(attempt)}
@@ -128,7 +128,7 @@ def store_environment(connection: Connection, environment: dict[str, Any]) -> st
 
 
 def read_environment(connection: Connection, digest: str | None) -> dict[str, Any] | None:
-    """Return an environment; None if it is not known."""
+    """Return the environment with a digest; None if unknown."""
     environments = tables.environments
     query = select(environments.c.content).where(environments.c.digest == digest)
     content = None if digest is None else connection.execute(query).scalar()
@@ -139,7 +139,7 @@ def read_environment(connection: Connection, digest: str | None) -> dict[str, An
 
 
 def drop_unused_environments(connection: Connection, digests: set[str]) -> None:
-    """Delete those of some environments that no attempt has any more."""
+    """Delete the given environments without any referring attempt."""
     attempts, environments = tables.attempts.c, tables.environments
     for digest in digests:
         query = select(attempts.id).where(attempts.environment == digest).limit(1)
@@ -148,7 +148,7 @@ def drop_unused_environments(connection: Connection, digests: set[str]) -> None:
 
 
 def experiment_view(connection: Connection, row: Row[Any]) -> Experiment:
-    """Return an experiment as the API shows it."""
+    """Return an experiment's row as the API model, with secrets hidden."""
     counts = counts_of_experiments(connection, [row.id]).get(row.id, NO_COUNTS)
     return experiment_model(row, counts, config=hide_secrets(row.config))
 
@@ -156,7 +156,7 @@ def experiment_view(connection: Connection, row: Row[Any]) -> Experiment:
 def experiment_model(
     row: Any, counts: ExperimentCounts, *, config: dict[str, Any], values: Any = None
 ) -> Experiment:
-    """Return a row of an experiment as the API shows it.
+    """Return the API model of an experiment from its row and counts.
 
     Args:
         row: The row, or what has its columns.
@@ -174,7 +174,7 @@ def experiment_model(
         progress=row.progress,
         created_at=row.created_at,
         ended_at=row.ended_at,
-        # As it is stored: a list also shows what this version could not read.
+        # Searcher fields as stored: a list also shows configurations invalid for this version.
         searcher=searcher["name"],
         metric=searcher["metric"],
         smaller_is_better=searcher["smaller_is_better"],
@@ -201,7 +201,7 @@ def experiment_model(
 
 
 def _missing_method(experiment: Any) -> list[str]:
-    """Say that an experiment waits for its search method, if it does."""
+    """Return the warning about a missing search method of a live experiment, or an empty list."""
     if experiment.ended_at is not None or experiment.external_id is not None:
         return []
     searcher = config_of(experiment).searcher
@@ -214,7 +214,7 @@ def _missing_method(experiment: Any) -> list[str]:
 
 
 class TrialFacts(NamedTuple):
-    """What other tables tell of a trial: its experiment, its attempts, its newest checkpoint."""
+    """Facts about a trial from other tables: experiment state, attempts, newest checkpoint."""
 
     experiment_state: str
     started_at: float | None
@@ -223,7 +223,7 @@ class TrialFacts(NamedTuple):
 
 
 def trial_view(connection: Connection, row: Row[Any]) -> Trial:
-    """Return a trial as the API shows it by itself, with all details."""
+    """Return a trial's row as the API model with all details."""
     summary, has_more = _summaries(connection, row)
     return trial_model(
         row,
@@ -237,7 +237,7 @@ def trial_view(connection: Connection, row: Row[Any]) -> Trial:
 
 
 def trial_facts(connection: Connection, rows: Sequence[Row[Any]]) -> dict[int, TrialFacts]:
-    """Return what other tables tell of trials, by id."""
+    """Return the facts about trials from other tables, by trial id."""
     ids = [row.id for row in rows]
     started = _starts_of_trials(connection, ids)
     latest = _latest_checkpoints(connection, ids)
@@ -252,7 +252,7 @@ def trial_facts(connection: Connection, rows: Sequence[Row[Any]]) -> dict[int, T
 
 
 def trial_model(row: Any, facts: TrialFacts, **details: Any) -> Trial:
-    """Return a row of a trial as the API shows it.
+    """Return the API model of a trial from its row and facts.
 
     Args:
         row: The row, or what has its columns.
@@ -362,7 +362,7 @@ def encode_cursor(*position: Any) -> str:
 
 
 def decode_cursor(cursor: str) -> list[Any]:
-    """Return what `encode_cursor` was given.
+    """Return the position encoded by `encode_cursor`.
 
     Raises:
         ValueError: The cursor was made elsewhere.
@@ -386,7 +386,7 @@ def _experiment_states(connection: Connection, ids: set[int]) -> dict[int, str]:
 def _starts_of_trials(
     connection: Connection, trial_ids: list[int]
 ) -> dict[int, tuple[float | None, int]]:
-    """Return when each trial that has attempts first started, and how many of them run."""
+    """Return the first start time and the number of running attempts, by trial id."""
     found = connection.execute(_STARTS_OF_TRIALS, ids_parameter(trial_ids)).all()
     return {row[0]: (row[1], row[2]) for row in found}
 
@@ -412,7 +412,7 @@ def _starts_of_trials_query() -> Select[Any]:
 
 def _latest_checkpoints_query() -> Select[Any]:
     trials, checkpoints = tables.trials.c, tables.checkpoints.c
-    # Of each trial the last one alone is read, however many there are.
+    # Subquery with LIMIT 1 per trial: only the last checkpoint is read, however many there are.
     latest = (
         select(checkpoints.uuid)
         .where(
@@ -441,7 +441,7 @@ _LATEST_CHECKPOINTS = _latest_checkpoints_query()
 def _summaries(
     connection: Connection, trial: Row[Any]
 ) -> tuple[dict[str, dict[str, MetricSummary]], bool]:
-    """Return the summaries of the first metrics, and of the searched one, and if there are more."""
+    """Return summaries of the first metrics and the searched metric, and if there are more."""
     names, has_more = first_metric_names(connection, trial.id)
     if has_more:
         experiments = tables.experiments.c

@@ -33,7 +33,7 @@ from paceline._cluster.master.store.series_writer import store_columns
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A value that differs from the one an earlier attempt reported at the same step."""
+    """Value refused because an earlier attempt reported another value at the same step."""
 
     group: str
     step: int
@@ -44,7 +44,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class MetricRow:
-    """All visible values of one group at one step."""
+    """Visible values of all metrics of a group at a single step."""
 
     step: int
     attempt: int
@@ -60,7 +60,7 @@ def add_metrics(
     resumed_steps: int,
     records: Iterable[MetricsReported],
 ) -> list[Conflict]:
-    """Store reports of one attempt.
+    """Store the metric reports of an attempt, and return the conflicting values.
 
     A report at or before the step from which the attempt resumed must agree with what is there:
     identical values are dropped, others are returned as conflicts, and new keys are stored.
@@ -125,7 +125,7 @@ def read_rows(
 
 
 def iter_points(connection: Connection, selection: Selection) -> Iterator[tuple[int, float, Any]]:
-    """Yield the visible (step, time, value) of one metric in step order, each step once.
+    """Yield the visible (step, time, value) of a metric in step order, each step once.
 
     What is held grows with the chunks that overlap, not with the series.
     """
@@ -149,7 +149,7 @@ def iter_points(connection: Connection, selection: Selection) -> Iterator[tuple[
 def read_series(
     connection: Connection, trial_id: int, group: str, key: str
 ) -> list[tuple[int, Any]]:
-    """Return the visible (step, value) pairs of one metric in step order."""
+    """Return the visible (step, value) pairs of a metric in step order."""
     selection = Selection(trial_id=trial_id, group=group, key=key)
     return [(step, value) for step, _, value in iter_points(connection, selection)]
 
@@ -157,14 +157,14 @@ def read_series(
 def metric_at(
     connection: Connection, trial_id: int, group: str, key: str, step: int
 ) -> float | None:
-    """Return the visible value of a metric at a step; None if it is no finite number."""
+    """Return the visible value of a metric at a step; None unless a finite number."""
     return metric_numbers_at(connection, trial_id, group, key, {step}).get(step)
 
 
 def metric_numbers_at(
     connection: Connection, trial_id: int, group: str, key: str, steps: set[int]
 ) -> dict[int, float]:
-    """Return a metric's visible values at some steps, without those that are no finite number."""
+    """Return a metric's visible values by step, for the given steps with a finite number."""
     found = _metric_values_at(connection, trial_id, group, {(step, key) for step in steps})
     return {
         step: float(value)
@@ -182,7 +182,7 @@ def has_points_beyond(connection: Connection, trial_id: int, step: int) -> bool:
 
 
 class _MetricSteps:
-    """Distinct steps, and how many lie below a bound that only rises."""
+    """Set of distinct steps; counts the steps below an increasing bound."""
 
     def __init__(self) -> None:
         self.seen: set[int] = set()
@@ -205,7 +205,7 @@ class _MetricSteps:
 def _known_metric_values(
     connection: Connection, trial_id: int, attempt: int, records: list[MetricsReported]
 ) -> dict[str, dict[tuple[int, str], Any]]:
-    """Return per group what earlier attempts say about what the records report again."""
+    """Return the values from earlier attempts at the records' (step, key) cells, per group."""
     wanted: dict[str, set[tuple[int, str]]] = {}
     for record in records:
         cells = wanted.setdefault(record.group, set())
@@ -225,7 +225,7 @@ def _metric_values_at(
     *,
     below_attempt: int | None = None,
 ) -> dict[tuple[int, str], Any]:
-    """Return the visible values at (step, key) cells; those without one are left out."""
+    """Return the visible values at (step, key) cells; cells without a value are left out."""
     steps, keys = {step for step, _ in cells}, {key for _, key in cells}
     selection = Selection(
         trial_id=trial_id,
@@ -264,7 +264,7 @@ def measure_checkpoints(
     step: int | None = None,
     beyond_step: int | None = None,
 ) -> None:
-    """Bring the metric of a trial's checkpoints up to date with what its validations say.
+    """Update the stored metric of a trial's checkpoints from the validation values.
 
     Args:
         connection: The connection of a write job.
@@ -296,7 +296,8 @@ def measure_checkpoints(
     )
 
 
-# What a later session may go on from is kept; the newest of the others replaces the one before.
+# Events of the records kept for a later session to resume from;
+# of the other records only the newest stays.
 _KEPT = ("start", "checkpoint")
 
 
@@ -328,7 +329,7 @@ def add_time_mark(
 
 
 def time_shares(connection: Connection, trial: Row[Any]) -> tuple[TimeShares, float]:
-    """Return what a trial's time went to, and until when: its end, or now."""
+    """Return the shares of a trial's time, and the end of the measured span: its end or now."""
     attempts = tables.attempts
     rows = connection.execute(
         select(attempts).where(attempts.c.trial_id == trial.id).order_by(attempts.c.number)

@@ -20,7 +20,7 @@ FLOATS, INTEGERS, MIXED = "f", "i", "j"
 
 @dataclass(slots=True)
 class Points:
-    """Points of one series in the order in which they were reported."""
+    """Points of a single series in report order."""
 
     steps: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class PointColumn:
-    """Points of one kind as bytes."""
+    """Points of a single value kind in encoded form."""
 
     kind: str
     steps: bytes
@@ -49,7 +49,7 @@ class PointColumn:
 
 
 def encode_points(points: Points) -> PointColumn:
-    """Return points as bytes; exact for every value that JSON or a float can hold."""
+    """Return points in encoded form; exact for every value of JSON or float."""
     kinds = set(map(type, points.values))
     if kinds == {float}:
         kind, values = FLOATS, array("d", points.values).tobytes()
@@ -63,7 +63,7 @@ def encode_points(points: Points) -> PointColumn:
 
 
 def decode_points(kind: str, steps: bytes, times: bytes, values: bytes) -> Points:
-    """Return the points that `encode_points` was given."""
+    """Return the points encoded by `encode_points`."""
     decoded: Sequence[Any]
     if kind == MIXED:
         decoded = decode_value(json.loads(values)) if values else []
@@ -107,13 +107,13 @@ class SeriesPiece:
 
     @property
     def precedence(self) -> tuple[int, int, int]:
-        """Of two values of one metric at one step, the one with the lower precedence stands."""
+        """Sort key for duplicates of a metric at a step: the value with the lower key counts."""
         return self.attempt, self.series_id, self.chunk_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Which points of a trial's metric group to read; None stands for all."""
+    """Range of points to read from a metric group of a trial; None means all."""
 
     trial_id: int
     group: str
@@ -122,7 +122,7 @@ class Selection:
     up_to_step: int | None = None
 
     def series(self) -> ColumnElement[bool]:
-        """Return the condition on series that may hold such points."""
+        """Return the SQL condition for series possibly holding selected points."""
         series = tables.series.c
         condition = and_(series.trial_id == self.trial_id, series.group == self.group)
         if self.key is not None:
@@ -130,7 +130,7 @@ class Selection:
         return and_(condition, self._overlap(series))
 
     def chunks(self) -> ColumnElement[bool]:
-        """Return the condition on chunks that may hold such points."""
+        """Return the SQL condition for chunks possibly holding selected points."""
         ids = select(tables.series.c.id).where(self.series())
         return and_(tables.chunks.c.series_id.in_(ids), self._overlap(tables.chunks.c))
 
@@ -152,6 +152,7 @@ def visible_series_limits(connection: Connection, trial_id: int) -> dict[int, in
     limit: int | None = None
     for number, resumed_steps in rows:
         limits[number] = limit
+        # Each attempt hides the earlier attempts' points beyond the step it resumed from.
         limit = resumed_steps if limit is None else min(limit, resumed_steps)
     return limits
 
@@ -310,7 +311,7 @@ class Curve:
 def read_curve(
     connection: Connection, selection: Selection, *, x: str = "batches"
 ) -> tuple[Curve, int]:
-    """Return the visible points of one series, and its newest step.
+    """Return the visible points of a single series, and the newest step.
 
     Args:
         connection: Where to read.
@@ -342,7 +343,7 @@ def read_curve(
 
 
 def cut_curve(curve: Curve, low: float | None, high: float | None) -> Curve:
-    """Return the points with `low` <= x <= `high`, and one more on each side for the line."""
+    """Return the points with `low` <= x <= `high`, and a neighbor on each side for the line."""
     import numpy as np
 
     first = 0 if low is None else max(int(np.searchsorted(curve.x, low, "left")) - 1, 0)
@@ -351,7 +352,7 @@ def cut_curve(curve: Curve, low: float | None, high: float | None) -> Curve:
 
 
 def sample_curve(curve: Curve, max_points: int) -> Curve:
-    """Return about `max_points` points that look the same: all extremes, both ends, all gaps.
+    """Return about `max_points` points of the same look: with extremes, both ends, and gaps.
 
     The span is cut into equal parts and the least and the greatest value of each is kept, so a
     spike of one point shows however long the series is. Of many gaps some are kept.
@@ -390,6 +391,7 @@ def _read_series_arrays(
     for row in connection.execute(query.where(selection.series()).order_by(series.attempt)).all():
         tail = [row._mapping[name] for name in columns]
         own = [_decode_series(*tail)]
+        # More points than the tail holds: the others lie in chunks.
         if row.num_points * POINT_BYTES > len(row.steps):
             own = [*_series_chunks(connection, selection, row.id, columns), *own]
         steps, values, times = (np.concatenate(column) for column in zip(*own, strict=True))
@@ -402,7 +404,7 @@ def _read_series_arrays(
         return np.empty(0, np.int64), np.empty(0), np.empty(0)
     steps, values, times = (np.concatenate(column) for column in zip(*parts, strict=True))
     if not (steps[1:] > steps[:-1]).all():
-        # Of two values at one step, the one reported first in the earliest attempt stands.
+        # Duplicates at the same step: the first report of the earliest attempt counts.
         steps, index = np.unique(steps, return_index=True)
         values, times = values[index], times[index] if has_times else times
     return steps, values, times
@@ -479,11 +481,11 @@ def smooth_at(curve: Curve, steps: "Integers", time_constant: float) -> "Floats"
 def _smoothed_means(
     known: "Integers", values: "Floats", ends: "Integers", time_constant: float
 ) -> "Floats":
-    """Return the means up to the points with the indices `ends`, which rise."""
+    """Return the smoothed means at the points with the ascending indices `ends`."""
     import numpy as np
 
     known, values = known[: ends[-1] + 1], values[: ends[-1] + 1]
-    # What each line adds, weighted as its end sees it; then as the next wanted point sees it.
+    # Integral of each line, weighted relative to its end; rescaled below to the next wanted point.
     parts = _line_integrals(np.diff(known) / time_constant, values)
     lengths = np.diff(ends, prepend=-1)
     to_end = (known - np.repeat(known[ends], lengths)) / time_constant
@@ -499,7 +501,7 @@ def _smoothed_means(
 
 
 def _line_integrals(widths: "Floats", values: "Floats") -> "Floats":
-    """Return the weighted integral over the line that ends at each point, 0 for the first."""
+    """Return the weighted integral over the line up to each point, 0 for the first point."""
     import numpy as np
 
     decay = np.exp(-widths)

@@ -1,4 +1,4 @@
-"""What the records beside the database hold: rows, and which of them wait to be written there.
+"""Rows for the recovery records beside the database, and the triggers for noting changes.
 
 Triggers note the rows whose lasting columns change, whoever changes them. What changes often and
 follows from the rest, such as progress, is not noted; metrics are, once their attempt has ended.
@@ -53,7 +53,7 @@ _BYTES, _FLOAT = "$bytes", "$float"
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
-    """A row of a table, as SQLite holds it; without values, it was deleted."""
+    """Row of a table with SQLite's values; None as `values` marks a deleted row."""
 
     table: str
     values: dict[str, Any] | None
@@ -61,7 +61,7 @@ class RecordedRow:
 
 
 def watch_rows(connection: Connection) -> None:
-    """Make the triggers that note changed rows; for a new or upgraded database."""
+    """Create the triggers for noting changed rows, in a new or upgraded database."""
     for table, columns in LASTING.items():
         owner = {"experiments": "NEW.id", "users": "NULL", "tokens": "NULL"}.get(table)
         if table == "trials" or owner is None:
@@ -95,7 +95,7 @@ def _make_trigger(connection: Connection, name: str, when: str, then: str) -> No
 
 
 def begin_records(database: "Database") -> None:
-    """Have all that a database holds recorded, unless that was done once."""
+    """Note all rows of a database for recording, unless this was done before."""
     with database.read() as connection:
         are_begun = are_records_begun(connection)
     if not are_begun:
@@ -103,7 +103,7 @@ def begin_records(database: "Database") -> None:
 
 
 def are_records_begun(connection: Connection) -> bool:
-    """Tell whether the records hold what a database does; else the next master makes them anew."""
+    """Tell whether the records are complete; if not, the next master writes them anew."""
     meta = tables.meta.c
     return connection.scalar(select(meta.value).where(meta.key == RECORDS_BEGUN)) == _RECORDS
 
@@ -137,7 +137,7 @@ def note_experiment(connection: Connection, experiment_id: int | None) -> None:
 
 
 def rows_of_change(connection: Connection, kind: str, row_id: int) -> Iterator[RecordedRow]:
-    """Yield the rows that a noted change stands for, as they are now."""
+    """Yield the current rows for a noted change."""
     if kind == ALL and row_id == 0:
         for table in ("users", "tokens", *OF_CLUSTER):
             yield from _select_recovery_rows(connection, table, "true")
@@ -150,7 +150,7 @@ def rows_of_change(connection: Connection, kind: str, row_id: int) -> Iterator[R
 
 
 def rows_of_experiment(connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
-    """Yield all recorded rows of an experiment, in an order in which they can be stored."""
+    """Yield all recorded rows of an experiment, referenced rows before referring rows."""
     yield from _select_recovery_rows(connection, "experiments", "id = ?", experiment_id)
     for table in ("trials", "attempts", "search_inputs", "checkpoints"):
         yield from _select_recovery_rows(connection, table, "experiment_id = ?", experiment_id)
@@ -178,7 +178,7 @@ def _rows_of_attempt(connection: Connection, attempt_id: int) -> Iterator[Record
     if found is None:
         return
     trial_id, number = found
-    # Its trial has counts that the lasting columns do not tell.
+    # Trial row in addition: its counters are not among the lasting columns.
     yield from _select_recovery_rows(connection, "trials", "id = ?", trial_id)
     for table in ("time_marks", "journal_marks"):
         yield from _select_recovery_rows(connection, table, "attempt_id = ?", attempt_id)
@@ -218,7 +218,7 @@ def encode_row(row: RecordedRow) -> bytes:
 
 
 def decode_row(data: bytes) -> RecordedRow:
-    """Return the row that JSON holds.
+    """Return the row decoded from JSON.
 
     Raises:
         msgspec.DecodeError: It is no such row.
@@ -245,7 +245,7 @@ def _real(value: Any) -> Any:
 
 
 def primary_key(table: str) -> Sequence[str]:
-    """Return the names of the columns that tell a recorded row from others."""
+    """Return the names of the primary key columns of a recorded table."""
     return {
         "search_inputs": ("experiment_id", "number"),
         "checkpoints": ("uuid",),

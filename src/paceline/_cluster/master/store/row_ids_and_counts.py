@@ -1,4 +1,4 @@
-"""Ids, queries by many ids, keys of requests, counts kept by triggers."""
+"""Row counts by state, kept up to date by triggers, so reading a count costs nothing."""
 
 import json
 import time
@@ -33,7 +33,7 @@ _NAME = "ids"
 
 
 def many_ids() -> Select[Any]:
-    """Return the ids for the `in_` of a query that is executed with `ids_parameter`."""
+    """Return a subquery of ids for `in_`; execute the query with `ids_parameter`."""
     return select(func.json_each(bindparam(_NAME)).table_valued("value").c.value)
 
 
@@ -51,12 +51,12 @@ def new_id(connection: Connection, table: Table) -> int:
 
 
 def keep_ids(connection: Connection, *given: Table) -> None:
-    """Remember which ids were given so far; call it before rows are deleted."""
+    """Remember the highest ids given so far; call this before rows are deleted."""
     raise_ids(connection, dict.fromkeys(given, 0))
 
 
 def raise_ids(connection: Connection, newest: Mapping[Table, int]) -> None:
-    """Remember ids that were given before the rows that are there."""
+    """Remember the given newest ids if higher than the ids of the present rows."""
     meta = tables.meta
     for table, number in newest.items():
         kept = max(number, new_id(connection, table) - 1)
@@ -74,7 +74,7 @@ _SWEEP_EVERY = 1000
 
 
 def once(connection: Connection, key: str, create: Callable[[], int]) -> int:
-    """Return what `create` returned to the first request with a key, within a day.
+    """Return the stored result for a request key seen within a day, else call `create`.
 
     The key is stored in the transaction of what is created.
     """
@@ -86,6 +86,7 @@ def once(connection: Connection, key: str, create: Callable[[], int]) -> int:
     created = create()
     now = time.time()
     connection.execute(insert(meta).values(key=name, value=f"{now:020.6f} {created}"))
+    # Cleanup now and then is enough: old keys need no exact expiry.
     if created % _SWEEP_EVERY == 0:
         is_old = meta.c.value < f"{now - _KEPT_S:020.6f}"
         connection.execute(delete(meta).where(meta.c.key.startswith(_PREFIX), is_old))
@@ -107,7 +108,7 @@ _ADD = (
 
 
 def _add_to_row_counts(kind: str, row: str, sign: int, *, size: str | None = None) -> str:
-    """Return the statements that add a row of a table to its counts, or take it away."""
+    """Return the SQL statements adding a row of a table to its counts, or subtracting the row."""
     return " ".join(
         _ADD.format(
             kind=f"'{kind}'",
@@ -191,7 +192,7 @@ TRIGGERS = (
     *_triggers_of_series(),
 )
 
-# What the triggers would have counted, for a database that held rows before it had them.
+# Initial counts for an upgraded database: the triggers did not see its older rows.
 FIRST_COUNTS = (
     "INSERT INTO counts SELECT 'experiments', 0, state, count(*), 0 FROM experiments"
     " GROUP BY state",
@@ -246,7 +247,7 @@ def numbers_of(connection: Connection, kind: str, ids: Iterable[int]) -> dict[in
 
 
 def checkpoint_sizes(connection: Connection, ids: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Return number and bytes of each experiment's checkpoints that are there; 0 means all."""
+    """Return number and bytes of the checkpoints not deleted, by experiment; id 0 means all."""
     counts = tables.counts.c
     query = (
         select(counts.experiment_id, func.sum(counts.number), func.sum(counts.num_bytes))
@@ -261,7 +262,7 @@ def checkpoint_sizes(connection: Connection, ids: Iterable[int]) -> dict[int, tu
 
 
 class ExperimentCounts(NamedTuple):
-    """What is counted of an experiment; its deleted checkpoints do not count."""
+    """Counts of an experiment's rows; deleted checkpoints do not count."""
 
     num_trials: int
     num_running: int
@@ -275,7 +276,7 @@ NO_COUNTS = ExperimentCounts(0, 0, 0, 0)
 def counts_of_experiments(
     connection: Connection, ids: Iterable[int]
 ) -> dict[int, ExperimentCounts]:
-    """Return the counts of some experiments; those of which nothing is counted are left out."""
+    """Return the counts of some experiments; experiments without any count are left out."""
     found = connection.execute(_COUNTS_OF_EXPERIMENTS, ids_parameter(ids)).all()
     return {row[0]: ExperimentCounts(*row[1:]) for row in found}
 
@@ -308,7 +309,7 @@ _COUNTS_OF_EXPERIMENTS = _counts_of_experiments()
 
 
 def num_waiting(connection: Connection) -> int:
-    """Return how many trials wait for slots, by what is counted already."""
+    """Return the number of trials waiting for slots, computed mostly from kept counts."""
     counts, experiments = tables.counts.c, tables.experiments.c
     is_managed_and_active = (
         experiments.state == ExperimentState.ACTIVE.value,

@@ -29,7 +29,7 @@ def all_metric_names(connection: Connection) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     query = select(_names.group, _names.key).order_by(_names.group, _names.key).limit(1)
     place = query
-    # From one name to the next: the index skips the experiments that share a name.
+    # Skip scan: each query jumps to the next name, past all experiments sharing this name.
     while (row := connection.execute(place).first()) is not None:
         found.append((row.group, row.key))
         place = query.where(tuple_(_names.group, _names.key) > found[-1])
@@ -52,7 +52,7 @@ def metric_names(
 
 
 def num_metric_names(connection: Connection, trial_id: int, group: str, *, at_most: int) -> int:
-    """Return how many names of a group the attempt of a trial has that has the most."""
+    """Return the largest number of names in a group over the attempts of a trial."""
     series = tables.series.c
     most = 0
     for number in attempts_with_series(connection, trial_id):
@@ -65,7 +65,7 @@ def num_metric_names(connection: Connection, trial_id: int, group: str, *, at_mo
 
 
 def attempts_with_series(connection: Connection, trial_id: int) -> list[int]:
-    """Return the numbers of the attempts of a trial that reported metrics, newest first."""
+    """Return the numbers of the trial's attempts with reported metrics, newest first."""
     attempt = tables.series.c.attempt
     query = select(attempt).where(tables.series.c.trial_id == trial_id)
     query = query.order_by(attempt.desc()).limit(1)
@@ -237,7 +237,7 @@ def read_summary(
 
 
 def trim_summaries(connection: Connection, trial_id: int) -> None:
-    """Take what later attempts superseded out of the stored extremes and last values.
+    """Exclude superseded points from the stored extremes and last values of a trial's series.
 
     Lists sort and filter by them; `read_summary` needs the rest as well, and reads the points.
     """
@@ -273,7 +273,7 @@ def _add_missing_metric_summaries(
     summaries: dict[int, Summary],
     names: Mapping[str, Collection[str]] | None = None,
 ) -> None:
-    """Add the summaries of those series of a group of which only a part is visible."""
+    """Add the summaries of a group's partly visible series, computed from their points."""
     present = set(summaries)
     keys = None if names is None else names[selection.group]
     for _, pieces in visible_series_pieces(connection, selection):
@@ -366,7 +366,7 @@ def _new_series_tail(points: Points, summary: Summary) -> dict[str, Any]:
 def _first_chunks_of_series(
     connection: Connection, trial_id: int, attempt: int, long: dict[tuple[str, str], Points]
 ) -> list[dict[str, Any]]:
-    """Return the chunks of new series that began with more points than a tail may have."""
+    """Return the chunks of new series too long for a tail."""
     series = tables.series.c
     query = select(series.id, series.group, series.key).where(
         series.trial_id == trial_id, series.attempt == attempt
@@ -382,12 +382,13 @@ def _first_chunks_of_series(
 def _extended_series_tail(
     row: Row[Any], points: Points
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the series' changed columns, and the chunks that the tail became if it is full."""
+    """Return the changed columns of the series, and the chunks made from a full tail."""
     summary = stored_summary(row)
     summary.add(points)
     num_points = len(row.steps) // POINT_BYTES + len(points.steps)
     column = encode_points(points)
     tail = decode_points(row.kind, row.steps, row.times, row.value_bytes)
+    # Tails hold a single value kind: points of another kind turn the tail into a chunk.
     if column.kind == row.kind and num_points < _CHUNK_POINTS:
         tail.extend(points)
         column = encode_points(tail)

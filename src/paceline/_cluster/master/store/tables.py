@@ -84,7 +84,7 @@ tokens = Table(
 )
 
 
-# One row per (trial, attempt, group, key): the summary, and the newest points until they fill a
+# Row per (trial, attempt, group, key): the summary, and the newest points up to a full
 # chunk. Points lie in columns: steps as int64, times and float values as float64.
 series = Table(
     "series",
@@ -156,7 +156,7 @@ search_snapshots = Table(
     Column("snapshot", JSON, nullable=False),
 )
 
-# What a search shows of its rungs, as JSON, and how many of its inputs that includes.
+# Rung views of searches as JSON, with the number of search inputs included.
 search_views = Table(
     "search_views",
     metadata,
@@ -199,10 +199,10 @@ experiments = Table(
     # How the search ended: null while it may still create trials.
     Column("search_end", String),
     Column("retention_done", Boolean, nullable=False, default=False),
-    # Of a run that was made without a master: its run id and its run directory.
+    # Run id and run directory of a run made without a master.
     Column("external_id", String, unique=True),
     Column("external_path", String),
-    # What people write beside the configuration; the first two begin as it says.
+    # Texts editable by users; description and labels start with the values of the configuration.
     Column("description", Text, nullable=False, default="", server_default=""),
     Column("labels", JSON, nullable=False, default=list, server_default="[]"),
     Column("notes", Text, nullable=False, default="", server_default=""),
@@ -215,8 +215,8 @@ experiments = Table(
     Column("priority", Integer),
     Column("weight", Float),
     Column("queue_place", Float),
-    # Of a run that was made without a master and is reported live: for how many seconds nothing may
-    # be heard of it; null is for ever.
+    # Lease of a live-reported run made without a master: seconds of allowed silence;
+    # null means no limit.
     Column("report_lease_s", Float),
     # Null is what the configuration says; 0 is no limit.
     Column("max_slots", Integer),
@@ -263,7 +263,7 @@ trials = Table(
     Column("operations_closed", Boolean, nullable=False, default=False),
     # Records of its journals that were damaged, or that could not be stored.
     Column("num_records_lost", BigInteger, nullable=False, default=0, server_default="0"),
-    # What the user's code says of the trial as a whole, and the newest of its alerts.
+    # Run metadata set by the user's code, and the newest alerts.
     Column("metadata", JSON),
     Column("alerts", JSON),
     # Attempts that followed a transient error; the kind of error of `error`.
@@ -303,27 +303,27 @@ attempts = Table(
     Column("should_kill", Boolean, nullable=False, default=False),
     Column("control_version", Integer, nullable=False, default=1),
     Column("exit", JSON),
-    # Of a run's attempt: which journals it wrote, and when it last gave a sign of life. Null for
-    # attempts that a runner started.
+    # Journals of a run made without a master, and the time of its last record. Null for
+    # attempts started by a runner.
     Column("run_attempt", Integer),
     Column("run_generation", Integer),
     Column("last_record_at", Float),
     # The node that it was placed on, or that of rank 0; null is the master's own machine.
     Column("node_id", BigInteger),
-    # Its parts if it runs on several nodes (see `Member`), and where they meet once all are there.
+    # Parts of an attempt on several nodes (see `Member`), and the port for their rendezvous.
     Column("members", JSON(none_as_null=True)),
     Column("meeting_port", Integer),
     # The digest of what its chief ran in.
     Column("environment", String),
     # The name of its node, for when that is forgotten.
     Column("node_name", String),
-    # By generation, what ended the workers before it, so that they were started again.
+    # Causes of worker restarts, by the generation started after them.
     Column("restart_causes", JSON(none_as_null=True)),
     UniqueConstraint("trial_id", "number"),
     Index("ix_attempts_state", "state"),
     # Holds all that tells in which order an experiment's trials began.
     Index("ix_attempts_began", "experiment_id", "number", "created_at", "trial_id"),
-    # What failed a moment ago, and what a node did last.
+    # Indexes for recent failures, and for the last attempts on a node.
     Index("ix_attempts_ended", "ended_at"),
     Index("ix_attempts_node", "node_id", "id"),
     Index("ix_attempts_environment", "environment"),
@@ -346,8 +346,8 @@ journal_marks = Table(
     Column("sequence", BigInteger, nullable=False),
 )
 
-# What the chief of an attempt has spent its time on: the records that begin a session or follow a
-# checkpoint, and the newest one. Each generation is a session.
+# Time use of an attempt's chief: the records at the start of a session or after a
+# checkpoint, and the newest record. Each generation is a session.
 time_marks = Table(
     "time_marks",
     metadata,
@@ -423,7 +423,7 @@ nodes = Table(
     Column("facts", JSON, nullable=False),
     Column("is_draining", Boolean, nullable=False, default=False, server_default=false()),
     Column("registered_at", Float, nullable=False),
-    # Not written at each poll: what the next master knows of it.
+    # Last contact, not written at each poll: only a restarted master reads this column.
     Column("seen_at", Float),
     Column("has_left", Boolean, nullable=False, default=False, server_default=false()),
 )

@@ -1,4 +1,4 @@
-"""Logs of a trial; lines of many trials in order of time."""
+"""Log text of trials: a file per attempt beside the database, with a search index."""
 
 import heapq
 import os
@@ -45,7 +45,7 @@ class LogStore:
         self._damaged: dict[int, set[int]] = {}
 
     def append(self, trial_id: int, attempt: int, entries: list[LogEntry], member: int = 0) -> int:
-        """Store the entries that are new and return the id of the attempt's newest line.
+        """Store the new entries and return the id of the attempt's newest line.
 
         A log that is as large as may be says so once, and takes no more lines. Each node of an
         attempt counts its own lines.
@@ -69,7 +69,7 @@ class LogStore:
             file.append(entries)
 
     def last_sequence(self, trial_id: int, attempt: int, member: int = 0) -> int:
-        """Return the highest sequence number of a runner's that is stored, or -1."""
+        """Return the highest stored sequence number of a runner's lines, or -1."""
         with self._using(trial_id, attempt) as file, file.lock:
             return own_sequence(file.last_sequence_of(member))
 
@@ -133,7 +133,7 @@ class LogStore:
     def matching(
         self, trial_id: int, only: LogFilter, *, newest_first: bool = False
     ) -> Iterator[tuple[StoredLine | None, float]]:
-        """Yield the lines of a trial that pass a filter, in order or from the end, with times.
+        """Yield the matching lines of a trial in either order, with their times.
 
         For lines that do not pass, None and a time come instead: see `LogFile.matching_in_time`.
         """
@@ -168,7 +168,7 @@ class LogStore:
 
     @contextmanager
     def _using(self, trial_id: int, attempt: int) -> "Iterator[LogFile]":
-        """Give an attempt's file, which nobody else holds a second object of meanwhile.
+        """Provide the shared file object of an attempt: at most a single object exists per file.
 
         The store's lock is held for a moment only: a long file is read under its own.
         """
@@ -178,6 +178,7 @@ class LogStore:
             if file is None:
                 path = self._root / f"trial-{trial_id}" / f"attempt-{attempt}.jsonl"
                 file = LogFile(path, attempt, partial(self._note_damaged, trial_id))
+            # Reinserted last: the order of the dictionary is the order of use, see `_forget`.
             self._files[key] = file
             file.num_users += 1
         try:
@@ -224,7 +225,7 @@ def merge_lines(
     newest_first: bool = False,
     only: LogFilter | None = None,
 ) -> Iterator[tuple[int, StoredLine]]:
-    """Yield (trial id, line) of many trials by time; those of one trial stay in their order.
+    """Yield (trial id, line) of many trials by time, keeping the line order within each trial.
 
     With a filter, the lines are those that pass of the whole, in its order.
 
@@ -271,7 +272,7 @@ def _log_entries(
     else:
         lines = logs.matching(trial_id, only, newest_first=newest_first)
     for line, at in lines:
-        # Those that do not pass have their part in the order.
+        # Rejected lines still advance the time, so the order is the same with and without a filter.
         place = max(place, sign * at)
         if line is not None:
             yield place, sign * trial_id, sign * line.id, line

@@ -18,17 +18,18 @@ from paceline._cluster.master.store.row_ids_and_counts import FIRST_COUNTS, TRIG
 
 
 def back_up_before_upgrade(path: Path, version: int) -> Path:
-    """Copy a database beside itself before it is changed, and return the copy's path."""
+    """Copy a database beside itself for an upgrade, and return the copy's path."""
     copy = copy_of_version(path, version)
     part = copy.with_suffix(".part")
     copy_database(path, part)
+    # Rename once complete: a crash leaves no partial copy under the final name.
     part.replace(copy)
     sync_directory(copy.parent)
     return copy
 
 
 def upgrade(connection: Connection, version: int) -> None:
-    """Change the tables of a database of a known, earlier version to those of this one."""
+    """Upgrade the tables of a database from a known, earlier version to the current version."""
     operations = Operations(MigrationContext.configure(connection))
     for step in _STEPS[version - 1 :]:
         step(operations)
@@ -95,7 +96,7 @@ def _to_version_5(operations: Operations) -> None:
 
 
 def _to_version_6(operations: Operations) -> None:
-    """Add what version 6 adds; it must need little memory, however large a table is."""
+    """Add the tables and indexes of version 6 with little memory, however large a table is."""
     operations.create_table(
         "tokens",
         sa.Column("id", sa.Integer(), primary_key=True, autoincrement=True),
@@ -193,7 +194,7 @@ def _to_version_7(operations: Operations) -> None:
         "trials", sa.Column("retries", sa.Integer(), nullable=False, server_default="0")
     )
     operations.add_column("trials", sa.Column("error_kind", sa.String()))
-    # It names columns, and is made anew with these.
+    # Old trigger dropped: its column list is fixed, so `watch_rows` creates a new trigger.
     operations.execute("DROP TRIGGER IF EXISTS recorded_trials")
     operations.execute(_SET_RETRIES)
     operations.execute(_SET_ERROR_KIND)
@@ -232,7 +233,7 @@ def _to_version_9(operations: Operations) -> None:
         sa.Column("source", sa.JSON()),
     ):
         operations.add_column("experiments", column)
-    # It names columns, and is made anew with these.
+    # Old trigger dropped: its column list is fixed, so `watch_rows` creates a new trigger.
     operations.execute("DROP TRIGGER IF EXISTS recorded_experiments")
     operations.create_table(
         "pools",

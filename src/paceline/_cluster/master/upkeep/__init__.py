@@ -1,1 +1,1 @@
-"""Keeping a home: backups of it, and checks of what is in it."""
+"""Upkeep of a home: backups, and checks of its content."""

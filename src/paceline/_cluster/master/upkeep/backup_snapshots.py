@@ -1,4 +1,4 @@
-"""Backups as directories; files that belong to one."""
+"""Backups of a home as directories: each named by its time, complete with its content list."""
 
 import re
 import time
@@ -23,7 +23,7 @@ class BackupError(RuntimeError):
 
 
 class BackedUp(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a backup, and the size in bytes and change time of what it was copied from."""
+    """File of a backup, with the size in bytes and change time of its source."""
 
     size: int
     digest: str
@@ -32,7 +32,7 @@ class BackedUp(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def entry(self) -> FileEntry:
-        """What the copy must be."""
+        """Expected size and digest of the copy."""
         return FileEntry(self.size, self.digest)
 
 
@@ -58,24 +58,24 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_name(to: Path) -> str:
-    """Return the name of a new backup: the time, with a number if the second has one already."""
+    """Return the name of a new backup: the time, numbered if the second is already taken."""
     stamp = time.strftime("%Y-%m-%dT%H%M%S")
     taken = [_order(path)[1] for path in to.glob(f"{stamp}*")]
     return f"{stamp}-{max(taken) + 1}" if taken else stamp
 
 
 def part_of_backup(to: Path, name: str) -> Path:
-    """Return where a backup lies until it is whole."""
+    """Return the path of a backup in progress."""
     return to / f".{name}{_PART}"
 
 
 def parts_of_backups(to: Path) -> list[Path]:
-    """Return what interrupted backups left."""
+    """Return the remains of interrupted backups."""
     return sorted(to.glob(f".*{_PART}"))
 
 
 def whole_backups(to: Path) -> list[Path]:
-    """Return the backups that are whole, oldest first."""
+    """Return the complete backups, oldest first."""
     if not to.is_dir():
         return []
     found = [path for path in to.iterdir() if not path.name.startswith(".")]
@@ -83,7 +83,7 @@ def whole_backups(to: Path) -> list[Path]:
 
 
 def find_backup(source: Path) -> Path:
-    """Return a backup: `source` itself, or the newest whole one in it.
+    """Return a backup: `source` itself, or the newest complete backup in the directory.
 
     Raises:
         BackupError: There is none.
@@ -150,13 +150,13 @@ CHECKPOINTS = "checkpoints"
 
 # Nobody finds them in a backup: who gets hold of one must not get into a master by it.
 _SECRET = re.compile(r"secret|token|password|key", re.IGNORECASE)
-# What belongs to a running master, can be made again, or is a copy itself. The newest attempt is
-# noted again with the next one, and a restored database writes records of its own.
+# Files never backed up: state of a running master, derived files, and copies. The newest
+# attempt is noted again with the next attempt, and a restored database writes its own records.
 _OWN = re.compile(
     r"master\.(sqlite.*|json|lock|log.*|version-.*)|set_aside(/.*)?|restoring|records/.*"
     r"|attempts/newest|logs/.*\.index"
 )
-# Of a running attempt: whether it was started, what it wrote, and how it ended.
+# Files of a running attempt worth keeping: its start, its reports and output, and its end.
 _OF_ATTEMPT = re.compile(r"started|exit\.json|output\.jsonl|run/.*")
 # Files that grow; the line that is just being written is not whole.
 _GROWS = re.compile(r".*\.(jsonl|journal)")
@@ -164,7 +164,7 @@ _GROWS = re.compile(r".*\.(jsonl|journal)")
 
 @dataclass(slots=True)
 class BackupSelection:
-    """Files that belong to a backup, and what is left out, in words."""
+    """Files belonging to a backup, and descriptions of the omitted files."""
 
     names: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -173,7 +173,7 @@ class BackupSelection:
 def select_files(
     home: Path, known: KnownFiles, attempts: set[int], *, checkpoints: bool
 ) -> BackupSelection:
-    """Return the files of a home that go with a copy of its database.
+    """Return the files of a home belonging to a copy of its database.
 
     Args:
         home: The home; a master may be at work in it.
@@ -206,7 +206,7 @@ def grows(name: str) -> bool:
 
 
 def _files_below(home: Path) -> Iterator[str]:
-    """Yield the names of all files that are there; those that vanish meanwhile are left out."""
+    """Yield the names of all files present; files vanishing meanwhile are left out."""
     waiting = [home]
     while waiting:
         directory = waiting.pop()

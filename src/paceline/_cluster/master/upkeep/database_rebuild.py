@@ -48,7 +48,7 @@ _VERSIONS = 1_000_000
 
 @dataclass(kw_only=True, slots=True)
 class Rebuilt:
-    """What was made again, where the old database is, and what could not be made, by name."""
+    """Result of a rebuild: counts, the old database's new place, and the losses by name."""
 
     num_experiments: int = 0
     num_trials: int = 0
@@ -80,6 +80,7 @@ def rebuild_database(home: Path) -> Rebuilt:
         _load_into_database(connection, home, experiments, result)
     _finish_rebuild(part, home)
     with closing(sqlite3.connect(part)) as connection:
+        # Journal merged into the database: only a single file can be replaced atomically.
         connection.execute("PRAGMA journal_mode=DELETE")
         for name in ("experiments", "trials"):
             (number,) = connection.execute(f"SELECT count(*) FROM {name}").fetchone()  # noqa: S608
@@ -95,7 +96,7 @@ def rebuild_database(home: Path) -> Rebuilt:
 def _load_into_database(
     connection: sqlite3.Connection, home: Path, experiments: list[int], result: Rebuilt
 ) -> None:
-    """Store the rows of all records; a later line of a row takes the place of an earlier one."""
+    """Store the rows of all records; later lines of a row replace earlier lines."""
     columns = {
         table: {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         for table in RECORDED
@@ -129,7 +130,7 @@ def _load_into_database(
 
 
 def store_rebuilt_row(connection: sqlite3.Connection, row: RecordedRow, columns: set[str]) -> None:
-    """Store a recorded row in the place of what is there; columns that are gone are left out."""
+    """Store a recorded row in place of the present row; columns no longer known are left out."""
     values = {name: value for name, value in (row.values or {}).items() if name in columns}
     names = ", ".join(f'"{name}"' for name in values)
     marks = ", ".join("?" * len(values))
@@ -144,7 +145,7 @@ def store_rebuilt_row(connection: sqlite3.Connection, row: RecordedRow, columns:
 
 
 def _drop_orphans(connection: sqlite3.Connection, result: Rebuilt) -> None:
-    """Take out what belongs to a row that no whole line has."""
+    """Delete rows with a lost parent row, and report them."""
     while orphans := connection.execute("PRAGMA foreign_key_check").fetchall():
         lost: dict[tuple[str, str], int] = {}
         for table, row_id, parent, _ in orphans:
@@ -157,7 +158,7 @@ def _drop_orphans(connection: sqlite3.Connection, result: Rebuilt) -> None:
 
 
 def _finish_rebuild(part: Path, home: Path) -> None:
-    """Add what the files of the home say beyond the records."""
+    """Add the facts known only from the home's files, beyond the records."""
     database = Database(part)
     try:
         contexts = (home / "contexts").glob("*.tar.gz")
@@ -182,14 +183,14 @@ def _newest(directory: Path, prefix: str) -> int:
 
 
 class _RecordedInputs(SearchOperations):
-    """Search operations of inputs that the search has had already."""
+    """Search operations ignoring inputs, because recorded inputs were already applied."""
 
     def apply_input(self, transaction: Transaction, experiment_id: int, given: Input) -> None:
         """Do nothing: the input is recorded."""
 
 
 class _JudgedBefore(StateChanges):
-    """Changes that follow from records which the search has had already."""
+    """State changes for records already judged by the search, without new inputs."""
 
     def __init__(self, logs: LogStore) -> None:
         searches = Searches()
@@ -199,11 +200,11 @@ class _JudgedBefore(StateChanges):
     def note(
         self, transaction: Transaction, trial_id: int, attempt: int, level: str, text: str
     ) -> None:
-        """Write nothing: the log has it."""
+        """Write nothing: the log already has the line."""
 
 
 def _rebuild_from_journals(transaction: Transaction, home: Path) -> None:
-    """Take what running attempts had reported up to the last input of their search.
+    """Apply the reports of running attempts up to the last input of their search.
 
     What they reported later is sent by their runners, as to any master that lacks it.
     """
@@ -214,7 +215,7 @@ def _rebuild_from_journals(transaction: Transaction, home: Path) -> None:
         directory = home / "attempts" / str(attempt.id)
         if not directory.is_dir():
             if attempt.id <= newest_attempt(home / "attempts"):
-                # It was started once, so it has ended; its trial goes on with another one.
+                # Attempt started earlier, so ended by now: its trial must resume in another.
                 directory.mkdir(mode=0o700, parents=True)
                 (directory / "started").touch(mode=0o600)
             continue
@@ -245,7 +246,7 @@ def _batches_for_rebuild(run: Path, judged: dict[tuple[int, int], int]) -> Itera
 
 
 def _recompute_best(transaction: Transaction) -> None:
-    """Bring what follows from metrics up to date."""
+    """Recompute the values derived from metrics."""
     trials, experiments = tables.trials, tables.experiments
     managed = select(experiments.c.id).where(experiments.c.external_id.is_(None))
     query = select(trials).where(trials.c.experiment_id.in_(managed))

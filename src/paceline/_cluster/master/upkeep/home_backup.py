@@ -55,7 +55,7 @@ faults.register("backup.database_copied", "backup.between_files", "backup.before
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackupResult:
-    """A backup that is whole: its directory, its content, and what had to be copied for it."""
+    """Complete backup: its directory, its content, and the amount copied for the backup."""
 
     path: Path
     content: Content
@@ -64,7 +64,7 @@ class BackupResult:
 
 
 class Backup:
-    """Make backups of one home in a directory; files that did not change are shared by them.
+    """Maker of backups of a home in a directory; unchanged files are shared between backups.
 
     Args:
         home: The home.
@@ -116,7 +116,7 @@ class Backup:
             yield
 
     def make(self) -> BackupResult:
-        """Make a backup and return it; for who holds the directory.
+        """Make a backup and return the result; the caller must hold the directory.
 
         Raises:
             DatabaseVersionError: The database is damaged, or cannot be read.
@@ -134,6 +134,7 @@ class Backup:
             sync_tree(part)
             faults.reach("backup.before_content")
             write_durably(part / CONTENT_NAME, msgspec.json.encode(content))
+            # Rename last: a crash before leaves a part to be cleaned up, never a broken backup.
             part.rename(self._to / name)
             sync_directory(self._to)
         except BaseException:
@@ -147,7 +148,7 @@ class Backup:
         )
 
     def remove(self, path: Path) -> None:
-        """Remove a backup; it counts as whole until it is gone from its place."""
+        """Remove a backup, renamed first so a partial removal never looks complete."""
         gone = part_of_backup(self._to, path.name)
         path.rename(gone)
         _remove_backup(gone)
@@ -158,7 +159,7 @@ class Backup:
             self.remove(path)
 
     def _newest(self) -> tuple[Path | None, Content | None]:
-        """Return the newest earlier backup of this home that can be read."""
+        """Return this home's newest readable backup and its content; None for both without."""
         for path in reversed(whole_backups(self._to)):
             try:
                 content = read_backup_content(path)
@@ -174,7 +175,7 @@ class Backup:
 
 
 class _BackupWork:
-    """One backup that is being made, beside the newest earlier one."""
+    """Backup in progress, next to the newest earlier backup."""
 
     def __init__(
         self, home: Path, part: Path, earlier: Path | None, content: Content | None
@@ -257,13 +258,14 @@ class _BackupWork:
         self.num_bytes_copied += entry.size
 
     def _link(self, name: str) -> bool:
-        """Share a file with the earlier backup; False where that cannot be done."""
+        """Share a file with the earlier backup by a link; return False if impossible."""
         assert self._earlier is not None
         target = self._part / name
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             if (self._earlier / name).stat().st_size != self._known[name].size:
                 return False  # damaged
+            # Temporary name first: `os.link` cannot replace a present target, such as a fresh copy.
             link = target.with_name(f".{target.name}.link")
             os.link(self._earlier / name, link)
             link.replace(target)
@@ -272,7 +274,7 @@ class _BackupWork:
         return True
 
     def _drop_torn_checkpoints(self, names: list[str], left_out: list[str]) -> None:
-        """Leave out the checkpoints that were deleted while they were copied."""
+        """Leave out checkpoints deleted during the copy."""
         wanted = [name for name in names if name.startswith(f"{CHECKPOINTS}/")]
         torn = {name.split("/")[1] for name in wanted if name not in self._files}
         for name in wanted:
@@ -297,12 +299,12 @@ def _num_elsewhere(connection: Connection, storage: str) -> int:
 
 
 def _remove_backup(path: Path) -> None:
-    """Remove a directory of files that nobody may write to."""
+    """Remove a backup directory with its read-only files; errors are ignored."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _first_file(path: Path) -> Path:
-    """Return what is no directory on the way to a path: itself, or one of its parents."""
+    """Return the first existing path among a path and its parents."""
     return next(one for one in (path, *path.parents) if one.exists())
 
 
@@ -317,7 +319,7 @@ def follow_home(
     stop: threading.Event,
     on_error: Callable[[Exception], None],
 ) -> Iterator[BackupResult]:
-    """Make a backup whenever the home has changed, and yield it; each replaces the one before.
+    """Make and yield a backup after each change of the home; each replaces the last backup.
 
     A backup that fails is told of and tried again: the one before it stays.
 

@@ -1,4 +1,4 @@
-"""Paceline home check: identity, secrets, mending."""
+"""`paceline home check`: a home's database against its files, and repairs."""
 
 import fcntl
 import os
@@ -65,7 +65,7 @@ _FORK = "fork the experiment with its secrets"
 def check_small_files(
     home: Path, connection: Connection, report: Report, *, without: Collection[str]
 ) -> None:
-    """Look at the files of a home that are read as a whole, without those that are no files."""
+    """Check a home's small files, except entries of the wrong kind."""
 
     def tell(name: str, problem: str, hint: str) -> None:
         if name not in without:
@@ -124,7 +124,7 @@ def _identity_problem(path: Path, connection: Connection) -> str | None:
 
 
 def _check_secrets(path: Path, connection: Connection, report: Report) -> None:
-    """Compare the secrets with the experiments that have not ended and need some."""
+    """Compare the secrets with the needs of unfinished experiments."""
     try:
         known = read_secret_file(path)
     except SecretFileError:
@@ -154,7 +154,7 @@ _HOME_FILES = (DATABASE, "master.lock", *_HOME_DIRECTORIES)
 
 @dataclass(kw_only=True, slots=True)
 class CheckResult:
-    """What a check found.
+    """Result of a check.
 
     Attributes:
         findings: The differences; those that were fixed say how.
@@ -206,7 +206,7 @@ def check(home: Path, *, is_quick: bool = False) -> CheckResult:
 
 
 def fix(home: Path, *, is_quick: bool = False) -> CheckResult:
-    """Check a home and mend what can be mended, for a home without a master.
+    """Check a home and repair the problems found; the home must have no master.
 
     A missing or damaged database is made from the records and journals. Rows that differ from
     their record get its values. Records that are damaged are written anew. Checkpoints that are
@@ -230,7 +230,7 @@ def fix(home: Path, *, is_quick: bool = False) -> CheckResult:
                     f" ({error})."
                     " Hint: `paceline home check` says what is in the way; move that away."
                 ) from error
-    # What is not found any more is mended, and only that.
+    # Findings absent from the second check are fixed, and only those.
     after = check(home, is_quick=is_quick).findings
     left = {(one.kind, one.where) for one in after}
     result = CheckResult()
@@ -255,7 +255,7 @@ def _is_unreadable(findings: list[Finding]) -> bool:
 
 
 def _look_at_home(home: Path, *, is_quick: bool) -> list[Finding]:
-    """Return all differences; of a home whose database cannot be opened, those that keep it so."""
+    """Return all findings; for a database beyond opening, only the reasons for this."""
     wrong = find_wrong_entries(home)
     findings = [
         Finding(kind="home", where=one.name, problem=one.problem, hint=one.hint) for one in wrong
@@ -302,7 +302,7 @@ def _look_at_home(home: Path, *, is_quick: bool) -> list[Finding]:
 
 
 def _database_problem(home: Path, *, is_quick: bool) -> str | None:
-    """Say what is wrong with the database as a whole."""
+    """Return the problem of the database as a whole, None without a problem."""
     database = home / DATABASE
     if not database.exists() or database.stat().st_size == 0:
         return "is empty" if database.exists() else "is missing"
@@ -317,7 +317,7 @@ def _database_problem(home: Path, *, is_quick: bool) -> str | None:
             orphans = connection.execute(text("PRAGMA foreign_key_check")).all()
             if orphans:
                 return f"has {len(orphans)} rows that refer to nothing"
-        # It may be older than its home.
+        # Age check: the database may be older than the files of its home.
         check_for_lost_database(home, database)
     except DatabaseVersionError as error:
         return f"is damaged ({getattr(error.__cause__, 'orig', None) or error.__cause__})"
@@ -354,7 +354,7 @@ def _mend_database(home: Path, finding: Finding) -> Finding:
 
 
 def _mend_rows_of_home(home: Path, *, is_quick: bool) -> None:
-    """Mend rows of the database, records and checkpoints that are gone."""
+    """Repair rows of the database, records, and missing checkpoints."""
     with open_read_only(home / DATABASE) as connection:
         wrong = check_records(home, connection, lambda _: None)
         gone = check_checkpoints(

@@ -24,7 +24,7 @@ from paceline.storage._directory_storage import DirectoryStorage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One difference.
+    """Difference found by a check.
 
     Attributes:
         kind: ``home``, ``database``, ``record``, ``context``, ``log``, ``journal`` or
@@ -43,7 +43,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The finding in one sentence."""
+        """Finding as a sentence, with its hint or fix."""
         hint = "" if self.hint is None else f" Hint: {self.hint}."
         done = hint if self.fix is None else f" Fixed: {self.fix}."
         return f"{self.where} {self.problem}.{done}"
@@ -53,7 +53,7 @@ Report = Callable[[Finding], None]
 
 
 class CheckPace:
-    """Keep reads of files to a number of bytes per second; without one, they are not slowed.
+    """Limiter of file reads to a number of bytes per second; without a rate, no waits.
 
     Args:
         bytes_per_s: The rate.
@@ -75,7 +75,7 @@ class CheckPace:
 _PIECE = 1024 * 1024
 _MOVE = "move it away"
 _CODE = "send the code again: `paceline experiment fork` with the code directory"
-# Where something else than a directory would be left out without a word.
+# Places of directories: readers would silently skip anything else there.
 _IN_DIRECTORIES = (
     ("logs", r"trial-\d+", "log"),
     ("attempts", r"\d+", "journal"),
@@ -83,7 +83,7 @@ _IN_DIRECTORIES = (
 
 
 def check_directories(home: Path, connection: Connection, report: Report) -> None:
-    """Look for directories of a home that are gone, and for what in them is no directory."""
+    """Find missing directories of a home, and entries of the wrong kind within."""
     attempts = tables.attempts.c
     ran = connection.execute(select(func.count(distinct(attempts.trial_id)))).scalar_one()
     if ran and not (home / "logs").exists():
@@ -116,7 +116,7 @@ def _wrong_directory(path: Path) -> str | None:
 
 
 def check_contexts(home: Path, connection: Connection, report: Report, pace: CheckPace) -> None:
-    """Compare uploaded code with the digests that name it, and with the experiments that use it."""
+    """Compare uploaded code with its digests, and with the experiments using the code."""
     experiments = tables.experiments.c
     query = select(experiments.id, experiments.context_digest).order_by(experiments.id)
     users: dict[str, list[int]] = {}
@@ -160,7 +160,7 @@ def check_logs(home: Path, report: Report, pace: CheckPace) -> None:
 
 
 def check_journals(home: Path, connection: Connection, report: Report) -> None:
-    """Look for damaged and missing lines in the journals of attempts that have not ended."""
+    """Find damaged and missing lines in the journals of unfinished attempts."""
     attempts = tables.attempts.c
     query = select(attempts.id).where(attempts.state != AttemptState.ENDED.value)
     for attempt_id in list(connection.execute(query.order_by(attempts.id)).scalars()):
@@ -291,7 +291,7 @@ def _sha256(path: Path, pace: CheckPace) -> str:
 
 
 def _unreadable(path: Path, error: Exception) -> str | None:
-    """Say why a file cannot be read; None if it was removed meanwhile."""
+    """Return why a file cannot be read; None if removed meanwhile."""
     if isinstance(error, FileNotFoundError):
         return "is a link to nothing" if path.is_symlink() else None
     reason = error.strerror if isinstance(error, OSError) else str(error)

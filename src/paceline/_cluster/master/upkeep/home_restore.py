@@ -44,7 +44,7 @@ ALL_TOKENS = "all"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredToken:
-    """A token of a backup that was neither revoked nor expired, and whether it is kept."""
+    """Usable token of a backup, and whether the restore keeps the token."""
 
     name: str
     scope: str
@@ -54,7 +54,7 @@ class RestoredToken:
 
 @dataclass(kw_only=True, slots=True)
 class RestoredAccess:
-    """What became of the tokens and passwords of a backup.
+    """Tokens and passwords of a backup after the restore.
 
     Attributes:
         old_home: The home that told what was revoked and changed since; None if there was none.
@@ -69,7 +69,7 @@ class RestoredAccess:
 
 @dataclass(frozen=True, slots=True)
 class OldAccess:
-    """What a lost home knows: passwords by user, and when each token was revoked, by digest."""
+    """Access data of a lost home: passwords by user, and times of revocation by digest."""
 
     home: Path
     users: dict[str, tuple[str, float]]
@@ -77,7 +77,7 @@ class OldAccess:
 
 
 def read_old_access(home: Path) -> OldAccess:
-    """Return what a home knows of users and tokens: by its database, or else by its records.
+    """Return a home's users and tokens, from its database or else its records.
 
     Raises:
         BackupError: It has neither.
@@ -124,7 +124,7 @@ def _access_of_records(home: Path, records: Path) -> OldAccess:
 
 
 def check_kept_names(database: Path, keep: Collection[str]) -> None:
-    """Check that a backup has the tokens that are to be kept.
+    """Check the presence of the tokens to keep in a backup.
 
     Raises:
         BackupError: It has not.
@@ -228,7 +228,7 @@ faults.register("restore.before_database")
 
 @dataclass(kw_only=True, slots=True)
 class RestoreResult:
-    """What was restored: the backup, its content, and the files that were damaged in it.
+    """Result of a restore: the backup, its content, and the damaged files.
 
     `num_lost_checkpoints` counts those that neither the backup nor the home has: they are deleted
     for the restored database, so that trials do not start from them. `access` says which tokens and
@@ -299,7 +299,7 @@ def restore(
 
 
 def restore_copy(copy: Path) -> tuple[Path, RestoredAccess]:
-    """Put the copy that an upgrade has kept in the place of its home's database.
+    """Put the copy kept by an upgrade in place of its home's database.
 
     The files that came after the upgrade stay: a master of the earlier version moves them away.
     Tokens that were revoked since stay so, passwords are those of now, and browsers are signed out.
@@ -350,11 +350,12 @@ def _check_empty(home: Path) -> None:
 
 @contextmanager
 def _marked_as_restoring(home: Path) -> Iterator[None]:
-    """Keep a file in the home for as long as it is not whole."""
+    """Keep a marker file in the home until the home is complete."""
     home.chmod(0o700)
     (home / RESTORING_NAME).touch()
     yield
     sync_tree(home)
+    # Marker removed after the sync: a power cut must not leave an unmarked partial home.
     (home / RESTORING_NAME).unlink()
     sync_tree(home)
 
@@ -379,7 +380,7 @@ def _restore_database(
     result: RestoreResult,
     settle: Callable[[sqlite3.Connection], RestoredAccess],
 ) -> None:
-    """Copy the database, have it name this home, and put it in its place."""
+    """Copy the database, adapt the copy to this home, and move the copy into place."""
     target = home / DATABASE
     part = target.with_name(f".{DATABASE}.part")
     entry = result.content.files.get(DATABASE)
@@ -393,14 +394,14 @@ def _restore_database(
         with connection:
             _move_checkpoints(connection, home, result)
             result.access = settle(connection)
-            # Those beside the backup may be newer than its database.
+            # Records beside the backup may be newer than its database, so they must begin anew.
             connection.execute("DELETE FROM meta WHERE key = ?", (RECORDS_BEGUN,))
         running = connection.execute(
             "SELECT id, state FROM attempts WHERE state != ?", (AttemptState.ENDED.value,)
         ).fetchall()
     for attempt_id, state in running:
         directory = home / "attempts" / str(attempt_id)
-        # One that never began starts as if nothing had been.
+        # Attempts pending without a directory never began: they start normally.
         if state != AttemptState.PENDING.value or directory.exists():
             _mark_started(directory)
     faults.reach("restore.before_database")
@@ -408,7 +409,7 @@ def _restore_database(
 
 
 def _move_checkpoints(connection: sqlite3.Connection, home: Path, result: RestoreResult) -> None:
-    """Have the database name the home's checkpoints, and no others that were in a home."""
+    """Adapt checkpoint rows to this home, and mark missing checkpoints as deleted."""
     storage = str(home / CHECKPOINTS)
     connection.execute(
         "UPDATE checkpoints SET storage = ? WHERE storage = ?",
@@ -428,7 +429,7 @@ def _move_checkpoints(connection: sqlite3.Connection, home: Path, result: Restor
 
 
 def _mark_started(directory: Path) -> None:
-    """Have an attempt end that ran when the backup was made: its trial goes on with another one.
+    """Mark a running attempt as started: the attempt ends, and its trial resumes in another.
 
     What its journals say is taken over before.
     """

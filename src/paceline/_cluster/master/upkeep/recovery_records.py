@@ -1,4 +1,4 @@
-"""Records beside the database: files, writer, comparison with it."""
+"""Records beside the database: writing, reading, and comparison with the database."""
 
 import logging
 import os
@@ -60,19 +60,19 @@ _ACCOUNTS_NAME = "accounts.jsonl"
 
 
 def record_path(home: Path, experiment_id: int | None) -> Path:
-    """Return the file of an experiment, or that of users and tokens for None."""
+    """Return the record file of an experiment, or of users and tokens for None."""
     name = _ACCOUNTS_NAME if experiment_id is None else f"experiment-{experiment_id}.jsonl"
     return home / RECORDS / name
 
 
 def recorded_experiments(home: Path) -> list[int]:
-    """Return the experiments that have a record, by number."""
+    """Return the experiments with a record, in order of their numbers."""
     names = (path.stem.removeprefix("experiment-") for path in (home / RECORDS).glob("exp*.jsonl"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def read_record(path: Path) -> Iterator[tuple[int, RecordedRow | None]]:
-    """Yield the number of each line, from 1, and its row; None if it is damaged.
+    """Yield the number of each line, from 1, and its row; None for a damaged line.
 
     A last line without its end is being written, or was cut off: it is left out.
     """
@@ -126,7 +126,7 @@ _REST = 4.0
 
 
 class Recorder:
-    """A thread that writes changed rows to the records, after their transaction.
+    """Thread writing changed rows to the records, after their transactions.
 
     The database holds what is yet to be written, so that a kill loses nothing of it. A disk that
     is full holds up the records and nothing else.
@@ -144,20 +144,20 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
 
     def start(self) -> None:
-        """Begin; in a home of an earlier version, with all that is there."""
+        """Start the thread; in a home of an earlier version, all rows are recorded first."""
         begin_records(self._database)
         self._database.on_commit(lambda _: self._changed.set())
         self._changed.set()
         self._thread.start()
 
     def close(self) -> None:
-        """Write what is left and stop."""
+        """Write the remaining changes and stop."""
         self._closing.set()
         self._changed.set()
         self._thread.join()
 
     def flush(self) -> None:
-        """Write all that waits.
+        """Write all pending changes.
 
         Raises:
             OSError: It cannot be written.
@@ -171,7 +171,7 @@ class Recorder:
             began = time.monotonic()
 
     def _is_long(self) -> bool:
-        """Tell whether there is more than a moment's work; the next master goes on with it."""
+        """Return whether much work is left; the next master can continue the work."""
         query = select(tables.unrecorded.c.id).where(tables.unrecorded.c.kind == ALL).limit(1)
         with self._database.read() as connection:
             return connection.execute(query).first() is not None
@@ -189,13 +189,13 @@ class Recorder:
                 logger.exception("The records cannot be written; they are tried again.")
                 self._changed.set()
                 self._closing.wait(_RETRY_S)
-            # What was stored in a lost database is in the records, and nothing comes after it.
+            # Lost database: its stored changes are recorded already, and nothing more can follow.
             if self._closing.is_set() or isinstance(self._database.failure, DatabaseLostError):
                 return
 
 
 def write_some(database: Database, home: Path, after: int = 0) -> int:
-    """Write the oldest changes that wait.
+    """Write the oldest pending changes.
 
     Args:
         database: The database.
@@ -223,7 +223,7 @@ def write_some(database: Database, home: Path, after: int = 0) -> int:
             _write_records(connection, home, experiment_id, own)
     faults.reach("recorder.written")
     last: int = changes[-1].id
-    # What a lost database has is not asked for again.
+    # Lost database: its pending rows are never read again, so removal may fail.
     with suppress(DatabaseLostError):
         database.write(lambda t: _forget_records(t, last)).result()
     return last
@@ -266,7 +266,8 @@ def _rows_to_recover(connection: Connection, changes: list[Row[Any]]) -> Iterato
             seen.add((change.kind, change.row_id))
             has_inputs |= change.kind in (ALL, "search_inputs")
             yield from rows_of_change(connection, change.kind, change.row_id)
-    # What the search has judged must not be judged again when the journals are read anew.
+    # Journal marks of running attempts, recorded with inputs: a rebuild must not judge records
+    # again when reading the journals anew.
     if has_inputs and changes[0].experiment_id is not None:
         yield from marks_of_running(connection, changes[0].experiment_id)
 
@@ -290,14 +291,14 @@ _COMPARED = {
 # A later attempt of a trial changes these when it starts; they are recorded when it ends.
 _EXTREMES = ("min", "max", "last")
 
-# What the record of users and tokens has besides those of experiments.
+# Tables recorded for users and tokens only, besides the tables of experiments.
 _ACCOUNTS = (tables.users, tables.tokens)
 
 Key = tuple[str, tuple[Any, ...]]
 
 
 def check_records(home: Path, connection: Connection, report: Report) -> list[int | None]:
-    """Compare what the database holds of each experiment with its record.
+    """Compare each experiment's rows in the database with its record.
 
     Experiments of which something is yet to be recorded are left out.
 
@@ -342,7 +343,7 @@ def _check_experiment_records(
         report(Finding(kind="record", where=name, problem=problem, hint="move it away"))
         return True
     if num_damaged:
-        # Which rows the lines held is not known.
+        # Damaged lines hide their rows, so a comparison would be meaningless.
         report(_damaged(name, num_damaged))
         return True
     num_lacking = 0
@@ -407,7 +408,7 @@ _MISSING = "is in the record and not in the database"
 
 
 def rows_to_mend(home: Path, connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
-    """Yield the newest recorded rows that the database has in another way, or not at all."""
+    """Yield the newest recorded rows differing from the database or missing there."""
     wanted: dict[Key, RecordedRow] = {}
     is_over = _is_over(connection, experiment_id)
     for _, row in read_record(record_path(home, experiment_id)):
@@ -421,7 +422,7 @@ def rows_to_mend(home: Path, connection: Connection, experiment_id: int) -> Iter
 
 
 def mend_recorded_row(connection: sqlite3.Connection, row: RecordedRow) -> None:
-    """Give a row of the database the compared values of its record, or make it."""
+    """Update a database row from its record, or insert the missing row."""
     assert row.values is not None
     present = {found[1] for found in connection.execute(f"PRAGMA table_info({row.table})")}
     key = primary_key(row.table)
@@ -445,7 +446,7 @@ def mend_recorded_row(connection: sqlite3.Connection, row: RecordedRow) -> None:
 
 
 def key_of_record(row: RecordedRow) -> Key:
-    """Return what tells a row from others."""
+    """Return the identifying key of a recorded row: its table and primary key."""
     assert row.values is not None
     return row.table, tuple(row.values[name] for name in primary_key(row.table))
 

@@ -35,7 +35,7 @@ _Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class CheckpointSaver:
-    """Store checkpoints, one at a time, in a thread.
+    """Background writer of checkpoints: a thread stores them, each after the other.
 
     The thread stays until `finish`, as it takes long to begin one where ranks share cores.
 
@@ -61,7 +61,7 @@ class CheckpointSaver:
         self._is_stored.set()
         self._error: BaseException | None = None
         self._failures = StoreFailures()
-        # What is given up unfinished, as by Ctrl-C, leaves no thread either.
+        # Thread end by garbage collection: a saver abandoned by Ctrl-C must leave no thread behind.
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     @property
@@ -81,7 +81,7 @@ class CheckpointSaver:
         write_more: Callable[[Path], None] = lambda path: None,
         sender_for: Callable[[Path], FileSender | None] = lambda path: None,
     ) -> None:
-        """Copy the state and store it: one file pair per part.
+        """Copy the state and start storing the copy, as a pair of files per part.
 
         Args:
             parts: Names of files to nested states, some of them `StateInPieces`.
@@ -108,18 +108,18 @@ class CheckpointSaver:
         self._is_stored = is_stored
 
     def check(self) -> None:
-        """Raise the error of a checkpoint without which training must not go on."""
+        """Raise the error of a lost checkpoint if training must stop for the loss."""
         if self._error is not None:
             error, self._error = self._error, None
             self._failures.note_lost(error)
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is being stored, and check it."""
+        """Wait for the checkpoint being stored, then check for an error."""
         self._wait()
         self.check()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being stored, and raise the error of the newest."""
+        """Wait for the checkpoint being stored, and raise any error of the newest checkpoint."""
         self._wait()
         if self._thread is not None:
             self._jobs.put(None)
@@ -152,18 +152,19 @@ class CheckpointSaver:
         except BaseException as error:  # raised in the training thread
             self._error = error
         finally:
+            # Set after an error, too: the training thread waits for this event.
             is_stored.set()
 
 
 def _work(jobs: _Jobs) -> None:
     while (job := jobs.get()) is not None:
         job()
-        # It would keep the saver, and with it the copies of the state.
+        # Reference dropped while waiting: the job would keep the saver and its copies of the state.
         del job
 
 
 class BestValidation:
-    """Decide which validations ask for a checkpoint.
+    """Best validation so far, deciding for each new validation whether to store a checkpoint.
 
     Args:
         policy: "best", "all" or "none".
@@ -182,13 +183,13 @@ class BestValidation:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "BestValidation":
-        """Return what `state` has told, also as a part of a larger state."""
+        """Return the object recorded by `state`, also from within a larger state."""
         made = cls("best", *state.get("judged_by", (None, True)))
         made.best, made.best_metrics = state["best"], state["best_metrics"]
         return made
 
     def state(self) -> dict[str, Any]:
-        """Return the best so far and what it was judged by."""
+        """Return the best metrics so far, with the metric and the direction of comparison."""
         return {
             "best": self.best,
             "best_metrics": self.best_metrics,
@@ -196,7 +197,7 @@ class BestValidation:
         }
 
     def carry_on(self, earlier: "BestValidation") -> None:
-        """Take over the best so far, unless it was judged by another metric."""
+        """Take over the best metrics of `earlier`, unless judged by another metric."""
         if (earlier.metric, earlier.is_smaller_better) == (self.metric, self.is_smaller_better):
             self.best, self.best_metrics = earlier.best, earlier.best_metrics
 
@@ -244,7 +245,7 @@ class BestValidation:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, such as one of NumPy's or in a tensor, as a float; None for all else."""
+    """Return a number (also of NumPy or in a tensor) as a float; None for other values."""
     if isinstance(value, (str, bytes)):
         return None
     try:
@@ -257,7 +258,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeptCheckpoints:
-    """The checkpoints of a run that exist; those that its rules do not keep are deleted.
+    """Existing checkpoints of a run; checkpoints not kept by the rules are deleted.
 
     Args:
         existing: What exists at first, in the order of storing.
@@ -275,11 +276,11 @@ class KeptCheckpoints:
 
     @property
     def uuids(self) -> list[str]:
-        """The checkpoints that exist, the newest last."""
+        """The UUIDs of the existing checkpoints, the newest last."""
         return [kept.uuid for kept in self._existing]
 
     def add(self, checkpoint: Kept) -> None:
-        """Take in a new one, and delete what the rules do not keep any more."""
+        """Add a new checkpoint, and delete checkpoints no longer kept by the rules."""
         self._existing.append(checkpoint)
         for kept in to_delete(self._existing, self._rules, now_s=time.time()):
             try:
@@ -294,7 +295,7 @@ class KeptCheckpoints:
 
 
 class CheckpointRetention:
-    """Keep the checkpoints of a run that its rules ask for; for the chief.
+    """Retention of a run's checkpoints by the rules; used on the chief only.
 
     Args:
         core_context: The core context.
@@ -320,14 +321,14 @@ class CheckpointRetention:
         self._scores[steps_completed] = self._best_validation.score(metrics)
 
     def note_checkpoint(self, stored: CheckpointStored) -> None:
-        """Take in a new checkpoint, and delete what the rules do not keep any more.
+        """Add a new checkpoint, and delete checkpoints no longer kept by the rules.
 
         It may be called in another thread than `note_validation`.
         """
         self._kept.add(self._scored(stored))
 
     def kept_of(self, uuids: Iterable[str]) -> list[str]:
-        """Return those of some checkpoints that exist, in their order."""
+        """Return the still existing checkpoints of `uuids`, in the given order."""
         existing = {*self._kept.uuids}
         return [uuid for uuid in uuids if uuid in existing]
 

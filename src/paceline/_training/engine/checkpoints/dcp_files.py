@@ -24,7 +24,7 @@ from paceline.storage._checkpoint_files import CheckpointCorruptError
 
 METADATA_NAME = ".metadata"
 
-# What the classes of the pickle are, by the modules they are in.
+# Classes allowed in the pickle, by module.
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -43,7 +43,7 @@ _CLASSES = {
 
 
 class _StandIn:
-    """Stands for an object of the pickle: keeps what it is made of."""
+    """Stand-in for an object of the pickle, holding its constructor arguments or state."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
@@ -59,7 +59,7 @@ class _StandIn:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Read ``.metadata``; no class of it is loaded, and no function called."""
+    """Unpickler of ``.metadata``; loads no class and calls no function of the pickle."""
 
     def __init__(self, file: io.BufferedReader) -> None:
         super().__init__(file)
@@ -82,7 +82,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(enum: Any, name: str) -> _StandIn:
-    """Stand for `getattr`, by which Python 3.11.0 to 3.11.3 pickles the members of an enum."""
+    """Replace `getattr` in pickles: Python 3.11.0 to 3.11.3 pickles enum members by `getattr`."""
     if not (isinstance(enum, type) and issubclass(enum, _StandIn)):
         raise pickle.UnpicklingError("it calls builtins.getattr, which is not allowed there")
     return enum(name)
@@ -132,7 +132,7 @@ class DcpFiles:
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of all values, also of those that are no tensors."""
+        """The names of all stored values, tensors or not."""
         return [*self._described]
 
     def tensors(self) -> dict[str, StoredTensor]:
@@ -165,6 +165,7 @@ class DcpFiles:
         tensor, sizes, place = self._places[name]
         path = str(place.relative_path)
         try:
+            # Plain names only: a crafted ``.metadata`` must not lead outside of the directory.
             if not re.fullmatch(r"[\w.-]+", path):
                 raise ValueError("the name of the file must be plain")
             if getattr(place, "transform_descriptors", None):
@@ -185,13 +186,13 @@ class DcpFiles:
 
 
 def write_dcp(directory: Path, state: Mapping[str, Any]) -> None:
-    """Write a state as a new DCP directory, with one tensor in memory at a time.
+    """Write a state as a new DCP directory, with a single tensor in memory at a time.
 
     Args:
         directory: The directory.
         state: A nested dictionary, with a `StoredTensor` in the place of each tensor.
     """
-    # It takes a second to import.
+    # Late import: the module takes a second to import.
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -208,13 +209,13 @@ def write_dcp(directory: Path, state: Mapping[str, Any]) -> None:
     # The library keeps all tensors of a file in memory until the file is written.
     writer = FileSystemWriter(directory, single_file_per_rank=False, thread_count=1)
     with warnings.catch_warnings():
-        # One process is what is meant.
+        # Warning expected here: a single process writes the checkpoint.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         save(placeholders, storage_writer=writer, planner=Planner(), no_dist=True)
 
 
 def _placeholders(state: Any, stored: dict[int, StoredTensor]) -> Any:
-    """Return a state with tensors without memory, and note what each of them stands for."""
+    """Return a state of meta tensors, and record the stored tensor behind each placeholder."""
     if isinstance(state, StoredTensor):
         placeholder = torch.empty(state.shape, dtype=state.dtype, device="meta")
         stored[id(placeholder)] = state

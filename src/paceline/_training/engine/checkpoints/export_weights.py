@@ -32,7 +32,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class ExportedWeights(NamedTuple):
-    """What `export_weights` has written.
+    """Result of `export_weights`: files, values left out, tied names and base.
 
     Attributes:
         files: The files, in the order of the weights.
@@ -208,7 +208,7 @@ def _write_exported(
 
 @contextmanager
 def _written_together() -> Iterator[Callable[[Path], Path]]:
-    """Give a function that names the temporary file for a new one; all appear at the end.
+    """Yield a function naming a temporary file for each new file; rename all files at the end.
 
     Raises:
         FileExistsError: One is there already.
@@ -240,7 +240,7 @@ def _remove(path: Path) -> None:
 
 
 def require_onnx() -> None:
-    """Refuse to go on without the packages that the export needs.
+    """Require the packages needed for the ONNX export.
 
     Raises:
         ModuleNotFoundError: One is not installed.

@@ -1,4 +1,4 @@
-"""Copies of a training's state in host memory."""
+"""Copies of a training state in host memory; a checkpoint pauses training only for these copies."""
 
 import ctypes
 import logging
@@ -27,8 +27,8 @@ from paceline._training.engine.tensors import copy_tensors
 
 # Larger ones take about as long one by one.
 _SMALL_BYTES = 2**16
-# What is gathered takes as much memory besides, on the device and on the host: so many bytes, or
-# this share of a large state.
+# Limits of the extra memory for gathered tensors, on the device and on the host: a number of bytes,
+# or a share of a large state.
 _GATHERED_BYTES, _GATHERED_SHARE = 2**23, 1 / 256
 # Fewer tensors of a type are not worth a kernel.
 _FEWEST = 8
@@ -40,7 +40,7 @@ Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class _Group(NamedTuple):
-    """Tensors of one device and type.
+    """Gathered tensors of the same device and type.
 
     Attributes:
         indices: Which they are.
@@ -72,7 +72,7 @@ class GatheredCopies:
         self._groups: list[_Group] = []
 
     def plan(self, kinds: Sequence[Kind], is_own: Sequence[bool]) -> list[bool]:
-        """Choose tensors by what they are like; return for each whether it is gathered.
+        """Choose the tensors to gather by their kinds; return a flag for each tensor.
 
         Args:
             kinds: All tensors.
@@ -115,7 +115,7 @@ class GatheredCopies:
         ]
 
     def copy(self, sources: Sequence[torch.Tensor]) -> None:
-        """Begin to copy those that were chosen.
+        """Start the copies of the chosen tensors.
 
         Args:
             sources: All tensors, of the kinds that were planned with.
@@ -143,7 +143,7 @@ logger = logging.getLogger(__name__)
 
 # Room for a state that grows a little, such as by the metrics since the last report.
 _SPARE_BYTES = 2**20
-# This part of the tensors is enough for a device to copy while the host looks for the others.
+# Share of the tensors copied first: the device copies them while the host finds the rest.
 _FIRST_PART = 4
 # A child process sees zeros. Python has no name for it.
 _MADV_WIPEONFORK = 18
@@ -154,7 +154,7 @@ _kind = operator.attrgetter("shape", "dtype", "device")
 
 
 class HostCopies:
-    """Copy nested states into one block of host memory, which is used again for the next copy.
+    """Copies of nested states in a single block of host memory, reused for the next copy.
 
     The block is as large as the tensors of the state. It is page-locked if some of them are on a
     CUDA device. Those are copied without waiting: their streams do it before whatever training
@@ -179,9 +179,9 @@ class HostCopies:
         # The address and the bytes of each copy.
         self._places: list[int] = []
         self._sizes: list[int] = []
-        # Which tensors are copied one by one; None for all of them.
+        # Flags of tensors copied individually; None for all tensors.
         self._are_single: list[bool] | None = None
-        # Of the first tensors, which are being copied already.
+        # Flags of the first tensors with a copy already started.
         self._are_begun: list[bool] = []
         # Page-locked memory is CUDA's. With a method of its own in there, this object and its block
         # would stay until Python looks for cycles.
@@ -193,7 +193,7 @@ class HostCopies:
 
     @torch.no_grad()
     def copy(self, value: Any) -> None:
-        """Copy what is in `value`, over the copies of an earlier call.
+        """Copy all tensors in `value` into the block, overwriting an earlier copy.
 
         Tensors that share their memory, such as tied weights, share their copy.
 
@@ -247,7 +247,7 @@ class HostCopies:
         *,
         with_help: bool,
     ) -> None:
-        """Copy the first tensors of a state one by one, or those of them that are chosen."""
+        """Copy the first tensors of a state individually, or only the chosen tensors."""
         targets, sources = self._copies[: len(tensors)], tensors
         moves = [*zip(self._places, addresses, self._sizes, strict=False)]
         if are_chosen is not None:
@@ -267,7 +267,7 @@ class HostCopies:
         return fill_tensor_slots(self._tree, self._copies)
 
     def _lay_out(self, owners: Sequence[int], kinds: list[Kind], *, is_pinned: bool) -> None:
-        """Give every tensor a place in the block, or that of the tensor whose memory it shows.
+        """Assign each tensor a place in the block; tensors sharing memory share a place.
 
         The first ones keep their places as far as they are like before: the last few of a state
         change from time to time, and places for all would take as long as copying a small state.
@@ -316,13 +316,13 @@ class HostCopies:
 
 
 def _num_alike(new: Sequence[Any], before: Sequence[Any]) -> int:
-    """Return how many items two sequences begin with that are alike."""
+    """Return the length of the common prefix of two sequences."""
     changed = compress(count(), map(operator.ne, new, before))
     return next(changed, min(len(new), len(before)))
 
 
 def _owners(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Sequence[int]:
-    """Return for each tensor the number of the first that shows the same memory alike.
+    """Return, for each tensor, the index of the first tensor with the same memory and layout.
 
     It is a range, each tensor's own number, if no two show the same.
     """
@@ -338,7 +338,7 @@ def _owners(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Sequen
 
 
 def _recorded_on(devices: set[torch.device]) -> list[torch.cuda.Event]:
-    """Return an event for each CUDA device, which comes when it has done all that it was given."""
+    """Return an event per CUDA device, due once all work queued so far is done."""
     events = []
     for device in devices:
         if device.type == "cuda":
@@ -357,7 +357,7 @@ def _new_block(num_bytes: int, *, is_locked: bool) -> torch.Tensor:
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """Return memory that a fork leaves alone, where the system can.
+    """Return anonymous memory wiped rather than shared on a fork, where supported.
 
     What a process shares with a fork is copied page by page when it is written to next: a save in
     an epoch whose loader workers are forks would stop training several times as long.
@@ -371,7 +371,7 @@ def _mapped(num_bytes: int) -> mmap.mmap:
 
 
 def _lock_pages(block: torch.Tensor) -> None:
-    # What torch allocates page-locked would be rounded up to a power of two.
+    # Page-locking by hand: torch would round a page-locked allocation up to a power of two.
     runtime, address = torch.cuda.cudart(), block.data_ptr()  # type: ignore[no-untyped-call]
     error = int(runtime.cudaHostRegister(address, block.numel(), _PORTABLE))
     if error:
@@ -381,4 +381,5 @@ def _lock_pages(block: torch.Tensor) -> None:
             error,
         )
         return
+    # Never at interpreter exit: CUDA may be shut down by then.
     weakref.finalize(block, runtime.cudaHostUnregister, address).atexit = False

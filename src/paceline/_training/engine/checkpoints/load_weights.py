@@ -49,7 +49,7 @@ def check_optimizer_slots(
     found: Mapping[str, Slots],
     place: str,
 ) -> None:
-    """Check that stored states are those that an optimizer keeps, before any of them is loaded.
+    """Check stored states against the slots an optimizer keeps, before loading any of them.
 
     Args:
         optimizer: The optimizer.
@@ -112,11 +112,12 @@ def _check_slots(kind: str, parameter: str, wanted: Slots, found: Slots, place: 
 
 
 def wanted_slots(optimizer: torch.optim.Optimizer) -> list[Slots | None]:
-    """Return what an optimizer keeps of each parameter; None where that cannot be known.
+    """Return the state slots an optimizer keeps per parameter; None if unknown.
 
     Those of torch tell by a step of a copy whose parameters have no memory, as most keep nothing
     before a first step. Where the step needs values, the copy tells the names, but no shapes.
     """
+    # Undecorated step: hooks and profiling must not run for the copy.
     step = inspect.unwrap(type(optimizer).step)
     if step.__module__.startswith("torch.optim."):
         # Some need more than gradients, such as a closure.
@@ -139,7 +140,7 @@ def _slots_after_step(
 def _twin(
     optimizer: torch.optim.Optimizer, stand_in: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Return a copy that has other parameters, with gradients, and keeps nothing of them yet."""
+    """Return a copy of an optimizer with stand-in parameters, their gradients, and no state."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
     for group in optimizer.param_groups:
@@ -172,7 +173,7 @@ def load_weights(
     stored_model: int = 0,
     key: str = "model",
 ) -> None:
-    """Load the weights that a training begins with into a model, also a wrapped or sharded one.
+    """Load initial weights into a model, also a wrapped or sharded model.
 
     Each rank of a sharded model reads its own pieces; from a URL, each rank first downloads the
     whole checkpoint. No code of the files is run.
@@ -206,7 +207,7 @@ def load_weights(
 def stored_weights(
     path: Path, *, model: int, key: str
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-    """Return weights to be read later, and what stands for the base that was left out of them.
+    """Return weights for later reading, and the facts of a base left out of the checkpoint.
 
     Args:
         path: As for `load_weights`.
@@ -245,7 +246,7 @@ def load_optimizer_state(
     *,
     key: str = "optimizer",
 ) -> None:
-    """Load the state of an optimizer, such as its moments, from a directory of DCP.
+    """Load the state of an optimizer, e.g. its moments, from a DCP directory.
 
     Its parameters are found by their names in the model. Options, such as the learning rate, stay
     as they are. Each rank of a sharded model reads its own pieces. No code of the files is run.
@@ -300,7 +301,7 @@ def _names_of_own(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> l
 
 
 def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:
-    """Return the state of an optimizer as `get_optimizer_state_dict` of torch has it.
+    """Return the state of an optimizer in the format of torch's `get_optimizer_state_dict`.
 
     Its tensors are read later.
 
@@ -334,7 +335,7 @@ def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:
 
 
 def _whose_parameters(places: Sequence[str | None]) -> str:
-    """Say of which models the parameters of an optimizer are, and what to do."""
+    """Return an error text naming the models owning an optimizer's parameters, with a hint."""
     if None in places:
         return (
             "some are not. Hint: checkpoints of earlier versions do not tell, and parameters of no"
@@ -350,7 +351,7 @@ def _whose_parameters(places: Sequence[str | None]) -> str:
 
 
 def _slots_in_dcp(files: DcpFiles, prefix: str) -> dict[str, dict[str, Any]]:
-    """Return the states of parameters by their names, each by what the optimizer calls it."""
+    """Return the optimizer states by parameter name, each as slot names to values."""
     found: dict[str, dict[str, Any]] = {}
     tensors = files.tensors()
     for name in files.names:
@@ -378,7 +379,7 @@ def _weights_in_dcp(files: DcpFiles, path: Path, key: str) -> dict[str, Any]:
 
 
 def _weights_in_train_function(path: Path, key: str) -> dict[str, Any]:
-    """Return what a train function has saved under a key."""
+    """Return the weights saved by a train function under a key."""
     state = read_versioned_part(path, "state", {"version": STATE_VERSION}, lazily=True)
     weights = state.get(key) if key else state
     if not isinstance(weights, dict) or not any(
@@ -395,6 +396,7 @@ def _indexed_weights(path: Path) -> list[str]:
     try:
         places = json.loads((path / INDEX_NAME).read_bytes())["weight_map"]
         names = sorted(set(places.values()))
+        # Names without directories: an index must not lead outside of its directory.
         if any(os.path.basename(name) != name for name in names):
             raise ValueError("the files must be beside it")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -419,7 +421,7 @@ def _weights_in_files(directory: Path, names: list[str]) -> dict[str, Any]:
 
 
 def _add_tied(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Give tied weights of which one is stored to all their names."""
+    """Add tied weights under all their names, where only a single name is stored."""
     by_memory: dict[object, StoredTensor] = {}
     present = model.state_dict()
     for name, value in present.items():
@@ -433,7 +435,7 @@ def _add_tied(model: torch.nn.Module, state: dict[str, Any]) -> None:
 
 
 def _memory_of_tensor(tensor: Any) -> object:
-    """Return what tensors that share their memory have in common."""
+    """Return a key equal for tensors with the same memory and layout."""
     if tensor.is_meta:
         return id(tensor)
     local = tensor.to_local() if is_sharded(tensor) else tensor

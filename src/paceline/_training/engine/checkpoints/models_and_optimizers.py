@@ -31,14 +31,14 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 def own_buffers(model: torch.nn.Module, *, is_chief: bool) -> dict[str, torch.Tensor]:
-    """Return the buffers that the model's stored state, which is the chief's, does not hold."""
+    """Return the buffers missing from the chief's stored model state."""
     buffers = dict(model.named_buffers())
     shared = model.state_dict().keys() if is_chief and buffers else ()
     return {name: buffer for name, buffer in buffers.items() if name not in shared}
 
 
 def load_buffers(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `own_buffers` returned; unknown names are left out."""
+    """Restore buffers returned by `own_buffers`; unknown names are ignored."""
     for name, buffer in list(model.named_buffers()):
         value = fit_stored_tensor(stored.get(name), buffer)
         if value is None:
@@ -46,7 +46,7 @@ def load_buffers(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> 
         if not torch.nn.parameter.is_lazy(buffer) and buffer.shape == value.shape:
             buffer.copy_(value)
         else:
-            # Such as a cache that has grown.
+            # Buffer of another shape, for example a grown cache: replaced, not copied into.
             owner, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(owner), own_name, value.to(buffer.device, buffer.dtype))
 
@@ -98,17 +98,17 @@ def _sum(first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
     return first if second is None else first + second
 
 
-# What torch.compile adds to the names of parameters.
+# Prefix added to parameter names by torch.compile.
 COMPILED = "_orig_mod."
 _NUM_SHOWN = 5
 
 
 class ModelMismatchError(CheckpointMismatchError, RuntimeError):
-    """Raised when a checkpoint is of another model; torch raises a RuntimeError for that."""
+    """Error for a checkpoint of another model; also a RuntimeError, as raised by torch."""
 
 
 def check_numbers(kind: str, stored: Sequence[Any], present: Sequence[Any]) -> None:
-    """Check that there are as many of a kind as are stored.
+    """Check the number of stored objects of a kind against the present number.
 
     Raises:
         CheckpointMismatchError: There are others.
@@ -178,7 +178,7 @@ def _load_model(
 def _base_parameters(
     model: torch.nn.Module, base: Mapping[str, Any], index: int
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters that a checkpoint has left out, as the model has them."""
+    """Return the model's own values of the parameters left out of a checkpoint."""
     problem = base_problem(model, base)
     if problem is not None:
         name = "" if base["name"] is None else f" ({base['name']})"
@@ -211,13 +211,13 @@ def shape_of_state(value: Any) -> Any:
 
 logger = logging.getLogger(__name__)
 
-# What most of a state consists of, looked at without a call.
+# Types of most values in a state: a set lookup avoids a call for each.
 _DETACHED = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsAndOptimizers:
-    """Models, optimizers and schedulers that a rank trains.
+    """Models, optimizers and schedulers trained by a rank.
 
     Attributes:
         rank: The rank; the models of the chief are those that all share.
@@ -243,7 +243,7 @@ class ModelsAndOptimizers:
     has_sums: bool = True
 
     def shared_state(self) -> dict[str, Any]:
-        """Return what all ranks share."""
+        """Return the state common to all ranks."""
         models = [_model_state(model) for model in self.models]
         # A walk through a model takes as long as all else of it.
         named = [named_parameters(model) for model in self.models]
@@ -267,7 +267,7 @@ class ModelsAndOptimizers:
         }
 
     def own_state(self) -> dict[str, Any]:
-        """Return what this rank alone knows.
+        """Return the state of this rank alone.
 
         There are gradients in the middle of a window of several batches, and wherever the user
         leaves some for a later batch.
@@ -287,7 +287,7 @@ class ModelsAndOptimizers:
         return gradients if any(each is not None for each in gradients) else None
 
     def load_shared_state(self, state: Mapping[str, Any], changes: SettingChanges) -> None:
-        """Put back what `shared_state` returned, with changes of settings.
+        """Restore a state returned by `shared_state`, with changed settings applied.
 
         Raises:
             CheckpointMismatchError: Numbers, names, shapes or types differ; the message says which.
@@ -308,7 +308,7 @@ class ModelsAndOptimizers:
         self._load_scaler(state["scaler"])
 
     def _check_parameters(self, stored: Sequence[Sequence[str | None]]) -> None:
-        """Check that no optimizer has the parameters of the checkpoint in another order.
+        """Raise CheckpointMismatchError for an optimizer with its parameters in another order.
 
         An optimizer's own state has no names. Earlier versions stored none.
         """
@@ -331,7 +331,7 @@ class ModelsAndOptimizers:
                 logger.warning("%s: it goes on with the state of that one.", text)
 
     def _load_loose(self, stored: Sequence[torch.Tensor]) -> None:
-        """Put back the parameters that only optimizers have; earlier versions stored none."""
+        """Restore parameters known to optimizers only; earlier versions stored none."""
         names = _names_of_parameters([named_parameters(model) for model in self.models])
         loose = [each for each in self.parameters if id(each) not in names]
         if not stored:
@@ -348,14 +348,14 @@ class ModelsAndOptimizers:
                 parameter.copy_(fit_stored_tensor(value, parameter))
 
     def load_own_state(self, own: Mapping[str, Any]) -> None:
-        """Put back what `own_state` returned, but for the generators, which come last of all."""
+        """Restore a state returned by `own_state`, except the generators, restored last."""
         for model, buffers in zip(self.models, own["buffers"] or (), strict=False):
             load_buffers(model, buffers)
         load_gradients(self.parameters, own["gradients"])
         stored = own.get("sharded_gradients") or ()
         data_rank = self.rank if self.data_rank is None else self.data_rank
         for parameter, gradient in zip(self.parameters, stored, strict=False):
-            # They are sums over all ranks: the chief's, where models are not sharded now.
+            # Sums over all ranks: only the chief takes them if models are no longer sharded.
             if gradient is not None and (data_rank == 0 or self._has_sum(parameter)):
                 parameter.grad = fit_stored_tensor(gradient, parameter).to(parameter.device)
 
@@ -364,7 +364,7 @@ class ModelsAndOptimizers:
         return self.has_sums and is_sharded(parameter)
 
     def _leave_bases_out(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Take what is not trained out of the models' states, and return what stands for it."""
+        """Remove frozen base parameters from the models' states, and return their facts."""
         facts: list[dict[str, Any] | None] = []
         for model, base, state in zip(self.models, self.bases, states, strict=False):
             facts.append(None if base is None else base.leave_out(model, state))
@@ -382,7 +382,7 @@ class ModelsAndOptimizers:
             )
 
 
-# What wrappers of torch add to the names of parameters, and leave out of states.
+# Prefixes added to parameter names by torch's wrappers, and absent from states.
 _WRAPPED = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", COMPILED)
 
 
@@ -395,7 +395,7 @@ def _plain_name(name: str | None) -> str:
 def _names_of_parameters(
     named: Sequence[Sequence[tuple[str, torch.nn.Parameter]]],
 ) -> dict[int, str]:
-    """Return by `id` of each parameter of models where a checkpoint has it.
+    """Return the checkpoint name of each parameter of models, by the parameter's `id`.
 
     Args:
         named: The named parameters of each model.
@@ -408,10 +408,11 @@ def _names_of_parameters(
 
 
 def _model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the state of a model; training stands still for it."""
+    """Return the state of a model; training pauses meanwhile."""
+    # Overridden method: may return anything, so no fast path.
     if type(model).state_dict is not torch.nn.Module.state_dict:
         return dict(model.state_dict())
-    # To detach what is sharded takes longer than all else of a small state.
+    # Sharded values stay attached: detaching them takes longer than the rest of a small state.
     state = model.state_dict(keep_vars=True)
     return {
         name: value.detach()

@@ -1,4 +1,4 @@
-"""Differences between a checkpoint and its resume: settings, data, sizes of an epoch."""
+"""Changes of optimizer and scheduler settings between a checkpoint and the resumed training."""
 
 import logging
 from bisect import bisect_right
@@ -21,7 +21,7 @@ _NEEDED_STATES = {
     "centered": "grad_avg",
     "momentum": "momentum_buffer",
 }
-# They repeat an optimizer's learning rate, which is named once.
+# Repeats of an optimizer's learning rate: the rate itself is named once.
 _REPEATED = ("initial_lr", "base_lrs", "_last_lr")
 
 
@@ -30,7 +30,7 @@ def built_settings(
     optimizers: Iterable[torch.optim.Optimizer],
     schedulers: Iterable[Any],
 ) -> dict[str, list[Any]]:
-    """Return the settings of models, optimizers and schedulers that have not been used yet."""
+    """Return the settings of models, optimizers and schedulers before their first use."""
     settings: dict[str, list[Any]] = {
         "frozen": [frozen_parameters(model) for model in models],
         "optimizers": [[_options(group) for group in each.param_groups] for each in optimizers],
@@ -44,12 +44,12 @@ def built_settings(
 
 
 def frozen_parameters(model: torch.nn.Module) -> list[str]:
-    """Return the names of the parameters that are not trained at present."""
+    """Return the names of the currently frozen parameters."""
     return [name for name, value in model.named_parameters() if not value.requires_grad]
 
 
 class SettingChanges:
-    """Settings that differ between a checkpoint and the present training.
+    """Settings changed between a checkpoint and the present training.
 
     Args:
         then: What `built_settings` returned before the checkpoint; None if that does not hold it.
@@ -59,12 +59,12 @@ class SettingChanges:
     def __init__(self, then: Mapping[str, list[Any]] | None, now: Mapping[str, list[Any]]) -> None:
         self._then = then
         self._now = now
-        # By what was changed: the names, each once, though several groups may have it.
+        # Text of a change to the set of its names: several groups may share a change.
         self._names: dict[str, dict[str, None]] = {}
         self._warnings: list[str] = []
 
     def warn(self, text: str) -> None:
-        """Keep a warning until `tell`, which one rank calls."""
+        """Keep a warning until `tell`, called by a single rank only."""
         self._warnings.append(text)
 
     def note(self, name: str, then: Any, now: Any) -> None:
@@ -82,7 +82,7 @@ class SettingChanges:
             )
 
     def in_frozen(self, stored: Iterable[str], index: int) -> set[str]:
-        """Return which parameters of a model are not to be trained, with the changes."""
+        """Return the names of a model's frozen parameters, with the changes applied."""
         frozen = {*stored}
         if self._then is None or "frozen" not in self._then:
             return frozen
@@ -112,7 +112,7 @@ class SettingChanges:
         return {**state, "param_groups": groups}
 
     def load_scheduler(self, scheduler: Any, state: dict[str, Any], index: int) -> None:
-        """Put back a scheduler's stored state with the changes, after that of its optimizer.
+        """Restore a scheduler's stored state with the changes, after its optimizer's state.
 
         With a changed option the learning rate is that of a training that had it from the start,
         where the scheduler has a formula for it.
@@ -212,7 +212,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_record(value: Any) -> bool:
-    """Tell a record from a dictionary of data, such as milestones by epoch."""
+    """Return whether a value is a dictionary with text keys, unlike data by epoch number."""
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
@@ -340,7 +340,7 @@ def _check_epoch(
     position: Position,
     order: EpochOrder | None,
 ) -> None:
-    """Compare the epoch that a checkpoint lies within with that of the present data."""
+    """Compare the epoch of a checkpoint, saved within the epoch, with the present data."""
     sizes = epoch_sizes(order)
     num_batches = sizes["epoch_batches"]
     stored = training.get("epoch_batches", num_batches)

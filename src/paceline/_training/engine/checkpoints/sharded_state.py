@@ -34,7 +34,7 @@ class OwnPiece:
 
 @dataclass(frozen=True)
 class StateInPieces:
-    """A part of a checkpoint whose sharded tensors are stored in pieces.
+    """Part of a checkpoint with sharded tensors stored in pieces.
 
     Attributes:
         state: The nested state.
@@ -50,8 +50,8 @@ class StateInPieces:
 
 
 def own_piece(tensor: Any, first_rank: int) -> OwnPiece:
-    """Return this rank's piece of a sharded tensor; training stands still for it."""
-    # What is public makes a new tensor by autograd.
+    """Return this rank's piece of a sharded tensor; training pauses meanwhile."""
+    # Private attributes: the public ones create a new tensor through autograd.
     spec, local = tensor._spec, tensor._local_tensor
     if not local.numel() or _is_copy(spec.mesh, spec.placements, first_rank):
         local = None
@@ -59,7 +59,7 @@ def own_piece(tensor: Any, first_rank: int) -> OwnPiece:
 
 
 def parts_with_shard(parts: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return the parts of a checkpoint without sharded tensors, and this rank's pieces as one more.
+    """Return the parts of a checkpoint, with this rank's pieces of sharded tensors as a part.
 
     Args:
         parts: States by name, some of them `StateInPieces`.
@@ -188,7 +188,7 @@ class TensorCollector:
             return self._collect_items(value)
         if isinstance(value, (list, tuple)):
             if _PLAIN.issuperset(map(type, value)):
-                # Such as the numbers of a generator's state.
+                # Fast path for plain numbers, for example a generator's state.
                 return list(value) if isinstance(value, list) else tuple(value)
             items = [item if type(item) in _PLAIN else self.collect(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
@@ -249,7 +249,7 @@ class TensorCollector:
 
 
 def path_of_slot(tree: Any, number: int, path: str = "") -> str | None:
-    """Return where the slot of a tensor is in what a `TensorCollector` has returned."""
+    """Return a numbered slot's path in a tree from `TensorCollector`; None if absent."""
     if type(tree) is TensorSlot:
         return path if tree == number else None
     if isinstance(tree, StateInPieces):
@@ -264,7 +264,7 @@ def path_of_slot(tree: Any, number: int, path: str = "") -> str | None:
 
 
 def fill_tensor_slots(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return what a `TensorCollector` was given, with other tensors in its slots."""
+    """Return the value collected by a `TensorCollector`, with given tensors in its slots."""
     if type(tree) is TensorSlot:
         return tensors[tree]
     if isinstance(tree, dict):
@@ -293,7 +293,7 @@ def accept_whole_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_sharded(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer can step the pieces of sharded models.
+    """Refuse an optimizer unable to step the pieces of sharded models.
 
     Raises:
         ValueError: It was made before its model was sharded, or joins parameters.
@@ -313,16 +313,17 @@ def check_sharded(optimizer: torch.optim.Optimizer) -> None:
 
 
 def outline_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a model that is not sharded yet, without the values of its parameters."""
+    """Return a copy of a model before sharding, with meta parameters instead of values."""
     memo: dict[int, Any] = {
         id(each): torch.nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
         for each in model.parameters()
     }
+    # Memo of stand-ins: deepcopy uses them and copies no parameter values.
     return copy.deepcopy(model, memo)
 
 
 def whole_model(outline: torch.nn.Module, sharded: torch.nn.Module) -> torch.nn.Module:
-    """Return a sharded model as a whole one on the CPU; all ranks call it.
+    """Return a whole copy of a sharded model on the CPU; all ranks call together.
 
     Args:
         outline: What `outline_of` returned before it was sharded.
@@ -339,7 +340,7 @@ def whole_model(outline: torch.nn.Module, sharded: torch.nn.Module) -> torch.nn.
 
 
 def gathered(state: Any) -> Any:
-    """Return a nested state with whole tensors on the CPU; all ranks call it with the same."""
+    """Return a nested state with whole CPU tensors; all ranks call with the same structure."""
     if is_sharded(state):
         return state.full_tensor().detach().cpu()
     if isinstance(state, torch.Tensor):
@@ -355,7 +356,7 @@ def gathered(state: Any) -> Any:
 def replace_parameters(
     optimizer: torch.optim.Optimizer, pieces: Mapping[int, torch.nn.Parameter]
 ) -> None:
-    """Have an optimizer step the pieces of a model that was sharded after it was made.
+    """Replace an optimizer's parameters by the pieces of a model sharded after its creation.
 
     Args:
         optimizer: The optimizer.
@@ -373,14 +374,14 @@ def replace_parameters(
                 f" prepared, but {type(optimizer).__name__} has stepped or loaded one. Hint:"
                 " prepare the model first, then load the optimizer's state."
             )
-        # In place, as an optimizer may keep the list.
+        # List changed in place: an optimizer may hold a reference to the list.
         group["params"][:] = [pieces.get(id(each), each) for each in group["params"]]
 
 
 def _fit_parameters(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         stored = state.get(prefix + name)
-        # What has another shape is for torch to refuse.
+        # Values of another shape: left for torch to refuse.
         if stored is not None and getattr(stored, "shape", None) == parameter.shape:
             state[prefix + name] = fit_stored_tensor(stored, parameter)
 

@@ -25,7 +25,7 @@ from paceline.storage._uploads import FileSender
 
 _TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$items"
 _SHARDED = "$sharded"
-# What safetensors has no name for: large and small complex numbers, quantized numbers, bits.
+# Types without a name in safetensors: large and small complex numbers, quantized numbers, bits.
 _ODD_DTYPES = frozenset(("torch.complex128", "torch.complex32"))
 _ODD_BEGINNINGS = ("torch.qint", "torch.quint", "torch.bits")
 _LEAST_SENT_BYTES = 8 * 1024 * 1024
@@ -41,7 +41,7 @@ _ARRAY_DTYPES = frozenset(
 
 
 class StateFormatError(TypeError):
-    """Raised when a state holds something that the safe format does not know."""
+    """Error for a state with a value unknown to the safe format."""
 
 
 def save_state(state: Any, directory: Path, name: str, send: FileSender | None = None) -> None:
@@ -84,7 +84,7 @@ def is_storable(state: Any) -> bool:
 
 
 def load_state(directory: Path, name: str, *, lazily: bool = False) -> Any:
-    """Return what `save_state` was given; tensors are on the CPU.
+    """Return a state saved by `save_state`, with tensors on the CPU.
 
     Those whose pieces the ranks have stored are read later, see `StoredTensor`.
 
@@ -108,14 +108,14 @@ def is_too_large(value: object) -> bool:
 
 
 def kind_of(value: object) -> str:
-    """Return what a value is that cannot be stored, with its article."""
+    """Return a text with article describing the type of a value unfit for storing."""
     if is_too_large(value):
         return f"an integer of more than {MAX_DIGITS} digits"
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
 def _check_depth(state: Any) -> None:
-    """Check that a state can be walked through, also where it holds itself.
+    """Refuse a state nested too deep or containing itself.
 
     Raises:
         StateFormatError: It cannot.
@@ -124,7 +124,7 @@ def _check_depth(state: Any) -> None:
     for _ in range(MAX_DEPTH):
         if not level:
             return
-        # What holds itself more than once would come up ever more often.
+        # Containers keyed by `id`: a container holding itself twice would double at each level.
         below = {
             id(item): item
             for value in level
@@ -141,7 +141,7 @@ def _check_depth(state: Any) -> None:
 
 
 def _deepest_path(state: Any) -> str:
-    """Return the path of something that is `MAX_DEPTH` deep in a state."""
+    """Return the path of a container `MAX_DEPTH` levels deep in a state."""
     level = {id(state): ("", state)}
     for _ in range(MAX_DEPTH):
         level = {
@@ -216,7 +216,7 @@ def _pack_dict(
 
 
 def check_tensor(tensor: torch.Tensor, path: str) -> None:
-    """Check that a tensor can be stored.
+    """Refuse a tensor unfit for storing.
 
     Raises:
         StateFormatError: It cannot.
@@ -291,7 +291,7 @@ UNSHARDED_VERSION = 2
 
 
 def _from_version_1(name: str, part: dict[str, Any]) -> None:
-    """Add what was not kept; give the open sums their present form."""
+    """Add the keys missing in version 1, and convert open sums to the current form."""
     if name == "training":
         part |= {"trial": None, "hparams": None, "unstored_hparams": [], "data_config": {}}
         part["best_metrics"] = None
@@ -305,7 +305,7 @@ def _from_version_1(name: str, part: dict[str, Any]) -> None:
         }
 
 
-# What turns a part of a version, given its name, into that of the next version.
+# Functions upgrading a named part from a version to the next version, in place.
 _MIGRATIONS: dict[int, Callable[[str, dict[str, Any]], None]] = {
     1: _from_version_1,
     2: lambda name, part: None,
@@ -313,7 +313,7 @@ _MIGRATIONS: dict[int, Callable[[str, dict[str, Any]], None]] = {
 
 
 def read_training(path: Path) -> dict[str, Any]:
-    """Return the part "training" of a checkpoint, as the present version has it.
+    """Return the part "training" of a checkpoint, upgraded to the current version.
 
     Its "version" stays that of the files, as the other parts are to be read by it.
 
@@ -348,7 +348,7 @@ def read_training(path: Path) -> dict[str, Any]:
 def read_versioned_part(
     path: Path, name: str, training: dict[str, Any], *, lazily: bool = False
 ) -> dict[str, Any]:
-    """Return another part of a checkpoint, as the present version has it.
+    """Return another part of a checkpoint, upgraded to the current version.
 
     Args:
         path: The checkpoint's directory.
@@ -363,7 +363,7 @@ def read_versioned_part(
 
 
 def check_number(kind: str, index: int, num_stored: int) -> None:
-    """Check that a checkpoint holds a model or an optimizer of a number.
+    """Refuse a model or optimizer index not in the checkpoint.
 
     Args:
         kind: "model" or "optimizer".
@@ -387,7 +387,7 @@ def check_number(kind: str, index: int, num_stored: int) -> None:
 def read_weights(
     path: Path, training: dict[str, Any], index: int, *, lazily: bool = False
 ) -> dict[str, Any]:
-    """Return the state of one model, with all tensors in memory or all to be read later.
+    """Return the state of a model, with tensors either in memory or read on first use.
 
     Raises:
         CheckpointMismatchError: There is no such model.
@@ -399,7 +399,7 @@ def read_weights(
 
 
 def read_versioned_files(path: Path, name: str, *, lazily: bool = False) -> dict[str, Any]:
-    """Return what `save_state` has written.
+    """Return a part of a checkpoint as written by `save_state`.
 
     Args:
         path: The directory.

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, read when used; safetensors files piece by piece."""
+"""Tensors of a checkpoint, read on first use: from a single file, or in pieces from several."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ _JOINED_BYTES = 1024 * 1024
 
 
 class TensorFile:
-    """A safetensors file of which only what is asked for is read.
+    """Safetensors file read in parts, without loading or mapping the whole.
 
     It stays open after its name is gone. It is not mapped: of a mapped file, memory holds all that
     was read so far.
@@ -101,7 +101,7 @@ class TensorFile:
             where: For each dimension, where the part begins and ends.
         """
         shape, dtype = self.shape(name), self.dtype(name)
-        # What is between the ends of the first dimension that is not a single index is read.
+        # Range to read: the span of the first dimension with more than a single index.
         dim = next((d for d, part in enumerate(where) if part.stop - part.start != 1), 0)
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
         begin = sum(part.start * strides[d] for d, part in enumerate(where[: dim + 1]))
@@ -116,6 +116,7 @@ class TensorFile:
         data = bytearray(size * dtype.itemsize)
         offset = self._begin + self._entries[name]["data_offsets"][0] + begin * dtype.itemsize
         view, num_read = memoryview(data), 0
+        # Loop of reads: Linux returns at most 2 GiB per call.
         while num_read < len(data):
             count = os.preadv(self._descriptor, [view[num_read:]], offset + num_read)
             if count == 0:
@@ -171,7 +172,7 @@ def tensor_file_pieces(
 def _layout_of_file(
     shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], header: dict[str, Any]
 ) -> tuple[Sequence[str], bytes, int]:
-    """Return the order of the tensors in a file, the file's beginning, and the bytes behind it."""
+    """Return the order of tensors in a file, the header bytes, and the size of the data."""
     # Large elements first, so that all of them are aligned.
     order = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)
     end = 0
@@ -185,6 +186,7 @@ def _layout_of_file(
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": [*shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Padding: the values after the header begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     return order, len(text).to_bytes(8, "little") + text, end
 
@@ -195,7 +197,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _without_small_ones(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Join pieces that are small, of which a state may have thousands."""
+    """Yield pieces with small neighbours joined: a state may have thousands of small pieces."""
     small = bytearray()
     for piece in pieces:
         if len(piece) < _SMALL_BYTES:
@@ -212,7 +214,7 @@ def _without_small_ones(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def write_whole_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors of the CPU to a safetensors file, which replaces one that is there.
+    """Write CPU tensors to a safetensors file, replacing an existing file.
 
     Raises:
         OSError: It cannot be written.
@@ -240,7 +242,7 @@ def write_whole_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """What stands for a tensor whose pieces are stored by the ranks."""
+    """Placeholder for a tensor stored in pieces by the ranks: name, shape and type."""
 
     name: str
     shape: tuple[int, ...]
@@ -259,7 +261,7 @@ class PieceFile(Protocol):
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece of a tensor: its file, its name there, and where in the whole it begins."""
+    """Piece of a tensor: its file, its name in the file, and its offset within the whole."""
 
     file: PieceFile
     name: str
@@ -274,7 +276,7 @@ class PieceFiles(Protocol):
 
 
 class StoredTensor:
-    """A tensor of a checkpoint, in one file or more; only what is asked for is read.
+    """Tensor of a checkpoint in a file or more, read only in the parts needed.
 
     Args:
         stands_for: What the chief has stored for it.
@@ -288,7 +290,7 @@ class StoredTensor:
         self._files = files
 
     def read(self, shape: Sequence[int], offset: Sequence[int]) -> torch.Tensor:
-        """Return a part of it, on the CPU.
+        """Return a part of the tensor, on the CPU.
 
         Raises:
             CheckpointCorruptError: Pieces of it are missing.
@@ -316,7 +318,7 @@ class StoredTensor:
         return torch.empty(size, dtype=self.dtype) if result is None else result
 
     def whole(self) -> torch.Tensor:
-        """Return all of it, on the CPU."""
+        """Return the whole tensor, on the CPU."""
         return self.read(self.shape, [0] * len(self.shape))
 
     @property
@@ -326,7 +328,7 @@ class StoredTensor:
 
     @property
     def identity(self) -> object:
-        """What tied weights, which are stored once, have in common."""
+        """A key equal for tied weights, as they are stored only once."""
         pieces = self._files.pieces(self.name)
         return tuple((id(piece.file), piece.name) for piece in pieces) or (self.name,)
 
@@ -350,7 +352,7 @@ class StoredTensor:
 
 
 class WholeTensors:
-    """A file with tensors in one piece each."""
+    """File with whole tensors, each as its only piece."""
 
     def __init__(self, file: TensorFile) -> None:
         self._file = file
@@ -369,7 +371,7 @@ class WholeTensors:
 
 
 class ShardFiles:
-    """The files ``shard_<r>`` of a checkpoint, which may be removed once this has been made.
+    """Pieces in the files ``shard_<r>`` of a checkpoint; the files may be removed once open.
 
     Raises:
         CheckpointCorruptError: One cannot be read.
@@ -401,7 +403,7 @@ class ShardFiles:
 def _overlap_of_pieces(
     start: Sequence[int], shape: Sequence[int], other_start: Sequence[int], other: Sequence[int]
 ) -> tuple[Any, Any]:
-    """Return what two pieces have in common, as slices of each; None if nothing."""
+    """Return the overlap of two pieces as slices of each; None twice without an overlap."""
     there, here = [], []
     for a, size, b, other_size in zip(start, shape, other_start, other, strict=True):
         low, high = max(a, b), min(a + size, b + other_size)
@@ -413,7 +415,7 @@ def _overlap_of_pieces(
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor of a checkpoint that is read when it is used; sharded models read their piece alone.
+    """Tensor of a checkpoint read on first use; a sharded model reads only its own piece.
 
     Attributes:
         source: The stored tensor, or once it was read the tensor in memory.
@@ -421,7 +423,7 @@ class LazyTensor(torch.Tensor):
 
     source: StoredTensor | torch.Tensor
 
-    # What operations return is no lazy tensor.
+    # Plain result type: operations on a lazy tensor return ordinary tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -459,7 +461,7 @@ class LazyTensor(torch.Tensor):
 
 
 def fit_stored_tensor(stored: Any, present: Any) -> Any:
-    """Return a stored tensor as the present one is divided, which takes its place.
+    """Return a stored tensor in place of the present tensor, divided in the same way.
 
     Args:
         stored: A whole tensor, a `StoredTensor`, or anything else, such as a tensor that is divided
@@ -481,7 +483,7 @@ def fit_stored_tensor(stored: Any, present: Any) -> Any:
 
 
 def lazy_stored_tensors(state: Any) -> Any:
-    """Return a nested state with tensors in place of what stands for them."""
+    """Return a nested state with each `StoredTensor` wrapped in a `LazyTensor`."""
     if isinstance(state, StoredTensor):
         return LazyTensor(state)
     if isinstance(state, Mapping):

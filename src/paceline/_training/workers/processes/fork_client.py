@@ -1,4 +1,4 @@
-"""The driver's side of the fork server, of which a process has one as a rule."""
+"""Fork server client: the driver's side; a process has a single server as a rule."""
 
 import atexit
 import json
@@ -29,7 +29,7 @@ from paceline._training.workers.processes.worker_program import PROGRAM_FILE
 
 logger = logging.getLogger(__name__)
 
-# What interpreters and the libraries in the server read when they load, and not later.
+# Prefixes of variables that interpreters and the server's libraries read only when they load.
 _READ_AT_IMPORT = (
     "PYTHON",
     "LD_",
@@ -61,7 +61,7 @@ class ForkServerError(RuntimeError):
 
 
 def forking_start(environment: Mapping[str, str], modules: Sequence[str]) -> Start:
-    """Return how to start workers: from the fork server if that can be, else as new processes.
+    """Return a function to start workers: by the fork server if possible, else as new processes.
 
     The server is started if there is none for workers with such an environment.
 
@@ -79,7 +79,7 @@ def forking_start(environment: Mapping[str, str], modules: Sequence[str]) -> Sta
 
 
 def load_ahead(environment: Mapping[str, str], modules: Sequence[str]) -> None:
-    """Have the fork server load all that workers need, before the first of them is started.
+    """Make the fork server load all modules workers need, before the first worker starts.
 
     Args:
         environment: As `forking_start`.
@@ -92,7 +92,7 @@ def load_ahead(environment: Mapping[str, str], modules: Sequence[str]) -> None:
 
 
 def stop_fork_server() -> None:
-    """End the process from which workers are forked; the next pool starts another one.
+    """End the fork server, parent of forked workers; the next pool starts another.
 
     It ends by itself with this process, and when it has had no workers for ten minutes. Workers
     that it has forked are killed.
@@ -129,17 +129,18 @@ class _ForkServer:
                 env=_server_environment(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                # Session of its own: Ctrl-C in a terminal must not end the server.
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
             )
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the server process takes requests."""
         return self._popen.poll() is None
 
     def await_loaded(self) -> None:
-        """Wait until it has loaded what it is to load.
+        """Wait until the server has loaded its modules.
 
         Raises:
             ForkServerError: It cannot, or must not be forked after that.
@@ -156,7 +157,7 @@ class _ForkServer:
             raise
 
     def load(self, modules: Sequence[str]) -> None:
-        """Have it load modules, and what it would load later by itself.
+        """Make the server load modules now, together with those planned for later.
 
         Raises:
             ForkServerError: It has ended, or must not be forked after that.
@@ -172,7 +173,7 @@ class _ForkServer:
         environment: Mapping[str, str],
         is_read: bool,
     ) -> ProcessHandle:
-        """Fork a worker, or start a new interpreter if that fails; see `start_process`."""
+        """Fork a worker, or start a new interpreter on failure; see `start_process`."""
         leash, their_leash = socket.socketpair()
         streams = _Streams(is_read)
         request = {
@@ -197,12 +198,12 @@ class _ForkServer:
         return _Forked(pid, leash, streams, self)
 
     def release(self) -> None:
-        """Note that one of its workers was reaped."""
+        """Note the reaping of a worker."""
         with self._lock:
             self.num_workers -= 1
 
     def close(self) -> None:
-        """End it and its workers."""
+        """End the server and its workers."""
         self._control.close()
         try:
             self._popen.wait(_REAP_S)
@@ -211,9 +212,9 @@ class _ForkServer:
             self._popen.wait()
 
     def forget(self) -> None:
-        """Leave it to the process that started it, from which this one was forked."""
+        """Leave the server to the parent process, as this process is a fork."""
         self._control.close()
-        # So that the destructor does not miss an end.
+        # Return code set by hand: the destructor must not take the server for a running child.
         self._popen.returncode = 0
 
     def _fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
@@ -249,7 +250,7 @@ class _ForkServer:
     def _has_answer(self, timeout_s: float | None) -> bool:
         descriptor = self._control.fileno()
         if descriptor < 0:
-            # It was closed, as reading will tell.
+            # Closed socket: the read that follows reports it.
             return True
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -283,7 +284,7 @@ class _Streams:
 
 
 class _Forked(ProcessHandle):
-    """A worker that the fork server has forked; the leash tells of its end, and brings it."""
+    """Forked worker with a leash: a socket to report its end, or to end the worker."""
 
     def __init__(
         self, pid: int, leash: socket.socket, streams: _Streams, server: _ForkServer
@@ -317,7 +318,7 @@ _servers: list[_ForkServer] = []
 
 
 def _current(environment: Mapping[str, str]) -> _ForkServer:
-    """Return the fork server for workers with such an environment, started if need be."""
+    """Return the fork server for workers with an environment, started if necessary."""
     key = _import_time_variables(environment)
     with _lock:
         if not _servers or _servers[-1].key != key or not _servers[-1].is_alive:
@@ -331,10 +332,10 @@ def _current(environment: Mapping[str, str]) -> _ForkServer:
 
 
 def _import_time_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables in which all workers of a fork server must agree."""
+    """Return the variables common to all workers of a fork server, read at import time."""
     found = {n: value for n, value in environment.items() if n.startswith(_READ_AT_IMPORT)}
     if environment.get(THREADS_MARK) == environment.get(THREADS_VARIABLE):
-        # What Paceline chose itself can be set later too.
+        # Number of threads chosen by Paceline: it can be set after the import too.
         found.pop(THREADS_VARIABLE, None)
     return found
 

@@ -1,4 +1,4 @@
-"""Fork server: a process with torch loaded that forks workers from itself, and its messages."""
+"""Fork server: a process with torch loaded, forking workers from itself; its messages."""
 
 import ctypes
 import gc
@@ -42,7 +42,7 @@ def send_message(
 
 
 def receive_message(end: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Wait for a message and the descriptors that come with it; None if the other side has gone.
+    """Wait for a message with its descriptors, and return both; None if the other side has gone.
 
     Raises:
         TimeoutError: The socket has a timeout, and it passed.
@@ -76,8 +76,8 @@ STATUS = struct.Struct("!i")
 
 # An idle server keeps memory for nobody.
 _IDLE_S = 600.0
-# What the first optimizer of a process imports, which takes longer than all else in a worker that
-# is started again. It is loaded so long after the first workers, which it would only hold up.
+# Modules of a process's first optimizer: their import takes longer than all else in a restarted
+# worker. They are loaded this long after the first workers, to hold none of those up.
 _LATER_MODULES = ("torch._dynamo",)
 _LATER_S = 5.0
 _BLAS_SETTERS = (
@@ -113,7 +113,7 @@ def serve_forks(facts: ServerFacts) -> str:
 
 
 class _Child:
-    """A worker, and the server's end of its leash: when that is cut the worker ends."""
+    """Worker with the server's end of its leash; a cut leash ends the worker."""
 
     def __init__(self, pid: int, leash: int, mark: str) -> None:
         self.pid = pid
@@ -123,7 +123,7 @@ class _Child:
         self.has_ended = False
 
     def tell_end(self) -> None:
-        """Say how it ended; its id stays taken."""
+        """Report how the worker ended; its process id stays taken."""
         self.has_ended = True
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert result is not None
@@ -135,14 +135,14 @@ class _Child:
             return
 
     def end(self) -> None:
-        """Kill what is left of it, and reap it."""
+        """Kill the rest of the worker's process group, and reap the worker."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         self.forget()
 
     def forget(self) -> None:
-        """Close what belongs to it."""
+        """Close the worker's descriptors."""
         os.close(self.watch)
         os.close(self.leash)
 
@@ -164,7 +164,7 @@ class _Server:
         signal.signal(signal.SIGCONT, lambda *_: self._leave_if_orphaned())
         self._driver_watch = os.pidfd_open(facts.driver)
         if os.getppid() != facts.driver:
-            # It ended before it could be watched.
+            # Driver ended before it could be watched.
             os._exit(1)
         self._dispositions = {number: signal.getsignal(number) for number in JOB_SIGNALS}
         # A signal to all processes of a job is for the workers, which may save their work.
@@ -182,7 +182,7 @@ class _Server:
         send_message(self._control, {"error": _reason_against_forks()})
 
     def run(self) -> str:
-        """Carry out requests; return in the workers what each is to do."""
+        """Carry out requests; return only in forked workers, with the target of each."""
         while True:
             ready = self._poll()
             if not ready and self._later_modules:
@@ -204,7 +204,7 @@ class _Server:
                     return target
 
     def _poll(self) -> set[int]:
-        """Wait, and return the descriptors that have something; none after a long time."""
+        """Wait, and return the descriptors ready to read; none after a long time."""
         poll = select.poll()
         for descriptor in (self._control.fileno(), self._driver_watch):
             poll.register(descriptor, select.POLLIN)
@@ -221,7 +221,7 @@ class _Server:
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """Leave within the block as well if the driver ends, as it can take long."""
+        """Leave within the block too if the driver ends, as loading can take long."""
         self._is_loading = True
         self._leave_if_orphaned()
         try:
@@ -243,7 +243,7 @@ class _Server:
         os._exit(0)
 
     def _answer(self) -> str | None:
-        """Carry out a request; return only in the worker what it is to do."""
+        """Carry out a request; return the worker's target in a forked worker, else None."""
         message = receive_message(self._control)
         if message is None:
             self._leave()
@@ -273,14 +273,16 @@ class _Server:
         return None
 
     def _fork(self, request: dict[str, Any], streams: Sequence[int], leash: int) -> int:
-        """Fork a worker and wait until it leads a session of its own."""
+        """Fork a worker; return once the worker leads its own session (0 in the worker)."""
         server = os.getpid()
         reader, writer = os.pipe()
+        # Blocked signals wait until the child has its handlers back; ignored ones would be lost.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, self._dispositions)
         pid = os.fork()
         if pid == 0:
             os.setsid()
             self._get_at_end_of_parent(signal.SIGKILL)
+            # Server ended before the signal was asked for, so it will not come.
             if os.getppid() != server:
                 os._exit(128 + signal.SIGKILL)
             for number, disposition in self._dispositions.items():
@@ -294,6 +296,7 @@ class _Server:
             _become_worker(request)
         else:
             os.close(writer)
+            # End of file: the child leads its own session now.
             os.read(reader, 1)
             os.close(reader)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -303,7 +306,7 @@ class _Server:
         self._libc.prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
     def _forget_all(self) -> None:
-        """Close in a worker what belongs to the server."""
+        """Close the server's descriptors in a worker."""
         self._control.close()
         os.close(self._driver_watch)
         for child in self._children:
@@ -320,7 +323,7 @@ def _try_to_load(modules: Sequence[str]) -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Import modules, and let them stay shared with the workers, whose collections pass them by."""
+    """Import modules, and freeze them so garbage collection in workers leaves them shared."""
     # Modules stay loaded: to look for garbage among them would take a tenth of their loading.
     gc.disable()
     try:
@@ -342,7 +345,7 @@ def _reason_against_forks() -> str | None:
 
 
 def _place_descriptors(descriptors: Sequence[int], targets: Sequence[int]) -> None:
-    """Give descriptors the numbers that the worker knows them by."""
+    """Move descriptors to the numbers expected by the worker."""
     import fcntl
 
     first_free = max(targets) + 1
@@ -350,7 +353,7 @@ def _place_descriptors(descriptors: Sequence[int], targets: Sequence[int]) -> No
     for source in descriptors:
         os.close(source)
     for source, target in zip(moved, targets, strict=True):
-        # As for any new process, only the standard streams pass on to what it starts.
+        # Inheritance as for any new process: only the standard streams pass on to children.
         os.dup2(source, target, inheritable=target <= 2)
         os.close(source)
 
@@ -365,7 +368,7 @@ def _become_worker(request: dict[str, Any]) -> None:
     time.tzset()
     tempfile.tempdir = None
     _set_threads(os.environ.get("OMP_NUM_THREADS", ""))
-    # What was seeded once is not to draw the same in all workers; Python sees to its own.
+    # New seeds: workers forked from one state must not draw the same; Python reseeds its own.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
@@ -373,7 +376,7 @@ def _become_worker(request: dict[str, Any]) -> None:
 
 
 def _set_threads(number: str) -> None:
-    """Have what is loaded compute with so many threads, as if it were loaded now."""
+    """Set the number of threads of loaded libraries, as if they were loaded now."""
     if not number.isdigit():
         return
     torch = sys.modules.get("torch")

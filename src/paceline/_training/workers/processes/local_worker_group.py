@@ -1,4 +1,4 @@
-"""Group of workers that are processes on this machine, watched until nothing is left of them."""
+"""Group of worker processes on this machine, watched until all leftovers are gone."""
 
 import logging
 import queue
@@ -42,7 +42,7 @@ _KILL_LOOK_INTERVAL_S = 0.005
 
 
 class EndedWorkers:
-    """Close the workers of a group that have ended; for the thread that reads their output.
+    """Closer of a group's ended workers, for the thread reading their output.
 
     Args:
         workers: All workers of the group, also those that are added later.
@@ -64,7 +64,7 @@ class EndedWorkers:
         self._adopted_mark = adopted_mark
 
     def close_due(self, kill_at: float | None) -> None:
-        """Close those that have left nothing behind, or for too long.
+        """Close ended workers without leftovers, or with leftovers for too long.
 
         Args:
             kill_at: When all are or were killed, on the monotonic clock; None if they are not.
@@ -72,7 +72,7 @@ class EndedWorkers:
         now = time.monotonic()
         is_killed = kill_at is not None and now >= kill_at
         if self._adopted_mark and is_killed and all(each.exit for each in self._workers):
-            # What the killed have orphaned would keep their output open.
+            # Orphans of killed workers would keep their output open.
             end_stray_processes(self._adopted_mark)
         for worker in self._workers:
             if not worker.is_ending or now < worker.next_look_at:
@@ -86,7 +86,7 @@ class EndedWorkers:
                 self._close(worker)
 
     def _has_members(self, worker: LocalWorker) -> bool:
-        """Tell whether a worker that has ended has left living processes in its group."""
+        """Return whether an ended worker has left living processes in its group."""
         if self._adopted_mark:
             # Whoever has no parent any more is a child of this process, or has one below it.
             ended = {other.process.pid for other in self._workers if other.exit is not None}
@@ -102,7 +102,7 @@ class EndedWorkers:
         # A kill takes effect a moment after it was sent.
         while self._has_members(worker) and time.monotonic() < deadline:
             self._reader.read(_KILL_LOOK_INTERVAL_S)
-        # What the dead left in the pipes counts, but a process that got away from the group
+        # Data left in the pipes count, but only for a time: a process that got away from the group
         # could go on writing for ever.
         while worker.open_streams and self._reader.read(0.0) and time.monotonic() < deadline:
             pass
@@ -114,7 +114,7 @@ class EndedWorkers:
 
 logger = logging.getLogger(__name__)
 
-# What a kill may take until the process is gone and its output is read.
+# Time from a kill until the process is gone and its output is read, in seconds.
 _KILL_SLACK_S = 5.0
 
 OnExit = Callable[[WorkerExit], None]
@@ -164,7 +164,7 @@ class LocalGroup:
         self._id = mark or secrets.token_hex(8)
         self._workers: list[LocalWorker] = []
         self._exits: list[WorkerExit] = []
-        # Its lock is reentrant, so that a signal handler may call any method of the group.
+        # Lock of the condition is reentrant: a signal handler may call any method of the group.
         self._changed = threading.Condition()
         self._kill_timer: threading.Timer | None = None
         self._kill_at: float | None = None
@@ -218,7 +218,7 @@ class LocalGroup:
             ) from self._start_error
 
     def poll(self) -> list[WorkerExit]:
-        """Return the exits that are known by now, in the order in which they were noticed."""
+        """Return the exits known by now, in the order of notice."""
         with self._changed:
             return list(self._exits)
 
@@ -241,7 +241,7 @@ class LocalGroup:
         return sorted(self._exits, key=lambda exit_: exit_.rank)
 
     def signal(self, signum: int, ranks: Collection[int] | None = None) -> None:
-        """Send a signal to workers that still run, to all by default."""
+        """Send a signal to workers still running, to all by default."""
         with self._changed:
             for worker in self._workers:
                 if ranks is None or worker.spec.rank in ranks:
@@ -261,7 +261,7 @@ class LocalGroup:
         return facts is not None and facts.is_stopped
 
     def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
-        """Begin what `stop` does, and return at once; a later call can shorten the grace.
+        """Begin to stop the workers and return at once; a later call can shorten the grace.
 
         Args:
             grace_s: When to kill, in seconds from now.
@@ -310,7 +310,7 @@ class LocalGroup:
         self.stop(grace_s=0.0)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what the workers have printed so far was delivered, but not for longer."""
+        """Wait until output printed so far was delivered, for at most `timeout_s` seconds."""
         is_drained = threading.Event()
         with self._changed:
             if self._is_over or self._supervisor is None:
@@ -358,8 +358,8 @@ class LocalGroup:
                 worker = self._spawn(spec)
                 with self._changed:
                     if self._kill_at is not None:
-                        # One of the first has failed already; this one may have come too late to
-                        # be told, and has nothing to lose yet.
+                        # Stop requested during the start: this worker may have been started too
+                        # late to be told, and has nothing to lose yet.
                         worker.send(signal.SIGKILL)
                         break
             if self._stopped_watch is not None:
@@ -407,7 +407,7 @@ class LocalGroup:
         return max(0.0, min(waits)) if waits else None
 
     def _answer_drains(self) -> None:
-        """Read all that was printed so far, for those who wait for it."""
+        """Read all output printed so far, and release the threads waiting in `drain`."""
         if not self._drains:
             return
         deadline = time.monotonic() + DRAIN_S
@@ -440,7 +440,7 @@ class LocalGroup:
             self._end_others()
 
     def _end_others(self) -> None:
-        """End what the workers have started in other sessions, whose parents are elsewhere.
+        """End processes started by the workers in other sessions, with parents elsewhere.
 
         Workers that follow do not wait for it; the end of this process does.
         """
@@ -451,7 +451,7 @@ class LocalGroup:
         with suppress(RuntimeError):
             sweep.start()
 
-    # One thread per worker: notice its end.
+    # Watcher threads, one per worker: notice its end.
 
     def _watch(self, started: "queue.SimpleQueue[LocalWorker | None]") -> None:
         worker = started.get()

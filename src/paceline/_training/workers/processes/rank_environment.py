@@ -1,4 +1,4 @@
-"""Environment that gives each worker its rank, and the rendezvous of torch and Horovod."""
+"""Environment of a worker with its rank, and the rendezvous of torch and Horovod."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ _LONGEST_S = 1e7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLayout:
-    """Which workers run on this node, and where all of them meet.
+    """Layout of a node: its share of the workers, and the meeting place of all workers.
 
     Attributes:
         num_local_workers: The workers of this node.
@@ -68,8 +68,8 @@ class NodeLayout:
 def rank_environment(
     base: Mapping[str, str], layout: NodeLayout, local_rank: int
 ) -> dict[str, str]:
-    """Return the environment of one worker: `base` and the variables that place it."""
-    # These variables of torchrun would make the worker look for torchrun's store at MASTER_ADDR.
+    """Return the environment of a worker: `base` and the variables of its place."""
+    # Variables of torchrun would make the worker look for torchrun's store at MASTER_ADDR.
     environment = {k: v for k, v in base.items() if not k.startswith(_TORCHRUN_PREFIX)}
     environment |= {
         "RANK": str(layout.first_rank + local_rank),
@@ -104,7 +104,7 @@ def group_timeout(timeout_s: float) -> timedelta:
 
 
 def thread_environment(base: Mapping[str, str], num_workers: int) -> dict[str, str]:
-    """Return the variables that share the cores among the workers of this node.
+    """Return the variables to share the cores among the workers of this node.
 
     A number that the user set stays. One that a runner set (which marks it) is for all workers
     together and is divided.
@@ -128,7 +128,7 @@ def log_threads(environments: Sequence[Mapping[str, str]]) -> None:
 
 
 def shards_of_launcher() -> int | None:
-    """Return the shards of a global batch that the launcher tells, if it does.
+    """Return the launcher's number of shards of a global batch, or None if not given.
 
     Raises:
         ValueError: PACELINE_NUM_SHARDS is no number from 1 on.
@@ -158,7 +158,7 @@ _Info = TypeVar("_Info", bound="RankInfo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """A worker's rank, and the node it is on."""
+    """Place of a worker: its rank and its node."""
 
     rank: int = 0
     world_size: int = 1
@@ -170,7 +170,7 @@ class RankInfo:
     def from_environment(
         cls: type[_Info], environment: Mapping[str, str] = os.environ, **more: Any
     ) -> _Info:
-        """Return what the variables of a worker tell.
+        """Return the place given by the variables of a worker.
 
         Args:
             environment: The variables.
@@ -190,7 +190,7 @@ _HOST = "localhost"
 
 
 class HorovodRendezvous:
-    """Horovod's rendezvous server, which runs in this process until `stop`.
+    """Rendezvous server of Horovod, running in this process until `stop`.
 
     It gives the workers what `horovodrun --gloo` gives them.
 
@@ -199,7 +199,7 @@ class HorovodRendezvous:
     """
 
     def __init__(self) -> None:
-        # Only those who use Horovod need it.
+        # Late import: only users of Horovod need the package.
         from horovod.runner.http.http_server import RendezvousServer
 
         self._server: Any = RendezvousServer()
@@ -209,7 +209,7 @@ class HorovodRendezvous:
         """Prepare a start of so many workers, and return the variables of each, in rank order."""
         from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 
-        # It forgets the addresses of an earlier start.
+        # Server forgets the addresses of an earlier start by this call.
         self._server.init(get_host_assignments([HostInfo(_HOST, num_workers)], num_workers))
         return horovod_variables(num_workers, self._port)
 
@@ -230,7 +230,7 @@ class HorovodRendezvous:
 
 
 def horovod_variables(num_workers: int, port: int) -> list[dict[str, str]]:
-    """Return the variables of workers that meet at a port of this machine, in rank order."""
+    """Return the variables of workers meeting at a port of this machine, in rank order."""
     size = str(num_workers)
     same = {
         "HOROVOD_SIZE": size,
@@ -260,7 +260,7 @@ def join_process_group(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> None:
-    """Do what `init_process_group` of torch does, without its long pauses until rank 0 is there.
+    """Join a process group like `init_process_group`, without long pauses until rank 0 is there.
 
     Args:
         backend: Such as "gloo".

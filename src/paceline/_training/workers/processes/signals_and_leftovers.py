@@ -20,7 +20,7 @@ _IS_LINUX = sys.platform == "linux"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFacts:
-    """One process as it was when it was looked up.
+    """Facts about a process at the time of its look-up.
 
     `start_time` is in seconds since the machine's boot on Linux and since the epoch elsewhere: with
     the process id it names a process, as ids are used again. `is_dying` is true, where the system
@@ -62,12 +62,12 @@ def _read_proc(pid: int) -> ProcessFacts | None:
 
 
 def has_pending_signal(pid: int, signum: int) -> bool:
-    """Tell whether a process was sent a signal that it has not begun to handle; Linux tells it."""
+    """Return whether a signal to a process is still pending; known on Linux only."""
     return _has_signal(pid, b"ShdPnd:", signum)
 
 
 def children_that_handle(pid: int, signum: int) -> list[int]:
-    """Return the children of a process that have a handler for a signal; Linux tells it."""
+    """Return the children of a process with a handler for a signal; known on Linux only."""
     if not _IS_LINUX:
         return []
     children = (process.pid for process in living_processes() if process.parent == pid)
@@ -155,7 +155,7 @@ def _read_children(thread: str) -> list[int]:
 # where there are such, and one that interrupts also a thread that holds Python's lock.
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
-# What a scheduler, a terminal or a shell may send to all processes of a job.
+# Signals that a scheduler, a terminal or a shell may send to all processes of a job.
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _PR_SET_PDEATHSIG = 1
@@ -189,14 +189,14 @@ def noted_signals(names: Sequence[str], note: Callable[[int], object]) -> Iterat
 
 
 def signal_group(pgid: int, signum: int) -> None:
-    """Send a signal to a process group; one that is gone is no error."""
+    """Send a signal to a process group; a missing group is no error."""
     # macOS says "not permitted" for a group of zombies.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, signum)
 
 
 def signal_with_parent(signum: int) -> bool:
-    """Have this process get a signal when the one that started it ends.
+    """Make the system send this process a signal at the end of its parent.
 
     Returns:
         False where the operating system has no such thing.
@@ -205,7 +205,7 @@ def signal_with_parent(signum: int) -> bool:
 
 
 def control_process(option: int, value: int) -> bool:
-    """Set an option of this process; False where the system has no such thing."""
+    """Set an option of this process; return False where the system lacks the option."""
     if not _IS_LINUX:
         return False
     import ctypes
@@ -226,7 +226,7 @@ _num_adopting = 0
 
 
 def kill_leftover(pgid: int, start_time: float, timeout_s: float = 5.0) -> int:
-    """Kill what is left of a worker that an earlier supervisor started.
+    """Kill the leftovers of a worker started by an earlier supervisor.
 
     The worker is named by its process group (its own process id) and its start time, as
     `WorkerProcess` gives them; another process that got the same id since is left alone. Its
@@ -260,6 +260,7 @@ def kill_leftover(pgid: int, start_time: float, timeout_s: float = 5.0) -> int:
 
 def _leftover_pids(pgid: int, start_time: float) -> list[int]:
     processes = list(living_processes())
+    # Earlier members cannot be the worker's: the id of their group was used again.
     found = {p.pid for p in processes if p.process_group == pgid and p.start_time >= start_time}
     while more := {p.pid for p in processes if p.parent in found} - found:
         found |= more
@@ -273,7 +274,7 @@ def _kill(pid: int) -> None:
 
 @contextmanager
 def adopting_orphan_processes() -> Iterator[None]:
-    """Let orphaned descendants become children of this process, where the system can do it.
+    """Make orphaned descendants children of this process, where the system supports this.
 
     Whoever adopts must also reap, so that nobody is adopted any more once the last one of those
     who asked for it has finished.
@@ -297,12 +298,12 @@ def nested_group_mark(group_id: str, environment: str | None) -> str:
 
 
 def innermost_group(environment: Mapping[str, str]) -> str:
-    """Return the mark of the group that a worker with such an environment belongs to."""
+    """Return the mark of the innermost group in a worker's environment."""
     return environment.get(GROUP_VARIABLE, "").rpartition("/")[2]
 
 
 def end_stray_processes(group_id: str, timeout_s: float = 2.0) -> int:
-    """Kill and reap orphans of a group that became children of this process.
+    """Kill and reap a group's orphans adopted by this process.
 
     An orphan is known by the group's mark in its environment, so that other children of this
     process are never touched.
@@ -333,7 +334,7 @@ def end_stray_processes(group_id: str, timeout_s: float = 2.0) -> int:
 
 
 def end_marked(group_id: str, timeout_s: float = 5.0) -> int:
-    """Kill all processes of this machine that a group has left, wherever they have gone.
+    """Kill all processes left by a group on this machine, in any session and with any parent.
 
     They are known by the group's mark in their environment, so that it makes no difference which
     session they lead and who is their parent now. Processes whose environment this user may not
@@ -347,7 +348,7 @@ def end_marked(group_id: str, timeout_s: float = 5.0) -> int:
     killed: set[int] = set()
     deadline = time.monotonic() + timeout_s
     num_clean = 0
-    # One may fork while others are looked at, and one that just executes a program shows nothing.
+    # Several looks: processes may fork meanwhile, and show no environment during an exec.
     while num_clean < _CLEAN_LOOKS and time.monotonic() < deadline:
         marked = [pid for pid in all_pids() if pid != os.getpid() and _has_mark(pid, group_id)]
         num_clean = 0 if marked else num_clean + 1
@@ -357,8 +358,9 @@ def end_marked(group_id: str, timeout_s: float = 5.0) -> int:
 
 
 def _kill_marked(pid: int, group_id: str) -> bool:
-    """Kill a process unless another one has got its id since; True if it was killed."""
+    """Kill a process unless its id was reused; return whether the process was killed."""
     try:
+        # Descriptor before the look at the mark: it names the same process even if ids are reused.
         descriptor = os.pidfd_open(pid)
     except OSError:
         return False
@@ -376,7 +378,7 @@ def _kill_marked(pid: int, group_id: str) -> bool:
 def _adopted() -> Iterator[ProcessFacts]:
     own_pid = os.getpid()
     children = own_children()
-    # To look at all processes takes a hundred times as long.
+    # Children alone, where known: a look at all processes takes a hundred times as long.
     for pid in all_pids() if children is None else children:
         facts = read_process(pid)
         if facts is not None and facts.parent == own_pid:
@@ -389,7 +391,7 @@ def _is_stray(process: ProcessFacts, group_id: str, killed: Collection[int]) -> 
 
 
 def marked_process_groups(group_id: str) -> set[int]:
-    """Return the process groups of what belongs to a group, and to no group within it.
+    """Return the process groups of a worker group, without groups nested within.
 
     It is empty where the system shows no environments.
     """
@@ -432,7 +434,7 @@ _LONGEST_TICK_S = 1.0
 
 
 class StoppedWorkerWatch:
-    """Look at workers until each has ended, and tell of those that are stopped for long.
+    """Watch on workers until each has ended, to report those stopped for long.
 
     Args:
         timeout_s: How long a worker may be stopped, in seconds.
@@ -496,7 +498,7 @@ class StoppedWorkerWatch:
 
 @contextmanager
 def sweeping_after_kill() -> Iterator[dict[str, str]]:
-    """Have what workers started ended by another process if this one is killed within the block.
+    """Let another process end the workers' leftovers if this process is killed within the block.
 
     Workers end with this process by themselves, but what they have started does not. To be entered
     before this process starts threads, as it forks.
@@ -527,7 +529,7 @@ def sweeping_after_kill() -> Iterator[dict[str, str]]:
 
 
 def _await_end(other: socket.socket, own: socket.socket, group_id: str) -> None:
-    # It has to outlive what is sent to the whole job.
+    # Signals to the whole job are ignored: this process has to outlive the others.
     for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # Whoever reads this process's output waits for no more than its own end.
@@ -537,5 +539,6 @@ def _await_end(other: socket.socket, own: socket.socket, group_id: str) -> None:
         os.dup2(silence, standard)
     os.closerange(3, own.fileno())
     os.closerange(own.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    # End of file without a byte: the other process was killed within the block.
     if not own.recv(1):
         end_marked(group_id)

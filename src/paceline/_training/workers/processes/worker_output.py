@@ -43,7 +43,7 @@ _TRACEBACK_CHAIN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLine:
-    """One line that a worker printed.
+    """Line printed by a worker.
 
     Attributes:
         rank: Who printed it; None if that is not known.
@@ -63,7 +63,7 @@ class OutputLine:
 
 
 class LineSplitter:
-    """Turn the bytes of one stream into lines.
+    """Splitter of a stream's bytes into lines.
 
     Line ends are "\\n", "\\r\\n" and a bare "\\r". States of a progress bar, which rewrites its
     line with a bare "\\r", come through at most once per `progress_interval_s`, the last one
@@ -93,18 +93,18 @@ class LineSplitter:
         return self._due if self._held_state is not None else None
 
     def feed(self, data: bytes, now: float) -> list[OutputLine]:
-        """Take what was read at `now` and return the lines that it completes."""
+        """Return the lines completed by data read at `now`."""
         lines = self._take(self._pieces.feed(data), now)
         return lines + self.tick(now)
 
     def tick(self, now: float) -> list[OutputLine]:
-        """Return the state of a progress bar that was held back, if its time has come."""
+        """Return the held-back state of a progress bar, if due."""
         if self._held_state is None or now < self._due:
             return []
         return self._release(now)
 
     def close(self, now: float) -> list[OutputLine]:
-        """Return what is left at the end of the stream."""
+        """Return the rest at the end of the stream."""
         return self._take(self._pieces.close(), now) + self._release(now)
 
     def _take(self, pieces: "Iterator[_Piece]", now: float) -> list[OutputLine]:
@@ -176,7 +176,7 @@ class _LinePieceReader:
             self._rest = ""
 
     def _cut(self, line: str) -> list[str]:
-        """Cut a line that is too long, but not in the middle of a control sequence."""
+        """Cut a line at the length limit, but not in the middle of a control sequence."""
         parts = []
         while len(line) > self._max_characters:
             window = line[: self._max_characters]
@@ -268,7 +268,7 @@ class WorkerOutput:
         self._files: dict[int, IO[str]] = {}
 
     def __call__(self, line: OutputLine) -> None:
-        """Take one line; called from a thread of the workers' pool."""
+        """Show and store a line; called from a thread of the workers' pool."""
         stream = sys.stdout if line.stream == "stdout" else sys.stderr
         prefix = f"[rank={line.rank}] " if self._is_one_of_many else ""
         # Training goes on when nobody reads any more, and on a full disk.
@@ -310,7 +310,7 @@ class WorkerOutput:
 
 
 class LinePrinter:
-    """Write the workers' lines to the driver's streams, as they are at that moment.
+    """Printer of the workers' lines on the driver's standard streams of the moment.
 
     Args:
         num_workers: Tells how many workers there are.
@@ -320,7 +320,7 @@ class LinePrinter:
         self._num_workers = num_workers
 
     def __call__(self, line: OutputLine) -> None:
-        """Write one line."""
+        """Write a line."""
         stream = sys.stdout if line.stream == "stdout" else sys.stderr
         prefix = f"[rank={line.rank}] " if self._num_workers() > 1 else ""
         # Training goes on when nobody reads any more.

@@ -40,7 +40,7 @@ from paceline._training.workers.processes.worker_output import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """Specification of one worker's process.
+    """Specification of a worker's process.
 
     Attributes:
         command: The program and its arguments; the program is looked up on the PATH of
@@ -90,7 +90,7 @@ def local_specs(
     signals_whole_group: bool,
     environment: Mapping[str, str] | None = None,
 ) -> list[WorkerSpec]:
-    """Return how to start the workers of this node, all with one command.
+    """Return the specifications of this node's workers, all with the same command.
 
     They get this process's working directory, and its environment with what `environment` adds.
     How many threads each computes with is logged.
@@ -137,7 +137,7 @@ _EXECUTE = '[ "$PPID" = "$0" ] || kill -s KILL "$$"; exec "$@"'
 
 
 class ProcessHandle(ABC):
-    """A started process, whose id is not used again until it is reaped.
+    """Handle of a started process; its id is not reused until `reap`.
 
     Attributes:
         pid: Its id, which is also that of its session and process group.
@@ -155,14 +155,14 @@ class ProcessHandle(ABC):
 
     @abstractmethod
     def reap(self) -> None:
-        """Let the system forget a process that has ended."""
+        """Reap the ended process, freeing its id."""
 
 
 Start = Callable[[WorkerSpec, Mapping[str, str], bool], ProcessHandle]
 
 
 def start_process(spec: WorkerSpec, environment: Mapping[str, str], is_read: bool) -> ProcessHandle:
-    """Run a worker's command as a child that dies with the calling thread.
+    """Run a worker's command as a child, killed with the calling thread.
 
     Args:
         spec: What to run.
@@ -188,7 +188,7 @@ def start_process(spec: WorkerSpec, environment: Mapping[str, str], is_read: boo
 
 
 def _tie(program: str, environment: Mapping[str, str]) -> list[str]:
-    """Return what executes a command that ends with this process.
+    """Return the command prefix to end a command with this process.
 
     Where util-linux is installed that is `setpriv`, which takes a tenth of an interpreter's time.
     """
@@ -196,7 +196,7 @@ def _tie(program: str, environment: Mapping[str, str]) -> list[str]:
     can_run = shutil.which(program, path=environment.get("PATH", os.defpath)) is not None
     if setpriv and shell and can_run and (os.path.isabs(program) or os.sep not in program):
         return [setpriv, "--pdeathsig", "KILL", shell, "-c", _EXECUTE, str(os.getpid())]
-    # It says by itself what is wrong with a command that cannot be run.
+    # Wrapper in Python: reports by itself why a command cannot be run.
     return [sys.executable, "-I", "-S", _exec.__file__, str(os.getpid())]
 
 
@@ -236,7 +236,7 @@ class _Child(ProcessHandle):
 
 
 def ended(returncode: int) -> tuple[int, int | None]:
-    """Return code and signal for a `returncode` as `subprocess` has it."""
+    """Return exit code and signal (or None) for a `returncode` of `subprocess`."""
     return (returncode, None) if returncode >= 0 else (128 - returncode, -returncode)
 
 
@@ -270,12 +270,12 @@ class LocalWorker:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the process has ended and what it left behind has not been dealt with."""
+        """Whether the process has ended and its leftovers are not dealt with yet."""
         return self.exit is not None and not self.is_closed
 
     @property
     def may_save_its_work(self) -> bool:
-        """Whether what a shell started is still answering a signal that ended the shell."""
+        """Whether a shell's children may still be handling a signal after the shell's end."""
         # A system that ends a job, such as Slurm, signals all of its processes by itself.
         was_ended = self.exit is not None and self.exit.signal == signal.SIGTERM
         is_asked = was_ended or bool(self.sent_signals)
@@ -301,12 +301,12 @@ class LocalWorker:
                         os.kill(pid, signum)
 
     def process_groups(self) -> set[int]:
-        """Return the process groups that the worker's processes are in."""
+        """Return the process groups of the worker's processes."""
         others = marked_process_groups(self._group_id) if self.spec.changes_session else set()
         return {self.process.pgid} | others
 
     def close(self) -> None:
-        """Reap the process; its id is free after that."""
+        """Reap the process; its id is free afterwards."""
         self.is_closed = True
         self.handle.reap()
 
@@ -319,7 +319,7 @@ def await_exit(worker: LocalWorker) -> WorkerExit:
         code=code,
         signal=signum,
         time=time.time(),
-        # What the group ended itself has not failed first, unless it was ended for its silence.
+        # Ends by the group's own signal are no first failure, except for a kill after silence.
         is_consequence=signum in worker.sent_signals and worker.silence is None,
         silence=worker.silence,
     )
@@ -335,7 +335,7 @@ OnLine = Callable[[OutputLine], None]
 
 
 class OutputReader:
-    """Give each line of workers to a function; used by one thread but for `wake`.
+    """Reader of workers' output, line by line; for a single thread except for `wake`.
 
     Args:
         on_line: Gets the lines, or None if there are none to read.
@@ -364,7 +364,7 @@ class OutputReader:
         self._selector.register(pipe, selectors.EVENT_READ, worker)
 
     def read(self, timeout_s: float | None) -> int:
-        """Read from what has something to read; return the number of streams that had."""
+        """Read the streams with data; return their number."""
         num_read = 0
         for key, _ in self._selector.select(timeout_s):
             data = os.read(key.fd, _READ_BYTES)
@@ -386,14 +386,14 @@ class OutputReader:
         self._deliver(splitter.close(time.time()))
 
     def deliver_due(self, workers: Iterable[LocalWorker]) -> None:
-        """Give away what stands at the beginning of a line for long."""
+        """Deliver progress-bar states held back for long enough."""
         now = time.time()
         for worker in workers:
             for splitter in worker.open_streams.values():
                 self._deliver(splitter.tick(now))
 
     def close(self) -> None:
-        """Close what this reader has opened."""
+        """Close the selector and the wake-up pipe."""
         self._selector.close()
         os.close(self._wake_reader)
         os.close(self._wake_writer)

@@ -1,4 +1,4 @@
-"""Run a user's Python program as a worker, and end it as a worker should.
+"""Wrapper to run a user's Python program as a worker, with a reported and safe exit.
 
 Run as ``python _worker_program.py KIND TARGET ARGUMENTS...``, by its path and with the standard
 library alone: the interpreter is the user's choice, and nothing of the current directory may be
@@ -57,7 +57,7 @@ class ProgramOutcome:
 
 
 def main(kind: str, target: str, arguments: "list[str]") -> None:
-    """Run the program, say how it ended, and leave the process."""
+    """Run the program, report its end, and leave the process."""
     global parent
     parent = take_channel()
     sys.modules[RUNNING_MARK] = sys.modules["__main__"]
@@ -66,7 +66,7 @@ def main(kind: str, target: str, arguments: "list[str]") -> None:
         faulthandler.enable()
     _show_lines_at_once()
     outcome = _run_program(kind, target, arguments)
-    # As the interpreter does: wait for threads, then run the exit handlers.
+    # Order of the interpreter: first wait for threads, then run the exit handlers.
     _attempt(threading._shutdown)  # type: ignore[attr-defined] # also stops idle executors
     _attempt(atexit._run_exitfuncs)
     if not flush() and outcome.code == 0:
@@ -81,13 +81,13 @@ def main(kind: str, target: str, arguments: "list[str]") -> None:
 
 
 class ParentChannel:
-    """The socket to the process that started this one; `send` may be called from any thread."""
+    """Socket to the parent of this process; `send` may be called from any thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
         self._lock = threading.Lock()
         os.set_inheritable(descriptor, False)
-        # What this process forks is no worker.
+        # Forked children are no workers, and must not report.
         os.register_at_fork(after_in_child=self._close)
 
     def send(self, kind: int, body: bytes = b"") -> None:
@@ -108,7 +108,7 @@ class ParentChannel:
 
 
 def take_channel() -> "ParentChannel | None":
-    """Return the channel that the environment names, and remove its name from the environment."""
+    """Return the channel named in the environment, and remove the variable; None if absent."""
     number, _, inode = os.environ.pop(CHANNEL_VARIABLE, "").partition(":")
     try:
         if number and str(os.fstat(int(number)).st_ino) == inode:
@@ -132,7 +132,7 @@ def _run_program(kind: str, target: str, arguments: "list[str]") -> ProgramOutco
         program.__dict__["__builtins__"] = __builtins__
         if sys.version_info < (3, 14):
             program.__dict__["__annotations__"] = {}
-        # For the rest of the process, so that exit handlers and pickling find it too.
+        # Replacement for the rest of the process: exit handlers and pickling need the program too.
         sys.modules["__main__"] = program
         if kind == "serve":
             _serve_driver(program, target)
@@ -163,7 +163,7 @@ def _serve_driver(program: types.ModuleType, target: str) -> None:
 
 
 def _fork(program: types.ModuleType, target: str) -> None:
-    """Fork processes that serve, until the driver has gone; go on in these alone."""
+    """Serve forks until the driver has gone; continue only in the forked workers."""
     import json
 
     facts = json.loads(target)
@@ -210,7 +210,7 @@ _LOADERS = {"script": _load_script, "module": _load_module, "code": _load_code}
 
 
 def _set_first_path(path: str) -> None:
-    """Put the program's directory where Python put that of this file."""
+    """Replace this file's directory at the start of the module path by the program's."""
     own_directory = os.path.dirname(os.path.realpath(__file__))
     # The interpreter's flags -I and -P keep it out, then the program's stays out too.
     if sys.path and os.path.realpath(sys.path[0]) == own_directory:
@@ -218,18 +218,18 @@ def _set_first_path(path: str) -> None:
 
 
 def exit_code_of(request: object) -> int:
-    """Return the exit code that Python makes of what `sys.exit` was given."""
+    """Return Python's exit code for an argument of `sys.exit`."""
     if request is None:
         return 0
     return request & 0xFF if isinstance(request, int) else 1
 
 
 def describe_exit(request: object) -> str:
-    """Return what was called, such as "sys.exit(3)", if `sys.exit` was given `request`."""
+    """Return the text of a call, for example "sys.exit(3)", for an argument of `sys.exit`."""
     try:
         text = "" if request is None else repr(request)[:_ERROR_CHARACTERS]
     except Exception:
-        # It may be an object of the user's.
+        # Object may be the user's, with a failing `repr`.
         text = f"<{type(request).__name__}>"
     return f"sys.exit({text})"
 
@@ -240,7 +240,7 @@ def _outcome_of_exit(code: object) -> ProgramOutcome:
     try:
         text = str(code)
     except Exception:
-        # As Python does, which prints nothing then.
+        # Python prints nothing in this case either.
         return ProgramOutcome(1)
     _attempt(lambda: print(text, file=sys.stderr))
     return ProgramOutcome(1, text.partition("\n")[0][:_ERROR_CHARACTERS])
@@ -250,7 +250,7 @@ def _outcome_of_error(error: BaseException) -> ProgramOutcome:
     lines = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
     outcome = ProgramOutcome(
         INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1,
-        # Where the syntax is wrong stands before what is wrong.
+        # Last line of a syntax error says the reason; lines before show the place.
         lines[-1 if isinstance(error, SyntaxError) else 0][:_ERROR_CHARACTERS],
         is_consequence=is_consequence(error),
     )
@@ -267,7 +267,7 @@ def _outcome_of_error(error: BaseException) -> ProgramOutcome:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Tell whether an error only says that another rank has gone."""
+    """Return whether an error only reports the loss of another rank."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
         return True
@@ -279,7 +279,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def _attempt(action: "object") -> None:
-    """Do a step of the ending; what fails is shown and stops nothing."""
+    """Run a step of the exit; a failure is shown, and stops nothing."""
     try:
         action()  # type: ignore[operator] # a callable without arguments
     except SystemExit:
@@ -289,7 +289,7 @@ def _attempt(action: "object") -> None:
 
 
 def flush() -> bool:
-    """Flush the standard streams; tell whether that worked."""
+    """Flush the standard streams; return whether all of them could be flushed."""
     is_flushed = True
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -301,7 +301,7 @@ def flush() -> bool:
 
 
 def leave_process_group() -> None:
-    """Leave the process group of torch.distributed in bounded time, if there is one."""
+    """Leave the process group of torch.distributed in bounded time, if initialized."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return

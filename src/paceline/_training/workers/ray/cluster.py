@@ -31,7 +31,7 @@ CLIENT_SCHEME = "ray://"
 _AUTH_VARIABLE = "RAY_AUTH_MODE"
 # With one of these, Ray reads no file in the home directory.
 _OWN_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-# Where the first autoscaler of Ray tells its state, and how the second one tells that of a node.
+# Key of the first Ray autoscaler's state, and a dead node's status by the second autoscaler.
 _STATUS_KEY = b"__autoscaling_status"
 _DEAD = 2
 # How far sums of fractions of a GPU may be off.
@@ -59,7 +59,7 @@ def import_ray() -> Any:
 
 
 def is_ray_connected() -> bool:
-    """Tell whether this process is connected to a Ray cluster, or is told of one to connect to."""
+    """Return whether this process is connected to a Ray cluster, or told of an address."""
     ray = sys.modules.get("ray")
     is_initialized = getattr(ray, "is_initialized", None)
     if is_initialized is not None and is_initialized():
@@ -68,7 +68,7 @@ def is_ray_connected() -> bool:
 
 
 def check_no_client(ray: Any) -> None:
-    """Check that this process is on a node of the cluster that it is connected to, or told of.
+    """Check for a driver on a node of its Ray cluster, rather than a Ray client.
 
     Args:
         ray: Ray itself.
@@ -96,7 +96,7 @@ def check_no_client(ray: Any) -> None:
 
 
 def join_ray(address: str, namespace: str) -> Any:
-    """Connect this process to a cluster, unless it is connected to one, and return Ray.
+    """Connect this process to a cluster, unless connected already, and return Ray.
 
     Args:
         address: What another process of the cluster has as its `gcs_address`.
@@ -115,7 +115,7 @@ def join_ray(address: str, namespace: str) -> Any:
 
 
 class _OwnCluster:
-    """Counts who uses the Ray that Paceline has started."""
+    """Counter of the users of a Ray started by Paceline."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -127,7 +127,7 @@ _own = _OwnCluster()
 
 
 class RayConnection:
-    """A use of Ray, which is joined, or started on the loopback address for the time of its use.
+    """Use of Ray: a joined cluster, or a Ray on the loopback address while in use.
 
     Raises:
         ImportError: Ray is not installed.
@@ -148,7 +148,7 @@ class RayConnection:
         self._asking: threading.Thread | None = None
 
     def close(self) -> None:
-        """Give up this use; the last one ends a Ray that was started here."""
+        """End this use; the last use ends a Ray started here."""
         with _own.lock:
             if self._is_user:
                 self._is_user = False
@@ -159,13 +159,13 @@ class RayConnection:
     # ---- what there is -------------------------------------------------------------------
 
     def leaving(self) -> Collection[str]:
-        """Return the ids of the nodes that will be taken away, as Ray was told with notice."""
+        """Return the ids of nodes to be taken away, as Ray was told with notice."""
         # Ray has no public function for it, and older releases have none at all.
         ask = getattr(self.ray._private.state.state, "get_draining_nodes", dict)
         return frozenset(ask())
 
     def known_leaving(self) -> Collection[str]:
-        """Return the same in bounded time, as the cluster has told it last.
+        """Return the last known ids of nodes to be taken away, in bounded time.
 
         Ray waits for a minute for a head node that is gone, while workers go on.
         """
@@ -183,7 +183,7 @@ class RayConnection:
             self._known_leaving = self.leaving()
 
     def may_grow(self) -> bool:
-        """Tell whether an autoscaler may add nodes for what is asked for.
+        """Return whether an autoscaler may add nodes for requested resources.
 
         Launchers such as `ray up` and KubeRay name the kinds of their nodes. In a cluster without
         an autoscaler, nodes have no kind, or Ray makes up one for each.
@@ -196,7 +196,7 @@ class RayConnection:
         return any(not kind.startswith("node_") for kind in report.get("active_nodes", ()))
 
     def is_infeasible(self, group_id: str) -> bool:
-        """Tell whether the autoscaler says that it has no nodes for a placement group.
+        """Return whether the autoscaler reports having no nodes for a placement group.
 
         It says so also while others use all the nodes that it may have. The first autoscaler of Ray
         says nothing.
@@ -216,11 +216,11 @@ class RayConnection:
         return reply
 
     def total(self) -> list[Resources]:
-        """Return what each living node has that will not be taken away."""
+        """Return the resources of each living node, without nodes to be taken away."""
         return [node["Resources"] for node in self._staying()]
 
     def staying(self) -> set[str]:
-        """Return the ids of the living nodes that will not be taken away."""
+        """Return the ids of the living nodes, without nodes to be taken away."""
         return {node["NodeID"] for node in self._staying()}
 
     def has_own_node(self) -> bool:
@@ -229,7 +229,7 @@ class RayConnection:
         return any(node["Alive"] and node["NodeID"] == own for node in self.ray.nodes())
 
     def available(self) -> list[Resources]:
-        """Return what each such node has to give at this moment."""
+        """Return the free resources of each staying node at this moment."""
         # Ray's public function adds up the nodes, though a worker must fit on one of them.
         per_node = self.ray._private.state.available_resources_per_node()
         leaving = self.leaving()
@@ -253,7 +253,7 @@ def num_fitting(nodes: list[Resources], bundle: Resources) -> int:
 
 
 def told_resources(resources: Resources) -> str:
-    """Return resources as text, such as "4 CPU, 1 GPU"."""
+    """Return resources as text, for example "4 CPU, 1 GPU"."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if amount) or "none"
 
 
@@ -273,7 +273,7 @@ def _connect_to_ray(ray: Any) -> None:
     try:
         make_token_private()
         with _on_loopback():
-            # Not a cluster that happens to run on this machine.
+            # Local address: a cluster that happens to run on this machine must not be used.
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -319,7 +319,7 @@ def make_token_private() -> None:
 
 
 def _cluster_of_machine() -> str | None:
-    """Return the address of the cluster of which `ray start` has made this machine a part."""
+    """Return the address of the cluster joined by `ray start` on this machine, or None."""
     # `ray stop` removes the file.
     path = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")  # noqa: S108
     try:
@@ -359,7 +359,7 @@ def _restore_auth() -> None:
 
 
 def _reread_settings() -> None:
-    """Have Ray see the variables that it has read at its import."""
+    """Make Ray read again the variables usually read at its import."""
     from ray._raylet import Config  # type: ignore[attr-defined] # it is compiled
 
     Config.initialize("")
@@ -367,7 +367,7 @@ def _reread_settings() -> None:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Have Ray listen on the loopback address alone, as it does where it makes no clusters."""
+    """Make Ray listen on the loopback address only, as on systems without clusters."""
     from ray._private import ray_constants
 
     name = "ENABLE_RAY_CLUSTER"
@@ -384,7 +384,7 @@ _NOTHING = {"CPU": 0.001}
 
 
 class Bundles:
-    """The bundles of a placement group that can hold workers.
+    """Bundles of a placement group with room for workers.
 
     Args:
         group: The placement group.
@@ -405,9 +405,10 @@ class Bundles:
         return cls(placement_group(bundles, strategy=strategy), range(num_workers))
 
     def free(self, connection: RayConnection, used: Sequence[int | None]) -> list[int]:
-        """Return the bundles that are on staying nodes and not used, one entry for each worker."""
+        """Return the unused bundles on staying nodes, an entry for each worker."""
         left = Counter(self.indices)
         left.subtract(index for index in used if index is not None)
+        # Unary plus of a counter keeps positive counts only.
         if not +left:
             return []
         from ray.util.placement_group import placement_group_table
@@ -424,7 +425,7 @@ class Bundles:
         remove_placement_group(self.group)
 
     def describe_lack(self, num_workers: int, wanted: Resources) -> str:
-        """Return a message that so many workers do not fit in the bundles of this process."""
+        """Return an error message: too few bundles of this process for the workers."""
         each = told_resources(wanted)
         bundle = json.dumps({name: _short(amount) for name, amount in wanted.items() if amount})
         return (
@@ -461,7 +462,7 @@ def why_waiting(
 
 
 def given_bundles(ray: Any, wanted: Resources) -> Bundles | None:
-    """Return what has room in the placement group that this process runs in; None outside one."""
+    """Return the free bundles of this process's placement group; None without a group."""
     group = ray.util.get_current_placement_group()
     if group is None:
         return None
@@ -481,7 +482,7 @@ def given_bundles(ray: Any, wanted: Resources) -> Bundles | None:
 
 
 def given_gpus(ray: Any) -> float | None:
-    """Return the most GPUs of a bundle of this process's placement group; None outside one."""
+    """Return the most GPUs in a bundle of this process's placement group, or None without."""
     group = ray.util.get_current_placement_group()
     if group is None:
         return None
@@ -492,7 +493,7 @@ def given_gpus(ray: Any) -> float | None:
 
 
 def _own_resources(ray: Any) -> Mapping[str, float]:
-    """Return what Ray has given this process, by names that tell the bundle."""
+    """Return the resources given to this process by Ray, by names with the bundle."""
     # Ray's public function leaves out of which bundle it is.
     given = ray._private.worker.global_worker.core_worker.resource_ids()
     return {name: sum(amount for _, amount in parts) for name, parts in given.items()}
@@ -506,7 +507,7 @@ COMPARED = ("paceline", "torch")
 
 
 def check_versions(told: Sequence[Mapping[str, Any]]) -> None:
-    """Check what the actors of nodes have said of theirs.
+    """Check the versions reported by the actors of nodes.
 
     Raises:
         NodesDifferError: A node has others than this process.
@@ -522,13 +523,13 @@ def check_versions(told: Sequence[Mapping[str, Any]]) -> None:
 
 
 def own_versions() -> dict[str, str]:
-    """Return the versions of this process that those of the nodes must agree with."""
+    """Return the versions of this process to compare with those of the nodes."""
     versions = {name: metadata.version(name) for name in COMPARED}
     return {"Python": platform.python_version(), **versions}
 
 
 def version_differences(own: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Return one phrase for each version that differs from the driver's."""
+    """Return a phrase for each version different from the driver's."""
     return [
         f"{name} {theirs.get(name, 'none')} instead of {version}"
         for name, version in own.items()
@@ -537,7 +538,7 @@ def version_differences(own: Mapping[str, str], theirs: Mapping[str, str]) -> li
 
 
 def _public(name: str, version: str) -> str:
-    """Return what of a version must agree: not the kind of build, nor Python's bug-fix release."""
+    """Return the part of a version to compare: no build kind, no bug-fix release of Python."""
     if name == "Python":
         return ".".join(version.split(".")[:2])
     return version.partition("+")[0]
@@ -550,7 +551,7 @@ def is_ray_dataset(value: Any) -> bool:
 
 
 class RayShards:
-    """Parts of a Ray data set, one for each worker of a generation.
+    """Shards of a Ray data set for the workers of a generation.
 
     The parts have equally many rows. The driver keeps this object until the workers have ended, as
     Ray ends what reads the data when nobody refers to it.
@@ -568,15 +569,16 @@ class RayShards:
         self._address, self._namespace = context.gcs_address, context.namespace
 
     def __getstate__(self) -> dict[str, Any]:
+        # Iterators stay with the driver; workers load theirs from Ray's own pickled form.
         return {**vars(self), "_iterators": None}
 
     def of_rank(self, rank: int) -> Any:
-        """Return a rank's part in this process, which is connected to Ray for that."""
+        """Return a rank's shard, after connecting this process to Ray."""
         return join_ray(self._address, self._namespace).cloudpickle.loads(self._pickled[rank])
 
 
 def dealt(data: Any, num_workers: int) -> Any:
-    """Return what a run was given, with each Ray data set split to the workers."""
+    """Return a run's data, with each Ray data set split into shards for the workers."""
     if is_ray_dataset(data):
         return RayShards(data, num_workers)
     if isinstance(data, Mapping):
@@ -588,7 +590,7 @@ def dealt(data: Any, num_workers: int) -> Any:
 
 
 def check_ray_data(data: Any, cluster: str) -> None:
-    """Check that the workers can read the Ray data sets of a run, and say what is different.
+    """Check a run's Ray data sets: workers must be on Ray; warn of the differences.
 
     Raises:
         TypeError: The workers are not on a Ray cluster.

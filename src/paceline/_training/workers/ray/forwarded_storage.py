@@ -1,4 +1,4 @@
-"""Checkpoint storage of the driver for workers on nodes that do not see it: both sides."""
+"""Driver's checkpoint storage for workers on nodes without access: both sides."""
 
 import errno
 import shutil
@@ -22,13 +22,13 @@ from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._storage_by_url import storage_from
 
-# What is in memory at a time, here and in the driver.
+# Size of the pieces in memory, here and in the driver.
 _CHUNK_BYTES = 4 * 1024 * 1024
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ForwardedRun(RunDirectory):
-    """The driver's run directory, in which a worker notes the checkpoints that it writes.
+    """Run directory of the driver, for a worker to note its checkpoints.
 
     Args:
         path: The run directory.
@@ -45,7 +45,7 @@ class ForwardedRun(RunDirectory):
         return info
 
     def note_checkpoint(self, uuid: str, storage: str, *, is_part: bool = False) -> None:
-        """Have the driver note that a checkpoint is being written."""
+        """Ask the driver to note the writing of a checkpoint."""
         self._link.ask("note_checkpoint", str(self.path), uuid, storage, is_part)
 
     def forget_checkpoint(self, uuid: str) -> None:
@@ -125,6 +125,7 @@ class ForwardedStorage(CheckpointStorage):
 
     def _send_file(self, uuid: str, path: Path, name: str) -> None:
         with path.open("rb") as file:
+            # First piece is sent even if empty: an empty file has to exist too.
             data = file.read(_CHUNK_BYTES)
             self._link.ask("write", uuid, name, data)
             while data := file.read(_CHUNK_BYTES):
@@ -139,7 +140,7 @@ class ForwardedStorage(CheckpointStorage):
 
     @contextmanager
     def restore_path(self, uuid: str, *, selects: Selector | None = None) -> Iterator[Path]:
-        """Fetch the files, verify them, and yield the directory that has them."""
+        """Fetch and verify the files, and yield their directory."""
         manifest = self.manifest(uuid).selected(selects)
         with self._directory() as root:
             for name, entry in manifest.files.items():
@@ -182,12 +183,12 @@ class ForwardedStorage(CheckpointStorage):
         return manifest
 
     def missing_shards(self, uuid: str, num_shards: int) -> list[int]:
-        """Return the ranks that have not finished their shard of a checkpoint."""
+        """Return the ranks without a finished shard of a checkpoint."""
         missing: list[int] = self._ask("missing_shards", uuid, num_shards)
         return missing
 
     def discard(self, uuid: str) -> None:
-        """Remove what is there of a checkpoint that was not committed."""
+        """Remove the files of an uncommitted checkpoint."""
         self._ask("discard", uuid)
 
     def manifest(self, uuid: str) -> Manifest:
@@ -196,7 +197,7 @@ class ForwardedStorage(CheckpointStorage):
         return manifest
 
     def problems(self, manifest: Manifest) -> dict[str, str]:
-        """Return what is wrong with the driver's files."""
+        """Return the problems of the driver's files, by file name."""
         problems: dict[str, str] = self._ask("problems", manifest)
         return problems
 
@@ -205,11 +206,11 @@ class ForwardedStorage(CheckpointStorage):
         self._ask("delete", uuid)
 
     def replace_manifest(self, manifest: Manifest) -> None:
-        """Write a manifest that names fewer files than the present one, and remove the others."""
+        """Write a manifest with fewer files than the present, and remove the other files."""
         self._ask("replace_manifest", manifest)
 
     def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
-        """Remove leftovers of checkpoints that were never committed."""
+        """Remove leftovers of checkpoints never committed, and return their UUIDs."""
         swept: UuidList = self._ask("sweep", older_than_s=older_than_s, among=among)
         return swept
 
@@ -236,20 +237,20 @@ class StorageRequests:
         self._mark: Path | None = None
 
     def close(self) -> None:
-        """Give up what was begun and not finished."""
+        """Abandon all unfinished work."""
         self.unmark()
         for uuid in list(self._open):
             self.abort(uuid)
 
     def sync(self) -> None:
-        """Do nothing; that it is answered tells that what was sent before has arrived."""
+        """Do nothing: an answer confirms the arrival of everything sent before."""
 
     def control(self, run_dir: str) -> Control:
-        """Return what the driver says to a run."""
+        """Return the driver's control settings for a run."""
         return RunDirectory(Path(run_dir)).read_control()
 
     def read_info(self, run_dir: str) -> RunInfo:
-        """Return what a run is."""
+        """Return the facts of a run."""
         return RunDirectory(Path(run_dir)).read_info()
 
     def call(self, url: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -257,15 +258,15 @@ class StorageRequests:
         return getattr(storage_from(url), method)(*args, **kwargs)
 
     def note_checkpoint(self, run_dir: str, uuid: str, storage: str, is_part: bool) -> None:
-        """Note in a run directory that a checkpoint is being written."""
+        """Note the writing of a checkpoint in a run directory."""
         RunDirectory(Path(run_dir)).note_checkpoint(uuid, storage, is_part=is_part)
 
     def forget_checkpoint(self, run_dir: str, uuid: str) -> None:
-        """Take that note back."""
+        """Remove the note of a checkpoint from a run directory."""
         RunDirectory(Path(run_dir)).forget_checkpoint(uuid)
 
     def mark(self, url: str) -> str | None:
-        """Make a file in a storage's directory, and return its path; None if that cannot be.
+        """Create a marker file in a storage's directory; return its path, or None on failure.
 
         A node that finds it there sees the same directory.
         """
@@ -280,7 +281,7 @@ class StorageRequests:
         return None if self._mark is None else str(self._mark)
 
     def unmark(self) -> None:
-        """Remove that file."""
+        """Remove the marker file."""
         mark, self._mark = self._mark, None
         if mark is not None:
             mark.unlink(missing_ok=True)
@@ -288,11 +289,11 @@ class StorageRequests:
     # ---- storing -------------------------------------------------------------------------
 
     def begin(self, url: str, uuid: str, rank: int, is_whole: bool) -> None:
-        """Begin to store a rank's files of a checkpoint, or a checkpoint of one rank."""
+        """Begin to store a rank's shard, or the whole checkpoint of a single rank."""
         self._open[uuid] = _OpenShard(storage_from(url), uuid, rank, is_whole)
 
     def write(self, uuid: str, name: str, data: bytes) -> None:
-        """Append to a file, which is made by the first call."""
+        """Append to a file, made by the first call."""
         path = self._open[uuid].path / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -326,7 +327,7 @@ class StorageRequests:
 
 
 class _OpenShard:
-    """A part of a checkpoint that is being stored."""
+    """Shard of a checkpoint being stored."""
 
     def __init__(self, storage: CheckpointStorage, uuid: str, rank: int, is_whole: bool) -> None:
         self._context: AbstractContextManager[Path] = (
@@ -335,5 +336,5 @@ class _OpenShard:
         self.path = self._context.__enter__()
 
     def close(self, error: BaseException | None) -> None:
-        """Make it durable; after an error remove it, and tell of a full disk."""
+        """Make the shard durable; after an error remove the files, and report a full disk."""
         self._context.__exit__(None if error is None else type(error), error, None)

@@ -41,12 +41,12 @@ from paceline._training.workers.processes.worker_program import PROGRAM_FILE
 # How often files are looked at.
 _LOOK_INTERVAL_S = 0.01
 _CHUNK_BYTES = 1024 * 1024
-# What the last that a dead worker has sent takes to be read.
+# Time to read the last data of a dead worker, in seconds.
 _READ_S = 1.0
 
 
 class Forwarder:
-    """Pass on what a worker asks, and what it appends to files.
+    """Forwarder of a worker's requests and of data appended to files.
 
     Args:
         end: The host's end of the socket to the worker.
@@ -73,11 +73,11 @@ class Forwarder:
         self._answering.start()
 
     def answer(self, frame: ChannelFrame) -> None:
-        """Give the worker an answer of the driver's, without waiting until it reads that."""
+        """Queue a driver's answer for the worker, without waiting for the worker to read."""
         self._answers.put(frame)
 
     def finish(self) -> None:
-        """Send the rest of what a worker has left that has ended."""
+        """Send the remaining data of an ended worker."""
         self._relay.join(_READ_S)
         self._is_over.set()
         self._answers.put(None)
@@ -92,7 +92,7 @@ class Forwarder:
     def _pass_on(self) -> None:
         while (frame := self._link.receive()) is not None:
             if frame.kind is FrameKind.ASK:
-                # What was written before the request arrives before it.
+                # Appended data go first: data written before a request arrive before it.
                 self._send_news()
                 with suppress(OSError):
                     self._channel.send(frame)
@@ -116,7 +116,7 @@ class Forwarder:
             self._send_news()
 
     def _send_news(self) -> None:
-        """Send what was appended since the last time."""
+        """Send data appended since the last time."""
         with self._lock, suppress(OSError):
             for forwarding in list(self._forwardings):
                 try:
@@ -154,7 +154,7 @@ Mark = tuple[tuple[str, int, int, int], ...]
 
 
 class ScriptSources(NamedTuple):
-    """A directory of the driver, and what tells it from another one of that name.
+    """Directory of the driver, with a mark to tell the same directory from a namesake.
 
     Attributes:
         directory: Its path.
@@ -176,14 +176,14 @@ class ScriptSources(NamedTuple):
 
 
 def is_installed(directory: str) -> bool:
-    """Tell whether a directory belongs to the Python that runs."""
+    """Return whether a directory belongs to the running Python."""
     path = Path(os.path.realpath(directory))
     prefixes = (sys.prefix, sys.base_prefix)
     return any(path.is_relative_to(os.path.realpath(prefix)) for prefix in prefixes)
 
 
 def mark_of_script_directory(directory: str) -> Mark | None:
-    """Return what tells a directory from another one of its name; None if there is none.
+    """Return a mark to tell a directory from its namesakes, or None if there is no directory.
 
     That is its number in the file system, and the numbers, sizes and times of the Python files in
     it. Its own times are not, as whoever writes something there changes them.
@@ -229,7 +229,7 @@ def unpack_script_directory(archive: bytes) -> str:
     directory = tempfile.mkdtemp(prefix="paceline-sources-")
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            # What the driver sent is trusted like its code.
+            # Archive from the driver is trusted like its code.
             files.extractall(directory)  # noqa: S202
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
@@ -257,7 +257,7 @@ _KEPT_RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH")
 
 
 class HostOrder(NamedTuple):
-    """Which worker a host is to start.
+    """Order to a host: the worker to start.
 
     Attributes:
         rank: The worker's rank.
@@ -289,17 +289,17 @@ class HostOrder(NamedTuple):
 
     @property
     def worker_name(self) -> str:
-        """The name under which the worker's socket reaches the driver."""
+        """Name of the worker's socket at the driver."""
         return f"worker {self.rank}"
 
     @property
     def host_name(self) -> str:
-        """The name under which the host's socket reaches the driver."""
+        """Name of the host's socket at the driver."""
         return f"host {self.rank}"
 
 
 class WorkerHost:
-    """Starts one worker, passes on its output and its end, and obeys the driver.
+    """Host of a worker: starts the process, forwards output and exit, obeys the driver.
 
     It ends the worker when the driver has gone; the worker dies with this process.
 
@@ -378,7 +378,7 @@ class WorkerHost:
         self._send(FrameKind.EXIT, dataclasses.asdict(exit_))
 
     def _watch(self) -> None:
-        """Tell when the worker is stopped or goes on, until it has ended."""
+        """Report each stop and continuation of the worker, until its end."""
         assert self._group is not None
         was_stopped = False
         while self._group.wait(self._order.beat_s) is None:
@@ -409,7 +409,7 @@ class WorkerHost:
 
 
 def warm_up(order: HostOrder) -> None:
-    """Load what workers of this host need, so that they start at once."""
+    """Load modules for this host's workers ahead, so they start at once."""
     load_ahead(worker_environment(order), order.preload)
 
 

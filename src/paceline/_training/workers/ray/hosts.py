@@ -26,7 +26,7 @@ from paceline._training.workers.ray.host_process import HostOrder
 
 
 def make_worker_actor_class() -> Any:
-    """Return the class of the actors; it travels by value, as their node may lack Paceline."""
+    """Return the actor class, defined here to travel by value: nodes may lack Paceline."""
 
     class PacelineWorker:
         def __init__(self) -> None:
@@ -37,7 +37,7 @@ def make_worker_actor_class() -> Any:
             threading.Thread(target=self.end_with_node, daemon=True).start()
 
         def end_with_node(self) -> None:
-            """End this process, and so its worker, with the one of Ray that stands for the node.
+            """End this process, and so its worker, when the node's raylet ends.
 
             Ray itself does not see that a raylet has ended which nobody has waited for, as where
             the first process of a container does not.
@@ -115,7 +115,7 @@ LACK_OF_MEMORY = (
 
 
 class HostActor:
-    """An actor with the resources of one worker, which Ray may not have created yet.
+    """Actor with the resources of a worker, perhaps not created by Ray yet.
 
     Args:
         actor: Ray's handle.
@@ -128,7 +128,7 @@ class HostActor:
         self.actor = actor
         self.bundle = bundle
         self.facts: Mapping[str, Any] = {}
-        # It answers one after the other, its facts first.
+        # Answers come in the order of the calls, the facts first.
         self.unheard = [actor.facts.remote(COMPARED)]
         if sample is not None:
             # Asked for at once: nobody may look for its facts for a while.
@@ -138,22 +138,22 @@ class HostActor:
 
     @property
     def node(self) -> str | None:
-        """The id of its node; None before it has answered."""
+        """Id of the actor's node; None before its first answer."""
         return self.facts.get("node")
 
     @property
     def is_placed(self) -> bool:
-        """Whether it can start a worker, perhaps after what it still loads."""
+        """Whether the actor can start a worker, perhaps after some loading."""
         return bool(self.facts) and not self.is_lost
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can start a worker at once."""
+        """Whether the actor can start a worker at once."""
         return self.is_placed and not self.unheard
 
 
 class HostActors:
-    """The actors of a pool, as Ray and they themselves tell of them; for one thread at a time.
+    """Actors of a pool, as reported by Ray and themselves; for a single thread at a time.
 
     Args:
         ray: Ray itself.
@@ -179,7 +179,7 @@ class HostActors:
     def create(
         self, bundles: Bundles | None = None, index: int | None = None, *, is_reserve: bool
     ) -> None:
-        """Ask Ray for one more: in a bundle, else on any node.
+        """Create an actor through Ray: in a bundle, else on any node.
 
         Args:
             bundles: The bundles of a placement group.
@@ -212,7 +212,7 @@ class HostActors:
                 self._ray.kill(host.actor)
 
     def look(self) -> list[HostActor]:
-        """Take new answers, drop what is lost, and return those that are ready and stay."""
+        """Take new answers, drop lost actors, and return the ready actors on staying nodes."""
         self._doubt_nodes()
         for host in list(self.all):
             if not host.is_ready and not host.is_lost:
@@ -222,11 +222,11 @@ class HostActors:
         return [h for h in self.all if h.is_ready and h.node not in self.leaving]
 
     def placed(self) -> list[HostActor]:
-        """Return those that have their resources and stay, as of the last look."""
+        """Return the placed actors on staying nodes, as of the last look."""
         return [h for h in self.all if h.is_placed and h.node not in self.leaving]
 
     def _doubt_nodes(self) -> None:
-        """Take those for lost that are on the nodes of lost ones and do not say that these live.
+        """Mark actors on the nodes of lost actors as lost too, unless they report to be alive.
 
         Ray itself learns only after many seconds that a node is gone.
         """
@@ -247,7 +247,7 @@ class HostActors:
             try:
                 host.facts = self._ray.get(host.unheard[0]) or host.facts
             except self._ray.exceptions.RayTaskError:
-                # Its node lacks something, which the start of a worker tells.
+                # Node lacks something, which the start of a worker reports.
                 pass
             except self._ray.exceptions.RayError as error:
                 host.is_lost = True
@@ -256,7 +256,7 @@ class HostActors:
             del host.unheard[0]
 
     def answering(self) -> list[HostActor]:
-        """Return those that are ready, if they answer now or have been heard of in their work."""
+        """Return the ready actors, without idle actors slow to answer."""
         ready = self.look()
         idle = {host.actor.facts.remote(COMPARED): host for host in ready if not host.has_worked}
         if idle:
@@ -284,17 +284,17 @@ _RETRY_S = 0.2
 
 
 class RequestHandler(Protocol):
-    """Handler of one worker's requests; each other method serves one kind of request."""
+    """Handler of a worker's requests; each other method serves a kind of request."""
 
     def close(self) -> None:
-        """Give up what the worker has begun and not finished."""
+        """Abandon the worker's unfinished work."""
 
 
 MakeHandler = Callable[[], RequestHandler]
 
 
 class RequestServer:
-    """Deal with the frames of one worker's host.
+    """Server for the frames of a worker's host.
 
     Args:
         make_handler: Makes what answers the worker, in one thread; it is closed at the end.
@@ -310,7 +310,7 @@ class RequestServer:
         self._is_disk_full = False
 
     def take(self, frame: ChannelFrame) -> None:
-        """Write what was forwarded, or have a request answered; called by one thread."""
+        """Write forwarded data, or queue a request; called by a single thread."""
         if frame.kind is FrameKind.APPEND:
             self._append(*pickle.loads(frame.body))  # noqa: S301 - written by our own host
             return
@@ -326,7 +326,7 @@ class RequestServer:
         self._is_closing = True
 
     def close(self) -> None:
-        """Answer no more, and give up what the worker has begun."""
+        """Stop answering, and abandon the worker's unfinished work."""
         self._requests.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -343,7 +343,7 @@ class RequestServer:
             handler.close()
 
     def _append(self, path: str, offset: int, data: bytes) -> None:
-        """Write to a file, after a wait if the disk is full; what comes later goes on after it."""
+        """Write at an offset, retrying on a full disk; lost data do not move later data."""
         give_up_at = time.monotonic() + (0.0 if self._is_disk_full else _FULL_DISK_S)
         while True:
             try:
@@ -371,7 +371,7 @@ def _write_at(path: str, offset: int, data: bytes) -> None:
         os.close(descriptor)
 
 
-# What a host gets beyond the grace of its worker to tell its end.
+# Time for a host to report its worker's end, beyond the worker's grace, in seconds.
 _HOST_SLACK_S = 4.0
 
 
@@ -408,13 +408,13 @@ class RayGroupWorker:
         self.is_lost = False
 
     def tell(self, kind: FrameKind, content: object) -> None:
-        """Send something to the host; a host that is gone needs nothing."""
+        """Send a frame to the host; does nothing if the host is gone."""
         with suppress(OSError):
             self.channel.send(ChannelFrame(kind, body=json.dumps(content).encode()))
 
 
 class RayGroup:
-    """Workers that were started by their hosts; see `ServingGroup`.
+    """Group of workers started by their hosts; see `ServingGroup`.
 
     Args:
         workers: In rank order.
@@ -451,7 +451,7 @@ class RayGroup:
             thread.start()
 
     def signal(self, signum: int, ranks: Collection[int] | None = None) -> None:
-        """Send a signal to workers that still run, to all by default."""
+        """Send a signal to workers still running, to all by default."""
         for rank, worker in enumerate(self._workers):
             if ranks is None or rank in ranks:
                 worker.tell(FrameKind.SIGNAL, int(signum))
@@ -461,7 +461,7 @@ class RayGroup:
         return self._workers[rank].is_stopped
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what the workers have printed so far was delivered, but not for longer."""
+        """Wait until output printed so far was delivered, for at most `timeout_s` seconds."""
         waiting = [worker for worker in self._workers if not worker.has_exited]
         for worker in waiting:
             worker.is_drained.clear()
@@ -471,7 +471,7 @@ class RayGroup:
             wait_until(worker.is_drained.wait, max(0.0, deadline - time.monotonic()))
 
     def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
-        """Begin what `stop` does, and return at once; a later call can shorten the grace.
+        """Begin to stop the workers and return at once; a later call can shorten the grace.
 
         Args:
             grace_s: When to kill, in seconds from now.
@@ -501,7 +501,7 @@ class RayGroup:
             self._kill_timer.join()
 
     def _kill_hosts(self) -> None:
-        """End hosts that do not answer, as their node may be gone."""
+        """Kill hosts without a reported exit, as their nodes may be gone."""
         for worker in self._workers:
             if not worker.has_exited:
                 worker.kill()

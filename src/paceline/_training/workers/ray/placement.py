@@ -40,7 +40,7 @@ _RELEASE_S = 10.0
 
 
 class RayHosts:
-    """Reserve and place the actors of a pool, one for each worker.
+    """Placement of a pool's actors, an actor per worker: reserve, take and give back.
 
     The first of them are placed together. Later ones take bundles whose actor was lost, which Ray
     moves to other nodes, or any node with free resources. In a placement group of somebody else,
@@ -67,6 +67,7 @@ class RayHosts:
         self._bundles = self._given
         self._actors = HostActors(connection.ray, wanted, sample)
         self._num_asked_for = 0
+        # Reentrant lock: `take` calls `release` and `reserve` while it holds the lock.
         self._lock = threading.RLock()
 
     # ---- what there is -------------------------------------------------------------------
@@ -82,7 +83,7 @@ class RayHosts:
         return min(num_ready + len(free) + others, sys.maxsize)
 
     def check_possible(self, num_workers: int) -> None:
-        """Check that so many could run if nobody else used anything, or nodes may be added.
+        """Check whether so many workers could run on an idle cluster, or nodes may be added.
 
         Raises:
             ResourcesError: They never can.
@@ -129,7 +130,7 @@ class RayHosts:
             return len(ready)
 
     def request(self, num_workers: int) -> None:
-        """Have actors wait in the queue of Ray, so that an autoscaler adds nodes for them.
+        """Queue actors for more workers in Ray, so an autoscaler adds nodes for them.
 
         They count once they have answered, as those that were reserved.
         """
@@ -153,7 +154,7 @@ class RayHosts:
                 self._actors.create(is_reserve=True)
 
     def cancel(self) -> None:
-        """Give back what `reserve` has begun, but for actors that have worked."""
+        """Give back the actors begun by `reserve`, except actors with past work."""
         with self._lock:
             self._actors.drop([host for host in self._actors.all if not host.has_worked])
 
@@ -192,7 +193,7 @@ class RayHosts:
         return taken
 
     def keep_answering(self) -> None:
-        """Give back those that do not answer, after a start that has failed."""
+        """Give back the actors without an answer, after a failed start."""
         with self._lock:
             for host in self._actors.all:
                 host.has_worked = False
@@ -235,18 +236,18 @@ class RayHosts:
             self._actors.create(self._bundles, index, is_reserve=True)
         if self._given is None:
             is_begun = any(not host.is_ready and host.bundle is None for host in self._actors.all)
-            # What Ray tells to be free may have been given to those that were begun.
+            # Free resources, as told by Ray, may have been given to actors begun before.
             for _ in range(0 if is_begun else min(missing, self._num_fitting())):
                 self._actors.create(is_reserve=True)
 
     def _free_bundles(self) -> list[int]:
-        """Return the bundles on staying nodes that have no actor."""
+        """Return the bundles on staying nodes without an actor."""
         if self._bundles is None:
             return []
         return self._bundles.free(self._connection, [host.bundle for host in self._actors.all])
 
     def _num_empty_bundles(self) -> int:
-        """Return how many bundles have no actor; Ray moves those whose node was lost."""
+        """Return the number of bundles without an actor; Ray moves bundles of lost nodes."""
         if self._bundles is None:
             return 0
         used = [host for host in self._actors.all if host.bundle is not None]
@@ -256,7 +257,7 @@ class RayHosts:
         return num_fitting(self._connection.available(), self._wanted)
 
     def _shrink(self, num_workers: int) -> None:
-        """Give back what more workers have had than there are to be."""
+        """Give back the actors beyond the number of workers to come."""
         surplus = self._actors.look()[num_workers:]
         if self._given is None and any(host.bundle is not None for host in surplus):
             # A placement group cannot give back some of its bundles.
@@ -279,7 +280,7 @@ class RayHosts:
             self._actors.create(self._bundles, index, is_reserve=False)
 
     def _await_bundles(self, num_workers: int, timeout_s: float) -> None:
-        """Wait for resources that others have, or nodes that may be added.
+        """Wait for resources used by others, or for nodes still to be added.
 
         Not if nodes are gone that had them.
         """

@@ -39,7 +39,7 @@ from paceline._training.workers.ray.hosts import (
 from paceline._training.workers.ray.placement import RayHosts
 from paceline._training.workers.worker_generation import Generation
 
-# What workers on other nodes get of the driver's environment, with the access to object stores.
+# Prefixes of driver variables that travel to other nodes, with access to object stores.
 _TRAVELLING = (
     "PACELINE_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUBLAS_", "AWS_", "AZURE_STORAGE_",
 )  # fmt: skip
@@ -51,7 +51,7 @@ _START_S = 120.0
 
 
 class _Host(NamedTuple):
-    """An actor of this pool, what it told of its node, and whether that has the sources."""
+    """Host of a worker: its actor, its node's facts, and whether the node has the sources."""
 
     actor: Any
     facts: Mapping[str, Any]
@@ -68,7 +68,7 @@ class _Place(NamedTuple):
 
 
 class RayPool(ServedPool):
-    """Warm workers on the nodes of a Ray cluster, each held by an actor in one placement group.
+    """Warm workers on the nodes of a Ray cluster, each held by an actor in a placement group.
 
     The cluster that this process is connected to is joined, or the one that ``RAY_ADDRESS`` names;
     else Ray is started on this machine until `shutdown`. Each worker is a process of its own beside
@@ -152,14 +152,14 @@ class RayPool(ServedPool):
         return self._hosts().capacity()
 
     def leaving_ranks(self) -> Sequence[int]:
-        """Return the ranks on nodes that Ray drains; see `WorkerPool.leaving_ranks`."""
+        """Return the ranks on nodes drained by Ray; see `WorkerPool.leaving_ranks`."""
         if self._connection is None or not self.is_alive:
             return []
         leaving = self._connection.known_leaving()
         return [worker.process.rank for host, worker in self._working if host.node in leaving]
 
     def check_possible(self) -> None:
-        """Check that the cluster as a whole could run the workers.
+        """Check whether the cluster as a whole could run the workers.
 
         Raises:
             ResourcesError: It never can, with its present nodes and no autoscaler, or the placement
@@ -169,7 +169,7 @@ class RayPool(ServedPool):
 
     @property
     def bundle(self) -> Resources:
-        """What Ray sets aside for each worker."""
+        """Resources set aside by Ray for each worker."""
         self._connected()
         return {name: amount for name, amount in self._bundle.items() if amount}
 
@@ -186,7 +186,7 @@ class RayPool(ServedPool):
         self._hosts().cancel()
 
     def shutdown(self, force: bool = False) -> None:
-        """End the workers, and Ray if this pool has started it; `force` kills them at once."""
+        """End the workers, and a Ray started by this pool; `force` kills workers at once."""
         super().shutdown(force)
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -239,7 +239,7 @@ class RayPool(ServedPool):
     def _ask_hosts(
         self, ray: Any, taken: Sequence[HostActor], sources: ScriptSources, deadline: float
     ) -> list[_Host]:
-        """Return the actors and what they tell of their nodes."""
+        """Return the hosts: actors with their nodes' facts."""
         check_versions([host.facts for host in taken])
         asked = [host.actor.mark_of.remote(sources.directory) for host in taken]
         marks = _get(ray, asked, deadline)
@@ -260,7 +260,7 @@ class RayPool(ServedPool):
         archive = None
         if not all(place.host.has_sources for place in places):
             archive = ray.put(pack_script_directory(sources.directory))
-        # It loads journals and storages.
+        # Late import: the module loads journals and storages.
         from paceline._training.workers.ray.forwarded_storage import StorageRequests
 
         starting = []
@@ -310,7 +310,7 @@ class RayPool(ServedPool):
         )
 
     def _sample_order(self) -> HostOrder:
-        """Return what an order has in common with all others."""
+        """Return a sample order, with the parts common to all orders."""
         listener = ListenerAddress("127.0.0.1", 0)
         facts = {"address": listener.host}
         place = _Place(
@@ -338,7 +338,7 @@ def _get(ray: Any, references: Sequence[Any], deadline: float) -> Any:
 
 
 def _in_rank_order(ray: Any, hosts: Sequence[_Host], deadline: float) -> list[_Place]:
-    """Return the places of all ranks: those of one node follow each other, the driver's first."""
+    """Return the places of all ranks, node by node, the driver's node first."""
     own_node = ray.get_runtime_context().get_node_id()
     counts = Counter(host.facts["node"] for host in hosts)
     ranked = sorted(
@@ -351,6 +351,7 @@ def _in_rank_order(ray: Any, hosts: Sequence[_Host], deadline: float) -> list[_P
         ),
     )
     nodes = list(dict.fromkeys(host.facts["node"] for host in ranked))
+    # Port on the node of rank 0, where all ranks meet; its actor keeps it reserved.
     (port,) = _get(ray, [ranked[0].actor.reserve_port.remote()], deadline)
     numbers: Counter[str] = Counter()
     places = []
@@ -369,7 +370,7 @@ def _in_rank_order(ray: Any, hosts: Sequence[_Host], deadline: float) -> list[_P
 
 
 def _told_node(places: Sequence[_Place], place: _Place) -> str:
-    """Return how the node of a place is called in errors, with its ranks if it has several."""
+    """Return the name of a place's node for errors, with its ranks if there are several."""
     facts = place.host.facts
     ranks = [rank for rank, p in enumerate(places) if p.host.facts["node"] == facts["node"]]
     told = f" (ranks {', '.join(map(str, ranks))})" if len(ranks) > 1 else ""

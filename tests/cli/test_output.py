@@ -1,5 +1,6 @@
 """Numbers, times and tables."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from paceline._cluster.messages.experiment_models import LogLine
 from paceline.cli import _console_output
 from paceline.cli._experiment_follower import format_log_line
+from paceline.cli._options_and_errors import _USER_ERRORS
 
 
 @pytest.mark.parametrize(
@@ -132,3 +134,9 @@ def test_a_log_line_names_its_origin_and_holds_no_control_characters(
         text="a\x1b\x07b",
     )
     assert format_log_line(line, **options) == expected
+
+
+def test_every_error_of_the_user_has_the_name_that_the_command_line_knows() -> None:
+    for name in sorted(_USER_ERRORS):
+        module, _, kind = name.rpartition(".")
+        assert issubclass(getattr(import_module(module), kind), Exception)

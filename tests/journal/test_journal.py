@@ -233,6 +233,34 @@ def test_what_is_forced_to_disk_includes_segments_that_are_full(
     writer.close()
 
 
+def test_a_thread_waits_for_what_another_one_forces_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = JournalWriter(tmp_path / "journal", segment_bytes=1)
+    writer.append(status("a"))
+    writer.append(status("b"))
+    is_forcing, may_force, sync = threading.Event(), threading.Event(), os.fsync
+
+    def wait(descriptor: int) -> None:
+        is_forcing.set()
+        assert may_force.wait(60)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", wait)
+    first = threading.Thread(target=writer.sync)
+    first.start()
+    assert is_forcing.wait(60)
+    second = threading.Thread(target=writer.sync)
+    second.start()
+    second.join(0.2)
+    was_early = not second.is_alive()
+    may_force.set()
+    first.join()
+    second.join()
+    assert not was_early
+    writer.close()
+
+
 def test_threads_share_one_writer(tmp_path: Path, often_switching_threads: None) -> None:
     # Small segments, as a change of the file is where threads could meet.
     writer = JournalWriter(tmp_path, segment_bytes=2000)

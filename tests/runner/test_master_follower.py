@@ -117,6 +117,20 @@ def test_a_kill_asks_nobody_unless_it_gives_time(
     assert not RunDirectory(tmp_path).read_control().should_preempt
 
 
+def test_a_kill_at_once_stays_one_though_a_kill_with_time_follows(
+    tmp_path: Path, group: LocalGroup
+) -> None:
+    follower = MasterFollower(RunDirectory(tmp_path), 1, MasterLink.of_home(tmp_path / "nowhere"))
+    for version, grace_s in enumerate((0.0, 60.0), 1):
+        follower._obey(AttemptControl(version=version, should_kill=True, kill_grace_s=grace_s))
+    follower.lead(group)
+    exits = group.wait(60)
+    assert exits is not None
+    assert exits[0].signal == 9
+    follower.stop()
+    follower.leave()
+
+
 @pytest.mark.parametrize("data", [b"", b'{"version":1', b'{"best_validation":0.75}', None])
 def test_a_control_file_that_was_damaged_or_removed_is_written_again(
     make_follower: MakeFollower, tmp_path: Path, data: bytes | None

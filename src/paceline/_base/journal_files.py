@@ -237,6 +237,7 @@ class JournalWriter:
         self._pending_limit = pending_bytes
         self._close_patience_s = close_patience_s
         self._lock = threading.Lock()
+        self._syncing = threading.Lock()
         self._file_descriptor = -1
         self._path = directory
         self._segment_size = 0
@@ -307,6 +308,11 @@ class JournalWriter:
 
         A disk that does not take it is no error of whoever reports; it is logged.
         """
+        # A thread that finds nothing left to force still waits for the thread that forces it.
+        with self._syncing:
+            self._force()
+
+    def _force(self) -> None:
         with self._lock:
             if self._file_descriptor < 0:
                 return

@@ -118,27 +118,30 @@ def nested_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return apply_overrides({}, overrides)
 
 
-# Errors a user can fix, by package. A class counts only if its package is already loaded: no
-# other package can have raised it, and importing all of them would slow every command down.
-_USER_ERRORS = {
-    "paceline.client": ("ClientError",),
-    "paceline.config": ("ConfigError",),
-    "paceline.core": ("NotOfferedError",),
-    "paceline.journal": ("NotARunDirectoryError", "RunVersionError", "JournalVersionError"),
-    "paceline._cluster.master": (
-        "PortInUseError",
-        "HomeInUseError",
-        "HomeUnusableError",
-        "SecretFileError",
-        "DatabaseVersionError",
-        "LostDatabaseError",
-    ),  # fmt: skip
-    "paceline._cluster.master.upkeep": ("BackupError",),
-    "paceline.pytorch": ("CheckpointMismatchError",),
-    "paceline._cluster.runner.node_runner": ("NodeStoppedError",),
-    "paceline.search": ("SearchMethodError", "SpaceError"),
-    "paceline.storage": ("CheckpointError",),
-}
+# By name: to import all of their modules would slow every command down.
+_USER_ERRORS = frozenset(
+    f"paceline.{name}"
+    for name in (
+        "_base.journal_files.JournalVersionError",
+        "_base.run_directory.NotARunDirectoryError",
+        "_base.run_directory.RunVersionError",
+        "_cluster.master.home_directory.HomeInUseError",
+        "_cluster.master.home_directory.HomeUnusableError",
+        "_cluster.master.home_directory.LostDatabaseError",
+        "_cluster.master.server.PortInUseError",
+        "_cluster.master.store.database.DatabaseVersionError",
+        "_cluster.master.upkeep.backup_snapshots.BackupError",
+        "_cluster.runner.attempt_directory.SecretFileError",
+        "_cluster.runner.node_runner.NodeStoppedError",
+        "client._http_session.ClientError",
+        "config._fields_and_problems.ConfigError",
+        "core._arguments.NotOfferedError",
+        "search._hyperparameter_space.SpaceError",
+        "search._search_method.SearchMethodError",
+        "storage._checkpoint_files.CheckpointError",
+        "storage._checkpoint_files.CheckpointMismatchError",
+    )
+)
 
 
 class CommandError(Exception):
@@ -147,15 +150,8 @@ class CommandError(Exception):
 
 def is_cli_user_error(error: BaseException) -> bool:
     """Return whether an error is for the user to fix, so only its text is shown."""
-    if isinstance(error, CommandError):
-        return True
-    for package, names in _USER_ERRORS.items():
-        module = sys.modules.get(package)
-        for name in names:
-            kind = getattr(module, name, None)
-            if isinstance(kind, type) and isinstance(error, kind):
-                return True
-    return False
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    return isinstance(error, CommandError) or not kinds.isdisjoint(_USER_ERRORS)
 
 
 def report_error(message: str) -> None:

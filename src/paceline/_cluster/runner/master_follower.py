@@ -316,7 +316,8 @@ class MasterFollower:
         if self._kill_reason is None or reason is ExitReason.KILLED:
             self._kill_reason = reason
         with self._lock:
-            self._stop_grace_s = min(grace_s, self._stop_grace_s or grace_s)
+            earlier_s = grace_s if self._stop_grace_s is None else self._stop_grace_s
+            self._stop_grace_s = min(grace_s, earlier_s)
             if self._group is not None:
                 self._group.request_stop(grace_s)
 

@@ -321,6 +321,26 @@ def test_a_search_ends_at_the_first_trial_without_the_metric_if_none_has_reporte
     assert len(list(tmp_path.glob("1.0"))) == 1
 
 
+def report_for_long(config: dict[str, Any]) -> None:
+    for _ in range(1000):
+        train.report(accuracy=1.0)
+    Path(config["notes"], "ended").touch()
+
+
+def test_a_search_ends_at_the_third_report_without_the_metric_if_none_has_reported_it(
+    trainer: train.Trainer, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="no report of trial 1 had it .*accuracy"):
+        train.search(
+            report_for_long,
+            {"lr": 1.0, "notes": str(tmp_path)},
+            asha(max_trials=2),
+            trainer=trainer,
+            max_concurrent_trials=1,
+        )
+    assert list(tmp_path.glob("ended")) == []
+
+
 def evaluate_apart(config: dict[str, Any]) -> None:
     """Report as a library does that has one name for the metric of training and of validation."""
     from paceline.integrations._library_reports import report_of_library

@@ -171,6 +171,10 @@ _STATES = {
 }
 
 
+# Reports of a trial until a search without any value ends, as in a search of a master.
+_MOST_UNMEASURED = 3
+
+
 class MetricMissingError(ValueError):
     """Raised when a search ends as none of its trials has reported the searched metric."""
 
@@ -342,7 +346,12 @@ class SearchRun:
 
         Raises:
             TypeError: The searched metric is no number.
+            MetricMissingError: The third report of the trial lacks the metric as the others did,
+                and no other trial has reported the metric.
         """
+        is_due = bool(judged) and trial.result.num_reports + 1 >= _MOST_UNMEASURED
+        if is_due and self._metric not in judged and not self._is_single and not self._has_value():
+            raise MetricMissingError(self._missing_metric(trial, judged))
         value = judged.get(self._metric, 0)
         if _metric_number(value) is None:
             raise TypeError(
@@ -362,16 +371,11 @@ class SearchRun:
         # A function without reports is welcome to any search that judges none.
         if result.value is not None or not (result.num_reports or self._can_extend):
             return
-        problem = (
-            f"The search needs `{self._metric}` as a number in the reports, but no report of trial"
-            f" {result.number} had it (the last one had: {', '.join(result.metrics) or 'nothing'})."
-            " Hint: report it, or set `metric` of the searcher to what is reported."
-        )
+        problem = self._missing_metric(trial, result.metrics)
         if self._is_single:
             logger.warning(problem)
             return
-        has_any = any(each.result.value is not None for each in self.trials.values())
-        raise (ValueError if has_any else MetricMissingError)(problem)
+        raise (ValueError if self._has_value() else MetricMissingError)(problem)
 
     def end(self, trial: SearchTrial, reason: ExitReason, error: BaseException | None) -> None:
         """Record the end of a trial.
@@ -515,6 +519,16 @@ class SearchRun:
             trial = self.trials[operation.request_id]
             trial.is_stopped = True
             self._reopen(trial)
+
+    def _has_value(self) -> bool:
+        return any(each.result.value is not None for each in self.trials.values())
+
+    def _missing_metric(self, trial: SearchTrial, newest: Mapping[str, Any]) -> str:
+        return (
+            f"The search needs `{self._metric}` as a number in the reports, but no report of trial"
+            f" {trial.result.number} had it (the last one had: {', '.join(newest) or 'nothing'})."
+            " Hint: report it, or set `metric` of the searcher to what is reported."
+        )
 
     def _input_of(self, trial: SearchTrial, metrics: Mapping[str, Any]) -> Reported | None:
         """Return the search input for a report; None without the searched metric."""

@@ -171,6 +171,7 @@ class TrialThread(threading.Thread):
                     self._search.check_report(trial, _judged_metrics(report))
             except MetricMissingError:
                 # Missing metric ends the whole search: other trials would train in vain as well.
+                run.stop()
                 raise
             except Exception as error:
                 run.stop()

@@ -70,10 +70,11 @@ ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
 
 
 def packages() -> Iterator[Any]:
-    """Yield all packages that no name below `paceline` marks as private."""
+    """Yield the public packages, and the modules of special exceptions elsewhere."""
     yield paceline
+    special = {name.rpartition(".")[0] for name in ARGUMENTS}
     for found in pkgutil.walk_packages(paceline.__path__, "paceline."):
-        if found.ispkg and "._" not in found.name:
+        if (found.ispkg and "._" not in found.name) or found.name in special:
             yield importlib.import_module(found.name)
 
 
@@ -84,8 +85,10 @@ def public_exceptions() -> list[type[BaseException]]:
     found = {
         value
         for package in packages()
-        for name in getattr(package, "__all__", ())
+        for name in getattr(package, "__all__", None) or vars(package)
+        if not name.startswith("_")
         if isinstance(value := getattr(package, name), type) and issubclass(value, BaseException)
+        if value.__module__.startswith("paceline")
     }
     return sorted(found, key=name_of)
 

@@ -157,7 +157,7 @@ def test_the_architecture_page_has_the_same_rooms_and_names_files_that_exist() -
     names = re.findall(r"`(\w+/[\w/.]*)`", text)
     assert len(names) > 30
     wrong = [name for name in names if not any((at / name).exists() for at in (SOURCE, ROOT))]
-    assert [name for name in wrong if not list(SOURCE.glob(f"*/{name}"))] == []
+    assert [name for name in wrong if not list(SOURCE.glob(f"**/{name}"))] == []
     alone = re.findall(r"`(\w+\.py)`", text)
     assert [name for name in alone if not list(SOURCE.rglob(name))] == []
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from paceline import client
 from paceline._cluster.messages.master_models import RUNNER_GRACE_S
 from paceline.cli import _master_process
 
@@ -33,8 +32,8 @@ def test_a_master_gets_the_time_for_its_trials_and_for_what_it_kills_then(
         waits.append(patience_s)
         return True
 
-    monkeypatch.setattr(client, "Client", Answering)
-    monkeypatch.setattr(client, "read_token", lambda _: "token")
+    monkeypatch.setattr("paceline.client._client.Client", Answering)
+    monkeypatch.setattr("paceline.client._http_session.read_token", lambda _: "token")
     monkeypatch.setattr(_master_process, "master_answers", lambda _: True)
     monkeypatch.setattr(_master_process, "wait_for_end", wait_for_end)
     file: Any = SimpleNamespace(url="http://head:1", pid=1)

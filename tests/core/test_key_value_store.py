@@ -41,8 +41,9 @@ def test_ranks_meet_with_a_torch_that_was_built_without_libuv(
     start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any], first: str
 ) -> None:
     code = WITHOUT_LIBUV + (
-        "import os, torch\nfrom paceline import core\nfrom paceline._training.workers import"
-        " join_process_group\nrank = int(os.environ['RANK'])\n"
+        "import os, torch\nfrom paceline import core\n"
+        "from paceline._training.workers.processes.rank_environment import join_process_group\n"
+        "rank = int(os.environ['RANK'])\n"
     )
     code += EXCHANGE + JOIN if first == "exchange" else JOIN + EXCHANGE
     code += "os._exit(0)\n"

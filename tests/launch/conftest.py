@@ -46,14 +46,10 @@ def launcher_server(fork_server_class: Any) -> Iterator[Any]:
     server = fork_server_class(
         *(
             "paceline.launch._launcher_arguments",
-            "paceline.launch.torch_distributed",
-            "paceline._training.workers",
-        ),
-        *(
-            "paceline.launch._launcher_arguments",
-            "paceline.launch._launcher_arguments",
-            "paceline.launch.torch_distributed",
-        ),
+            "paceline._training.workers.launch_nodes",
+            "paceline._training.workers.launch_run",
+            "paceline._training.workers.process_pools",
+        )
     )
     yield server
     server.close()

@@ -415,7 +415,7 @@ def test_a_process_forked_from_the_driver_leaves_its_server_alone() -> None:
 
 def test_nothing_is_started_before_it_is_needed(run_python: RunPython) -> None:
     result = run_python(
-        "import os, paceline._training.workers as w\n"
+        "import os, paceline._training.workers.process_pools as w\n"
         "pool = w.LocalPool(2)\n"
         "print(open(f'/proc/self/task/{os.getpid()}/children').read(), end='')"
     )

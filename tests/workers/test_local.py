@@ -241,7 +241,9 @@ def test_wait_returns_none_when_its_time_is_over(make_group: MakeGroup) -> None:
 
 def test_a_worker_without_on_line_has_the_streams_of_its_supervisor(tmp_path: Path) -> None:
     code = (
-        "import os; from pathlib import Path; from paceline._training.workers import *\n"
+        "import os; from pathlib import Path\n"
+        "from paceline._training.workers.processes.local_worker_group import LocalGroup\n"
+        "from paceline._training.workers.processes.worker_process import WorkerSpec\n"
         "spec = WorkerSpec(command=['cat'], environment=os.environ, working_directory=Path.cwd())\n"
         "group = LocalGroup([spec]); group.start(); group.wait()"
     )

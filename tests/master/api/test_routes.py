@@ -193,11 +193,12 @@ def test_an_attempt_is_followed_to_its_end(running: Any) -> None:
 def test_records_that_can_never_be_stored_are_refused_and_harm_nobody(running: Any) -> None:
     huge = {"type": "metrics", "time": 0.0, "group": "training", "steps_completed": 1}
     deep: Any = 1.0
-    for _ in range(100):
+    for _ in range(60):
         deep = [deep]
     for record in (
         huge | {"steps_completed": 2**63, "metrics": {"x": 1}},
         huge | {"metrics": {"x": 2**64}},
+        huge | {"metrics": {"x": [[[[[deep]]]]]}},
         huge | {"metrics": {"x": {"$float": "many"}}},
         {"type": "dance", "time": 0.0},
     ):

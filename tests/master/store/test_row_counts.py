@@ -169,7 +169,7 @@ def test_names_of_metrics_are_told_without_a_look_at_the_series(
             select(tables.trials.c.experiment_id).where(tables.trials.c.id == trials[0])
         ).scalar_one()
         assert metric_names(connection, experiment) == everything[:2]
-        assert metric_names(connection, experiment, trials[0]) == everything[:2]
-        assert metric_names(connection, experiment, trials[1]) == []
+        assert metric_names(connection, experiment, limit=1) == everything[:1]
+        assert metric_names(connection, experiment, after=everything[0]) == everything[1:2]
 
     database.write(job).result()

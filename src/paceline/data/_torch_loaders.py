@@ -1,6 +1,5 @@
 """Torch's view of a data set, with a loader that decodes ahead (torch)."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from paceline._base.arguments_and_errors import check_count
+from paceline._base.process_and_network import num_cores
 from paceline.data._default_batches import collate_samples
 from paceline.data._images_and_webdataset import ImageBatchMemory, decoded_batch, decoded_sample
 from paceline.data._sample_sources import SamplesInMemory, Source
@@ -60,7 +60,7 @@ class DecodingLoader(DataLoader[Any]):
         # Base seed drawn as by torch's own iterator: later random draws stay the same.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         is_pinned = self.pin_memory and torch.cuda.is_available()
-        num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        num_threads = min(_MOST_THREADS, num_cores())
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="paceline-decode")
         # Memory for the batches being decoded, and for two in use by the loop over the batches.
         memory = ImageBatchMemory(num_threads + 2)

@@ -381,10 +381,12 @@ class TrainingFit(ABC):
         sums.reset()
         for model in self.models:
             model.eval()
-        yield
-        sums.load_state(collected)
-        for model, is_training in modes:
-            model.train(is_training)
+        try:
+            yield
+        finally:
+            sums.load_state(collected)
+            for model, is_training in modes:
+                model.train(is_training)
 
     def set_training_mode(self) -> None:
         """Have the models train."""

@@ -34,7 +34,7 @@ class TrainingLoop:
 
     Args:
         core: The core context.
-        door: What to do on a batch and at boundaries; whoever calls `run` keeps it alive.
+        hooks: What to do on a batch and at boundaries; whoever calls `run` keeps it alive.
         data: The training data.
         stepper: Shared with whoever scales losses and steps optimizers.
         position: Where to begin.
@@ -57,8 +57,9 @@ class TrainingLoop:
         # Position of the batch being trained, or of the last trained batch.
         self.present: Position | None = None
         self._core = core
-        # The door has the loop: with references both ways, models of a finished training would keep
-        # their memory until Python looks for cycles, which device memory does not make it do.
+        # Weak, as the hooks hold the loop: with references both ways, models of a finished
+        # training would keep their memory until Python looks for cycles, which device memory
+        # does not make it do.
         self._loop_hooks: LoopHooks = weakref.proxy(hooks)
         self._stepper = stepper
         self._reports = LoopReports(core, self._loop_hooks, stepper)

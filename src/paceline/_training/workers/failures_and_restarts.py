@@ -224,7 +224,7 @@ _LONGEST_CAUSE = 500
 
 
 class RestartDecision(NamedTuple):
-    """RestartDecision to restart a group after a failure or not, and the reason.
+    """Decision whether to restart a group after a failure, and the reason.
 
     `text` is a phrase such as "restart 1 of 3", else a sentence; empty if nobody asked.
     """

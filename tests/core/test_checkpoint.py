@@ -100,6 +100,12 @@ def test_wrong_metadata_is_refused_before_anything_is_written(
     assert not (tmp_path / "storage").exists()
 
 
+def test_metadata_larger_than_a_master_stores_is_refused(tmp_path: Path) -> None:
+    metadata = {"steps_completed": 1, "large": "x" * 2**20}
+    with core.init() as context, pytest.raises(ValueError, match="must have 1048576 bytes"):
+        context.checkpoint.upload(tmp_path, metadata)
+
+
 def test_metadata_that_no_list_could_show_is_refused(tmp_path: Path) -> None:
     metadata: dict[str, Any] = {"steps_completed": 1}
     for _ in range(70):

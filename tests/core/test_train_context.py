@@ -134,6 +134,13 @@ def test_progress_status_and_early_exit_are_recorded(records_of: Callable[..., A
     assert [r.reason for r in read(context.run_dir, EarlyExitReported)] == ["user_requested_stop"]
 
 
+def test_a_long_status_is_cut(records_of: Callable[..., Any]) -> None:
+    with core.init() as context:
+        context.train.set_status("x" * 70_000)
+    [status] = records_of(context.run_dir, StatusReported)
+    assert status.status == "x" * 65_536
+
+
 @pytest.mark.parametrize("progress", [-0.1, 1.1, nan])
 def test_progress_out_of_range_is_refused(progress: float) -> None:
     with core.init() as context, pytest.raises(ValueError, match="from 0 to 1 inclusive"):

@@ -242,7 +242,13 @@ def decode_record(payload: bytes) -> AnyRecord:
     return _decoder.decode(payload)
 
 
+MAX_STATUS = 64 * 1024
+"""Most characters of a status."""
+MAX_METADATA_BYTES = 1024 * 1024
+"""Most bytes of the metadata of a run or a checkpoint, as JSON."""
+
 NON_FINITE_KEY = "$float"
+NON_FINITE = ("nan", "inf", "-inf")
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _PLAIN = (bool, str)
 
@@ -280,7 +286,8 @@ def encode_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 def decode_value(value: Any) -> Any:
     """Return the value given to `encode_metrics` (tuples come back as lists)."""
     if isinstance(value, dict):
-        if len(value) == 1 and NON_FINITE_KEY in value:
+        # Other texts are what they are: metadata of the user may have any key.
+        if len(value) == 1 and value.get(NON_FINITE_KEY) in NON_FINITE:
             return float(value[NON_FINITE_KEY])
         return {key: decode_value(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -10,8 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paceline._base.journal_files import JournalWriter
-from paceline._base.journal_records import CheckpointFilesDeleted, CheckpointStored
+from paceline._base.journal_records import (
+    MAX_METADATA_BYTES,
+    CheckpointFilesDeleted,
+    CheckpointStored,
+)
 from paceline._base.run_directory import RunDirectory
 from paceline.core._arguments import MAX_STEPS, DownloadMode, plain_json
 from paceline.core._attempt_journal import CHECKPOINT, ScriptTimes, record_store_state
@@ -485,4 +491,11 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
             f"`metadata['steps_completed']` must be below 2**63, but got {steps}."
             " Hint: it counts batches, not samples or time."
         )
-    return plain_json({**metadata, "steps_completed": operator.index(steps)})
+    plain = plain_json({**metadata, "steps_completed": operator.index(steps)})
+    size = len(msgspec.json.encode(plain))
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(
+            f"`metadata` must have {MAX_METADATA_BYTES} bytes as JSON at most, but has {size}."
+            " Hint: keep large things in a file of the checkpoint."
+        )
+    return plain

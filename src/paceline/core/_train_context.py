@@ -16,6 +16,7 @@ from paceline import faults
 from paceline._base.journal_files import JournalWriter
 from paceline._base.journal_records import (
     ALERT_LEVELS,
+    MAX_STATUS,
     AlertRaised,
     EarlyExitReported,
     ProgressReported,
@@ -189,6 +190,8 @@ class TrainContext:
     def set_status(self, status: str) -> None:
         """Report the current activity of the process, as a few words for people.
 
+        A text of more than 65,536 characters is cut there.
+
         Raises:
             RuntimeError: This process is not the chief.
             TypeError: `status` is no string.
@@ -196,7 +199,7 @@ class TrainContext:
         self._check_chief()
         if not isinstance(status, str):
             raise TypeError(f"`status` must be a string, but got {status!r}.")
-        self._journal.append(StatusReported(time=time.time(), status=status))
+        self._journal.append(StatusReported(time=time.time(), status=status[:MAX_STATUS]))
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Set the metadata of the whole run, replacing earlier metadata.

@@ -1,10 +1,14 @@
 """Records that no training process writes, and what a master answers to them."""
 
+import re
 from typing import Any
 
+import msgspec
 import pytest
+from sqlalchemy import event, select
 
-from paceline.journal import MAX_DEPTH
+from paceline._cluster.master.store import tables
+from paceline.journal import MAX_DEPTH, AlertRaised, CheckpointStored, StatusReported
 
 METRICS = {
     "type": "metrics", "time": 1.0, "group": "training", "steps_completed": 5,
@@ -20,6 +24,8 @@ STARTED = {
 }  # fmt: skip
 SPENT = {"type": "time_spent", "time": 1.0, "event": "report", "steps_completed": 3, "seconds": {}}
 STORE = {"type": "store", "time": 1.0, "storage": "s", "reason": "r"}
+STATUS = {"type": "status", "time": 1.0, "status": "s"}
+ALERT = {"type": "alert", "time": 1.0, "title": "t", "description": "d", "level": "info"}
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -44,6 +50,12 @@ def nested(depth: int) -> dict[str, Any]:
         (STARTED | {"rank": -1}, "`rank` must be from 0 to"),
         (SPENT | {"seconds": {"lost": -1e308}}, "`seconds['lost']` must be from 0 to"),
         (STORE | {"reason": "x" * 5000}, "`reason` must have at most 4096 characters"),
+        (STATUS | {"status": "x" * 70_000}, "`status` must have at most 65536 characters"),
+        (ALERT | {"title": "x" * 5000}, "`title` must have at most 4096 characters"),
+        (ALERT | {"description": "x" * 5000}, "`description` must have at most 4096 characters"),
+        (CHECKPOINT | {"metadata": {"a": "x" * 2**20}}, "`metadata` must have at most 1048576"),
+        (STARTED | {"restart_causes": ["x" * 5000]}, "`restart_causes` must have at most 4096"),
+        (STARTED | {"restart_causes": ["x"] * 2000}, "`restart_causes` must be from 0 to 1000"),
         (
             {"type": "run_metadata", "time": 1.0, "metadata": nested(900)},
             "`metadata` must not be nested more than",
@@ -113,3 +125,42 @@ def test_what_a_job_says_of_its_store_is_one_line_of_the_status(master: Any) -> 
 def batch(first: int, *records: dict[str, Any]) -> dict[str, Any]:
     numbered = [[first + number, record] for number, record in enumerate(records)]
     return {"generation": 0, "rank": 0, "records": numbered}
+
+
+def test_many_records_are_stored_in_several_transactions(master: Any) -> None:
+    master.create(searcher={"name": "single", "metric": "loss"})
+    master.schedule()
+    rows: list[int] = []
+    database = master.core.database
+
+    def count(_has_events: bool) -> None:
+        with database.read() as connection:
+            rows.append(len(connection.execute(select(tables.checkpoints.c.uuid)).all()))
+
+    database.on_commit(count)
+    sent = batch(0, *(CHECKPOINT | {"uuid": f"c{number}"} for number in range(1200)), STATUS)
+    reply = master.attempt(1, "records", batches=[sent | {"after": -1}])
+    assert reply.json()["marks"] == [{"generation": 0, "rank": 0, "sequence": 1200}]
+    # The last commit tells its listeners after it answers.
+    database.write(lambda _transaction: None).result()
+    assert [now for now in dict.fromkeys(rows) if now] == [500, 1000, 1200]
+
+
+def test_no_record_of_a_batch_reads_the_large_columns_of_its_trial(bench: Any) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+    read: list[str] = []
+    engine = bench.database._writer_engine
+    event.listen(engine, "before_cursor_execute", lambda *given: read.append(given[2]))
+    records = [{"uuid": f"c{number}", "steps_completed": number} for number in range(20)]
+    bench.send(
+        attempt_id,
+        *(msgspec.convert(CHECKPOINT | each, CheckpointStored) for each in records),
+        *(bench.metrics("validation", step, loss=1.0) for step in range(20, 40)),
+        *[msgspec.convert(ALERT, AlertRaised)] * 20,
+        *(msgspec.convert(STATUS, StatusReported) for _ in range(20)),
+    )
+    large = [text for text in read if re.search(r"trials\.(hparams|status|metadata|alerts)", text)]
+    assert len(large) == 1
+    assert len([text for text in read if "UPDATE trials SET status" in text]) == 1
+    assert len(bench.trial(1).alerts) == 20

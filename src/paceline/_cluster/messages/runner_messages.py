@@ -3,9 +3,11 @@
 Also: runs without a master (msgspec only, never pydantic: the runner loads it).
 """
 
-from typing import Annotated
+from collections.abc import Iterable, Iterator
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline._base.journal_records import AnyRecord, CheckpointStored
 from paceline._base.run_directory import RunInfo
@@ -437,6 +439,25 @@ class RunRecords(msgspec.Struct, frozen=True, kw_only=True):
     is_alive: bool
     moved: dict[str, str] = {}
     lease_s: float | None = None
+
+
+AnyBatch = TypeVar("AnyBatch", RecordBatch, RunBatch)
+
+
+def in_parts(batches: Iterable[AnyBatch], most: int) -> Iterator[list[AnyBatch]]:
+    """Yield the batches in their order, in parts of at most so many records; at least one part."""
+    part: list[AnyBatch] = []
+    room = most
+    for batch in batches:
+        after, start = batch.after, 0
+        while start < len(batch.records):
+            if room == 0:
+                yield part
+                part, room = [], most
+            records = batch.records[start : start + room]
+            part.append(replace(batch, records=records, after=after))
+            after, start, room = records[-1][0], start + len(records), room - len(records)
+    yield part
 
 
 class RawRunRecords(msgspec.Struct, frozen=True, kw_only=True):

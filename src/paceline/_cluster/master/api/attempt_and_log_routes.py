@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from math import inf
 from typing import Annotated, Any, Literal
@@ -29,6 +30,7 @@ from paceline._cluster.master.experiments.attempts import (
     wait_for,
 )
 from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.experiments.unmanaged_runs import place_of_batch
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
@@ -41,15 +43,20 @@ from paceline._cluster.messages.runner_messages import (
     AttemptEnd,
     LogReply,
     LogRequest,
+    RecordBatch,
     RecordReply,
     RecordRequest,
     RunRecords,
     RunRegistration,
+    in_parts,
     runner_id,
 )
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.
 attempt_router = ApiRouter(tags=["attempts"], route_class=ReadingRoute)
+
+# Records in a transaction: after each, other jobs write.
+_MAX_AT_ONCE = 500
 
 AttemptId = Annotated[int, Path(ge=1, le=2**62)]
 Member = Annotated[int, Query(ge=0, le=10_000, description="Which of the attempt's nodes, from 0.")]
@@ -63,17 +70,12 @@ async def store_records(
     """Store journal records and apply their consequences; known records are dropped."""
     master.leases.renew(runner_id(attempt_id, member))
     body = await _decode(request, RecordRequest)
-    has_validations = any(
-        getattr(record, "group", None) == "validation" or getattr(record, "validation", False)
-        for batch in body.batches
-        for _, record in batch.records
-    )
-    stored = master.database.write(
-        lambda transaction: master.ingest.store(transaction, attempt_id, body.batches),
-        is_urgent=has_validations,
-    )
+    has_validations = _has_validations(body.batches)
     try:
-        marks = await asyncio.wrap_future(stored)
+        for part in in_parts(body.batches, _MAX_AT_ONCE):
+            store = partial(master.ingest.store, attempt_id=attempt_id, batches=part)
+            stored = master.database.write(store, is_urgent=_has_validations(part))
+            marks = await asyncio.wrap_future(stored)
     except RefusedError:
         raise
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
@@ -200,6 +202,14 @@ def _read_control(master: Master, attempt_id: int) -> AttemptControl:
         return read_control_of(connection, attempt_id)
 
 
+def _has_validations(batches: Sequence[RecordBatch]) -> bool:
+    return any(
+        getattr(record, "group", None) == "validation" or getattr(record, "validation", False)
+        for batch in batches
+        for _, record in batch.records
+    )
+
+
 def _read_decision(master: Master, attempt_id: int) -> AttemptControl | None:
     """Return the control after the stored reports, None if the search judges no reports."""
     with master.database.read() as connection:
@@ -236,18 +246,18 @@ async def register_run(run_id: RunId, request: Request, master: MasterOf) -> Res
 async def store_run_records(run_id: RunId, request: Request, master: MasterOf) -> Response:
     """Store journal records of a run; known records are dropped."""
     body = await _decode(request, RunRecords)
+    parts = [*in_parts(sorted(body.batches, key=place_of_batch), _MAX_AT_ONCE)]
     try:
-        reply = await write_rows(
-            master,
-            lambda transaction: master.unmanaged.take(
-                transaction,
-                run_id,
-                body.batches,
-                is_alive=body.is_alive,
+        for part in parts:
+            take = partial(
+                master.unmanaged.take,
+                run_id=run_id,
+                batches=part,
+                is_alive=body.is_alive or part is not parts[-1],
                 moved=body.moved,
                 lease_s=body.lease_s,
-            ),
-        )
+            )
+            reply = await write_rows(master, take)
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
         message = f"The records cannot be stored: {type(error).__name__}: {error}"
         raise ApiError(422, "invalid_records", message) from error

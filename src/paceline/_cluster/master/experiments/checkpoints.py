@@ -289,7 +289,7 @@ def store_checkpoint(
             metric=metric_at(connection, attempt.trial_id, "validation", metric, step),
         )
     )
-    trial = changes.trial(connection, attempt.trial_id)
+    trial = changes.brief_trial(connection, attempt.trial_id)
     if step > trial.steps_completed:
         changes.update_trial(transaction, trial.id, steps_completed=step)
     transaction.emit(

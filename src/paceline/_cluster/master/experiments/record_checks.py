@@ -1,7 +1,11 @@
 """Checks of records, which are claims: what no training process writes could break every list."""
 
+import msgspec
+
 from paceline._base.journal_records import (
     MAX_DEPTH,
+    MAX_METADATA_BYTES,
+    MAX_STATUS,
     AnyRecord,
     AttemptStarted,
     CheckpointFilesDeleted,
@@ -9,6 +13,7 @@ from paceline._base.journal_records import (
     MetricsReported,
     RecordsDropped,
     RunMetadataSet,
+    StatusReported,
     TimeSpent,
     is_too_deep,
 )
@@ -20,6 +25,7 @@ _MAX_INTEGER = 2**63 - 1
 _MAX_COUNT = 2**53
 _MAX_RANK = 2**31 - 1
 _MAX_TEXT = 4096
+_MAX_CAUSES = 1000
 
 
 def check_run_info(info: RunInfo) -> None:
@@ -39,6 +45,7 @@ def check_record(record: AnyRecord) -> None:
         ValueError: It has one; the message names it.
     """
     _check_range("time", record.time, MAX_TIME_S)
+    _check_texts(record)
     _check_range("steps_completed", getattr(record, "steps_completed", 0), _MAX_INTEGER)
     if isinstance(record, MetricsReported):
         _check_depth("metrics", record.metrics)
@@ -47,11 +54,14 @@ def check_record(record: AnyRecord) -> None:
         for name, size in record.resources.items():
             _check_range(f"resources[{name!r:.200}]", size, _MAX_INTEGER)
         _check_range("resources", sum(record.resources.values()), _MAX_INTEGER)
-        _check_depth("metadata", getattr(record, "metadata", None))
+        _check_json("metadata", getattr(record, "metadata", None))
     elif isinstance(record, RunMetadataSet):
-        _check_depth("metadata", record.metadata)
+        _check_json("metadata", record.metadata)
     elif isinstance(record, AttemptStarted):
-        _check_depth("environment", record.environment)
+        _check_json("environment", record.environment)
+        _check_range("restart_causes", len(record.restart_causes), _MAX_CAUSES)
+        for cause in record.restart_causes:
+            _check_text("restart_causes", cause)
         for name in ("attempt", "generation", "rank", "world_size"):
             _check_range(name, getattr(record, name), _MAX_RANK)
     elif isinstance(record, TimeSpent):
@@ -59,12 +69,19 @@ def check_record(record: AnyRecord) -> None:
             _check_range(f"seconds[{name!r:.200}]", seconds, MAX_TIME_S)
     elif isinstance(record, RecordsDropped):
         _check_range("count", record.count, _MAX_COUNT)
-    for name in ("storage", "reason"):
-        text = getattr(record, name, None)
-        if isinstance(text, str) and len(text) > _MAX_TEXT:
-            raise ValueError(
-                f"`{name}` must have at most {_MAX_TEXT} characters, but has {len(text)}."
-            )
+
+
+def _check_texts(record: AnyRecord) -> None:
+    limit = MAX_STATUS if isinstance(record, StatusReported) else _MAX_TEXT
+    for name in record.__struct_fields__:
+        text = getattr(record, name)
+        if isinstance(text, str):
+            _check_text(name, text, limit)
+
+
+def _check_text(name: str, text: str, limit: int = _MAX_TEXT) -> None:
+    if len(text) > limit:
+        raise ValueError(f"`{name}` must have at most {limit} characters, but has {len(text)}.")
 
 
 def _check_range(name: str, value: float, limit: float) -> None:
@@ -75,3 +92,12 @@ def _check_range(name: str, value: float, limit: float) -> None:
 def _check_depth(name: str, value: object) -> None:
     if is_too_deep(value):
         raise ValueError(f"`{name}` must not be nested more than {MAX_DEPTH} times.")
+
+
+def _check_json(name: str, value: object) -> None:
+    _check_depth(name, value)
+    size = len(msgspec.json.encode(value))
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(
+            f"`{name}` must have at most {MAX_METADATA_BYTES} bytes as JSON, but has {size}."
+        )

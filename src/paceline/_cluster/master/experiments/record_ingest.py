@@ -129,7 +129,7 @@ def _count_lost_records(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], num_lost: int
 ) -> int:
     """Add to the counts of the trial and its experiment; return how many the trial had lost."""
-    trial = changes.trial(transaction.connection, attempt.trial_id)
+    trial = changes.brief_trial(transaction.connection, attempt.trial_id)
     for table, row_id in (
         (tables.trials, trial.id),
         (tables.experiments, trial.experiment_id),
@@ -220,7 +220,7 @@ class RecordIngest:
         if attempt.number > 1 and has_points_beyond(
             transaction.connection, attempt.trial_id, attempt.resumed_steps
         ):
-            trial = self._changes.trial(transaction.connection, attempt.trial_id)
+            trial = self._changes.brief_trial(transaction.connection, attempt.trial_id)
             trim_summaries(transaction.connection, trial.id)
             recompute_best(self._changes, transaction, trial)
             measure_checkpoints(
@@ -237,7 +237,7 @@ class RecordIngest:
         if reports:
             self._take_metrics(transaction, attempt, reports)
         untold: dict[str, list[MetricsReported]] = {}
-        for record in records:
+        for record in _without_replaced(records):
             if isinstance(record, MetricsReported):
                 if record.group == "validation":
                     _emit_newest(transaction, attempt, rank, untold)
@@ -265,6 +265,10 @@ class RecordIngest:
             elif rank == CHIEF:
                 self._take_chief_record(transaction, attempt, record)
         _emit_newest(transaction, attempt, rank, untold)
+        self._keep_alerts(
+            transaction, attempt.trial_id, rank,
+            [record for record in records if isinstance(record, AlertRaised)],
+        )  # fmt: skip
 
     def _take_metrics(
         self, transaction: Transaction, attempt: Row[Any], reports: list[MetricsReported]
@@ -287,7 +291,7 @@ class RecordIngest:
                 " earlier value is kept. Hint: report a step only once per trial.",
             )
         newest = max(report.steps_completed for report in reports)
-        trial = self._changes.trial(transaction.connection, attempt.trial_id)
+        trial = self._changes.brief_trial(transaction.connection, attempt.trial_id)
         if newest > trial.steps_completed:
             self._changes.update_trial(transaction, trial.id, steps_completed=newest)
 
@@ -315,23 +319,27 @@ class RecordIngest:
         self._changes.note(
             transaction, trial_id, attempt.number, level, f"Alert of rank {rank}: {text}"
         )
-        shown = {
-            "title": alert.title,
-            "description": alert.description,
-            "level": alert.level,
-            "rank": rank,
-        }
-        earlier = self._changes.trial(transaction.connection, trial_id).alerts or []
-        alerts = [*earlier, {"time": alert.time, **shown}][-_NUM_ALERTS:]
-        self._changes.update_trial(transaction, trial_id, alerts=alerts)
-        transaction.emit("alert", attempt.experiment_id, trial_id, **shown)
+        transaction.emit("alert", attempt.experiment_id, trial_id, **_shown_alert(alert, rank))
+
+    def _keep_alerts(
+        self, transaction: Transaction, trial_id: int, rank: int, alerts: list[AlertRaised]
+    ) -> None:
+        """Store the newest alerts with the trial."""
+        if not alerts:
+            return
+        column = tables.trials.c.alerts
+        query = select(column).where(tables.trials.c.id == trial_id)
+        earlier = transaction.connection.scalar(query) or []
+        new = [{"time": alert.time, **_shown_alert(alert, rank)} for alert in alerts]
+        kept = [*earlier, *new][-_NUM_ALERTS:]
+        self._changes.update_trial(transaction, trial_id, alerts=kept)
 
     def _take_chief_record(
         self, transaction: Transaction, attempt: Row[Any], record: AnyRecord
     ) -> None:
         changes = self._changes
         if isinstance(record, ProgressReported):
-            trial = changes.trial(transaction.connection, attempt.trial_id)
+            trial = changes.brief_trial(transaction.connection, attempt.trial_id)
             changes.search_operations.note_progress(transaction, trial, record.progress)
         elif isinstance(record, StatusReported):
             changes.update_trial(transaction, attempt.trial_id, status=record.status)
@@ -364,6 +372,26 @@ class RecordIngest:
                     TimeSpent,
                 ),
             )
+
+
+def _shown_alert(alert: AlertRaised, rank: int) -> dict[str, Any]:
+    return {
+        "title": alert.title,
+        "description": alert.description,
+        "level": alert.level,
+        "rank": rank,
+    }
+
+
+def _without_replaced(records: list[AnyRecord]) -> list[AnyRecord]:
+    """Return the records without each status and metadata that a later record replaces."""
+    newest = {type(record): record for record in records}
+    return [
+        record
+        for record in records
+        if not isinstance(record, (StatusReported, RunMetadataSet))
+        or record is newest[type(record)]
+    ]
 
 
 def _with_validations(

@@ -49,6 +49,11 @@ _LIVE_EXPERIMENTS = [s.value for s in ExperimentState if not s.is_terminal]
 # Made once, as most requests need them.
 _EXPERIMENT = select(tables.experiments).where(tables.experiments.c.id == bindparam("wanted"))
 _TRIAL = select(tables.trials).where(tables.trials.c.id == bindparam("wanted"))
+# Columns that a job makes large, and that few records need.
+_LARGE = {"hparams", "status", "metadata", "alerts"}
+_BRIEF_TRIAL = select(*(each for each in tables.trials.c if each.name not in _LARGE)).where(
+    tables.trials.c.id == bindparam("wanted")
+)
 
 
 class StateChanges:
@@ -115,6 +120,11 @@ class StateChanges:
         if row is None:
             raise NotFoundError(f"There is no trial {trial_id}.")
         return row
+
+    @staticmethod
+    def brief_trial(connection: Connection, trial_id: int) -> Row[Any]:
+        """Return a trial's row without its large columns, for each record of a job."""
+        return connection.execute(_BRIEF_TRIAL, {"wanted": trial_id}).one()
 
     @staticmethod
     def live_trials(connection: Connection, experiment_id: int) -> list[Row[Any]]:

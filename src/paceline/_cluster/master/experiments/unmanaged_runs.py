@@ -150,7 +150,7 @@ class Unmanaged:
     ) -> RunReply:
         connection = transaction.connection
         trial = trial_of_run(connection, experiment.id)
-        full = sorted((batch for batch in batches if batch.records), key=_place_of_batch)
+        full = sorted((batch for batch in batches if batch.records), key=place_of_batch)
         for key, group in groupby(full, lambda batch: (batch.attempt, batch.generation)):
             self._store(transaction, trial.id, key, list(group))
         for old, new in moved.items():
@@ -364,5 +364,6 @@ class Unmanaged:
             transaction.emit("progress", experiment_id, progress=progress)
 
 
-def _place_of_batch(batch: RunBatch) -> tuple[int, int, int]:
+def place_of_batch(batch: RunBatch) -> tuple[int, int, int]:
+    """Return the place of a batch in the order of its run."""
     return batch.attempt, batch.generation, batch.rank

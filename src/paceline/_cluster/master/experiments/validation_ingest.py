@@ -119,7 +119,7 @@ def take_validation(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], report: MetricsReported
 ) -> None:
     connection = transaction.connection
-    trial = changes.trial(connection, attempt.trial_id)
+    trial = changes.brief_trial(connection, attempt.trial_id)
     searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
     if report.validation is True and searcher.metric not in report.metrics:
         # A train function may report much besides what is searched for.
@@ -168,7 +168,7 @@ def _check_metric(
     if no trial has reported the metric.
     """
     connection = transaction.connection
-    trial = changes.trial(connection, attempt.trial_id)
+    trial = changes.brief_trial(connection, attempt.trial_id)
     experiment = changes.experiment(connection, attempt.experiment_id)
     if trial.state != TrialState.ACTIVE.value or trial.uses_operations:
         return
@@ -206,7 +206,7 @@ def take_operation(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], record: OperationCompleted
 ) -> None:
     connection = transaction.connection
-    trial = changes.trial(connection, attempt.trial_id)
+    trial = changes.brief_trial(connection, attempt.trial_id)
     searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
     if trial.state != TrialState.ACTIVE.value:
         return

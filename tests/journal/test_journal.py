@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,8 +162,11 @@ def test_half_written_line_counts_once_it_is_whole(tmp_path: Path) -> None:
         lambda line: b"zzzzzzzz" + line[8:],
         lambda line: b"\x00" * 40 + b"\r\n",
         lambda line: b"\n",
+        lambda line: b"%08x zz {}\n" % zlib.crc32(b"zz {}"),
+        lambda line: frame_line(-7, b"{}"),
+        lambda line: frame_line(2**53, line.partition(b"{")[1] + line.partition(b"{")[2]),
     ],
-    ids=["altered", "torn", "no checksum", "zeros", "empty"],
+    ids=["altered", "torn", "no checksum", "zeros", "empty", "no number", "below", "far on"],
 )
 def test_damaged_line_is_skipped_and_the_others_stay(
     tmp_path: Path, damage: Callable[[bytes], bytes]
@@ -186,6 +190,18 @@ def test_journal_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / segment_name(0)).write_bytes(header + frame_line(0, encode_record(status("a"))))
     with pytest.raises(JournalVersionError, match="format version 1, but has 2"):
         JournalReader(tmp_path).read()
+
+
+def test_a_header_that_is_no_header_is_one_of_another_version(tmp_path: Path) -> None:
+    (tmp_path / segment_name(0)).write_bytes(frame_line(-1, b"[]"))
+    with pytest.raises(JournalVersionError, match="format version 1, but has None"):
+        JournalReader(tmp_path).read()
+
+
+def test_other_files_are_no_segments(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    (tmp_path / "zz.journal").touch()
+    assert texts(JournalReader(tmp_path)) == ["a"]
 
 
 def test_reader_follows_a_live_writer_over_segments(tmp_path: Path) -> None:

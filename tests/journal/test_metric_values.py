@@ -32,6 +32,12 @@ def test_metrics_survive_the_way_through_json(metrics: dict[str, Any]) -> None:
     assert same_value(decode_value(encoded), metrics)
 
 
+@pytest.mark.parametrize("text", ["zz", "1", None, ["nan"]])
+def test_what_is_no_number_stays_what_it_is(text: Any) -> None:
+    """Metadata may have any keys."""
+    assert decode_value({"x": {"$float": text}}) == {"x": {"$float": text}}
+
+
 @pytest.mark.parametrize(
     ("given_value", "expected"),
     [

@@ -5,6 +5,7 @@ Also: written.
 
 import logging
 import os
+import re
 import threading
 import time
 import zlib
@@ -12,12 +13,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from paceline._base.files import regular_opener, sync_directory, sync_file
 from paceline._base.journal_records import (
     FORMAT_VERSION,
+    MAX_GAP,
     AnyRecord,
     MetricsReported,
     ProgressReported,
@@ -32,6 +35,7 @@ from paceline._base.journal_records import (
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1024 * 1024
+_SEGMENT = re.compile(r"[0-9]{12,18}\.journal")
 
 
 class JournalVersionError(ValueError):
@@ -150,8 +154,10 @@ class JournalReader:
         if not line:
             return None
         checksum, _, body = line.partition(b" ")
+        number, _, payload = body.partition(b" ")
         try:
             is_whole = int(checksum, 16) == zlib.crc32(body)
+            is_whole &= -1 <= int(number) <= self._last_sequence + 1 + MAX_GAP
         except ValueError:
             is_whole = False
         if not is_whole:
@@ -159,14 +165,16 @@ class JournalReader:
             # The first line of a segment is its header, which holds no record.
             self._num_damaged += self._offset > 0
             return None
-        number, _, payload = body.partition(b" ")
-        if number == b"-1":
+        if int(number) < 0:
             self._check_version(payload)
             return None
         return Entry(int(number), payload)
 
     def _check_version(self, header: bytes) -> None:
-        version = msgspec.json.decode(header).get("journal_version")
+        try:
+            version = msgspec.json.decode(header, type=dict[str, Any]).get("journal_version")
+        except msgspec.DecodeError:
+            version = None
         if version != FORMAT_VERSION:
             raise JournalVersionError(
                 f"The journal {str(self._segment)!r} must have format version {FORMAT_VERSION},"
@@ -178,7 +186,7 @@ class JournalReader:
             names = os.listdir(self._directory)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return []
-        return [self._directory / name for name in sorted(names) if name.endswith(".journal")]
+        return [self._directory / name for name in sorted(names) if _SEGMENT.fullmatch(name)]
 
     def _locate_segment(self) -> Path | None:
         """Return the segment of the next record to read; None without segments."""

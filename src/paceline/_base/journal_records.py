@@ -242,6 +242,8 @@ def decode_record(payload: bytes) -> AnyRecord:
     return _decoder.decode(payload)
 
 
+MAX_GAP = 1_000_000
+"""Most records that are missing in one place of a journal: a number further on is damaged."""
 MAX_STATUS = 64 * 1024
 """Most characters of a status."""
 MAX_METADATA_BYTES = 1024 * 1024

@@ -42,6 +42,13 @@ def nested(depth: int) -> dict[str, Any]:
         (METRICS | {"time": -1.0}, "`time` must be from 0 to"),
         (METRICS | {"steps_completed": -1}, "`steps_completed` must be from 0 to"),
         (METRICS | {"metrics": nested(MAX_DEPTH + 1)}, "`metrics` must not be nested more than"),
+        (METRICS | {"metrics": {"loss": None}}, "`metrics` must have numbers, texts, lists or"),
+        (METRICS | {"metrics": {"a": [{"b": None}]}}, "`metrics` must have numbers, texts, lists"),
+        (METRICS | {"metrics": {"": 1.0}}, "`metrics` must have names that are not empty"),
+        (METRICS | {"metrics": {"$float": "nan"}}, "`metrics` must have names that are not empty"),
+        (METRICS | {"metrics": {"a": {"$float": "zz"}}}, "`metrics` must have names that are not"),
+        (METRICS | {"validation": {"a": None}}, "`validation` must have numbers, texts, lists"),
+        ({"type": "dropped", "time": 1.0, "count": 2**53}, "`count` must be from 0 to 1"),
         (CHECKPOINT | {"metadata": nested(900)}, "`metadata` must not be nested more than"),
         (CHECKPOINT | {"resources": {"a": -5}}, "`resources['a']` must be from 0 to"),
         (CHECKPOINT | {"steps_completed": -5}, "`steps_completed` must be from 0 to"),
@@ -164,3 +171,12 @@ def test_no_record_of_a_batch_reads_the_large_columns_of_its_trial(bench: Any) -
     assert len(large) == 1
     assert len([text for text in read if "UPDATE trials SET status" in text]) == 1
     assert len(bench.trial(1).alerts) == 20
+
+
+def test_no_journal_lacks_more_records_than_damage_takes_away(master: Any) -> None:
+    master.create(searcher={"name": "single", "metric": "loss"})
+    master.schedule()
+    reply = master.attempt(1, "records", batches=[batch(2**50, METRICS)])
+    assert (reply.status_code, reply.json()["code"]) == (422, "invalid_records")
+    assert "must lack at most 1000000 records in one place" in reply.json()["detail"]
+    assert master.http.get("/trials/1").json()["num_records_lost"] == 0

@@ -6,6 +6,8 @@ from paceline._base.journal_records import (
     MAX_DEPTH,
     MAX_METADATA_BYTES,
     MAX_STATUS,
+    NON_FINITE,
+    NON_FINITE_KEY,
     AnyRecord,
     AttemptStarted,
     CheckpointFilesDeleted,
@@ -21,11 +23,10 @@ from paceline._base.run_directory import RunInfo
 from paceline._cluster.messages.runner_messages import MAX_TIME_S
 
 _MAX_INTEGER = 2**63 - 1
-# What a number in JSON can tell exactly everywhere.
-_MAX_COUNT = 2**53
 _MAX_RANK = 2**31 - 1
 _MAX_TEXT = 4096
 _MAX_CAUSES = 1000
+_NON_FINITE = [{NON_FINITE_KEY: text} for text in NON_FINITE]
 
 
 def check_run_info(info: RunInfo) -> None:
@@ -38,8 +39,12 @@ def check_run_info(info: RunInfo) -> None:
         _check_depth("trial.hparams", info.trial.hparams)
 
 
-def check_record(record: AnyRecord) -> None:
+def check_record(record: AnyRecord, number: int) -> None:
     """Refuse a record with a value that cannot be.
+
+    Args:
+        record: The record.
+        number: Its number in the journal.
 
     Raises:
         ValueError: It has one; the message names it.
@@ -48,8 +53,8 @@ def check_record(record: AnyRecord) -> None:
     _check_texts(record)
     _check_range("steps_completed", getattr(record, "steps_completed", 0), _MAX_INTEGER)
     if isinstance(record, MetricsReported):
-        _check_depth("metrics", record.metrics)
-        _check_depth("validation", record.validation)
+        _check_metrics("metrics", record.metrics)
+        _check_metrics("validation", record.validation)
     elif isinstance(record, (CheckpointStored, CheckpointFilesDeleted)):
         for name, size in record.resources.items():
             _check_range(f"resources[{name!r:.200}]", size, _MAX_INTEGER)
@@ -68,7 +73,8 @@ def check_record(record: AnyRecord) -> None:
         for name, seconds in record.seconds.items():
             _check_range(f"seconds[{name!r:.200}]", seconds, MAX_TIME_S)
     elif isinstance(record, RecordsDropped):
-        _check_range("count", record.count, _MAX_COUNT)
+        # Each has a number before that of this record.
+        _check_range("count", record.count, number)
 
 
 def _check_texts(record: AnyRecord) -> None:
@@ -101,3 +107,31 @@ def _check_json(name: str, value: object) -> None:
         raise ValueError(
             f"`{name}` must have at most {MAX_METADATA_BYTES} bytes as JSON, but has {size}."
         )
+
+
+def _check_metrics(name: str, metrics: object) -> None:
+    """Refuse what `encode_metrics` does not return."""
+    _check_depth(name, metrics)
+    if isinstance(metrics, dict):
+        _check_names(name, metrics)
+
+
+def _check_names(name: str, metrics: dict[str, object]) -> None:
+    for key, value in metrics.items():
+        if not key or key == NON_FINITE_KEY:
+            raise ValueError(
+                f"`{name}` must have names that are not empty and not {NON_FINITE_KEY!r}, but has"
+                f" {key!r}."
+            )
+        if type(value) is not float:
+            _check_metric(name, value)
+
+
+def _check_metric(name: str, value: object) -> None:
+    if value is None:
+        raise ValueError(f"`{name}` must have numbers, texts, lists or dictionaries, but has null.")
+    if isinstance(value, list):
+        for item in value:
+            _check_metric(name, item)
+    elif isinstance(value, dict) and value not in _NON_FINITE:
+        _check_names(name, value)

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline import faults
 from paceline._base.journal_records import (
+    MAX_GAP,
     AlertRaised,
     AnyRecord,
     AttemptFinished,
@@ -89,11 +90,19 @@ def take_lost_records(
         whose: The rank and the generation, in words.
         mark: The number of the last record that is stored.
         new: The records that follow it, with their numbers.
+
+    Raises:
+        ValueError: More records are missing than any damage takes away.
     """
     texts: list[str] = []
     reasons: list[str] = []
     num_lost = 0
     for first, last in find_record_gaps(mark, [number for number, _ in new]):
+        if last - first >= MAX_GAP:
+            raise ValueError(
+                f"A journal must lack at most {MAX_GAP} records in one place, but lacks records"
+                f" {first} to {last}."
+            )
         num_lost += last - first + 1
         if first == last:
             texts.append(f"Record {first} of {whose} is lost: its line is {_MISSING}.")
@@ -171,8 +180,8 @@ class RecordIngest:
             ValueError: A record has a value that cannot be.
         """
         for batch in batches:
-            for _, record in batch.records:
-                check_record(record)
+            for number, record in batch.records:
+                check_record(record, number)
         connection = transaction.connection
         attempt = read_attempt(connection, attempt_id)
         check_not_over(attempt)

@@ -304,3 +304,35 @@ def test_a_token_that_is_for_any_is_asked_of_earlier_masters_as_well() -> None:
 def test_a_wrong_name_of_a_token_is_told_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="^`name` must be up to 64 letters, .* but got 'a b'.$"):
         make_new_token(name="a b")
+
+
+@pytest.mark.parametrize("end", ["revoke", "expire", "renew", "log out"])
+def test_a_stream_of_events_ends_with_what_opened_it(
+    make_master: Callable[..., Any], end: str
+) -> None:
+    served = make_master()
+    headers = dict(served.headers)
+    if end in ("revoke", "expire"):
+        body = {"name": "t", "scope": "read"} | ({"expires_in_s": 1.0} if end == "expire" else {})
+        made = served.http.post("/tokens", json=body).json()
+        headers["Authorization"] = f"Bearer {made['secret']}"
+    elif end == "log out":
+        link = served.http.post("/sign-in-links").json()["url"]
+        cookies = httpx.get(link, verify=False).cookies
+        headers = {"cookie": "; ".join(f"{name}={value}" for name, value in cookies.items())}
+    with httpx.stream("GET", f"{served.url}/events", headers=headers, timeout=10) as reply:
+        lines = reply.iter_lines()
+        assert next(lines).startswith(": connected")
+        if end == "revoke":
+            assert served.http.delete(f"/tokens/{made['id']}").status_code == 204
+        elif end == "renew":
+            renewed = served.http.put("/home-token").json()["secret"]
+            served.http.headers["Authorization"] = f"Bearer {renewed}"
+        elif end == "log out":
+            reply_out = httpx.post(f"{served.url}/logout", headers=headers, verify=False)
+            assert reply_out.status_code == 204
+        # The time between two signs of life is longer than the timeout.
+        assert list(lines) == [""]
+    served.create()
+    opened = httpx.get(f"{served.url}/experiments", headers=headers, verify=False)
+    assert opened.status_code == 401

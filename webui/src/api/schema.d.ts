@@ -693,7 +693,8 @@ export interface paths {
          * Follow Events
          * @description Follow changes as server-sent events, from a cursor on or from now.
          *
-         *     A browser that connects again says the last id by itself, which then goes before `after`.
+         *     A browser that connects again says the last id by itself, which then goes before `after`. The
+         *     stream ends once the token is revoked or expired, or the sign-in is over.
          */
         get: operations["follow_events_api_v1_events_get"];
         put?: never;

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -46,6 +47,7 @@ class AccessIdentity:
         scope: What the sender may do.
         attempt_id: The attempt whose token it is, if it is one's.
         token_id: The id of a program's token, if it is one.
+        expires_at: When that token expires, in seconds since the epoch; None for never.
     """
 
     user: str
@@ -53,6 +55,21 @@ class AccessIdentity:
     scope: RouteScope = RouteScope.ADMIN
     attempt_id: int | None = None
     token_id: int | None = None
+    expires_at: float | None = None
+
+
+def admission_check(master: Master, identity: AccessIdentity) -> Callable[[], bool]:
+    """Return a function telling whether a sender's token or sign-in still opens anything.
+
+    For answers without an end; it may read the database.
+    """
+    token_id, secret = identity.token_id, identity.secret
+    if token_id is not None:
+        return lambda: (token := master.tokens.get(token_id)) is not None and token.is_usable
+    if secret is not None:
+        return lambda: master.sign_ins.user_of(secret) is not None
+    home_token = master.home_token
+    return lambda: master.home_token == home_token
 
 
 async def _identity(request: Request) -> AccessIdentity | None:
@@ -178,7 +195,9 @@ class _Identification:
             if token.is_expired:
                 return problem(401, "token_expired", f"The token {token.name!r} has expired.")
             scope = RouteScope(token.scope.value)
-            return AccessIdentity(token.name, None, scope, token_id=token.id)
+            return AccessIdentity(
+                token.name, None, scope, token_id=token.id, expires_at=token.expires_at
+            )
         return await self._of_attempt(text)
 
     async def _of_attempt(self, text: str) -> AccessIdentity | Response | None:
@@ -338,13 +357,16 @@ async def revoke_token(token_id: TokenId, master: MasterOf) -> None:
     """Revoke a token for good; a second time changes nothing."""
     if not await asyncio.wrap_future(master.tokens.revoke(token_id)):
         raise ApiError(404, "not_found", f"There is no token {token_id}.")
+    master.events.notify()
 
 
 @token_router.put("/home-token")
 async def renew_home_token(master: MasterOf, identity: IdentityOf) -> tokens.HomeToken:
     """Put another token in place of the home's; needs a token itself."""
     require_token(identity)
-    return tokens.HomeToken(secret=await asyncio.to_thread(master.renew_home_token))
+    secret = await asyncio.to_thread(master.renew_home_token)
+    master.events.notify()
+    return tokens.HomeToken(secret=secret)
 
 
 def require_token(identity: AccessIdentity | None) -> None:
@@ -437,6 +459,7 @@ def log_out(response: Response, master: MasterOf, identity: IdentityOf) -> None:
     assert identity is not None
     if identity.secret is not None:
         master.sign_ins.close(identity.secret)
+        master.events.notify()
         response.delete_cookie(cookie_name(master), httponly=True, samesite="strict")
 
 
@@ -455,6 +478,7 @@ async def set_password(
         )
     changed = await asyncio.to_thread(master.passwords.set, name, request.password)
     await asyncio.wrap_future(changed)
+    master.events.notify()
 
 
 def _set_cookie(response: Response, master: Master, user: str) -> None:

@@ -19,6 +19,11 @@ from sqlalchemy import Connection, func, select
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from paceline._cluster.master.api.access_guard import (
+    AccessIdentity,
+    IdentityOf,
+    admission_check,
+)
 from paceline._cluster.master.api.node_and_slot_routes import (
     all_drained,
     count_drained,
@@ -205,35 +210,44 @@ async def shut_down(request: Request, wanted: Shutdown) -> None:
 @master_router.get("/events", responses={200: {"content": {"text/event-stream": {}}}})
 async def follow_events(
     master: MasterOf,
+    identity: IdentityOf,
     after: Annotated[int | None, Query(ge=0, le=2**62)] = None,
     experiment_id: Annotated[int | None, Query(ge=1, le=2**62)] = None,
     last_event_id: Annotated[int | None, Header(ge=0, le=2**62)] = None,
 ) -> Response:
     """Follow changes as server-sent events, from a cursor on or from now.
 
-    A browser that connects again says the last id by itself, which then goes before `after`.
+    A browser that connects again says the last id by itself, which then goes before `after`. The
+    stream ends once the token is revoked or expired, or the sign-in is over.
     """
+    assert identity is not None
     cursor = after if last_event_id is None else last_event_id
     if cursor is None:
         cursor = await asyncio.to_thread(_newest_event, master)
     return StreamingResponse(
-        _event_stream(master, cursor, experiment_id),
+        _event_stream(master, identity, cursor, experiment_id),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
 
 
 async def _event_stream(
-    master: Master, cursor: int, experiment_id: int | None
+    master: Master, identity: AccessIdentity, cursor: int, experiment_id: int | None
 ) -> AsyncIterator[str]:
+    is_admitted = admission_check(master, identity)
     yield ": connected\n\n"
     alive_at = time.monotonic() + _KEEP_ALIVE_S
     while not master.is_closing:
         with master.events.listen() as changed:
             events = await asyncio.to_thread(_read_events, master, cursor, experiment_id)
+            if not await asyncio.to_thread(is_admitted):
+                return
             if not events:
+                left_s = alive_at - time.monotonic()
+                if identity.expires_at is not None:
+                    left_s = min(left_s, identity.expires_at - time.time())
                 # Changes of other experiments end the wait too.
-                await wait_for(changed, max(alive_at - time.monotonic(), 0.0))
+                await wait_for(changed, max(left_s, 0.0))
                 if time.monotonic() >= alive_at:
                     yield ": alive\n\n"
                     alive_at = time.monotonic() + _KEEP_ALIVE_S

@@ -1,14 +1,10 @@
 """Records that no training process writes, and what a master answers to them."""
 
-import re
 from typing import Any
 
-import msgspec
 import pytest
-from sqlalchemy import event, select
 
-from paceline._cluster.master.store import tables
-from paceline.journal import MAX_DEPTH, AlertRaised, CheckpointStored, StatusReported
+from paceline.journal import MAX_DEPTH
 
 METRICS = {
     "type": "metrics", "time": 1.0, "group": "training", "steps_completed": 5,
@@ -120,63 +116,45 @@ def test_runs_with_values_that_cannot_be_are_refused(master: Any, changed: dict[
 def test_what_a_job_says_of_its_store_is_one_line_of_the_status(master: Any) -> None:
     master.create(searcher={"name": "single", "metric": "loss"})
     master.schedule()
-    said = {"storage": "s\nAll is well.", "reason": "r\n" + "x" * 4000}
+    storage = str(master.home.path / "checkpoints")
+    said = {"storage": storage, "reason": "r\nAll is well." + "x" * 4000}
     assert master.attempt(1, "records", batches=[batch(0, STORE | said)]).status_code == 200
     problems = master.http.get("/status").json()["problems"]
     (problem,) = (text for text in problems if "waits for its store" in text)
     assert "\n" not in problem
-    assert "waits for its store s All is well., which" in problem
-    assert len(problem) < 700
+    assert f"waits for its store {storage}, which" in problem
+    assert "s: r All is well.x" in problem
+    assert len(problem) < 1000
 
 
-def batch(first: int, *records: dict[str, Any]) -> dict[str, Any]:
-    numbered = [[first + number, record] for number, record in enumerate(records)]
-    return {"generation": 0, "rank": 0, "records": numbered}
-
-
-def test_many_records_are_stored_in_several_transactions(master: Any) -> None:
+@pytest.mark.parametrize("storage", ["Call 555.", "s3://evil/x", "/nowhere", "s3://a/b?c=d"])
+def test_a_job_names_no_storage_that_its_experiment_does_not_have(
+    master: Any, storage: str
+) -> None:
     master.create(searcher={"name": "single", "metric": "loss"})
     master.schedule()
-    rows: list[int] = []
-    database = master.core.database
-
-    def count(_has_events: bool) -> None:
-        with database.read() as connection:
-            rows.append(len(connection.execute(select(tables.checkpoints.c.uuid)).all()))
-
-    database.on_commit(count)
-    sent = batch(0, *(CHECKPOINT | {"uuid": f"c{number}"} for number in range(1200)), STATUS)
-    reply = master.attempt(1, "records", batches=[sent | {"after": -1}])
-    assert reply.json()["marks"] == [{"generation": 0, "rank": 0, "sequence": 1200}]
-    # The last commit tells its listeners after it answers.
-    database.write(lambda _transaction: None).result()
-    assert [now for now in dict.fromkeys(rows) if now] == [500, 1000, 1200]
+    record = STORE | {"storage": storage}
+    assert master.attempt(1, "records", batches=[batch(0, record)]).status_code == 200
+    assert "waits for its store" not in "".join(master.http.get("/status").json()["problems"])
 
 
-def test_no_record_of_a_batch_reads_the_large_columns_of_its_trial(bench: Any) -> None:
-    bench.create("single")
-    attempt_id = bench.start(1)
-    read: list[str] = []
-    engine = bench.database._writer_engine
-    event.listen(engine, "before_cursor_execute", lambda *given: read.append(given[2]))
-    records = [{"uuid": f"c{number}", "steps_completed": number} for number in range(20)]
-    bench.send(
-        attempt_id,
-        *(msgspec.convert(CHECKPOINT | each, CheckpointStored) for each in records),
-        *(bench.metrics("validation", step, loss=1.0) for step in range(20, 40)),
-        *[msgspec.convert(ALERT, AlertRaised)] * 20,
-        *(msgspec.convert(STATUS, StatusReported) for _ in range(20)),
-    )
-    large = [text for text in read if re.search(r"trials\.(hparams|status|metadata|alerts)", text)]
-    assert len(large) == 1
-    assert len([text for text in read if "UPDATE trials SET status" in text]) == 1
-    assert len(bench.trial(1).alerts) == 20
-
-
-def test_no_journal_lacks_more_records_than_damage_takes_away(master: Any) -> None:
-    master.create(searcher={"name": "single", "metric": "loss"})
-    master.schedule()
-    reply = master.attempt(1, "records", batches=[batch(2**50, METRICS)])
-    assert (reply.status_code, reply.json()["code"]) == (422, "invalid_records")
-    assert "must lack at most 1000000 records in one place" in reply.json()["detail"]
-    assert master.http.get("/trials/1").json()["num_records_lost"] == 0
+@pytest.mark.parametrize("kind", ["experiment", "run"])
+@pytest.mark.parametrize(
+    "storage", ["s3://evil/x?endpoint_url=http://127.0.0.1:1", "memory://x", "s3://"]
+)
+def test_files_in_a_storage_that_cannot_be_are_refused(
+    master: Any, storage: str, kind: str
+) -> None:
+    sent = batch(0, CHECKPOINT | {"storage": storage})
+    if kind == "run":
+        info = {"run_id": "r", "name": "n", "created": 1.0, "checkpoint_storage": "/nowhere"}
+        assert master.http.put("/runs/r", json={"info": info, "path": "/r"}).status_code == 200
+        body = {"batches": [sent | {"attempt": 1}], "is_alive": True}
+        assert master.http.post("/runs/r/records", json=body).status_code == 200
+    else:
+        master.create(searcher={"name": "single", "metric": "loss"})
+        master.schedule()
+        assert master.attempt(1, "records", batches=[sent]).status_code == 200
+    reply = master.http.get("/checkpoints/one/files/a")
+    code = "other_storage" if kind == "experiment" else "checkpoint_unusable"
+    assert (reply.status_code, reply.json()["code"]) == (409, code), reply.text

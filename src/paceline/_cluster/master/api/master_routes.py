@@ -8,7 +8,7 @@ import mimetypes
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +33,7 @@ from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import MasterOf, problem
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.attempts import wait_for
+from paceline._cluster.master.experiments.checkpoints import is_own_storage
 from paceline._cluster.master.experiments.failures import NUM_TRIALS, WITHIN_S
 from paceline._cluster.master.experiments.stored_searches import missing_methods
 from paceline._cluster.master.master import (
@@ -333,7 +334,9 @@ def _status_facts(master: Master) -> dict[str, Any]:
             "num_waiting": num_waiting(connection),
             "missing_methods": missing_methods(connection),
             "failing_nodes": _describe_failing_nodes(master, connection),
-            "failing_stores": master.changes.failing_stores.describe(connection),
+            "failing_stores": master.changes.failing_stores.describe(
+                connection, partial(is_own_storage, default_storage=master.changes.default_storage)
+            ),
         }
 
 

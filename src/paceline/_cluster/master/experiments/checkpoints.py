@@ -79,6 +79,8 @@ class CheckpointPlace(NamedTuple):
 
         Raises:
             RefusedError: It is not the storage of the experiment. A record alone could name any.
+                Or no storage can be there.
+            StorageNotInstalledError: No installed package offers its URL's scheme.
         """
         if not self.is_own:
             raise RefusedError(
@@ -87,7 +89,14 @@ class CheckpointPlace(NamedTuple):
                 f" {self.storage}, which the master leaves alone. Hint: read or delete its files"
                 " there.",
             )
-        return storage_for_others(self.storage)
+        try:
+            return storage_for_others(self.storage)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise RefusedError(
+                "checkpoint_unusable", f"Checkpoint {uuid} cannot be read: {error!s:.1000}"
+            ) from error
 
 
 def storage_for_others(place: str) -> CheckpointStorage:
@@ -108,6 +117,19 @@ def is_same_storage(place: str, other: str) -> bool:
         return place == other or storage_from(place).url == storage_from(other).url
     except (ValueError, RuntimeError):  # such as `~` of nobody
         return False
+
+
+def is_own_storage(
+    connection: Connection, experiment_id: int, place: str, *, default_storage: str
+) -> bool:
+    """Tell whether an experiment keeps its checkpoints in a storage; a run may use any."""
+    experiments = tables.experiments
+    query = select(experiments).where(experiments.c.id == experiment_id)
+    experiment = connection.execute(query).first()
+    if experiment is None or experiment.external_id is not None:
+        return experiment is not None
+    own = place_of_experiment(experiment, default_storage)
+    return not own or is_same_storage(place, own)
 
 
 def place_of_experiment(experiment: Row[Any], default_storage: str) -> str:

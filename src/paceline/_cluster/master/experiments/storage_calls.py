@@ -236,15 +236,22 @@ class FailingStores:
                 key: one for key, one in self._failures.items() if key[0] != attempt_id
             }
 
-    def describe(self, connection: Connection) -> list[str]:
-        """Return a sentence for each storage and experiment."""
+    def describe(
+        self, connection: Connection, is_own: Callable[[Connection, int, str], bool]
+    ) -> list[str]:
+        """Return a sentence for each storage and experiment.
+
+        Args:
+            connection: Where to read.
+            is_own: Tells whether an experiment may have a storage: a job can name any.
+        """
         with self._lock:
             failures = [*self._failures.values()]
         failures += _failures_of_waiting_trials(connection)
         by_store: dict[tuple[int, str], list[_Failure]] = {}
         for one in failures:
             by_store.setdefault((one.experiment_id, one.storage), []).append(one)
-        return [_describe(by_store[key]) for key in sorted(by_store)]
+        return [_describe(by_store[key]) for key in sorted(by_store) if is_own(connection, *key)]
 
 
 def _one_line(text: str) -> str:

@@ -12,6 +12,11 @@ import pytest
 from paceline._cluster.master.api import checkpoint_routes as _checkpoint_routes
 from paceline._cluster.master.nodes import checkpoint_transfers as _checkpoint_transfers
 from paceline._cluster.master.nodes.checkpoint_uploads import StorageMarks
+from paceline._cluster.master.upkeep.home_file_checks import (
+    CheckPace,
+    Finding,
+    check_checkpoints,
+)
 from paceline.storage import DirectoryStorage, new_uuid, origin_of
 
 OTHER_UID = 65534
@@ -251,6 +256,30 @@ def test_a_download_is_served_from_the_file_that_was_verified(
     reply = shared.master.http.get("/checkpoints/one/files/a")
     assert (reply.status_code, reply.content) == (200, b"first")
     assert reply.headers["content-length"] == "5"
+
+
+def test_messages_about_a_checkpoint_of_many_files_name_only_some(
+    shared: Shared,
+) -> None:
+    with shared.storage.store_path("many") as path:
+        for number in range(300):
+            (path / f"{number:03}{'x' * 200}").touch()
+    shared.storage.commit("many", {"steps_completed": 3}, origin=shared.master.origin(1))
+    shared.record("many")
+    reply = shared.master.http.get("/checkpoints/many/files/none")
+    assert reply.status_code == 404
+    assert reply.json()["detail"].endswith(" and 290 more.")
+    assert len(reply.json()["detail"]) < 3000
+    for file in (shared.storage.root / "many").glob("*x"):
+        file.write_bytes(b"more")
+    found: list[Finding] = []
+    with shared.master.core.database.read() as connection:
+        check_checkpoints(
+            shared.master.home.path, connection, found.append, CheckPace(None), reads_bytes=False
+        )
+    [finding] = found
+    assert finding.text.endswith(" and 290 more.")
+    assert len(finding.text) < 3500
 
 
 # ---- deleting --------------------------------------------------------------------------------

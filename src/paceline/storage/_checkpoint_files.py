@@ -7,9 +7,10 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeAlias
 from uuid import UUID, uuid4, uuid5
@@ -61,6 +62,16 @@ class CheckpointWriteError(CheckpointError, OSError):
 
     What was written of it is removed, and earlier checkpoints stay as they are.
     """
+
+
+_MOST_NAMES = 10
+
+
+def first_names(names: Collection[str]) -> str:
+    """Return the first names of many for a message, each cut to 200 characters."""
+    shown = ", ".join(f"{name:.200}" for name in islice(names, _MOST_NAMES))
+    more = len(names) - _MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 class StorageNotInstalledError(CheckpointError, ValueError):

@@ -46,7 +46,7 @@ from paceline._cluster.messages.runner_messages import (
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, CheckpointState
 from paceline._cluster.runner.attempt_preparation import is_shortage
 from paceline.storage._checkpoint_directory import problem_of_file
-from paceline.storage._checkpoint_files import CheckpointWriteError, Manifest
+from paceline.storage._checkpoint_files import CheckpointWriteError, Manifest, first_names
 from paceline.storage._directory_storage import DirectoryStorage
 
 checkpoint_router = ApiRouter(tags=["checkpoints"], route_class=ReadingRoute)
@@ -111,8 +111,10 @@ def _checkpoint_file(uuid: str, path: str, master: Master) -> Response:
         manifest = storage.manifest(uuid)
     place.check(manifest)
     if path not in manifest.files:
-        known = ", ".join(manifest.files)
-        raise ApiError(404, "not_found", f"Checkpoint {uuid} has no file {path!r}, but: {known}.")
+        known = first_names(manifest.files)
+        raise ApiError(
+            404, "not_found", f"Checkpoint {uuid} has no file {path!r:.1000}, but: {known}."
+        )
     # Manifest reduced to a single file: verifying all files for each download would be quadratic.
     wanted = msgspec.structs.replace(manifest, files={path: manifest.files[path]})
     size = manifest.files[path].size

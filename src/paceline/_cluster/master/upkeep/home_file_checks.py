@@ -18,7 +18,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.log_files import num_damaged_lines
 from paceline._cluster.master.upkeep.backup_snapshots import CHECKPOINTS
 from paceline._cluster.messages.states import AttemptState, CheckpointState
-from paceline.storage._checkpoint_files import CheckpointError, CheckpointNotFoundError
+from paceline.storage._checkpoint_files import CheckpointError, CheckpointNotFoundError, first_names
 from paceline.storage._directory_storage import DirectoryStorage
 
 
@@ -46,7 +46,7 @@ class Finding:
         """Finding as a sentence, with its hint or fix."""
         hint = "" if self.hint is None else f" Hint: {self.hint}."
         done = hint if self.fix is None else f" Fixed: {self.fix}."
-        return f"{self.where} {self.problem}.{done}"
+        return f"{self.where:.1000} {self.problem:.3000}.{done}"
 
 
 Report = Callable[[Finding], None]
@@ -233,7 +233,7 @@ def _checkpoint_problem(
     except (CheckpointError, OSError, ValueError, RuntimeError) as error:
         return f"cannot be read ({error!s:.500})", False
     if problems:
-        details = ", ".join(f"{name} {problem}" for name, problem in sorted(problems.items()))
+        details = first_names([f"{name} {problem}" for name, problem in sorted(problems.items())])
         return f"is damaged: {details}", False
     if manifest.resources != row.resources:
         return "has other files than the database says", False

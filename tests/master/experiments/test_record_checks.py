@@ -1,10 +1,14 @@
 """Records that no training process writes, and what a master answers to them."""
 
+import re
 from typing import Any
 
+import msgspec
 import pytest
+from sqlalchemy import event, select
 
-from paceline.journal import MAX_DEPTH
+from paceline._cluster.master.store import tables
+from paceline.journal import MAX_DEPTH, AlertRaised, CheckpointStored, StatusReported
 
 METRICS = {
     "type": "metrics", "time": 1.0, "group": "training", "steps_completed": 5,
@@ -158,3 +162,56 @@ def test_files_in_a_storage_that_cannot_be_are_refused(
     reply = master.http.get("/checkpoints/one/files/a")
     code = "other_storage" if kind == "experiment" else "checkpoint_unusable"
     assert (reply.status_code, reply.json()["code"]) == (409, code), reply.text
+
+
+def batch(first: int, *records: dict[str, Any]) -> dict[str, Any]:
+    numbered = [[first + number, record] for number, record in enumerate(records)]
+    return {"generation": 0, "rank": 0, "records": numbered}
+
+
+def test_many_records_are_stored_in_several_transactions(master: Any) -> None:
+    master.create(searcher={"name": "single", "metric": "loss"})
+    master.schedule()
+    rows: list[int] = []
+    database = master.core.database
+
+    def count(_has_events: bool) -> None:
+        with database.read() as connection:
+            rows.append(len(connection.execute(select(tables.checkpoints.c.uuid)).all()))
+
+    database.on_commit(count)
+    sent = batch(0, *(CHECKPOINT | {"uuid": f"c{number}"} for number in range(1200)), STATUS)
+    reply = master.attempt(1, "records", batches=[sent | {"after": -1}])
+    assert reply.json()["marks"] == [{"generation": 0, "rank": 0, "sequence": 1200}]
+    # The last commit tells its listeners after it answers.
+    database.write(lambda _transaction: None).result()
+    assert [now for now in dict.fromkeys(rows) if now] == [500, 1000, 1200]
+
+
+def test_no_record_of_a_batch_reads_the_large_columns_of_its_trial(bench: Any) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+    read: list[str] = []
+    engine = bench.database._writer_engine
+    event.listen(engine, "before_cursor_execute", lambda *given: read.append(given[2]))
+    records = [{"uuid": f"c{number}", "steps_completed": number} for number in range(20)]
+    bench.send(
+        attempt_id,
+        *(msgspec.convert(CHECKPOINT | each, CheckpointStored) for each in records),
+        *(bench.metrics("validation", step, loss=1.0) for step in range(20, 40)),
+        *[msgspec.convert(ALERT, AlertRaised)] * 20,
+        *(msgspec.convert(STATUS, StatusReported) for _ in range(20)),
+    )
+    large = [text for text in read if re.search(r"trials\.(hparams|status|metadata|alerts)", text)]
+    assert len(large) == 1
+    assert len([text for text in read if "UPDATE trials SET status" in text]) == 1
+    assert len(bench.trial(1).alerts) == 20
+
+
+def test_no_journal_lacks_more_records_than_damage_takes_away(master: Any) -> None:
+    master.create(searcher={"name": "single", "metric": "loss"})
+    master.schedule()
+    reply = master.attempt(1, "records", batches=[batch(2**50, METRICS)])
+    assert (reply.status_code, reply.json()["code"]) == (422, "invalid_records")
+    assert "must lack at most 1000000 records in one place" in reply.json()["detail"]
+    assert master.http.get("/trials/1").json()["num_records_lost"] == 0

@@ -39,12 +39,12 @@ def check_run_info(info: RunInfo) -> None:
         _check_depth("trial.hparams", info.trial.hparams)
 
 
-def check_record(record: AnyRecord, number: int) -> None:
+def check_record(record: AnyRecord, number: int = 0) -> None:
     """Refuse a record with a value that cannot be.
 
     Args:
         record: The record.
-        number: Its number in the journal.
+        number: Its number in the journal, if it comes from there.
 
     Raises:
         ValueError: It has one; the message names it.

@@ -73,7 +73,7 @@ def check_record(record: AnyRecord, number: int = 0) -> None:
         for name, seconds in record.seconds.items():
             _check_range(f"seconds[{name!r:.200}]", seconds, MAX_TIME_S)
     elif isinstance(record, RecordsDropped):
-        # Each has a number before that of this record.
+        # Dropped records have numbers before that of this record.
         _check_range("count", record.count, number)
 
 
@@ -110,7 +110,7 @@ def _check_json(name: str, value: object) -> None:
 
 
 def _check_metrics(name: str, metrics: object) -> None:
-    """Refuse what `encode_metrics` does not return."""
+    """Refuse metrics outside the output of `encode_metrics`."""
     _check_depth(name, metrics)
     if isinstance(metrics, dict):
         _check_names(name, metrics)

@@ -393,7 +393,7 @@ def _shown_alert(alert: AlertRaised, rank: int) -> dict[str, Any]:
 
 
 def _without_replaced(records: list[AnyRecord]) -> list[AnyRecord]:
-    """Return the records without each status and metadata that a later record replaces."""
+    """Return the records without statuses and metadata replaced by later records."""
     newest = {type(record): record for record in records}
     return [
         record

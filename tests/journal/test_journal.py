@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import journal
+from paceline._base.files import NotRegularFileError
 from paceline.journal import (
     AnyRecord,
     JournalReader,
@@ -40,6 +42,10 @@ def status(text: str) -> StatusReported:
 def texts(reader: JournalReader) -> list[str]:
     records = [entry.decode() for entry in reader]
     return [record.status for record in records if isinstance(record, StatusReported)]
+
+
+def journal_line(text: str) -> bytes:
+    return encode_record(status(text))
 
 
 def write(directory: Path, *names: str, **options: Any) -> None:
@@ -183,6 +189,68 @@ def test_line_longer_than_a_chunk_is_read(tmp_path: Path) -> None:
     long = "x" * 3_000_000
     write(tmp_path, "a", long, "c")
     assert texts(JournalReader(tmp_path)) == ["a", long, "c"]
+
+
+def test_a_line_that_never_ends_takes_no_memory_and_counts_as_damaged(tmp_path: Path) -> None:
+    write(tmp_path, "a", segment_bytes=1)
+    with open(tmp_path / segment_name(0), "ab") as file:
+        file.truncate(2**31)
+    later = frame_line(-1, b'{"journal_version":1}') + frame_line(2, journal_line("c"))
+    (tmp_path / segment_name(2)).write_bytes(later)
+    reader = JournalReader(tmp_path)
+    tracemalloc.start()
+    try:
+        assert texts(reader) == ["a", "c"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**23
+    # Known by then: nothing is read again.
+    assert (reader.read(), reader.num_read) == ([], 0)
+
+
+def test_a_read_ends_at_its_limit_of_bytes_and_says_so(tmp_path: Path) -> None:
+    names = [str(number) * 600_000 for number in range(5)]
+    write(tmp_path, *names)
+    reader, seen, reads = JournalReader(tmp_path), [], 0
+    while not reads or reader.has_more:
+        reads += 1
+        seen += [entry.sequence for entry in reader.read(max_bytes=1)]
+        assert reader.num_read <= 2**20
+    assert seen == [0, 1, 2, 3, 4]
+    assert reads > 2
+
+
+@pytest.mark.parametrize("what", ["journal", "segment", "fifo", "directory"])
+def test_links_and_special_files_in_a_journal_are_refused(tmp_path: Path, what: str) -> None:
+    write(tmp_path / "private", "secret")
+    journal_path = tmp_path / "run" / "journal"
+    place = journal_path if what == "journal" else journal_path / segment_name(0)
+    place.parent.mkdir(parents=True)
+    if what == "journal":
+        place.symlink_to(tmp_path / "private")
+    elif what == "segment":
+        place.symlink_to(tmp_path / "private" / segment_name(0))
+    elif what == "fifo":
+        os.mkfifo(place)
+    else:
+        place.mkdir()
+    with pytest.raises(NotRegularFileError):
+        JournalReader(journal_path, root=tmp_path / "run").read()
+
+
+@pytest.mark.parametrize("number", [b"9" * 5000, b"-5", b"1_0", b""])
+def test_a_sequence_number_that_no_writer_counts_is_damage(
+    tmp_path: Path, number: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "a", "b")
+    (segment,) = tmp_path.iterdir()
+    body = number + b" SECRET"
+    segment.write_bytes(segment.read_bytes() + b"%08x %b\n" % (zlib.crc32(body), body))
+    (tmp_path / "zz.journal").write_text("SECRET")
+    assert texts(JournalReader(tmp_path)) == ["a", "b"]
+    assert f"{len(body) + 9} bytes long" in caplog.text
+    assert "SECRET" not in caplog.text
 
 
 def test_journal_of_another_version_is_refused(tmp_path: Path) -> None:

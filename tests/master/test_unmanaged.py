@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
+from paceline._cluster.master.experiments import runs_watcher
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.runs_watcher import RunsWatcher
 from paceline._cluster.master.experiments.state_changes import StateChanges
@@ -199,6 +200,12 @@ def shown(master: Any, experiment_id: int = 1) -> tuple[str, str]:
     experiment = master.http.get(f"/experiments/{experiment_id}").json()
     trial = master.http.get(f"/experiments/{experiment_id}/trials").json()["items"][0]
     return experiment["state"], trial["state"]
+
+
+def states_of_runs(master: Any) -> dict[str, str]:
+    """Return the states of all runs by the names of their directories."""
+    items = master.http.get("/experiments").json()["items"]
+    return {Path(item["run_dir"]).name: item["state"] for item in items}
 
 
 # ---- pure --------------------------------------------------------------------------------------
@@ -817,6 +824,72 @@ def test_a_link_by_another_user_shows_no_run_of_the_masters_user(
         os.mkfifo(place / "run.json")
     watcher.scan()
     assert master.http.get("/experiments").json()["items"] == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: a link of another user needs root")
+@pytest.mark.parametrize("what", ["journal", "segment", "hard link", "log"])
+def test_a_link_below_a_journal_shows_nothing_of_the_masters_user(
+    master: Any,
+    watcher: RunsWatcher,
+    make_run: Callable[..., HandRun],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
+) -> None:
+    private = HandRun(tmp_path / "private")
+    private.begin()
+    private.report(1, 0.125)
+    private.close()
+    [theirs] = (private.path / "journal").iterdir()
+    [segment] = theirs.iterdir()
+    secret = tmp_path / "shadow"
+    secret.write_text("games:x:1\nroot:y:2\n")
+    run = make_run("theirs")
+    place = run.directory.journal_path(JournalKey(0, 0, 0))
+    if what == "journal":
+        place.parent.mkdir()
+        place.symlink_to(theirs)
+    else:
+        place.mkdir(parents=True)
+        if what == "hard link":
+            (place / segment.name).hardlink_to(segment)
+        else:
+            (place / segment.name).symlink_to(segment if what == "segment" else secret)
+    for path in (run.path, *run.path.rglob("*")):
+        if not path.is_file() or path.is_symlink() or path.stat().st_nlink == 1:
+            os.chown(path, 65534, 65534, follow_symlinks=False)
+    watcher.scan()
+    assert "is left out" in caplog.text
+    assert not any(name in caplog.text for name in ("games", "root:"))
+    assert dump(master)["series"] == []
+
+
+def test_a_run_with_much_to_read_does_not_hold_up_another_one(
+    master: Any,
+    watcher: RunsWatcher,
+    make_run: Callable[..., HandRun],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runs_watcher, "_TURN_BYTES", 100_000)
+    for name, number in (("much", 12_000), ("little", 1)):
+        run = make_run(name)
+        run.begin()
+        for step in range(number):
+            run.report(step, 1.0)
+        run.finish()
+    watcher.scan()
+    states = {
+        e["run_dir"][-4:]: e["state"] for e in master.http.get("/experiments").json()["items"]
+    }
+    assert states == {"much": "ACTIVE", "ttle": "COMPLETED"}
+    for _ in range(20):
+        watcher.scan()
+    states = {
+        e["run_dir"][-4:]: e["state"] for e in master.http.get("/experiments").json()["items"]
+    }
+    assert states == {"much": "COMPLETED", "ttle": "COMPLETED"}
+    trial = 1 + (master.http.get("/experiments/1").json()["run_dir"][-4:] != "much")
+    assert len(losses(master, trial)) == 12_000
 
 
 def test_a_run_is_one_run_however_many_requests_it_takes(

@@ -1,7 +1,4 @@
-"""Journal files of a rank: the writer, and the reader for journals still being written.
-
-Also: written.
-"""
+"""Journal files of a rank: the writer, and the reader for journals still being written."""
 
 import logging
 import os
@@ -11,13 +8,19 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
-from paceline._base.files import regular_opener, sync_directory, sync_file
+from paceline._base.files import (
+    open_regular_below,
+    opened_below,
+    opened_directory,
+    sync_directory,
+    sync_file,
+)
 from paceline._base.journal_records import (
     FORMAT_VERSION,
     MAX_GAP,
@@ -35,7 +38,13 @@ from paceline._base.journal_records import (
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1024 * 1024
-_SEGMENT = re.compile(r"[0-9]{12,18}\.journal")
+# Longer lines count as damaged. A writer begins a new segment after such a line.
+_MAX_LINE_BYTES = 64 * 1024 * 1024
+# Names and numbers of other forms were written by no writer.
+_SEGMENT_NAME = re.compile(r"[0-9]{12,18}\.journal")
+_SEQUENCE = re.compile(rb"[0-9]{1,18}")
+# Damaged lines at the end for which entries are made; others are counted in the log only.
+_MAX_TOLD = 1000
 
 
 class JournalVersionError(ValueError):
@@ -59,43 +68,90 @@ class JournalReader:
     A line counts once its line end is there. A damaged line is skipped: if a full disk tore it, its
     record follows whole, and if it was damaged later, the next number shows the gap. Only `finish`
     tells of those that nothing follows.
+
+    Segments are regular files of the user who owns the journal's directory; reading never waits.
+
+    Args:
+        directory: The journal's directory; it may be made later.
+        after: The sequence number to continue after.
+        root: A directory above, below which no link is followed; by default the journal's own.
     """
 
-    def __init__(self, directory: Path, *, after: int = -1) -> None:
+    def __init__(self, directory: Path, *, after: int = -1, root: Path | None = None) -> None:
         self._directory = directory
+        self._root = root or directory
         self._last_sequence = after
-        self._segment: Path | None = None
+        self._segment: str | None = None
         self._offset = 0
+        # Bytes after the offset known to hold no line end, and whether they are too many.
+        self._num_scanned = 0
+        self._is_overlong = False
         # The newest record that is whole, known to the caller or not, and the damage after it.
         self._newest = -1
         self._num_damaged = 0
+        self._num_read = 0
+        self._has_more = False
 
     @property
     def last_sequence(self) -> int:
         """Sequence number of the last record read, or -1."""
         return self._last_sequence
 
-    def read(self, max_entries: int = 1000) -> list[Entry]:
+    @property
+    def has_more(self) -> bool:
+        """Whether the last `read` ended at one of its limits."""
+        return self._has_more
+
+    @property
+    def num_read(self) -> int:
+        """Number of bytes that the last `read` went through."""
+        return self._num_read
+
+    def read(self, max_entries: int = 1000, *, max_bytes: int | None = None) -> list[Entry]:
         """Return the next whole entries, at most `max_entries`; empty when there are none yet.
+
+        Args:
+            max_entries: The limit of entries.
+            max_bytes: The number of bytes after which no further chunk or line is read; `has_more`
+                tells that entries may be left.
 
         Raises:
             JournalVersionError: A segment was written in another format version.
+            NotRegularFileError: A link, a special file or a foreign file is in the journal's place.
         """
         entries: list[Entry] = []
-        while len(entries) < max_entries:
-            if self._segment is None:
-                self._segment = self._locate_segment()
-                self._offset = 0
-                if self._segment is None:
-                    break
-                self._newest = int(self._segment.stem) - 1
-            # Looked up before the read: once a later segment exists, this one has all its lines.
-            following = self._following_segment()
-            if not self._read_segment(entries, max_entries):
-                if following is None:
-                    break
-                self._segment, self._offset = following, 0
+        self._num_read, self._has_more = 0, False
+        with ExitStack() as stack:
+            try:
+                journal = stack.enter_context(self._opened())
+            except (FileNotFoundError, NotADirectoryError, PermissionError):
+                return entries
+            self._read(journal, entries, max_entries, max_bytes)
         return entries
+
+    def _read(
+        self, journal: int, entries: list[Entry], max_entries: int, max_bytes: int | None
+    ) -> None:
+        while True:
+            if len(entries) >= max_entries or (
+                max_bytes is not None and self._num_read >= max_bytes
+            ):
+                self._has_more = True
+                return
+            if self._segment is None:
+                self._segment = _locate_segment(journal, self._last_sequence)
+                if self._segment is None:
+                    return
+                self._newest = _first_number(self._segment) - 1
+            # Looked up before the read: once a later segment exists, this one has all its lines.
+            following = next((name for name in _segments(journal) if name > self._segment), None)
+            with self._open_segment(journal) as file:
+                has_lines = self._read_segment(file, entries, max_entries)
+            if not has_lines:
+                if following is None:
+                    return
+                self._segment, self._offset = following, 0
+                self._num_scanned, self._is_overlong = 0, False
 
     def finish(self, *, is_complete: bool = False) -> list[Entry]:
         """Return entries in the place of damaged lines at the end; each is told once.
@@ -106,14 +162,14 @@ class JournalReader:
             is_complete: Whether the writer is known to be dead, so that a last line without its
                 end is damaged as well.
         """
-        num_lost = self._num_damaged + (is_complete and self._has_rest())
+        num_lost = min(self._num_damaged + (is_complete and self._has_rest()), _MAX_TOLD)
         first = self._newest + 1
         numbers = range(max(first, self._last_sequence + 1), first + num_lost)
         if not numbers or self._segment is None:
             return []
         self._last_sequence = numbers[-1]
         reason = "its line, with which the journal ends, is damaged"
-        record = RecordLost(time=self._segment.stat().st_mtime, reason=reason)
+        record = RecordLost(time=self._facts().st_mtime, reason=reason)
         return [Entry(number, encode_record(record)) for number in numbers]
 
     def __iter__(self) -> Iterator[Entry]:
@@ -121,18 +177,40 @@ class JournalReader:
         while entries := self.read():
             yield from entries
 
-    def _read_segment(self, entries: list[Entry], max_entries: int) -> bool:
-        """Read a chunk; return False without a further whole line in this segment."""
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Yield a descriptor of the journal's directory."""
+        below = self._directory.relative_to(self._root).as_posix()
+        with opened_directory(self._root) as root, opened_below(root, below) as journal:
+            yield journal
+
+    def _open_segment(self, journal: int) -> IO[bytes]:
         assert self._segment is not None
-        with open(self._segment, "rb", opener=regular_opener) as file:
-            file.seek(self._offset)
-            chunk = file.read(_CHUNK_BYTES)
+        # Owner of the directory: a hard link to a file of another user is refused, too.
+        return open_regular_below(journal, self._segment, owners={os.fstat(journal).st_uid})
+
+    def _read_segment(self, file: IO[bytes], entries: list[Entry], max_entries: int) -> bool:
+        """Read a chunk; return False without a further whole line in this segment."""
+        end = -1
+        while end < 0 and not self._is_overlong:
+            chunk = os.pread(file.fileno(), _CHUNK_BYTES, self._offset + self._num_scanned)
+            if not chunk:
+                return False
+            self._num_read += len(chunk)
             end = chunk.rfind(b"\n")
-            while end < 0 and (more := file.read(_CHUNK_BYTES)):
-                chunk += more
-                end = chunk.rfind(b"\n")
-        if end < 0:
+            if end < 0:
+                self._num_scanned += len(chunk)
+                self._is_overlong = self._num_scanned > _MAX_LINE_BYTES
+                if self._is_overlong:
+                    self._note_damage(self._num_scanned)
+        if self._is_overlong:
             return False
+        if self._num_scanned:
+            chunk = os.pread(file.fileno(), self._num_scanned + end + 1, self._offset)
+            end = chunk.rfind(b"\n")
+            if end < 0:  # cut off meanwhile
+                return False
+            self._num_scanned = 0
         for line in chunk[:end].split(b"\n"):
             entry = self._parse(line)
             self._offset += len(line) + 1
@@ -148,7 +226,31 @@ class JournalReader:
 
     def _has_rest(self) -> bool:
         """Tell whether the last segment goes on after its last line end."""
-        return self._segment is not None and self._segment.stat().st_size > self._offset
+        if self._segment is None or self._is_overlong:
+            return False
+        return self._facts().st_size > self._offset
+
+    def _facts(self) -> os.stat_result:
+        """Return the facts of the present segment."""
+        with self._opened() as journal, self._open_segment(journal) as file:
+            return os.fstat(file.fileno())
+
+    @property
+    def _path(self) -> Path:
+        return self._directory / (self._segment or "")
+
+    def _note_damage(self, num_bytes: int) -> None:
+        # First damaged line of several alone: a stranger's file must not fill the log. No content:
+        # a log has other readers than the file.
+        if not self._num_damaged:
+            logger.warning(
+                "Skipped a damaged line in %s at byte %d, %d bytes long.",
+                self._path,
+                self._offset,
+                num_bytes,
+            )
+        # The first line of a segment is its header, which holds no record.
+        self._num_damaged += self._offset > 0 or self._is_overlong
 
     def _parse(self, line: bytes) -> Entry | None:
         if not line:
@@ -157,18 +259,17 @@ class JournalReader:
         number, _, payload = body.partition(b" ")
         try:
             is_whole = int(checksum, 16) == zlib.crc32(body)
-            is_whole &= -1 <= int(number) <= self._last_sequence + 1 + MAX_GAP
         except ValueError:
             is_whole = False
-        if not is_whole:
-            logger.warning("Skipped a damaged line in %s: %.60r", self._segment, line)
-            # The first line of a segment is its header, which holds no record.
-            self._num_damaged += self._offset > 0
-            return None
-        if int(number) < 0:
+        if is_whole and number == b"-1":
             self._check_version(payload)
             return None
-        return Entry(int(number), payload)
+        if is_whole and _SEQUENCE.fullmatch(number):
+            sequence = int(number)
+            if sequence <= self._last_sequence + 1 + MAX_GAP:
+                return Entry(sequence, payload)
+        self._note_damage(len(line))
+        return None
 
     def _check_version(self, header: bytes) -> None:
         try:
@@ -177,26 +278,25 @@ class JournalReader:
             version = None
         if version != FORMAT_VERSION:
             raise JournalVersionError(
-                f"The journal {str(self._segment)!r} must have format version {FORMAT_VERSION},"
+                f"The journal {str(self._path)!r} must have format version {FORMAT_VERSION},"
                 f" but has {version!r}. Hint: read it with the Paceline version that wrote it."
             )
 
-    def _segments(self) -> list[Path]:
-        try:
-            names = os.listdir(self._directory)
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return []
-        return [self._directory / name for name in sorted(names) if _SEGMENT.fullmatch(name)]
 
-    def _locate_segment(self) -> Path | None:
-        """Return the segment of the next record to read; None without segments."""
-        segments = self._segments()
-        candidates = [s for s in segments if int(s.stem) <= self._last_sequence + 1]
-        return candidates[-1] if candidates else next(iter(segments), None)
+def _segments(journal: int) -> list[str]:
+    """Return the names of the segments in a directory, in order."""
+    return sorted(name for name in os.listdir(journal) if _SEGMENT_NAME.fullmatch(name))
 
-    def _following_segment(self) -> Path | None:
-        assert self._segment is not None
-        return next((s for s in self._segments() if s.name > self._segment.name), None)
+
+def _first_number(segment: str) -> int:
+    return int(segment.partition(".")[0])
+
+
+def _locate_segment(journal: int, last_sequence: int) -> str | None:
+    """Return the segment of the next record to read; None without segments."""
+    segments = _segments(journal)
+    candidates = [name for name in segments if _first_number(name) <= last_sequence + 1]
+    return candidates[-1] if candidates else next(iter(segments), None)
 
 
 SEGMENT_BYTES = 16 * 1024 * 1024

@@ -11,7 +11,15 @@ from typing import IO, Any
 
 import msgspec
 
-from paceline._base.files import read_regular, regular_opener, write_atomically
+from paceline._base.files import (
+    open_regular_below,
+    opened_below,
+    opened_directory,
+    read_limited,
+    read_regular,
+    regular_opener,
+    write_atomically,
+)
 from paceline._base.journal_files import Entry, JournalReader
 from paceline._base.sealed_json import check_seal, seal
 
@@ -107,7 +115,9 @@ _LOCK_TRIES = 6
 _LOCK_PAUSE_S = 0.02
 # Ends the note of a checkpoint that another process commits.
 _PART = ".part"
-_JOURNAL_NAME = re.compile(r"^a(\d+)\.g(\d+)\.r(\d+)$")
+# Longer numbers were counted by nobody, and a database has no place for them.
+_JOURNAL_NAME = re.compile(r"a([0-9]{1,9})\.g([0-9]{1,9})\.r([0-9]{1,9})")
+_MAX_INFO_BYTES = 64 * 2**20
 
 
 class RunVersionError(ValueError):
@@ -180,7 +190,12 @@ class RunDirectory:
             RunVersionError: It has another format version.
         """
         try:
-            data = read_regular(self._info_path)
+            # No link: a stranger's run must not show the facts of another one.
+            with (
+                opened_directory(self.path) as directory,
+                open_regular_below(directory, self._info_path.name) as file,
+            ):
+                data = read_limited(file, _MAX_INFO_BYTES)
             version = msgspec.json.decode(data)["version"]
             # Checksum of this version only: another version may seal its file in another way.
             if version == RUN_FORMAT_VERSION:
@@ -302,15 +317,20 @@ class RunDirectory:
 
     def journal_keys(self) -> list[JournalKey]:
         """Return the keys of all journals, ordered by attempt, generation and rank."""
-        root = self.path / "journal"
-        if not root.is_dir():
+        try:
+            with (
+                opened_directory(self.path) as directory,
+                opened_below(directory, "journal") as root,
+            ):
+                names = os.listdir(root)
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        matches = [_JOURNAL_NAME.match(name) for name in os.listdir(root)]
+        matches = [_JOURNAL_NAME.fullmatch(name) for name in names]
         return sorted(JournalKey(*map(int, match.groups())) for match in matches if match)
 
     def reader(self, key: JournalKey, *, after: int = -1) -> JournalReader:
         """Return a reader of a journal, starting after a sequence number."""
-        return JournalReader(self.journal_path(key), after=after)
+        return JournalReader(self.journal_path(key), after=after, root=self.path)
 
     @contextmanager
     def hold_attempt_lock(self) -> Iterator[bool]:
@@ -461,13 +481,16 @@ os.register_at_fork(after_in_child=_drop_held)
 
 def _is_locked(path: Path, kind: int) -> bool:
     try:
-        with open(path, opener=regular_opener) as file:
+        with (
+            opened_directory(path.parent) as directory,
+            open_regular_below(directory, path.name) as file,
+        ):
             return not _try_lock(file, kind)
     except FileNotFoundError:
         return False
 
 
-def _try_lock(file: IO[str], kind: int) -> bool:
+def _try_lock(file: IO[Any], kind: int) -> bool:
     """Try to take a lock; retry, since others take the lock for moments to probe its holder."""
     # Exclusive locks only: a probe's short shared lock can refuse them for a moment.
     for number in range(_LOCK_TRIES if kind == fcntl.LOCK_EX else 1):
@@ -492,23 +515,48 @@ class RunTail:
         self._marks = marks
         self._readers: dict[JournalKey, JournalReader] = {}
         self._finished: set[JournalKey] = set()
+        self._num_read = 0
+        self._has_more = False
 
-    def read(self, max_entries: int = 1000) -> list[tuple[JournalKey, list[Entry]]]:
+    @property
+    def has_more(self) -> bool:
+        """Whether the last `read` ended at one of its limits."""
+        return self._has_more
+
+    @property
+    def num_read(self) -> int:
+        """Number of bytes that the last `read` went through."""
+        return self._num_read
+
+    def read(
+        self, max_entries: int = 1000, *, max_bytes: int | None = None
+    ) -> list[tuple[JournalKey, list[Entry]]]:
         """Return the next entries, at most `max_entries` in all; fewer mean there are no more.
 
         An attempt's entries come only after all of the earlier attempts'.
 
+        Args:
+            max_entries: The limit of entries.
+            max_bytes: The number of bytes after which no further chunk or line is read: then
+                `has_more` tells whether there may be more.
+
         Raises:
             JournalVersionError: A journal was written in another format version.
+            NotRegularFileError: A link, a special file or a foreign file is in a journal's place.
         """
         found: list[tuple[JournalKey, list[Entry]]] = []
+        self._num_read, self._has_more = 0, False
         keys = [key for key in self._run.journal_keys() if key not in self._finished]
         for key in keys:
-            if max_entries <= 0:
+            left = None if max_bytes is None else max_bytes - self._num_read
+            if max_entries <= 0 or (left is not None and left <= 0):
+                self._has_more = True
                 break
             reader = self._reader(key)
-            entries = reader.read(max_entries)
-            if not entries and _is_before(key, keys[-1]):
+            entries = reader.read(max_entries, max_bytes=left)
+            self._has_more |= reader.has_more
+            self._num_read += reader.num_read
+            if not entries and not reader.has_more and _is_before(key, keys[-1]):
                 # Attempts follow each other, so this one will write no more.
                 entries = reader.finish()
                 self._finished.add(key)

@@ -3,17 +3,11 @@
 import logging
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from paceline._base.files import (
-    NotRegularFileError,
-    open_regular_below,
-    opened_below,
-    opened_directory,
-)
+from paceline._base.files import NotRegularFileError
 from paceline._base.journal_files import Entry
 from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
@@ -25,12 +19,17 @@ logger = logging.getLogger(__name__)
 
 _SCAN_S = 1.0
 _MAX_RECORDS = 1000
+# One run with much to read must not keep the others waiting.
+_TURN_BYTES = 4 * 2**20
 # A run that is over is looked at again now and then: on a file system that keeps locks to one
 # machine, a run on another one looks dead while it is not.
 _SETTLED_S = 10.0
 # Permanent errors: the directory is damaged, of another version, or an attempt of a master;
 # another look would end in the same way.
-_UNUSABLE = (ArithmeticError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
+_UNUSABLE = (
+    ArithmeticError, NotRegularFileError, RecursionError, TypeError, ValueError,
+    msgspec.MsgspecError,
+)  # fmt: skip
 
 
 class RunsWatcher:
@@ -79,7 +78,8 @@ class RunsWatcher:
                 self.scan()
             except Exception:
                 logger.exception("The runs in %s could not be read.", self._directory)
-            if self._stopping.wait(_SCAN_S):
+            has_more = any(run.tail.has_more for run in self._runs.values())
+            if self._stopping.wait(0.0 if has_more else _SCAN_S):
                 return
 
     def _find(self) -> set[Path]:
@@ -111,7 +111,6 @@ class RunsWatcher:
             self._runs.pop(path, None)
 
     def _open(self, path: Path) -> "_Run | None":
-        _check_links(path)
         directory = RunDirectory.open(path)
         if not directory.journal_keys():
             return None  # it has only just begun, or never did
@@ -128,9 +127,11 @@ class RunsWatcher:
         run.note_look()
         # Asked before reading: what a dead run wrote is all there.
         is_alive = run.directory.is_alive()
-        while not self._stopping.is_set():
-            found = run.tail.read(_MAX_RECORDS)
-            is_rest = sum(len(entries) for _, entries in found) < _MAX_RECORDS
+        num_left = _TURN_BYTES
+        while num_left > 0 and not self._stopping.is_set():
+            found = run.tail.read(_MAX_RECORDS, max_bytes=num_left)
+            num_left -= run.tail.num_read
+            is_rest = not run.tail.has_more
             if is_rest and not is_alive:
                 found += run.tail.finish()
             batches = [_decode(key, entries) for key, entries in found]
@@ -168,7 +169,7 @@ class _Run:
 
     def is_due(self) -> bool:
         """Whether there may be news: always while the run is alive, else seldom."""
-        if self.was_alive is not False or time.monotonic() >= self._next_look:
+        if self.tail.has_more or self.was_alive is not False or time.monotonic() >= self._next_look:
             return True
         return _journals_changed_at(self.directory) != self._journals_changed_at
 
@@ -181,21 +182,6 @@ class _Run:
 def _decode(key: JournalKey, entries: list[Entry]) -> RunBatch:
     records = [(entry.sequence, entry.decode()) for entry in entries]
     return RunBatch(key.attempt, key.generation, key.rank, records)
-
-
-def _check_links(path: Path) -> None:
-    """Refuse links by which another user would have what is ours shown as a run of theirs.
-
-    Raises:
-        ValueError: There is one.
-    """
-    try:
-        with opened_directory(path) as directory:
-            open_regular_below(directory, "run.json").close()
-            with suppress(FileNotFoundError), opened_below(directory, "journal"):
-                pass
-    except NotRegularFileError as error:
-        raise ValueError(f"{error.filename!r}: {error.strerror}") from error
 
 
 def _changed_at(path: Path) -> int | None:

@@ -514,6 +514,88 @@ def test_checkpoints_are_found_after_the_run_directory_was_moved(
     assert master.http.get("/experiments/1").json()["run_dir"] == str(moved)
 
 
+_UUID = "11111111-1111-4111-8111-111111111111"
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Iterator[HandRun]:
+    """Return a run of the master's user with a checkpoint, which nobody has sent."""
+    run = HandRun(tmp_path / "private")
+    run.begin()
+    run.store_checkpoint(_UUID, 1)
+    yield run
+    run.close()
+
+
+def claim(run: HandRun, storage: Path) -> None:
+    """Have a run say that a checkpoint of somewhere else is its own."""
+    run.begin()
+    run.write(
+        CheckpointStored(
+            time=1.0, uuid=_UUID, steps_completed=1, storage=str(storage), metadata={},
+            resources={"state.txt": 1},
+        )
+    )  # fmt: skip
+    run.finish()
+
+
+def check_out_of_reach(master: Any, private: HandRun) -> None:
+    """Check that a checkpoint is listed, and its files are neither read nor deleted."""
+    assert master.http.get("/experiments/1/checkpoints").json()["items"][0]["uuid"] == _UUID
+    assert master.http.get(f"/checkpoints/{_UUID}/files/state.txt").status_code == 409
+    assert master.http.delete(f"/checkpoints/{_UUID}").status_code == 409
+    assert (private.path / "checkpoints" / _UUID / "state.txt").read_text() == "1"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: a run of another user needs root")
+@pytest.mark.parametrize("what", ["named", "link", "gone", "linked run"])
+def test_a_run_of_another_user_names_no_checkpoint_of_the_masters_user(
+    master: Any, watcher: RunsWatcher, run: HandRun, private: HandRun, what: str
+) -> None:
+    storage = private.path / "checkpoints"
+    if what == "link":
+        (run.path / "checkpoints").symlink_to(storage)
+        storage = run.path / "checkpoints"
+    claim(run, storage)
+    for path in (run.path, *run.path.rglob("*")):
+        os.chown(path, 65534, 65534, follow_symlinks=False)
+    watcher.scan()
+    if what in ("gone", "linked run"):
+        run.path.rename(run.path.with_name("elsewhere"))
+    if what == "linked run":
+        run.path.symlink_to(private.path)
+        os.chown(run.path, 65534, 65534, follow_symlinks=False)
+    check_out_of_reach(master, private)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: a run of another user needs root")
+def test_a_checkpoint_of_another_user_is_read_and_deleted_through_the_master(
+    master: Any, watcher: RunsWatcher, run: HandRun
+) -> None:
+    run.begin()
+    run.store_checkpoint(_UUID, 1)
+    run.finish()
+    for path in (run.path, *run.path.rglob("*")):
+        os.chown(path, 65534, 65534)
+    watcher.scan()
+    assert master.http.get(f"/checkpoints/{_UUID}/files/state.txt").text == "1"
+    assert master.http.delete(f"/checkpoints/{_UUID}").json()["state"] == "DELETED"
+    assert not (run.path / "checkpoints" / _UUID).exists()
+
+
+def test_a_token_that_only_reports_names_no_checkpoint_that_the_master_opens(
+    master: Any, run: HandRun, private: HandRun
+) -> None:
+    secret = master.http.post("/tokens", json={"name": "far", "scope": "report"}).json()["secret"]
+    claim(run, private.path / "checkpoints")
+    with Client(f"http://127.0.0.1:{master.port}", secret) as reporter:
+        RunSync(reporter, run.path).send()
+        RunSync(reporter, run.path).send()
+    assert master.http.get("/experiments/1").json()["run_dir"] == str(run.path)
+    check_out_of_reach(master, private)
+    assert "scope `report`" in master.http.delete(f"/checkpoints/{_UUID}").json()["detail"]
+
+
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_commands_are_refused(
     master: Any, run: HandRun, send: Callable[..., Any], is_alive: bool

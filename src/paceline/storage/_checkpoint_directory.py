@@ -3,6 +3,7 @@
 Also: and deletion while reading.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -135,18 +136,22 @@ def problem_of_file(file: IO[bytes], entry: FileEntry) -> str | None:
 
 @contextmanager
 def opened_checkpoint(
-    root: Path, uuid: str, *, has_one_owner: bool = False
+    root: Path, uuid: str, *, has_one_owner: bool = False, owner: int | None = None
 ) -> Iterator[CheckpointDirectory]:
     """Yield the directory of a checkpoint; links in the path of the root are followed, once.
 
     Raises:
-        CheckpointCorruptError: A link is in its place.
+        CheckpointCorruptError: A link is in its place, or it belongs to another user than `owner`.
         FileNotFoundError: There is no such directory.
         NotADirectoryError: A file is there.
     """
     with refusing_links(root / uuid), opened_directory(root) as above:
         opened = opened_below(above, uuid)
         with opened as descriptor:
+            found = os.fstat(descriptor).st_uid
+            if owner is not None and found != owner:
+                text = f"The directory must belong to user {owner}, not to user {found}"
+                raise NotRegularFileError(errno.EPERM, text, str(root / uuid))
             yield CheckpointDirectory(descriptor, root / uuid, has_one_owner=has_one_owner)
 
 

@@ -53,11 +53,16 @@ class DirectoryStorage(CheckpointStorage):
         has_one_owner: Whether files that belong to another user than the directory of their
             checkpoint are refused, and leftovers of checkpoints stay unless the user who began them
             owns them: for who reads and deletes for others.
+        owner: The id of the user to whom the directories of checkpoints must belong; any by
+            default.
     """
 
-    def __init__(self, root: str | Path, *, has_one_owner: bool = False) -> None:
+    def __init__(
+        self, root: str | Path, *, has_one_owner: bool = False, owner: int | None = None
+    ) -> None:
         self._root = Path(os.path.abspath(Path(root).expanduser()))
         self._has_one_owner = has_one_owner
+        self._owner = owner
         self._made_here: dict[str, os.stat_result] = {}
 
     def __repr__(self) -> str:
@@ -367,7 +372,9 @@ class DirectoryStorage(CheckpointStorage):
         return self._root / check_uuid(uuid)
 
     def _opened(self, uuid: str) -> AbstractContextManager[CheckpointDirectory]:
-        return opened_checkpoint(self._root, check_uuid(uuid), has_one_owner=self._has_one_owner)
+        return opened_checkpoint(
+            self._root, check_uuid(uuid), has_one_owner=self._has_one_owner, owner=self._owner
+        )
 
 
 def _finish_shard(directory: NewDirectory, rank: int, entries: dict[str, FileEntry]) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import Depends, Path, Query, Request, Response
 from sqlalchemy import Connection, select
 
+from paceline._cluster.master.api.access_guard import IdentityOf
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import (
     ApiError,
@@ -21,7 +22,7 @@ from paceline._cluster.master.api.requests_and_answers import (
     trial_row,
     write_rows,
 )
-from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.api.route_scopes import ApiRouter, RouteScope
 from paceline._cluster.master.experiments.attempt_runners import end_runner, note_begun
 from paceline._cluster.master.experiments.attempts import (
     check_not_over,
@@ -226,7 +227,9 @@ RunId = Annotated[str, Path(min_length=1, max_length=128)]
 
 @run_router.put("/runs/{run_id}", openapi_extra={"requestBody": {"content": {
     "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
-async def register_run(run_id: RunId, request: Request, master: MasterOf) -> Response:
+async def register_run(
+    run_id: RunId, request: Request, master: MasterOf, identity: IdentityOf
+) -> Response:
     """Register a run as an unmanaged experiment, and return the stored positions."""
     body = await _decode(request, RunRegistration)
     if body.info.run_id != run_id:
@@ -235,8 +238,12 @@ async def register_run(run_id: RunId, request: Request, master: MasterOf) -> Res
             "invalid_request",
             f"`info.run_id` must be the one in the path, {run_id!r}, but got {body.info.run_id!r}.",
         )
+    is_trusted = identity is not None and identity.scope is not RouteScope.REPORT
     reply = await write_rows(
-        master, lambda transaction: master.unmanaged.register(transaction, body.info, body.path)
+        master,
+        lambda transaction: master.unmanaged.register(
+            transaction, body.info, body.path, is_trusted=is_trusted
+        ),
     )
     return _json_bytes(reply)
 

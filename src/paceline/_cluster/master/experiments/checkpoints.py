@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row, insert, select, update
 
+from paceline._base.files import opened_directory
 from paceline._base.journal_records import (
     CheckpointDeleted,
     CheckpointFilesDeleted,
@@ -20,7 +21,7 @@ from paceline._cluster.master.experiments.state_transitions import RefusedError
 from paceline._cluster.master.experiments.storage_calls import StorageCalls
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction, read_cluster_id
-from paceline._cluster.master.store.messages_from_rows import config_of
+from paceline._cluster.master.store.messages_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.metric_rows_and_times import metric_at
 from paceline._cluster.messages.states import AttemptState, CheckpointState
 from paceline.storage._checkpoint_files import (
@@ -47,11 +48,14 @@ class CheckpointPlace(NamedTuple):
         storage: The storage that its record names.
         own: That of its experiment; None for a run without a master, which may use any.
         origin: The `origin` that its manifest must have; None if any will do, and none as well.
+        run_dir: For a run without a master, its directory: in directories, the checkpoint must
+            belong to the owner of the run.
     """
 
     storage: str
     own: str | None = None
     origin: str | None = None
+    run_dir: str | None = None
 
     @property
     def is_own(self) -> bool:
@@ -78,8 +82,9 @@ class CheckpointPlace(NamedTuple):
         Files in directories are those of one user, whoever else can write there.
 
         Raises:
-            RefusedError: It is not the storage of the experiment. A record alone could name any.
-                Or no storage can be there.
+            RefusedError: It is not the storage of the experiment, or a directory that the run of
+                another user need not own. A record alone could name any. Or no storage can be
+                there.
             StorageNotInstalledError: No installed package offers its URL's scheme.
         """
         if not self.is_own:
@@ -90,12 +95,36 @@ class CheckpointPlace(NamedTuple):
                 " there.",
             )
         try:
-            return storage_for_others(self.storage)
+            storage = storage_for_others(self.storage)
         except CheckpointError:
             raise
         except ValueError as error:
             raise RefusedError(
                 "checkpoint_unusable", f"Checkpoint {uuid} cannot be read: {error!s:.1000}"
+            ) from error
+        if self.run_dir is None or not isinstance(storage, DirectoryStorage):
+            return storage
+        owner = self._owner_of_run(self.run_dir, uuid)
+        if owner == os.geteuid():
+            return storage
+        return DirectoryStorage(storage.root, has_one_owner=True, owner=owner)
+
+    def _owner_of_run(self, run_dir: str, uuid: str) -> int:
+        hint = f"Hint: read or delete its files in {self.storage}."
+        if run_dir.startswith(REPORTED):
+            raise RefusedError(
+                "other_storage",
+                f"The files of checkpoint {uuid} are not here: its run was reported with a token of"
+                f" the scope `report`, for which the master opens no directory. {hint}",
+            )
+        try:
+            with opened_directory(run_dir) as directory:
+                return os.fstat(directory).st_uid
+        except OSError as error:
+            raise RefusedError(
+                "other_storage",
+                f"The master opens files of checkpoint {uuid} only if it sees the owner of its run,"
+                f" but the run's directory {run_dir!r} cannot be opened ({error.strerror}). {hint}",
             ) from error
 
 
@@ -152,7 +181,8 @@ def places_of_checkpoints(
     query = select(experiments).where(experiments.c.id == experiment_id)
     experiment = connection.execute(query).one()
     if experiment.external_id is not None:
-        return {row.uuid: CheckpointPlace(row.storage) for row in rows}
+        run_dir = experiment.external_path or ""
+        return {row.uuid: CheckpointPlace(row.storage, run_dir=run_dir) for row in rows}
     own = place_of_experiment(experiment, default_storage) or None
     cluster_id = read_cluster_id(connection)
     return {

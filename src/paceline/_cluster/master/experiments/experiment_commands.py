@@ -21,7 +21,7 @@ from paceline._cluster.master.home_directory import SecretStore, text_to_store
 from paceline._cluster.master.scheduling.pools import NodeSlots
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.messages_from_rows import config_of
+from paceline._cluster.master.store.messages_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.states import ExperimentState, TrialState
 from paceline.config._environment_and_secrets import reveal_secrets, without_secrets
@@ -398,12 +398,13 @@ class Commands:
         """Return the row of an experiment run by this master; refuse unmanaged experiments."""
         row = self._changes.experiment(transaction.connection, experiment_id)
         if row.external_id is not None:
+            run_dir = (row.external_path or "").removeprefix(REPORTED)
             raise RefusedError(
                 "unmanaged",
                 f"Experiment {experiment_id} must be managed by this master for that, but it only"
-                f" shows the run in {row.external_path!r}. Hint: stop the run's own process"
+                f" shows the run in {run_dir!r}. Hint: stop the run's own process"
                 " (SIGTERM lets it store a checkpoint), and go on with it by"
-                f" PACELINE_RESUME={row.external_path}.",
+                f" PACELINE_RESUME={run_dir}.",
             )
         return row
 

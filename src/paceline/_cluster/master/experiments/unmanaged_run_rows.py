@@ -12,6 +12,7 @@ from paceline._cluster.master.experiments.record_checks import check_run_info
 from paceline._cluster.master.experiments.record_ingest import CHIEF
 from paceline._cluster.master.experiments.state_transitions import INVALID_HP, RefusedError
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.messages_from_rows import REPORTED
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.runner_messages import RunBatch, RunMark, RunReply
 from paceline._cluster.messages.states import AttemptState, ExperimentState, TrialState
@@ -25,6 +26,11 @@ def experiment_of_run(connection: Connection, run_id: str) -> Row[Any] | None:
     return connection.execute(
         select(experiments).where(experiments.c.external_id == run_id)
     ).first()
+
+
+def is_reported(experiment: Row[Any]) -> bool:
+    """Tell whether only senders who may name no directory have told of a run."""
+    return (experiment.external_path or REPORTED).startswith(REPORTED)
 
 
 def trial_of_run(connection: Connection, experiment_id: int) -> Row[Any]:

@@ -34,6 +34,7 @@ from paceline._cluster.master.experiments.unmanaged_run_rows import (
     has_news_of_run,
     hparams_of_run,
     insert_row,
+    is_reported,
     move_unmanaged_checkpoints,
     reopen_attempt,
     reply_of_run,
@@ -45,6 +46,7 @@ from paceline._cluster.master.experiments.unmanaged_run_rows import (
 from paceline._cluster.master.experiments.validation_ingest import recompute_best
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.messages_from_rows import REPORTED
 from paceline._cluster.messages.runner_messages import AttemptEnd, RecordBatch, RunBatch, RunReply
 from paceline._cluster.messages.states import (
     AttemptState,
@@ -68,8 +70,16 @@ class Unmanaged:
         # Deadlines of live-reported runs by experiment id, on the monotonic clock.
         self._deadlines: dict[int, float] = {}
 
-    def register(self, transaction: Transaction, info: RunInfo, path: str) -> RunReply:
+    def register(
+        self, transaction: Transaction, info: RunInfo, path: str, *, is_trusted: bool = True
+    ) -> RunReply:
         """Register a run, and return the stored marks; repeated calls only update the path.
+
+        Args:
+            transaction: Everything happens in it, or nothing.
+            info: The facts of the run.
+            path: Its directory.
+            is_trusted: Whether the sender may name directories that the master opens.
 
         Raises:
             RefusedError: A master started the run, or it has another format version.
@@ -77,11 +87,13 @@ class Unmanaged:
         """
         connection = transaction.connection
         known = experiment_of_run(connection, info.run_id)
+        if not is_trusted:
+            path = REPORTED + path
         if known is None:
             check_run(info)
             experiment_id = self._create(transaction, info, path)
             known = self._changes.experiment(connection, experiment_id)
-        elif known.external_path != path:
+        elif known.external_path != path and (is_trusted or is_reported(known)):
             update_experiment(connection, known.id, external_path=path)
         return reply_of_run(connection, known.id)
 

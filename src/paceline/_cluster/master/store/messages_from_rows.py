@@ -38,6 +38,8 @@ from paceline.config._searcher_section import MissingSearcher, searcher_section
 from paceline.config._validate_config import read_stored_config
 
 _MAX_CACHED = 500
+# Begins the stored path of a run that was reported by a token that opens no directory here.
+REPORTED = "reported:"
 _cache: dict[int, tuple[dict[str, Any], ExperimentConfig]] = {}
 
 
@@ -188,7 +190,7 @@ def experiment_model(
         config=config,
         warnings=[*row.warnings, *_missing_method(row)],
         is_unmanaged=row.external_id is not None,
-        run_dir=row.external_path,
+        run_dir=row.external_path and row.external_path.removeprefix(REPORTED),
         is_archived=row.is_archived,
         forked_from=row.forked_from,
         has_code=row.context_digest is not None,

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -1052,6 +1053,89 @@ def test_a_run_whose_directory_was_removed_has_ended(
     shutil.rmtree(run.path)
     watcher.scan()
     assert shown(master) == ("ERROR", "ERROR")
+
+
+@pytest.mark.parametrize("when", ["begun", "later"])
+@pytest.mark.parametrize(
+    "what", ["fifo", "digits", "name", "rank", "lock", "run.json", "record", "directory"]
+)
+def test_a_run_that_cannot_be_read_ends_and_can_be_deleted(
+    master: Any, watcher: RunsWatcher, run: HandRun, what: str, when: str
+) -> None:
+    run.begin()
+    run.live()
+    if when == "later":
+        watcher.scan()
+        assert shown(master) == ("ACTIVE", "ACTIVE")
+    journal = run.directory.journal_path(JournalKey(0, 0, 0))
+    [segment] = journal.iterdir()
+    if what == "fifo":
+        os.mkfifo(journal / "000000000001.journal")
+    elif what in ("digits", "record"):
+        body = b"9" * 5000 + b" {}" if what == "digits" else b"1 {"
+        with open(segment, "ab") as file:
+            file.write(b"%08x %b\n" % (zlib.crc32(body), body))
+    elif what == "name":
+        (journal / "zz.journal").write_text("x")
+    elif what == "rank":
+        shutil.copytree(journal, journal.with_name("a0.g0.r" + "9" * 23))
+    elif what in ("lock", "run.json"):
+        path = run.path / what.replace("lock", "attempt.lock")
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        segment.unlink()
+        segment.mkdir()
+    run.die()
+    watcher.scan()
+    watcher.scan()
+    if (what, when) == ("run.json", "begun"):
+        assert master.http.get("/experiments").json()["items"] == []
+        return
+    assert shown(master) == ("ERROR", "ERROR")
+    assert master.http.get("/experiments/1").json()["error"]
+    shutil.rmtree(run.path)
+    watcher.scan()
+    assert master.http.delete("/experiments/1").status_code == 200
+
+
+@pytest.mark.parametrize("outcome", [None, "preempted"])
+@pytest.mark.parametrize("is_master_new", [False, True])
+def test_a_run_that_vanished_ends_until_it_comes_back(
+    master: Any,
+    watcher: RunsWatcher,
+    run: HandRun,
+    tmp_path: Path,
+    outcome: str | None,
+    is_master_new: bool,
+) -> None:
+    run.begin()
+    run.live()
+    watcher.scan()
+    if outcome:
+        run.finish(outcome)
+        watcher.scan()
+    before = shown(master)
+    away = run.path.rename(tmp_path / "away")
+    if is_master_new:
+        watcher = RunsWatcher(run.path.parent, master.core.database, master.core.unmanaged)
+    watcher.scan()
+    assert shown(master) == ("ERROR", "ERROR")
+    assert "is gone" in master.http.get("/experiments/1").json()["error"]
+    away.rename(run.path)
+    watcher.scan()
+    assert shown(master) == before
+
+
+def test_a_run_that_moves_within_the_directory_has_not_ended(
+    master: Any, watcher: RunsWatcher, run: HandRun
+) -> None:
+    run.begin()
+    run.live()
+    watcher.scan()
+    run.path.rename(run.path.with_name("new"))
+    watcher.scan()
+    assert states_of_runs(master) == {"new": "ACTIVE"}
 
 
 def test_a_run_of_another_machine_is_lost_once_it_gives_no_sign_of_life(

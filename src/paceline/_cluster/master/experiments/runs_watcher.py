@@ -10,6 +10,7 @@ import msgspec
 from paceline._base.files import NotRegularFileError
 from paceline._base.journal_files import Entry
 from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
+from paceline._cluster.master.experiments.unmanaged_run_rows import open_runs_of_directories
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.messages.runner_messages import RunBatch
@@ -24,6 +25,10 @@ _TURN_BYTES = 4 * 2**20
 # A run that is over is looked at again now and then: on a file system that keeps locks to one
 # machine, a run on another one looks dead while it is not.
 _SETTLED_S = 10.0
+# Time of errors after which a run has ended here: its disk may be away for a while.
+_GIVEN_UP_S = 60.0
+_GONE = "The directory of the run is gone: it was moved or removed, or its disk is not there."
+_MAX_REASON = 500
 # Permanent errors: the directory is damaged, of another version, or an attempt of a master;
 # another look would end in the same way.
 _UNUSABLE = (
@@ -47,7 +52,9 @@ class RunsWatcher:
         self._unmanaged = unmanaged
         self._runs: dict[Path, _Run] = {}
         self._skipped: dict[Path, int] = {}
-        self._failing: set[Path] = set()
+        # Time of the first of the present errors, by run directory.
+        self._failing: dict[Path, float] = {}
+        self._is_first_scan = True
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="runs-watcher", daemon=True)
 
@@ -68,9 +75,14 @@ class RunsWatcher:
             if self._stopping.is_set():
                 return
             self._follow(path)
-        for path in self._runs.keys() - found:
+        gone = (self._runs.keys() | self._failing.keys()) - found
+        if self._is_first_scan:
+            gone |= self._known() - found
+            self._is_first_scan = False
+        for path in gone:
             # Directory removed: no further records can come, so the run ends here.
-            self._end(self._runs.pop(path))
+            self._leave_out(path, _GONE)
+            self._failing.pop(path, None)
 
     def _run(self) -> None:
         while True:
@@ -92,21 +104,31 @@ class RunsWatcher:
             stamps = {path: stamp for path in paths if (stamp := _changed_at(path)) is not None}
         return {path for path, stamp in stamps.items() if self._skipped.get(path) != stamp}
 
+    def _known(self) -> set[Path]:
+        """Return the run directories here of which the database has open runs."""
+        with self._database.read() as connection:
+            rows = open_runs_of_directories(connection)
+        paths = {Path(row.external_path) for row in rows}
+        return {path for path in paths if self._directory in (path, path.parent)}
+
     def _follow(self, path: Path) -> None:
         try:
             run = self._runs.get(path) or self._open(path)
             if run is not None and run.is_due():
                 self._take_up(run)
-            self._failing.discard(path)
+            self._failing.pop(path, None)
         except _UNUSABLE as error:
             logger.warning("The run directory %s is left out: %s", path, error)
             # Stamp of `run.json`: the directory is tried again only after a change of it.
             self._skipped[path] = _changed_at(path) or 0
-            self._runs.pop(path, None)
-        except Exception:
+            self._failing.pop(path, None)
+            self._leave_out(path, f"The directory of the run cannot be read: {error}")
+        except Exception as error:
             if path not in self._failing:
                 logger.exception("The run directory %s cannot be followed now.", path)
-            self._failing.add(path)
+            since = self._failing.setdefault(path, time.monotonic())
+            if time.monotonic() - since > _GIVEN_UP_S:
+                self._leave_out(path, f"The directory of the run cannot be followed: {error}")
             # Stored marks are unknown after an error; the next scan reads them from the database.
             self._runs.pop(path, None)
 
@@ -141,11 +163,20 @@ class RunsWatcher:
                 run.was_alive = is_alive
                 return
 
-    def _end(self, run: "_Run") -> None:
+    def _leave_out(self, path: Path, reason: str) -> None:
+        """Follow a run no longer, and end it if it has not ended."""
+        run = self._runs.pop(path, None)
+        run_id = run and run.run_id
+        if any(other.run_id == run_id for other in self._runs.values()):
+            run_id = None  # moved within the directory, and followed in its new place
         try:
-            self._store(run, [], is_alive=False)
+            self._database.write(
+                lambda transaction: self._unmanaged.leave_out(
+                    transaction, str(path), reason[:_MAX_REASON], run_id=run_id
+                )
+            ).result()
         except Exception:
-            logger.exception("The end of the run %s could not be stored.", run.directory.path)
+            logger.exception("The end of the run %s could not be stored.", path)
 
     def _store(self, run: "_Run", batches: list[RunBatch], *, is_alive: bool) -> None:
         self._database.write(

@@ -33,6 +33,19 @@ def is_reported(experiment: Row[Any]) -> bool:
     return (experiment.external_path or REPORTED).startswith(REPORTED)
 
 
+def open_runs_of_directories(connection: Connection) -> list[Row[Any]]:
+    """Return the experiments that have not ended, of runs whose directories a master follows."""
+    experiments = tables.experiments
+    states = (ExperimentState.ACTIVE.value, ExperimentState.PAUSED.value)
+    query = select(experiments).where(
+        experiments.c.external_id.is_not(None),
+        experiments.c.external_path.is_not(None),
+        experiments.c.report_lease_s.is_(None),
+        experiments.c.state.in_(states),
+    )
+    return [row for row in connection.execute(query) if not is_reported(row)]
+
+
 def trial_of_run(connection: Connection, experiment_id: int) -> Row[Any]:
     """Return the only trial of an unmanaged experiment."""
     trials = tables.trials
@@ -142,6 +155,7 @@ def end_of_run(
     outcome: str | None,
     error: str | None,
     vanished: str = VANISHED,
+    left_out: str | None = None,
 ) -> RunEnd:
     """Decide how a run is shown, from its newest attempt.
 
@@ -153,7 +167,11 @@ def end_of_run(
         outcome: How the newest attempt said that it ended, None if it did not.
         error: The error that it named.
         vanished: What to say if it did not tell how it ended.
+        left_out: Why nothing more can be read of the run, so that it cannot be resumed either; None
+            if it can.
     """
+    if left_out is not None and outcome in (None, "preempted"):
+        return RunEnd(experiment=ExperimentState.ERROR, trial=TrialState.ERROR, error=left_out)
     if outcome is None and is_alive:
         return RunEnd(experiment=ExperimentState.ACTIVE, trial=TrialState.ACTIVE)
     if outcome == "preempted":

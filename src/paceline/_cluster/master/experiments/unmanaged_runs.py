@@ -36,6 +36,7 @@ from paceline._cluster.master.experiments.unmanaged_run_rows import (
     insert_row,
     is_reported,
     move_unmanaged_checkpoints,
+    open_runs_of_directories,
     reopen_attempt,
     reply_of_run,
     seed_of_run,
@@ -151,6 +152,21 @@ class Unmanaged:
                 self._take(transaction, experiment, [], False, {}, vanished=silent)
                 del self._deadlines[experiment.id]
 
+    def leave_out(
+        self, transaction: Transaction, path: str, reason: str, *, run_id: str | None = None
+    ) -> None:
+        """End the run of a directory that cannot be read; it continues once new records come.
+
+        Args:
+            transaction: Everything happens in it, or nothing.
+            path: The run's directory, as it was registered.
+            reason: Why, for the states and the log of the run.
+            run_id: The run, if it is known: others may have registered it by another path since.
+        """
+        for experiment in open_runs_of_directories(transaction.connection):
+            if path == experiment.external_path or run_id == experiment.external_id:
+                self._take(transaction, experiment, [], False, {}, left_out=reason)
+
     def _take(
         self,
         transaction: Transaction,
@@ -159,6 +175,7 @@ class Unmanaged:
         is_alive: bool,
         moved: Mapping[str, str],
         vanished: str = VANISHED,
+        left_out: str | None = None,
     ) -> RunReply:
         connection = transaction.connection
         trial = trial_of_run(connection, experiment.id)
@@ -172,13 +189,14 @@ class Unmanaged:
         for attempt in attempts:
             is_over = attempt is not newest or attempt.outcome is not None or not is_alive
             if is_over and attempt.state != AttemptState.ENDED.value:
-                self._end_attempt(transaction, attempt, vanished)
+                self._end_attempt(transaction, attempt, left_out or vanished)
         run_end = end_of_run(
             is_alive=is_alive,
             has_begun=newest is not None,
             outcome=newest and newest.outcome,
             error=newest and newest.error,
             vanished=vanished,
+            left_out=left_out,
         )
         ended_at = newest.last_record_at if newest else experiment.created_at
         self._bring_to(transaction, experiment.id, run_end, ended_at)

@@ -166,7 +166,7 @@ class RunsWatcher:
     def _leave_out(self, path: Path, reason: str) -> None:
         """Follow a run no longer, and end it if it has not ended."""
         run = self._runs.pop(path, None)
-        run_id = run and run.run_id
+        run_id = None if run is None else run.run_id
         if any(other.run_id == run_id for other in self._runs.values()):
             run_id = None  # moved within the directory, and followed in its new place
         try:

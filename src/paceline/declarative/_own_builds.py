@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from paceline._training.engine.gradient_reduction import OverlappedAllReduce
 from paceline.declarative._parts_from_config import (
     clipping_of,
     mixed_precision_policy_of,
@@ -218,7 +219,8 @@ class OwnBuilds(Outputs):
         """Register the model with the engine, unless already registered."""
         model = self.require_built("model", nn.Module)
         known = self.context.models
-        if isinstance(model, DistributedDataParallel) and all(model is not each for each in known):
+        is_own = isinstance(model, OverlappedAllReduce) or any(model is each for each in known)
+        if isinstance(model, DistributedDataParallel) and not is_own:
             raise TypeError(
                 "`build_model` must leave the summing of gradients to the trainer, but has made a"
                 " DistributedDataParallel. Hint: `self.model` = the model itself."

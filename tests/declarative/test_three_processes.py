@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 SCRIPT = """
-import json, sys
+import json, os, sys
+from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -16,6 +17,8 @@ from paceline.declarative import ParallelizationConfig, Trainer, TrainingConfig
 x = torch.randn(43, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 data = TensorDataset(x, x.sum(1, keepdim=True))
 num_processes = int(sys.argv[1])
+Path(sys.argv[1]).mkdir(exist_ok=True)
+os.chdir(sys.argv[1])
 
 
 class Net(nn.Module):
@@ -59,9 +62,24 @@ def plain(mode):
     return {"weights": values(trainer.get_model_object()), "losses": history["val_loss"]}
 
 
-cases = {"flat": plain("flat"), "overlapped": plain("overlapped")}
+def resumed():
+    # In two parts, on a file system that shows the others late what the chief has written.
+    first = Trainer(config_of("halves", num_epochs=1))
+    first.build()
+    first.run_training()
+    Path("late").mkdir(exist_ok=True)
+    if first.rank == 0:
+        Path("late/checkpoints").symlink_to("../halves/checkpoints")
+    directory = "late" if first.rank else "halves"
+    trainer = Trainer(config_of("halves", checkpoint_dir=directory))
+    trainer.build()
+    history = trainer.run_training()
+    return {"weights": values(trainer.get_model_object()), "losses": history["val_loss"]}
+
+
+cases = {"flat": plain("flat"), "overlapped": plain("overlapped"), "resumed": resumed()}
 rank = torch.distributed.get_rank() if num_processes > 1 else 0
-with open(f"out-{num_processes}-{rank}.json", "w") as file:
+with open(f"out-{rank}.json", "w") as file:
     json.dump(cases, file)
 """
 
@@ -79,13 +97,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> dict[
         done = torch_ranks.run(size, *script, directory=directory, environment=environment)
         assert done.returncode == 0, done.stdout
         for rank in range(size):
-            found[size, rank] = json.loads((directory / f"out-{size}-{rank}.json").read_text())
+            found[size, rank] = json.loads((directory / f"{size}/out-{rank}.json").read_text())
     return {case: [found[key][case] for key in found] for case in found[1, 0]}
 
 
-@pytest.mark.parametrize("case", ["flat", "overlapped"])
+@pytest.mark.parametrize("case", ["flat", "overlapped", "resumed"])
 def test_three_processes_give_what_one_gives(trained: dict[str, Any], case: str) -> None:
     alone, *together = trained[case]
     assert together[0] == together[1] == together[2]
     for name, found in alone.items():
         assert together[0][name] == pytest.approx(found, rel=1e-9, abs=1e-12), name
+
+
+def test_ranks_go_on_from_what_the_chief_finds(trained: dict[str, Any]) -> None:
+    assert trained["resumed"] == trained["flat"]

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from paceline.declarative._own_builds import OwnBuilds
 from paceline.declarative._parts_from_config import (
     check_config_arguments,
     check_config_place,
+    join_ranks_of_config,
     losses_of,
     make_optimizer,
     make_scheduler,
@@ -293,12 +294,16 @@ class BuiltTrainer(OwnBuilds):
         )
         check_save_dir(configs.model_save_dir)
         self._is_managed = core.get_cluster_info() is not None
-        self._stored = self._state_to_begin_with()
-        stored = self._stored
-        num_shards = None if stored is None else stored.num_shards
         is_single = parallel.parallelization_type == "single_node"
         # The processes that divide a model train on the same samples.
         size = max(1, num_launched_for_config(is_single=is_single) // parallel.tensor_parallel_size)
+        distributed = None
+        if configs.checkpoint_dir is not None:
+            distributed = join_ranks_of_config(configs)
+            self._stack.enter_context(distributed or nullcontext())
+        self._stored = self._state_to_begin_with(distributed)
+        stored = self._stored
+        num_shards = None if stored is None else stored.num_shards
         is_cuda = torch.cuda.is_available() and not configs.cpu_only
         self._num_devices = torch.cuda.device_count() if is_single and is_cuda else 1
         all_samples = configs.batch_size_per_process * self._num_devices * (num_shards or size)
@@ -308,6 +313,7 @@ class BuiltTrainer(OwnBuilds):
         with core.resuming_by(", or set `checkpoint_dir` to its `model_save_dir`"):
             self.context = self._stack.enter_context(
                 pytorch.init(
+                    distributed=distributed,
                     hparams={**recorded_fields(configs), "global_batch_size": all_samples},
                     seed=configs.random_seed if stored is None else stored.seed,
                     name=self.run_name,
@@ -335,14 +341,14 @@ class BuiltTrainer(OwnBuilds):
         self.context.accumulation.frequency = self.configs.accumulation_steps
         self.num_processes = self._num_devices * self.context.num_shards
 
-    def _state_to_begin_with(self) -> SavedRun | None:
+    def _state_to_begin_with(self, distributed: core.DistributedContext | None) -> SavedRun | None:
         directory = self.configs.checkpoint_dir
         if directory is None:
             return None
         if self._is_managed:
             logger.warning("`checkpoint_dir` has no effect: the master decides what to go on from.")
             return None
-        stored = read_state(directory)
+        stored = read_state(directory, distributed)
         if self.configs.random_seed not in (None, stored.seed):
             raise ValueError(
                 f"`random_seed` must be {stored.seed}, as with the checkpoint in"

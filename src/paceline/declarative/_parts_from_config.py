@@ -14,7 +14,9 @@ from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
 
 from paceline import core, pytorch
 from paceline._training.engine.checkpoints.export_weights import require_onnx
+from paceline._training.engine.devices import join_ranks
 from paceline._training.engine.gradient_accumulation import clipping
+from paceline._training.engine.gradient_reduction import join_horovod
 from paceline._training.engine.stepper import ClipGrads
 from paceline.declarative._config_classes import ParallelizationConfig, TrainingConfig
 from paceline.declarative._losses import LossPlan, MarginLoss, Prediction
@@ -351,6 +353,13 @@ def num_launched_for_config(*, is_single: bool) -> int:
             " parallelization_params=ParallelizationConfig(parallelization_type='multi_node')."
         )
     return size
+
+
+def join_ranks_of_config(configs: TrainingConfig) -> core.DistributedContext | None:
+    """Return this process's place, after meeting the others; None for a process alone."""
+    is_by_horovod = configs.parallelization_params.data_parallel == "horovod"
+    distributed = join_horovod(None) if is_by_horovod else None
+    return join_ranks(distributed, torch.device("cpu") if configs.cpu_only else None)
 
 
 def check_config_place(given: tuple[int | None, int | None], rank: int, size: int) -> None:

@@ -17,6 +17,7 @@ from paceline._base.files import replacing_atomically
 from paceline._training.engine.checkpoints.checkpoint_saver import KeptCheckpoints
 from paceline._training.engine.checkpoints.export_weights import export_onnx
 from paceline._training.engine.checkpoints.sharded_state import gathered
+from paceline.core._distributed_context import DistributedContext
 from paceline.declarative._losses import LossTracker
 from paceline.declarative._training_step import Step
 from paceline.storage._checkpoint_files import CheckpointError
@@ -61,20 +62,29 @@ def write_state(
         file.write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def read_state(save_dir: str | os.PathLike[str]) -> SavedRun:
+def read_state(
+    save_dir: str | os.PathLike[str], distributed: DistributedContext | None = None
+) -> SavedRun:
     """Return where a run stands.
+
+    Args:
+        save_dir: The directory of the run.
+        distributed: Where the ranks meet, if there are several: all read what the chief finds, as
+            the chief alone writes the state, perhaps later than another rank looks.
 
     Raises:
         FileNotFoundError: The directory has no state.
         ValueError: The state was not written by Paceline.
     """
     path = Path(save_dir) / STATE_FILE
-    if not path.is_file():
+    content = path.read_bytes() if path.is_file() else None
+    if distributed is not None:
+        content = distributed.broadcast(content)
+    if content is None:
         raise FileNotFoundError(
             f"`checkpoint_dir` must be the `model_save_dir` of an earlier run, but"
             f" {str(save_dir)!r} has no {STATE_FILE}."
         )
-    content = path.read_bytes()
     if content.startswith(_PICKLES):
         raise ValueError(
             f"`checkpoint_dir` must hold a {STATE_FILE} that Paceline wrote, but that of"

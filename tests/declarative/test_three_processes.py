@@ -62,6 +62,26 @@ def plain(mode):
     return {"weights": values(trainer.get_model_object()), "losses": history["val_loss"]}
 
 
+class Averaged(Trainer):
+    def build_optimizer(self):
+        super().build_optimizer()
+        averages = torch.optim.swa_utils
+        half = averages.get_ema_multi_avg_fn(0.5)
+        average = averages.AveragedModel(self.get_model_object(), multi_avg_fn=half)
+        self.average = self.context.wrap_model(average)
+
+    def run_model_update_step(self, loss):
+        super().run_model_update_step(loss)
+        self.average.update_parameters(self.get_model_object())
+
+
+def averaged():
+    trainer = Averaged(config_of("averaged"))
+    trainer.build()
+    trainer.run_training()
+    return {"weights": values(trainer.average)}
+
+
 def resumed():
     # In two parts, on a file system that shows the others late what the chief has written.
     first = Trainer(config_of("halves", num_epochs=1))
@@ -77,7 +97,12 @@ def resumed():
     return {"weights": values(trainer.get_model_object()), "losses": history["val_loss"]}
 
 
-cases = {"flat": plain("flat"), "overlapped": plain("overlapped"), "resumed": resumed()}
+cases = {
+    "flat": plain("flat"),
+    "overlapped": plain("overlapped"),
+    "resumed": resumed(),
+    "averaged": averaged(),
+}
 rank = torch.distributed.get_rank() if num_processes > 1 else 0
 with open(f"out-{rank}.json", "w") as file:
     json.dump(cases, file)
@@ -101,7 +126,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> dict[
     return {case: [found[key][case] for key in found] for case in found[1, 0]}
 
 
-@pytest.mark.parametrize("case", ["flat", "overlapped", "resumed"])
+@pytest.mark.parametrize("case", ["flat", "overlapped", "resumed", "averaged"])
 def test_three_processes_give_what_one_gives(trained: dict[str, Any], case: str) -> None:
     alone, *together = trained[case]
     assert together[0] == together[1] == together[2]

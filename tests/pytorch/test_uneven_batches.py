@@ -27,6 +27,12 @@ class Trial(pytorch.PyTorchTrial):
         self.optimizer = context.wrap_optimizer(
             torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
         )
+        if kind in ("average", "own average"):
+            averages = torch.optim.swa_utils
+            half = averages.get_ema_multi_avg_fn(0.5)
+            self.average = averages.AveragedModel(self.model, multi_avg_fn=half)
+            if kind == "average":
+                context.wrap_model(self.average)
         schedulers = torch.optim.lr_scheduler
         if kind == "cycle":
             scheduler = schedulers.OneCycleLR(self.optimizer, 0.2, total_steps=9)
@@ -45,6 +51,8 @@ class Trial(pytorch.PyTorchTrial):
             self.context.backward(loss)
             self.context.step_optimizer(self.optimizer)
         self.scheduler.step()
+        if hasattr(self, "average"):
+            self.average.update_parameters(self.model)
         if self.counts:
             self.num_trained += 1
         return {"loss": loss}
@@ -66,13 +74,15 @@ def train(kind="step", counts=False, drops=False):
             max_length=pytorch.Epoch(2), checkpoint_period=pytorch.Batch(1)
         )
         rates = [group["lr"] for group in trial.optimizer.param_groups]
-        weights = trial.model.weight.tolist()[0] + trial.model.bias.tolist()
+        model = getattr(trial, "average", trial.model)
+        weights = [value for p in model.parameters() for value in p.flatten().tolist()]
         return context.distributed.allgather([weights, rates, context.loop.position.batches])
 
-said = {kind: train(kind) for kind in ("step", "cycle", "by hand")}
+said = {kind: train(kind) for kind in ("step", "cycle", "by hand", "average")}
 said["drops"] = train(drops=True)
 print("COUNTS FROM HERE", flush=True)
 train(counts=True)
+train("own average")
 if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
     json.dump(said, open("said.json", "w"))
 """
@@ -87,6 +97,8 @@ def plain_loop(*, kind: str = "step", drops: bool = False) -> tuple[list[float],
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     if kind == "cycle":
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=9)
+    averages = torch.optim.swa_utils
+    average = averages.AveragedModel(model, multi_avg_fn=averages.get_ema_multi_avg_fn(0.5))
     num_batches = 0
     for _ in range(2):
         data = TensorDataset(x, x.sum(1, keepdim=True))
@@ -95,8 +107,10 @@ def plain_loop(*, kind: str = "step", drops: bool = False) -> tuple[list[float],
             nn.functional.mse_loss(model(batch), target).backward()
             optimizer.step()
             scheduler.step()
+            average.update_parameters(model)
             num_batches += 1
-    weights = model.weight.tolist()[0] + model.bias.tolist()
+    wanted = average if kind == "average" else model
+    weights = [value for p in wanted.parameters() for value in p.flatten().tolist()]
     return weights, optimizer.param_groups[0]["lr"], num_batches
 
 
@@ -114,8 +128,8 @@ def done(
     return num, json.loads((directory / "said.json").read_text()), run.stdout
 
 
-@pytest.mark.parametrize("kind", ["step", "cycle", "by hand"])
-def test_schedulers_that_a_batch_steps_are_the_same_as_in_a_plain_loop(
+@pytest.mark.parametrize("kind", ["step", "cycle", "by hand", "average"])
+def test_schedulers_and_averages_that_a_batch_updates_are_the_same_as_in_a_plain_loop(
     done: tuple[int, dict[str, list[Any]], str], kind: str
 ) -> None:
     num_ranks, said, _ = done
@@ -133,11 +147,12 @@ def test_drop_last_trains_the_steps_of_a_plain_loop(
         assert of_rank == [pytest.approx(weights), [pytest.approx(rate)], num_batches]
 
 
-def test_a_counter_that_lags_on_ranks_without_samples_is_named_once(
-    done: tuple[int, dict[str, list[Any]], str],
+@pytest.mark.parametrize("name", ["num_trained", "average"])
+def test_what_lags_on_ranks_without_samples_is_named_once(
+    done: tuple[int, dict[str, list[Any]], str], name: str
 ) -> None:
     num_ranks, _, printed = done
     before = printed.split("COUNTS FROM HERE", 1)[0]
-    warning = "so `self.num_trained` is behind there"
+    warning = f"so `self.{name}` is behind there"
     assert warning not in before
     assert printed.count(warning) == (num_ranks > 1)

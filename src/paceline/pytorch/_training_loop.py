@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paceline import faults
+from paceline._training.engine.following_models import FollowingModels
 from paceline._training.engine.profiling import MOVE, REDUCE, WAIT, WHOLE, TraceProfiler
 from paceline._training.engine.schedules import Position, Schedule, StopReason
 from paceline._training.engine.stepper import Stepper
@@ -266,8 +267,10 @@ class TrainingLoop:
         timer = None
         if self.timeline.window.enabled:
             timer = self._stepper.timer = self.timeline.timer_of(position.batches)
+        has_others, stepper, following = bool(self._shards_of_last_rank), self._stepper, None
+        if has_others and not accumulation.is_even:
+            following = FollowingModels(stepper.models, stepper.optimizers)
         if is_window_end and not accumulation.is_even:
-            has_others, stepper = bool(self._shards_of_last_rank), self._stepper
             stepper.idle_ranks.begin_batch(stepper, is_idle=not sizes, has_others=has_others)
         accumulation.is_idle, last = not sizes, len(sizes) - 1
         for index, size in enumerate(sizes):
@@ -283,6 +286,8 @@ class TrainingLoop:
                     self._stepper.idle_ranks.announce_end()
                 else:
                     self._stepper.step_without_data()
+        if following is not None:
+            following.share(is_idle=not sizes)
         self._stepper.calls.is_in_batch = False
         if timer is not None:
             timer.add(WAIT, self._throughput.data_wait_s - self._wait_before_s)

@@ -442,8 +442,16 @@ class TrialTraining(ResumableTraining):
         return metrics
 
     def _own_numbers(self) -> dict[str, Any]:
-        own_code = getattr(self._trial, "own_code", self._trial)
-        return {k: v for k, v in vars(own_code).items() if type(v) in (int, float, bool)}
+        """Return the trial's own numbers, and how often its models not wrapped were changed."""
+        own = vars(getattr(self._trial, "own_code", self._trial))
+        wrapped = {id(p) for p in self._context.stepper.parameters()}
+        changes = {
+            name: sum(p._version for p in value.parameters())
+            for name, value in own.items()
+            if isinstance(value, torch.nn.Module)
+            and wrapped.isdisjoint(map(id, value.parameters()))
+        }
+        return {k: v for k, v in own.items() if type(v) in (int, float, bool)} | changes
 
     def _warn_of_own_numbers(self, before: Mapping[str, Any], position: Position) -> None:
         """Say once what lags on ranks without samples, on which `train_batch` is not called."""
@@ -453,8 +461,8 @@ class TrialTraining(ResumableTraining):
             logger.warning(
                 "Batch %d leaves ranks without samples, as the last one of an epoch has too few:"
                 " their `train_batch` is not called, so `self.%s` is behind there. Hint:"
-                " drop_last=True of the loader, or count by `batch_idx`, which is the same on all"
-                " ranks.",
+                " drop_last=True of the loader; count by `batch_idx`, which is the same on all"
+                " ranks; give a model to context.wrap_model.",
                 position.batches,
                 changed[0],
             )

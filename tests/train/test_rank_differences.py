@@ -126,6 +126,40 @@ def test_a_function_without_checkpoints_is_compared_at_its_end(
         workers.run(function, {"what": what, "odd": odd, "epoch": 2, "saves": False})
 
 
+def with_a_loader_alone(config: dict[str, Any]) -> None:
+    """Prepare nothing but the loader, and sum gradients as `what` says."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 1)
+    if config["what"] == "own wrapper":
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in train.prepare_data_loader(DataLoader(DATA, batch_size=10)):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        if config["what"] == "own sum":
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+        optimizer.step()
+    if config["saves"]:
+        train.save_checkpoint(model=model.state_dict())
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ranks_that_train_alone_on_the_batches_of_a_prepared_loader_are_refused(
+    workers: train.Trainer, saves: bool
+) -> None:
+    said = r"`parameter 0 of SGD 0, not prepared` must be .* Hint: .* prepare \(or wrap\)"
+    with pytest.raises(train.RanksDifferError, match=said):
+        workers.run(with_a_loader_alone, {"what": "nothing", "saves": saves})
+    with train.Trainer(num_workers=1) as trainer:
+        assert trainer.run(with_a_loader_alone, {"what": "nothing", "saves": saves}) == [None]
+
+
+@pytest.mark.parametrize("what", ["own wrapper", "own sum"])
+def test_sums_of_ones_own_are_no_difference(workers: train.Trainer, what: str) -> None:
+    assert workers.run(with_a_loader_alone, {"what": what, "saves": True}) == [None] * 3
+
+
 def after_the_last_step(config: dict[str, Any]) -> None:
     """Do on rank 0 alone what other ranks need not do, and stop being trained."""
     model: Any = train.prepare_model(nn.Linear(4, 1))

@@ -475,18 +475,20 @@ class UserLoop:
         gradients = self.gradients
         if (gradients.models or gradients.optimizers) and not is_first:
             return self.num_backwards > num_backwards_before
-        models = gradients.models or _models_wrapped_by_the_user()
+        models = gradients.models or models_wrapped_by_the_user()
         # Of an optimizer alone the model is not known.
         is_training = any(model.training for model in models) if models else gradients.optimizers
         return torch.is_grad_enabled() and bool(is_training)
 
 
-def _models_wrapped_by_the_user() -> list[torch.nn.Module]:
-    """Return models already wrapped in DDP or FSDP by the user; rarely needed and slow."""
+def models_wrapped_by_the_user() -> list[torch.nn.Module]:
+    """Return models wrapped in DDP, FSDP or DeepSpeed by the user; rarely needed and slow."""
     kinds: tuple[type, ...] = (DistributedDataParallel,)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         kinds += (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    if (deepspeed := sys.modules.get("deepspeed")) is not None:
+        kinds += (deepspeed.DeepSpeedEngine,)
     # Subclass test of the type: isinstance() would trigger the loading of lazy objects.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
 

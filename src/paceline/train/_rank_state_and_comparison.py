@@ -24,7 +24,11 @@ from paceline._training.engine.rank_differences import (
 )
 from paceline._training.engine.tensors import parameters_of
 from paceline.data._order_and_random_generators import capture_random_state, restore_random_state
-from paceline.train._prepared_loader_and_steps import PreparedLoader, UserLoop
+from paceline.train._prepared_loader_and_steps import (
+    PreparedLoader,
+    UserLoop,
+    models_wrapped_by_the_user,
+)
 
 T = TypeVar("T")
 
@@ -242,7 +246,7 @@ class RankComparison:
             device: Where this rank trains.
         """
         gradients = self._gradients
-        is_known = bool(gradients.models or gradients.optimizers)
+        is_known = bool(gradients.models or gradients.optimizers or self._strangers)
         if not (self._is_on and dist.is_initialized() and is_known):
             return False
         # The function of one rank may have moved or rebuilt its model, to store it.
@@ -298,10 +302,15 @@ class RankComparison:
         )
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Note an optimizer beside a prepared model whose gradients nobody may sum."""
-        if self._gradients.models and optimizer not in self._known:
+        """Note an optimizer, beside a prepared model or loader, whose gradients nobody may sum."""
+        gradients = self._gradients
+        is_beside = gradients.models or gradients.has_been_fed
+        if is_beside and optimizer not in self._known:
             self._known.add(optimizer)
-            if any(id(p) not in self._gradients.watched for p in parameters_of(optimizer)):
+            # A wrapper of the user's own sums them, or leaves a piece to each rank.
+            is_summed = not gradients.models and models_wrapped_by_the_user()
+            unwatched = (p for p in parameters_of(optimizer) if id(p) not in gradients.watched)
+            if not is_summed and any(True for _ in unwatched):
                 self._strangers.append(optimizer)
         if len(self._strangers) > _MAX_STRANGERS:
             # They come and go, such as those of copies that are trained for a few steps.

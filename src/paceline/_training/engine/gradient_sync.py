@@ -118,6 +118,8 @@ class GradientSync:
         self.is_boundary = True
         self.has_open_gradients = False
         self.has_optimizer = False
+        # Whether a loader has given a batch.
+        self.has_been_fed = False
         self.changes = ChangedGradients()
         self._world_size = world_size
         self._device = device
@@ -300,7 +302,7 @@ class GradientSync:
 
     def begin_batch(self, num_own: int, num_all: int, *, is_last: bool) -> None:
         """Tell how many samples the gradients of the next backward passes come from."""
-        self._is_fed = True
+        self._is_fed = self.has_been_fed = True
         if self.frequency == 1:
             self._weight = num_own / num_all
             return

@@ -86,3 +86,37 @@ def test_drop_last_drops_the_same_samples_with_any_number_of_workers(
 def test_an_optimizer_prepared_alone_trains_as_a_plain_loop(workers: train.Trainer) -> None:
     for state in workers.run(optimizer_alone):
         torch.testing.assert_close(state, plain_loop())
+
+
+def collected(config: dict[str, Any]) -> dict[str, Any]:
+    model = train.prepare_model(make_model(), data_parallel=config["mode"])
+    optimizer = train.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    size, data = GLOBAL_BATCH // train.world_size(), TensorDataset(*DATA[: config["samples"]])
+    batches = list(train.prepare_data_loader(DataLoader(data, batch_size=size)))
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return train.full_state_dict(model)
+
+
+@pytest.mark.parametrize("mode", ["flat", "overlapped"])
+@pytest.mark.parametrize("samples", [46, 56])
+def test_training_on_collected_batches_of_unequal_weights_is_refused(
+    workers: train.Trainer, samples: int, mode: str
+) -> None:
+    def run() -> Any:
+        return workers.run(collected, {"samples": samples, "mode": mode})
+
+    if workers.num_workers == 1:
+        run()
+        return
+    with pytest.raises(RuntimeError, match="must come within the loop over the prepared loader"):
+        run()
+
+
+@pytest.mark.parametrize("mode", ["flat", "overlapped"])
+def test_collected_batches_of_equal_weights_are_trained_on(
+    workers: train.Trainer, mode: str
+) -> None:
+    assert len(workers.run(collected, {"samples": 48, "mode": mode})) == workers.num_workers

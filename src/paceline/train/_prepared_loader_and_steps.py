@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -173,7 +173,7 @@ class PreparedLoader:
         self._was_open = False
         own_loop, order = self._own_loop, self._data.order(self._epoch)
         last = -1 if order is None else order.num_batches - 1
-        num_backwards = own_loop.num_backwards
+        num_backwards, is_uneven = own_loop.num_backwards, False
         try:
             while True:
                 began = time.perf_counter()
@@ -181,6 +181,8 @@ class PreparedLoader:
                 if batch is None:
                     break
                 wait_s = time.perf_counter() - began
+                if batch.num_own * own_loop.rank_info.world_size != batch.num_all:
+                    is_uneven = is_uneven or own_loop.is_to_train()
                 is_first = self._next_batch == start
                 is_asked = not batch.num_own or own_loop.gradients.has_sharded
                 if is_asked and not own_loop.is_training(num_backwards, is_first=is_first):
@@ -204,6 +206,8 @@ class PreparedLoader:
             self._next_batch = 0
             self._current = None
             own_loop.end_data()
+            if is_uneven and own_loop.num_backwards == num_backwards:
+                own_loop.gradients.has_collected = True
 
 
 class PreparedSteps:
@@ -475,9 +479,19 @@ class UserLoop:
         gradients = self.gradients
         if (gradients.models or gradients.optimizers) and not is_first:
             return self.num_backwards > num_backwards_before
-        models = gradients.models or models_wrapped_by_the_user()
+        return self.is_to_train(gradients.models or models_wrapped_by_the_user())
+
+    def is_to_train(self, models: Sequence[torch.nn.Module] | None = None) -> bool:
+        """Return whether gradients are enabled, and some model is in the mode for training.
+
+        Args:
+            models: The models; the prepared ones by default.
+        """
+        models = self.gradients.models if models is None else models
         # Of an optimizer alone the model is not known.
-        is_training = any(model.training for model in models) if models else gradients.optimizers
+        is_training = (
+            any(model.training for model in models) if models else self.gradients.optimizers
+        )
         return torch.is_grad_enabled() and bool(is_training)
 
 

@@ -120,6 +120,8 @@ class GradientSync:
         self.has_optimizer = False
         # Whether a loader has given a batch.
         self.has_been_fed = False
+        # Whether a loop over a loader has collected batches of unequal weights, to train on later.
+        self.has_collected = False
         self.changes = ChangedGradients()
         self._world_size = world_size
         self._device = device
@@ -232,7 +234,22 @@ class GradientSync:
         self.watch(model.parameters())
         return overlapped
 
+    def _check_not_collected(self) -> None:
+        """Refuse a backward pass whose batch, and so its weight, is unknown.
+
+        Raises:
+            RuntimeError: The last loop over a loader has collected its batches.
+        """
+        if self.has_collected and not self._is_fed:
+            raise RuntimeError(
+                "A backward pass must come within the loop over the prepared loader, which tells"
+                " the weight of each batch, but this one follows a loop that has none, over batches"
+                " of unequal sizes. Hint: `for batch in loader` in each epoch, no list(loader); or"
+                " drop_last=True of the loader."
+            )
+
     def _weight_in_backward(self) -> float:
+        self._check_not_collected()
         self.num_backwards += 1
         if self.before_sums is not None:
             self.before_sums()
@@ -302,7 +319,7 @@ class GradientSync:
 
     def begin_batch(self, num_own: int, num_all: int, *, is_last: bool) -> None:
         """Tell how many samples the gradients of the next backward passes come from."""
-        self._is_fed = self.has_been_fed = True
+        self._is_fed, self.has_been_fed, self.has_collected = True, True, False
         if self.frequency == 1:
             self._weight = num_own / num_all
             return
@@ -395,6 +412,7 @@ class GradientSync:
 
     def _finish_backward(self) -> None:
         self._is_queued = False
+        self._check_not_collected()
         if self.before_sums is not None:
             self.before_sums()
         if self.frequency > 1 and not self.has_optimizer:

@@ -11,7 +11,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from paceline.declarative import ParallelizationConfig, Trainer, TrainingConfig
 
 x = torch.randn(43, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -82,6 +82,31 @@ def averaged():
     return {"weights": values(trainer.average)}
 
 
+class Scheduled(Trainer):
+    def build_dataloaders(self):
+        super().build_dataloaders()
+        size = self.configs.batch_size_per_process
+        # 43 samples: three batches of 12 a whole, or eleven shards of 4.
+        loader = DataLoader(self.training_dataset, batch_size=size, drop_last=True)
+        self.training_dataloader = loader if self.drops else self.training_dataloader
+
+    def build_scheduler(self):
+        self.num_batches = len(self.training_dataloader)
+        steps = self.num_batches * self.configs.num_epochs
+        schedulers = torch.optim.lr_scheduler
+        self.scheduler = schedulers.OneCycleLR(self.optimizer, 0.2, total_steps=steps)
+
+
+def scheduled(drops):
+    trainer = Scheduled(config_of(f"scheduled {drops}"))
+    trainer.drops = drops
+    trainer.build()
+    trainer.run_training()
+    num_steps = len(trainer.loss_tracker["lrs"])
+    weights = values(trainer.get_model_object())
+    return {"weights": weights, "length": trainer.num_batches, "steps": num_steps}
+
+
 def resumed():
     # In two parts, on a file system that shows the others late what the chief has written.
     first = Trainer(config_of("halves", num_epochs=1))
@@ -102,6 +127,8 @@ cases = {
     "overlapped": plain("overlapped"),
     "resumed": resumed(),
     "averaged": averaged(),
+    "scheduled": scheduled(False),
+    "dropped": scheduled(True),
 }
 rank = torch.distributed.get_rank() if num_processes > 1 else 0
 with open(f"out-{rank}.json", "w") as file:
@@ -126,7 +153,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> dict[
     return {case: [found[key][case] for key in found] for case in found[1, 0]}
 
 
-@pytest.mark.parametrize("case", ["flat", "overlapped", "resumed", "averaged"])
+@pytest.mark.parametrize(
+    "case", ["flat", "overlapped", "resumed", "averaged", "scheduled", "dropped"]
+)
 def test_three_processes_give_what_one_gives(trained: dict[str, Any], case: str) -> None:
     alone, *together = trained[case]
     assert together[0] == together[1] == together[2]

@@ -259,7 +259,8 @@ class BuiltTrainer(OwnBuilds):
             self.adopt_model()
             self.build_optimizer()
             self.adopt_optimizer()
-            self.build_scheduler()
+            with self.counting_batches():
+                self.build_scheduler()
             self.adopt_scheduler()
             self.build_dir()
             self.make_dir()

@@ -1,7 +1,8 @@
 """Completion of `build_` methods, even those of a subclass in plain PyTorch."""
 
 import inspect
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +200,9 @@ class OwnBuilds(Outputs):
         if "iterations_per_epoch" not in vars(self):
             # Streams have no length: the number of batches stays unset.
             with suppress(TypeError):
+                whole, rest = divmod(len(loader), self.context.num_shards)
                 # The last batch of an epoch may be smaller.
-                self.iterations_per_epoch = -(-len(loader) // self.context.num_shards)
+                self.iterations_per_epoch = whole + (rest > 0 and not loader.drop_last)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Register a model with the engine, and return the model to call."""
@@ -249,6 +251,18 @@ class OwnBuilds(Outputs):
             self.context.wrap_optimizer(optimizer)
         self.clip_gradients = clipping_of(self.configs)
 
+    @contextmanager
+    def counting_batches(self) -> Iterator[None]:
+        """Have `len(self.training_dataloader)` be the batches of an epoch over all processes."""
+        loader = self.training_dataloader
+        if "iterations_per_epoch" in vars(self):
+            self.training_dataloader = CountedLoader(loader, self.iterations_per_epoch)
+        try:
+            yield
+        finally:
+            if isinstance(self.training_dataloader, CountedLoader):
+                self.training_dataloader = loader
+
     def adopt_scheduler(self) -> None:
         """Register the scheduler with the engine, unless already registered."""
         entries, scheduler = self.context.lr_schedulers, self.scheduler
@@ -268,6 +282,30 @@ class OwnBuilds(Outputs):
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.context.distributed.allgather(None)
+
+
+class CountedLoader:
+    """Loader whose length is the batches of an epoch over all processes.
+
+    Args:
+        loader: The loader, whose batches are one process's share.
+        num_batches: The length.
+    """
+
+    def __init__(self, loader: Any, num_batches: int) -> None:
+        self._loader = loader
+        self._num_batches = num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
 
 
 def _inner(model: nn.Module) -> nn.Module:

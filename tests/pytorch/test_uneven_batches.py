@@ -42,8 +42,10 @@ class Trial(pytorch.PyTorchTrial):
             scheduler, pytorch.LRScheduler.StepMode.MANUAL_STEP
         )
     def train_batch(self, batch, epoch_idx, batch_idx):
+        if self.kind.startswith("thaws"):
+            self.model.bias.requires_grad_(batch_idx == 3)
         loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
-        if self.kind == "by hand":
+        if self.kind in ("by hand", "thaws by hand"):
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
@@ -83,6 +85,12 @@ said["drops"] = train(drops=True)
 print("COUNTS FROM HERE", flush=True)
 train(counts=True)
 train("own average")
+for kind in ("thaws", "thaws by hand"):
+    try:
+        train(kind)
+        said[kind] = "trained"
+    except RuntimeError as error:
+        said[kind] = str(error)
 if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
     json.dump(said, open("said.json", "w"))
 """
@@ -156,3 +164,15 @@ def test_what_lags_on_ranks_without_samples_is_named_once(
     warning = f"so `self.{name}` is behind there"
     assert warning not in before
     assert printed.count(warning) == (num_ranks > 1)
+
+
+@pytest.mark.parametrize("kind", ["thaws", "thaws by hand"])
+def test_parameters_thawed_where_ranks_have_no_samples_are_refused_by_name(
+    done: tuple[int, dict[str, Any], str], kind: str
+) -> None:
+    num_ranks, said, _ = done
+    if num_ranks == 1:
+        assert said[kind] == "trained"
+        return
+    assert said[kind].startswith("`train_batch` must train the same parameters on all ranks")
+    assert "some rank trains 4 values, and another 5. Hint: change `requires_grad`" in said[kind]

@@ -132,8 +132,31 @@ class IdleRanks:
         word = torch.tensor([index, int(gives_results), int(is_summed)], device=self._device)
         dist.broadcast(word, src=0)
         told, are_given, summed = word.tolist()
+        if told == SUM or (told >= 0 and not summed):
+            self._check_gradients(told)
         self.are_given_results = self.are_given_results or bool(are_given)
         return told, bool(summed)
+
+    def _check_gradients(self, code: int) -> None:
+        """Compare what the ranks sum next: sums of unequal sizes would end the processes.
+
+        Raises:
+            RuntimeError: They train other parameters.
+        """
+        optimizers = self._optimizers if code == SUM else [self._optimizers[code]]
+        trained = (p for o in optimizers for p in parameters_of(o) if p.requires_grad)
+        num_values = sum(parameter.numel() for parameter in trained)
+        extremes = torch.tensor([num_values, -num_values], device=self._device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        most, least = extremes[0].item(), -extremes[1].item()
+        if most != least:
+            raise RuntimeError(
+                "`train_batch` must train the same parameters on all ranks, but this last batch of"
+                " an epoch leaves ranks without samples, where it is not called: some rank trains"
+                f" {least} values, and another {most}. Hint: change `requires_grad` and parameter"
+                " groups in a callback, such as `on_training_epoch_start`, or use drop_last=True of"
+                " the loader."
+            )
 
     def give_results(self, stepper: "Stepper") -> None:
         """Send the chief's parameters and optimizer states to all ranks; collective.

@@ -108,7 +108,7 @@ def scheduled(drops):
 
 
 def resumed():
-    # In two parts, on a file system that shows the others late what the chief has written.
+    # Training in two parts, on a file system that shows the others late what the chief has written.
     first = Trainer(config_of("halves", num_epochs=1))
     first.build()
     first.run_training()

@@ -285,7 +285,7 @@ class OwnBuilds(Outputs):
 
 
 class CountedLoader:
-    """Loader whose length is the batches of an epoch over all processes.
+    """Loader with the batches of an epoch over all processes as its length.
 
     Args:
         loader: The loader, whose batches are one process's share.

@@ -1,4 +1,4 @@
-"""Models that follow others, such as averages of weights, on ranks without samples of a batch."""
+"""Averages of weights and other untrained models, on ranks without samples of a batch."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -12,7 +12,7 @@ from paceline._training.engine.tensors import TensorDigests, parameters_of
 
 
 class FollowingModels:
-    """Models that no optimizer trains, watched over a batch that leaves out ranks.
+    """Models without an optimizer, watched over a batch without samples for some ranks.
 
     All ranks make this before the batch and call `share` after it.
 
@@ -51,7 +51,7 @@ class FollowingModels:
 
     def _digests(self) -> dict[str, str]:
         digests = TensorDigests()
-        # The chief alone tells what has changed.
+        # Digests of the chief alone tell what has changed.
         if self._tensors and dist.get_rank() == 0:
             for name, tensor in self._tensors.items():
                 digests.add(name, tensor)

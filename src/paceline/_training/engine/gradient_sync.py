@@ -118,9 +118,9 @@ class GradientSync:
         self.is_boundary = True
         self.has_open_gradients = False
         self.has_optimizer = False
-        # Whether a loader has given a batch.
+        # Set once a loader has given a batch.
         self.has_been_fed = False
-        # Whether a loop over a loader has collected batches of unequal weights, to train on later.
+        # Set by a loop over a loader without a backward pass, over batches of unequal weights.
         self.has_collected = False
         self.changes = ChangedGradients()
         self._world_size = world_size
@@ -235,7 +235,7 @@ class GradientSync:
         return overlapped
 
     def _check_not_collected(self) -> None:
-        """Refuse a backward pass whose batch, and so its weight, is unknown.
+        """Refuse a backward pass for a batch of unknown weight.
 
         Raises:
             RuntimeError: The last loop over a loader has collected its batches.

@@ -138,7 +138,7 @@ class IdleRanks:
         return told, bool(summed)
 
     def _check_gradients(self, code: int) -> None:
-        """Compare what the ranks sum next: sums of unequal sizes would end the processes.
+        """Compare the sizes of the next sums: unequal ones would end the processes.
 
         Raises:
             RuntimeError: They train other parameters.

@@ -41,7 +41,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _WATCHED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
 # Set by pytest and by libraries at their import, not by tests.
-_IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCH", "TRITON_", "RAY_CLIENT_MODE")
+_IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCH", "PYTORCH_", "TRITON_", "RAY_CLIENT_MODE")
 # The last two are of tqdm, which torch uses where it is installed, and of W&B.
 _IGNORED_THREADS = (
     "AnyIO worker thread",

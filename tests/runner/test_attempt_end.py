@@ -175,16 +175,13 @@ def test_a_directory_without_a_number_is_left_alone(
 def test_reports_that_cannot_be_read_do_not_keep_the_end_back(
     sleeping: Sleeping, left: AttemptDirectory
 ) -> None:
-    """The line's checksum is right, but nothing else."""
+    """The line's checksum is right, but nothing else: the line counts as damaged."""
     path = left.run.path / "journal" / "a1.g0.r0"
     path.mkdir(parents=True)
     (path / segment_name(0)).write_bytes(b"%08x nonsense\n" % zlib.crc32(b"nonsense"))
     left.write_end(AttemptEnd(reason=ExitReason.EXITED, code=0, signal=None, time=1.0))
     run(left, "--ship")
-    assert sleeping.exit() == ("exited", 1)
-    assert (
-        "What the attempt reported cannot be stored: invalid literal" in sleeping.trial()["error"]
-    )
+    assert sleeping.exit() == ("exited", 0)
 
 
 def test_an_end_keeps_to_what_can_be_sent() -> None:

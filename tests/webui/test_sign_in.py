@@ -42,9 +42,8 @@ def test_a_session_that_ends_in_mid_edit_loses_nothing(
     page = open_page(master, f"/experiments/{experiment.id}/notes")
     notes = page.get_by_role("textbox", name="Notes")
     notes.fill("the second run was better")
-    # Setting a password ends all sign-ins.
+    # Setting a password ends all sign-ins, and their streams of events: the page asks at once.
     master.paceline("user", "set-password", "--password", "correct horse")
-    page.get_by_role("button", name="Save").click()
     dialog = page.get_by_role("dialog", name="Sign in again")
     dialog.get_by_label("Password", exact=True).fill("correct horse")
     dialog.get_by_role("button", name="Sign in").click()

@@ -94,12 +94,12 @@ def test_several_series_come_one_after_the_other(reported: Any) -> None:
 
 
 def test_values_are_as_they_were_reported(reported: Any) -> None:
-    values = [{"$float": "nan"}, {"$float": "-inf"}, True, "a,b", "=1+1", [1, None], 2**60, -0.5]
+    values = [{"$float": "nan"}, {"$float": "-inf"}, True, "a,b", "=1+1", [1, "x"], 2**60, -0.5]
     reports = [("training", n, {"odd": value}) for n, value in enumerate(values, 1)]
     reported.report(1, 0, *reports)
     rows = read(reported, "1/training/odd")
     assert [row[2] for row in rows[1:]] == [
-        "nan", "-inf", "true", "a,b", "'=1+1", "[1, null]", str(2**60), "-0.5",
+        "nan", "-inf", "true", "a,b", "'=1+1", '[1, "x"]', str(2**60), "-0.5",
     ]  # fmt: skip
 
 

@@ -305,7 +305,8 @@ def record_start(
     """
     # World size 0: the record of a run's failed end, not a start of workers.
     is_chief = rank == 0 and world_size > 0
-    causes = (*restart_causes, *_take_restart_causes())
+    # A master refuses longer texts, and with them the record.
+    causes = tuple(cause[:_LONGEST_ERROR] for cause in (*restart_causes, *_take_restart_causes()))
     journal.append(
         AttemptStarted(
             time=time.time(),
@@ -382,7 +383,8 @@ def record_time_spent(
 
 def record_store_state(journal: JournalWriter, storage: str, reason: str | None) -> None:
     """Record why a storage is unreachable, or with None its return to service."""
-    journal.append(StoreChecked(time=time.time(), storage=storage, reason=reason))
+    text = None if reason is None else reason[:_LONGEST_ERROR]
+    journal.append(StoreChecked(time=time.time(), storage=storage, reason=text))
 
 
 def end_journal(

@@ -19,7 +19,7 @@ from paceline.declarative._sample_collation import split
 GUIDE = Path(__file__).parents[2] / "docs/declarative.md"
 
 SCRIPT = """
-import json, os, sys
+import json, os, sys, time
 from pathlib import Path
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 from paceline import declarative
 from paceline.declarative import LossTracker, ParallelizationConfig, TrainingConfig
+from paceline.declarative import _saved_outputs
 
 class Net(nn.Module):
     def __init__(self, factor=1.0):
@@ -432,6 +433,11 @@ class load_state_checkpoint_super(Trainer):
             self.model.head.bias.fill_(1.0)
         self.current_epoch = 1
 
+def write_state_late(*arguments, _write=_saved_outputs.write_state, **facts):
+    time.sleep(0.05)
+    _write(*arguments, **facts)
+
+_saved_outputs.write_state = write_state_late
 num_ranks = int(sys.argv[1])
 for case in sys.argv[2:]:
     kind = globals()[case]
@@ -466,6 +472,7 @@ for case in sys.argv[2:]:
         said["own"] = getattr(trainer, "own", None)
         state = json.loads(Path(config.model_save_dir, "checkpoint.state").read_text())
         said["stored"] = len(state["checkpoints"])
+        said["has_final"] = Path(config.model_save_dir, "final_model.pth").exists()
     except (RuntimeError, ValueError, TypeError) as error:
         said["raised"] = str(error)
         said["steps"] = trainer._engine.steps_completed if hasattr(trainer, "_engine") else 0
@@ -718,6 +725,7 @@ def test_an_override_trains_as_a_plain_loop_does(said: Said, case: str) -> None:
         assert told["tracker"]["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-9)
         assert told["tracker"]["epochs"] == list(range(3))[-len(expected["val_loss"]) :]
         assert told["stored"] == 2
+        assert told["has_final"]
         if case.startswith("run_test"):
             assert len(told["tracker"]["test_loss"]) == 3
         if case.startswith(("run_validation_", "build_loss_tracker_")) and told["own"]:

@@ -199,7 +199,7 @@ class Trainer(BuiltTrainer):
     # ---- training ------------------------------------------------------------------------
 
     def run_training(self) -> LossTracker:
-        """Train to the last epoch, and write the final model.
+        """Train to the last epoch, and write the final model; its files are there for all ranks.
 
         When the run is told to leave, by a signal, Ctrl-C or a master, the state is stored and
         this returns; `is_finished` tells. In the test mode of `paceline experiment create`, one
@@ -233,6 +233,8 @@ class Trainer(BuiltTrainer):
                 self._end_epoch()
                 self.current_epoch += 1
             self.update_saved_model("final_model.pth")
+            # The chief alone writes these files; other ranks return once they are there.
+            self.context.distributed.broadcast(None)
             self.is_finished = True
         if not self.is_finished:
             self._say("Left in epoch %d with the state stored.", self.current_epoch + 1)

@@ -26,7 +26,9 @@ from paceline._cluster.master.store.series_writer import Summary
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.messages.runner_messages import LogEntry
 from paceline.config import ExperimentConfig, validate_config
-from paceline.search import Create, Search, message_to_json, simulate
+from paceline.search import Create, simulate
+from paceline.search._search import Search
+from paceline.search._search_method import message_to_json
 
 _TRIALS_PER_EXPERIMENT = 5
 _LONG_POINTS = 20_000

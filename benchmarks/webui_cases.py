@@ -15,7 +15,8 @@ from typing import Any
 
 from bench_cases import Figure
 
-from paceline.client import Client, read_master_file
+from paceline.client import Client
+from paceline.client._http_session import read_master_file
 
 _HERE = Path(__file__).parent
 _NUM_ROUNDS = 5

@@ -11,19 +11,14 @@ from typing import Any
 import numpy as np
 from sqlalchemy import insert, update
 
+from paceline._base.journal_files import JournalWriter
+from paceline._base.run_directory import JournalKey, RunInfo
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_series import Points
 from paceline._cluster.master.store.series_writer import store_columns
-from paceline.journal import (
-    AttemptStarted,
-    JournalKey,
-    JournalWriter,
-    MetricsReported,
-    RunDirectory,
-    RunInfo,
-)
+from paceline.journal import AttemptStarted, MetricsReported, RunDirectory
 
 NUM_LONG = 1_000_000
 NUM_TRIALS = 100

@@ -27,7 +27,7 @@ def results() -> Any:
 
 
 def problems() -> Any:
-    from paceline.config import MISSING, Problem
+    from paceline.config._fields_and_problems import MISSING, Problem
 
     return [
         Problem(path="searcher.name", message="must be known", value="x", hint="`random`."),

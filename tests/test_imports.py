@@ -177,15 +177,6 @@ def test_unknown_part_is_an_attribute_error() -> None:
         paceline.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("package", ["core", "data", "journal", "storage"])
-def test_exported_names_are_sorted_and_exist(package: str) -> None:
-    module = getattr(__import__(f"paceline.{package}"), package)
-    names = module.__all__
-    order = sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
-    assert names == order
-    assert [name for name in names if not hasattr(module, name)] == []
-
-
 def test_one_module_alone_reads_yaml() -> None:
     """Others call it, as it limits what aliases may expand to; anybody may write YAML."""
     found = set()

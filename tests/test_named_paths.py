@@ -12,6 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted(path for path in (ROOT / "examples").rglob("*.py"))
+REFERENCE = ROOT / "docs" / "reference.md"
+PACKAGES = [
+    *("client", "config", "core", "creators", "data", "declarative", "integrations", "journal"),
+    *("plugins", "pytorch", "search", "storage", "testing", "train"),
+]
 _BLOCKS = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _DOTTED = re.compile(r"(?<![\w./-])paceline((?:\.[A-Za-z_]\w*)+)")
 # Groups of entry points, and names in the systems of trackers.
@@ -65,6 +70,16 @@ def is_there(name: str) -> bool:
 @pytest.mark.parametrize("path", PAGES + SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_name_is_there(path: Path) -> None:
     assert [name for name in sorted(names_in(path)) if not is_there(name)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_offers_what_the_reference_names(package: str) -> None:
+    offered = import_module(f"paceline.{package}").__all__
+    _, _, section = REFERENCE.read_text().partition(f"\n## paceline.{package}\n")
+    section, _, _ = section.partition("\n## ")
+    assert offered == re.findall(r"^\| `(\w+)` \| \S", section, re.MULTILINE)
+    assert [name for name in offered if not is_there(f"paceline.{package}.{name}")] == []
+    assert offered == sorted(offered, key=lambda n: (not n.isupper(), not n[0].isupper(), n))
 
 
 def test_names_are_found() -> None:

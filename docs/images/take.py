@@ -17,7 +17,8 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from paceline.client import Client, read_master_file
+from paceline.client import Client
+from paceline.client._http_session import read_master_file
 
 IMAGES = Path(__file__).parent
 EXAMPLE = IMAGES.parents[1] / "examples/core_api_digits"

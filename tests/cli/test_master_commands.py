@@ -262,7 +262,9 @@ def test_a_single_experiment_is_followed_to_its_end(mastered: Any, code: Path) -
 LOSE = """
 import os
 from pathlib import Path
-from paceline.journal import MetricsReported, encode_record, frame_line, segment_name
+from paceline._base.journal_files import frame_line, segment_name
+from paceline._base.journal_records import encode_record
+from paceline.journal import MetricsReported
 
 for rank in (0, 2):
     lines = [frame_line(-1, b'{"journal_version":1,"time":0.0}')]
@@ -283,7 +285,9 @@ for rank in (0, 2):
 RESTARTED = """
 import os
 from pathlib import Path
-from paceline.journal import AttemptStarted, encode_record, frame_line, segment_name
+from paceline._base.journal_files import frame_line, segment_name
+from paceline._base.journal_records import encode_record
+from paceline.journal import AttemptStarted
 
 directory = Path(os.environ["PACELINE_RUN_DIR"]) / "journal" / "a1.g1.r0"
 directory.mkdir(parents=True)

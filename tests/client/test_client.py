@@ -18,9 +18,8 @@ from paceline.client import (
     Experiment,
     MasterUnreachableError,
     NoCheckpointError,
-    read_master_file,
 )
-from paceline.client._http_session import HttpSession
+from paceline.client._http_session import HttpSession, read_master_file
 
 TRAIN = """
 import sys, time, paceline

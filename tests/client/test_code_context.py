@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.client import ContextError, list_context, pack_context
+from paceline.client import ContextError
+from paceline.client._code_and_run_uploads import list_context, pack_context
 
 
 def fill(root: Path, *names: str) -> Path:

@@ -8,8 +8,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from paceline.client import ApiError, Client, EventStream, MasterUnreachableError
-from paceline.client._event_stream import StreamedEvent, parse_stream
+from paceline.client import ApiError, Client, MasterUnreachableError
+from paceline.client._event_stream import EventStream, StreamedEvent, parse_stream
 from paceline.client._http_session import HttpSession
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.client import Client, MasterUnreachableError, find_master
+from paceline.client import Client, MasterUnreachableError
+from paceline.client._http_session import find_master
 
 
 def write_home(home: Path, port: int) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from paceline.config import ConfigError, Problem, validate_config
+from paceline.config import ConfigError, validate_config
+from paceline.config._fields_and_problems import Problem
 
 
 @pytest.fixture

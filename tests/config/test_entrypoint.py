@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import ConfigError, Problem, build_command, fill_entrypoint, validate_config
+from paceline.config import ConfigError, validate_config
+from paceline.config._entrypoint_command import build_command, fill_entrypoint
+from paceline.config._fields_and_problems import Problem
 
 Make = Callable[..., dict[str, Any]]
 Collect = Callable[[dict[str, Any]], dict[str, Problem]]

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from paceline.config import MISSING, Problem, validate_config
+from paceline.config import validate_config
+from paceline.config._fields_and_problems import MISSING, Problem
 
 Make = Callable[..., dict[str, Any]]
 Collect = Callable[[dict[str, Any]], dict[str, Problem]]

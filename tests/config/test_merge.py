@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config import merge_configs
+from paceline.config._validate_config import merge_configs
 
 
 @pytest.mark.parametrize(

@@ -7,28 +7,24 @@ from typing import Any
 
 from pydantic import BaseModel
 
-import paceline.config
-from paceline.config import (
+from paceline.config import ExperimentConfig, validate_config
+from paceline.config._environment_and_secrets import Environment
+from paceline.config._experiment_config import Profiling, Reproducibility, Resources, SlotRange
+from paceline.config._fields_and_problems import REFUSED_FIELDS, Optimizations
+from paceline.config._read_yaml import parse_yaml
+from paceline.config._searcher_section import (
     AdaptiveAshaSearcher,
     AsyncHalvingSearcher,
-    DirectoryStorage,
-    Environment,
-    ExperimentConfig,
     GridSearcher,
-    Optimizations,
-    Profiling,
     RandomSearcher,
-    Reproducibility,
-    Resources,
+    SingleSearcher,
+)
+from paceline.config._storage_section import (
+    DirectoryStorage,
     S3Storage,
     SharedFsStorage,
-    SingleSearcher,
-    SlotRange,
     UrlStorage,
-    validate_config,
 )
-from paceline.config._fields_and_problems import REFUSED_FIELDS
-from paceline.config._read_yaml import parse_yaml
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "experiment-config.md"
 
@@ -96,12 +92,3 @@ def test_the_example_of_the_reference_is_valid() -> None:
     config = validate_config(parse_yaml(example))
     assert config.warnings == ()
     assert config.search_config().metric == "validation_loss"
-
-
-def test_the_package_exports_its_public_names_sorted() -> None:
-    names = paceline.config.__all__
-    assert all(hasattr(paceline.config, name) for name in names)
-    constants = sorted(name for name in names if name.isupper())
-    classes = sorted(name for name in names if name[0].isupper() and not name.isupper())
-    functions = sorted(name for name in names if name.islower())
-    assert names == constants + classes + functions

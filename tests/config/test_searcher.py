@@ -4,7 +4,10 @@ from typing import Any
 import pytest
 
 from paceline import search
-from paceline.config import MISSING, Problem, validate_config
+from paceline.config import validate_config
+from paceline.config._fields_and_problems import MISSING, Problem
+from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
+from paceline.search._random_and_grid import GridConfig, RandomConfig, SingleConfig
 
 Make = Callable[..., dict[str, Any]]
 Collect = Callable[[dict[str, Any]], dict[str, Problem]]
@@ -16,48 +19,48 @@ ASHA = {"name": "adaptive_asha", "metric": "loss", "max_trials": 9}
 @pytest.mark.parametrize(
     ("searcher", "expected"),
     [
-        ({"name": "single", "metric": "a"}, search.SingleConfig(metric="a")),
+        ({"name": "single", "metric": "a"}, SingleConfig(metric="a")),
         (
             {"name": "single", "metric": "a", "max_length": {"epochs": 7}},
-            search.SingleConfig(metric="a", max_length=7),
+            SingleConfig(metric="a", max_length=7),
         ),
         (
             {"name": "random", "metric": "a", "max_trials": 3, "smaller_is_better": False},
-            search.RandomConfig(metric="a", max_trials=3, smaller_is_better=False),
+            RandomConfig(metric="a", max_trials=3, smaller_is_better=False),
         ),
         (
             {"name": "random", "metric": "a", "max_trials": 3, "max_concurrent_trials": 0,
              "max_length": 5},
-            search.RandomConfig(metric="a", max_trials=3, max_concurrent_trials=0, max_length=5),
+            RandomConfig(metric="a", max_trials=3, max_concurrent_trials=0, max_length=5),
         ),
         (
             {"name": "grid", "metric": "a", "max_concurrent_trials": 2},
-            search.GridConfig(metric="a", max_concurrent_trials=2),
+            GridConfig(metric="a", max_concurrent_trials=2),
         ),
         (
             {**HALVING, "time_metric": "epochs", "max_time": 27, "divisor": 3},
-            search.AsyncHalvingConfig(
+            AsyncHalvingConfig(
                 metric="loss", max_trials=9, num_rungs=3, time_metric="epochs", max_time=27,
                 divisor=3,
             ),
         ),
         (
             {**HALVING, "max_length": {"records": 900}, "divisor": 2.5},
-            search.AsyncHalvingConfig(
+            AsyncHalvingConfig(
                 metric="loss", max_trials=9, num_rungs=3, time_metric="records", max_time=900,
                 divisor=2.5,
             ),
         ),
         (
             {**ASHA, "max_length": 100},
-            search.AdaptiveAshaConfig(
+            AdaptiveAshaConfig(
                 metric="loss", max_trials=9, time_metric="batches", max_time=100
             ),
         ),
         (
             {**ASHA, "max_length": {"epochs": 8}, "mode": "aggressive", "max_rungs": 2,
              "bracket_rungs": [2, 1], "max_concurrent_trials": 4},
-            search.AdaptiveAshaConfig(
+            AdaptiveAshaConfig(
                 metric="loss", max_trials=9, time_metric="epochs", max_time=8,
                 mode=search.Mode.AGGRESSIVE, max_rungs=2, bracket_rungs=(2, 1),
                 max_concurrent_trials=4,

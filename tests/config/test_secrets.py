@@ -4,17 +4,15 @@ from typing import Any
 
 import pytest
 
-from paceline.config import (
-    ConfigError,
+from paceline.config import ConfigError, load_config, validate_config
+from paceline.config._environment_and_secrets import (
     hide_in_text,
     hide_secrets,
-    load_config,
-    merge_configs,
+    is_secret,
     reveal_secrets,
-    validate_config,
     without_secrets,
 )
-from paceline.config._environment_and_secrets import is_secret
+from paceline.config._validate_config import merge_configs
 
 SEARCHER = {"name": "single", "metric": "loss"}
 

@@ -3,13 +3,9 @@ from typing import Any
 
 import pytest
 
-from paceline.config import (
-    CheckpointStorage,
-    DirectoryStorage,
-    Problem,
-    SharedFsStorage,
-    validate_config,
-)
+from paceline.config import validate_config
+from paceline.config._fields_and_problems import Problem
+from paceline.config._storage_section import CheckpointStorage, DirectoryStorage, SharedFsStorage
 
 Make = Callable[..., dict[str, Any]]
 Collect = Callable[[dict[str, Any]], dict[str, Problem]]

@@ -8,14 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.config import (
-    MISSING,
-    ConfigError,
-    ExperimentConfig,
-    Problem,
-    load_config,
-    validate_config,
-)
+from paceline.config import ConfigError, ExperimentConfig, load_config, validate_config
+from paceline.config._fields_and_problems import MISSING, Problem
 
 Make = Callable[..., dict[str, Any]]
 Collect = Callable[[dict[str, Any]], dict[str, Problem]]

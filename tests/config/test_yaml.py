@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import ConfigError, apply_overrides, load_config, parse_yaml
+from paceline.config import ConfigError, load_config
+from paceline.config._read_yaml import apply_overrides, parse_yaml
 
 MINIMAL = "entrypoint: python3 train.py\nsearcher: {name: single, metric: loss}\n"
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.journal import AnyRecord, RunDirectory, RunInfo, TrialInfo
+from paceline._base.run_directory import RunInfo, TrialInfo
+from paceline.journal import AnyRecord, RunDirectory
 
 
 @pytest.fixture(autouse=True)

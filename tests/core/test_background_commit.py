@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from paceline import core
-from paceline.core import CheckpointParts
+from paceline._base.run_directory import RunInfo
 from paceline.core import _background_checkpoints as _checkpoint_parts
-from paceline.journal import RunDirectory, RunInfo
+from paceline.core._background_checkpoints import CheckpointParts
+from paceline.core._run_storage import discard_unfinished
+from paceline.journal import RunDirectory
 from paceline.storage import CheckpointWriteError, DirectoryStorage
 
 UUID = "6558c952-a9a2-5b5b-8bfa-a0a6ecf191c0"
@@ -249,7 +250,7 @@ def test_a_checkpoint_that_another_node_has_recorded_is_not_removed(
             store(parts, str(each), uuid)
             parts.close()
     storage.commit(UUID, {"steps_completed": 1}, num_shards=3)
-    core.discard_unfinished(there)
+    discard_unfinished(there)
     assert storage.list() == [UUID]
     assert not (tmp_path / "checkpoints" / OTHER).exists()
     assert not there.begun_checkpoints(is_part=True)

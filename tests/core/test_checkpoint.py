@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from paceline import core
+from paceline._base.journal_files import JournalWriter
 from paceline.core import _background_checkpoints as _checkpoint_parts
 from paceline.journal import (
     CheckpointDeleted,
     CheckpointFilesDeleted,
     CheckpointStored,
     JournalReader,
-    JournalWriter,
     RunDirectory,
 )
 from paceline.storage import (
@@ -21,8 +21,8 @@ from paceline.storage import (
     CheckpointNotFoundError,
     CheckpointWriteError,
     DirectoryStorage,
-    is_of_other_trial,
 )
+from paceline.storage._checkpoint_files import is_of_other_trial
 
 
 def store(context: core.Context, steps: int, content: str = "x", note: str = "") -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from paceline import core
-from paceline.journal import Control, MetricsReported, RunDirectory
+from paceline._base.run_directory import Control
+from paceline.journal import MetricsReported, RunDirectory
 
 SEARCHER = {"searcher": {"name": "async_halving", "metric": "loss"}}
 JUDGED = ["loss", "epochs"]
@@ -174,7 +175,8 @@ def test_a_runner_that_says_nothing_is_waited_for_once_until_it_does(
 RANKS = """
 import time
 from paceline import core
-from paceline.journal import Control, RunDirectory
+from paceline._base.run_directory import Control
+from paceline.journal import RunDirectory
 
 with core.init() as context:
     rank = context.distributed.rank

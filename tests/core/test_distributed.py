@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from paceline._base.run_directory import JournalKey
 from paceline.core import DistributedContext, RunState, list_runs
-from paceline.journal import JournalKey, RunDirectory
+from paceline.journal import RunDirectory
 
 PLACE = {
     "rank": 0,

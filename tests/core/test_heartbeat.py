@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from paceline import core
+from paceline._base.run_directory import HEARTBEAT_LIMIT_S
 from paceline.core import _run_directories as _heartbeat
 from paceline.core._run_directories import sending_heartbeats
-from paceline.journal import HEARTBEAT_LIMIT_S, RunDirectory
+from paceline.journal import RunDirectory
 
 
 @pytest.fixture(autouse=True)

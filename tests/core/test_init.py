@@ -11,16 +11,15 @@ import pytest
 
 import paceline
 from paceline import core
+from paceline._base.run_directory import Control, JournalKey, RunInfo
 from paceline.core import _run_directories
+from paceline.core._run_summaries import newest_run_named
 from paceline.journal import (
     AttemptFinished,
     AttemptStarted,
-    Control,
     EarlyExitReported,
-    JournalKey,
     NotARunDirectoryError,
     RunDirectory,
-    RunInfo,
     RunVersionError,
 )
 from paceline.storage import (
@@ -257,7 +256,7 @@ def test_the_newest_run_is_known_by_times_and_by_what_came_before(
             run_id=run_id, name="demo", created=created, previous=previous, checkpoint_storage=""
         )
         RunDirectory.create(tmp_path / f"20261025-02000{number}-demo", info)
-    found = core.newest_run_named(tmp_path, "demo")
+    found = newest_run_named(tmp_path, "demo")
     assert found is not None
     assert found.read_info().run_id == newest
 

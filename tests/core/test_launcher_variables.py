@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.core import LaunchedPlace, forget_launcher, launched_place
-from paceline.core._launcher_place import first_host_of
+from paceline.core import launched_place
+from paceline.core._launcher_place import LaunchedPlace, first_host_of, forget_launcher
 
 TORCHRUN = {
     "RANK": "3",

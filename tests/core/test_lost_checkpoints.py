@@ -15,13 +15,8 @@ import pytest
 from paceline import core
 from paceline._training.engine.checkpoints.checkpoint_saver import KeptCheckpoints
 from paceline.journal import NotARunDirectoryError, RunDirectory
-from paceline.storage import (
-    CheckpointNotFoundError,
-    CheckpointWriteError,
-    DirectoryStorage,
-    Kept,
-    RetentionRules,
-)
+from paceline.storage import CheckpointNotFoundError, CheckpointWriteError, DirectoryStorage
+from paceline.storage._checkpoint_storage import Kept, RetentionRules
 
 
 def stopped(*steps: int, **options: Any) -> core.Context:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from paceline import core
-from paceline.journal import AttemptFinished, Control, PreemptionAcknowledged, RunDirectory
+from paceline._base.run_directory import Control
+from paceline.journal import AttemptFinished, PreemptionAcknowledged, RunDirectory
 
 
 def outcome(records: list[Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline import core
-from paceline.journal import TimeShares
+from paceline._base.journal_records import TimeShares
 
 STEP_S = 0.02
 

@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from paceline import core
-from paceline.journal import (
-    Control,
-    OperationCompleted,
-    OperationsRequested,
-    ProgressReported,
-    RunDirectory,
-)
+from paceline._base.run_directory import Control
+from paceline.journal import OperationCompleted, OperationsRequested, ProgressReported, RunDirectory
 
 
 def test_off_cluster_there_is_one_operation_of_length_one(records_of: Callable[..., Any]) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from paceline import core
-from paceline.core import MetricPoint, Outcome, TrackedRun, Tracker
+from paceline.core import MetricPoint, TrackedRun, Tracker
+from paceline.core._arguments import Outcome
+from paceline.core._trackers import tracker_named, tracker_names
 
 
 class Told(Tracker):
@@ -224,7 +226,7 @@ def test_groups_and_ranks_are_chosen() -> None:
 
 
 def test_names_of_trackers_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert core.tracker_names() == ["mlflow", "tensorboard", "wandb"]
+    assert tracker_names() == ["mlflow", "tensorboard", "wandb"]
     with pytest.raises(ValueError, match="A tracker must be mlflow, tensorboard, wandb"):
         core.init(trackers=["nothing"])
     with pytest.raises(TypeError, match="`trackers` must be Tracker objects or names"):
@@ -237,6 +239,6 @@ def test_names_of_trackers_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> Non
         EntryPoint("wrong", "os:getpid", "paceline.trackers"),
     ]
     monkeypatch.setattr(metadata, "entry_points", lambda group: points)
-    assert isinstance(core.tracker_named("own"), Told)
+    assert isinstance(tracker_named("own"), Told)
     with pytest.raises(TypeError, match="must be a class of `Tracker`, but os:getpid"):
-        core.tracker_named("wrong")
+        tracker_named("wrong")

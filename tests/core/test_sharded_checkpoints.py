@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 
 from paceline import core
+from paceline.core._run_storage import discard_unfinished
 from paceline.journal import CheckpointStored, RunDirectory
 from paceline.storage import DirectoryStorage
 
@@ -235,7 +236,7 @@ stored({{"steps_completed": 1}}, {{f"{{rank}}": "x"}}, kill)
             assert "Error" in errors
     assert storage().list() == []
     # Whoever knows that all have ended can remove what the chief has left.
-    core.discard_unfinished(RunDirectory.open(run_directory()))
+    discard_unfinished(RunDirectory.open(run_directory()))
     assert [*(run_directory() / "checkpoints").iterdir()] == []
 
 

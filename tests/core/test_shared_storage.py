@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.core import _run_storage as _shared_storage
-from paceline.core import check_shared_storage
+from paceline.core._run_storage import check_shared_storage
 from paceline.storage import storage_from
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline import core
+from paceline._base.run_directory import Control
 from paceline.journal import (
-    Control,
     EarlyExitReported,
     MetricsReported,
     ProgressReported,

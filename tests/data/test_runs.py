@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from paceline import data, train
+from paceline.data._dataset import Fold
 from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 # The workers cannot import the tests.
@@ -292,7 +293,7 @@ def test_a_fold_without_samples_is_refused_by_name() -> None:
     trainer = train.Trainer(num_workers=0)
     for given, name in (
         ([some, (some, none)], r"dataset\[1\]\[1\]"),
-        ([data.Fold(some, some), data.Fold(some, none)], r"dataset\[1\]\.validation"),
+        ([Fold(some, some), Fold(some, none)], r"dataset\[1\]\.validation"),
     ):
         with pytest.raises(ValueError, match=f"`{name}` has none. Hint: fewer folds"):
             trainer.run(lambda config: None, dataset=given)

@@ -5,7 +5,7 @@ from typing import Any
 
 from guides import Guide
 
-from paceline.config import parse_yaml
+from paceline.config._read_yaml import parse_yaml
 from paceline.declarative import TrainingConfig
 
 GUIDE = Guide("docs/declarative.md")

@@ -14,6 +14,8 @@ import msgspec
 import pytest
 
 from paceline._base.files import DamagedSecretError, make_secret, read_secret
+from paceline._base.journal_files import JournalWriter
+from paceline._base.run_directory import Control, RunInfo
 from paceline._base.sealed_json import seal
 from paceline._cluster.master.home_directory import Home, SecretStore
 from paceline._cluster.master.store.database import Database, settle_cluster_id
@@ -31,16 +33,14 @@ from paceline._cluster.runner.attempt_directory import (
 from paceline._cluster.runner.node_runner import find_facts
 from paceline._cluster.runner.output_shipping import OutputSpool, SpoolReader
 from paceline._training.workers.processes.worker_output import OutputLine
-from paceline.client import MasterUnreachableError, read_master_file, read_token
-from paceline.core import ControlFile
+from paceline.client import MasterUnreachableError
+from paceline.client._http_session import read_master_file, read_token
+from paceline.core._preemption_and_search import ControlFile
 from paceline.journal import (
-    Control,
     JournalReader,
-    JournalWriter,
     MetricsReported,
     NotARunDirectoryError,
     RunDirectory,
-    RunInfo,
     RunVersionError,
     SearchInputTaken,
 )

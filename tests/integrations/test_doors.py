@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paceline import core, creators, declarative, pytorch, train
-from paceline.core import MetricPoint, Outcome, TrackedRun, Tracker
+from paceline import creators, declarative, pytorch, train
+from paceline.core import MetricPoint, TrackedRun, Tracker, _arguments
+from paceline.core._arguments import Outcome
 
 X = torch.arange(16.0).reshape(16, 1) / 16
 
@@ -205,7 +206,7 @@ def test_config_objects_are_tracked() -> None:
     assert tracker.run.config["num_epochs"] == 2
     assert tracker.points
     assert tracker.checkpoints
-    assert core.Outcome.COMPLETED.value == "completed"
+    assert _arguments.Outcome.COMPLETED.value == "completed"
 
 
 DEAD = """

@@ -20,18 +20,16 @@ from hypothesis import strategies as st
 
 from paceline import journal
 from paceline._base.files import NotRegularFileError
+from paceline._base.journal_files import JournalWriter, frame_line, segment_name
+from paceline._base.journal_records import encode_record
 from paceline.journal import (
     AnyRecord,
     JournalReader,
     JournalVersionError,
-    JournalWriter,
     MetricsReported,
     RecordsDropped,
     StatusReported,
     decode_record,
-    encode_record,
-    frame_line,
-    segment_name,
 )
 
 
@@ -374,7 +372,8 @@ def test_killed_process_loses_no_acknowledged_record(
     code = """
 import sys
 from pathlib import Path
-from paceline.journal import JournalWriter, StatusReported
+from paceline._base.journal_files import JournalWriter
+from paceline.journal import StatusReported
 writer = JournalWriter(Path(sys.argv[1]), segment_bytes=2000)
 number = 0
 while True:
@@ -565,12 +564,6 @@ def test_journal_is_not_inherited_by_child_processes(tmp_path: Path) -> None:
     ).stdout
     writer.close()
     assert str(tmp_path) not in links
-
-
-def test_exported_names_are_sorted_and_exist() -> None:
-    names = journal.__all__
-    assert names == sorted(names, key=lambda name: (not name.isupper(), name[0].islower(), name))
-    assert all(hasattr(journal, name) for name in names)
 
 
 def lost(reader: JournalReader, *, is_complete: bool = True) -> list[int]:

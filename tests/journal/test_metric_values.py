@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.journal import decode_value, encode_float, encode_metrics, same_value
+from paceline._base.journal_records import decode_value, encode_float, encode_metrics, same_value
 
 
 class Color(IntEnum):

@@ -10,18 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.journal import (
-    Control,
-    JournalKey,
-    JournalWriter,
-    NotARunDirectoryError,
-    RunDirectory,
-    RunInfo,
-    RunVersionError,
-    StatusReported,
-    TrialInfo,
-    write_atomically,
-)
+from paceline._base.files import write_atomically
+from paceline._base.journal_files import JournalWriter
+from paceline._base.run_directory import Control, JournalKey, RunInfo, TrialInfo
+from paceline.journal import NotARunDirectoryError, RunDirectory, RunVersionError, StatusReported
 
 INFO = RunInfo(
     run_id="r1",

@@ -5,14 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.journal import (
-    JournalKey,
-    JournalWriter,
-    RunDirectory,
-    RunInfo,
-    RunTail,
-    StatusReported,
-)
+from paceline._base.journal_files import JournalWriter
+from paceline._base.run_directory import JournalKey, RunInfo, RunTail
+from paceline.journal import RunDirectory, StatusReported
 
 Write = Callable[[JournalKey, int], None]
 FIRST, FIRST_OTHER, SECOND = JournalKey(0, 0, 0), JournalKey(0, 0, 1), JournalKey(1, 0, 0)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.journal import AttemptTimes, TimeShares, TimeSpent, divide_time
+from paceline._base.journal_records import AttemptTimes, TimeShares, divide_time
+from paceline.journal import TimeSpent
 
 
 def spent(time: float, event: Any, step: int, **seconds: float) -> TimeSpent:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunInfo
 from paceline.core import RunState, list_runs, summarize_run
-from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
+from paceline.journal import RunDirectory
 from paceline.testing._compare_runs import compare_runs, read_run_facts
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -15,12 +15,13 @@ import pytest
 from paceline._base import gpus as _visible_gpus
 from paceline._base.gpus import KnownGpu
 from paceline._base.process_and_network import num_cores
+from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunInfo
 from paceline._training.workers import worker_generation as _generation
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.process_pools import ProgramPool, WorkerCommand
 from paceline._training.workers.processes.rank_environment import NodeLayout
 from paceline._training.workers.processes.signals_and_leftovers import read_process
-from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
+from paceline.journal import RunDirectory
 from paceline.launch import torch_distributed
 from paceline.launch._launcher_arguments import LaunchArgumentError
 

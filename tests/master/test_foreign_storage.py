@@ -17,7 +17,8 @@ from paceline._cluster.master.upkeep.home_file_checks import (
     Finding,
     check_checkpoints,
 )
-from paceline.storage import DirectoryStorage, new_uuid, origin_of
+from paceline.storage import DirectoryStorage
+from paceline.storage._checkpoint_files import new_uuid, origin_of
 
 OTHER_UID = 65534
 SECRET = b"the admin token"

@@ -14,8 +14,8 @@ from paceline._cluster.master.store.log_files import LogFile
 from paceline._cluster.master.upkeep.recovery_records import append_recovery_rows, read_record
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline._cluster.runner.attempt_preparation import ArchiveLimits, open_archive
-from paceline.client import MasterUnreachableError, read_master_file
-from paceline.client._http_session import read_token
+from paceline.client import MasterUnreachableError
+from paceline.client._http_session import read_master_file, read_token
 
 FILES = ["token", "attempt_key", "cluster_id", "secrets.json", "pools.yaml", "master.sqlite",
          "master.sqlite-wal", "master.lock", "master.json", "master.log", "restoring"]  # fmt: skip

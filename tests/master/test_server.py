@@ -20,7 +20,8 @@ from paceline._cluster.master.server import PortInUseError, serve
 from paceline._cluster.master.store.database import DatabaseVersionError
 from paceline._cluster.runner.node_runner import find_slots
 from paceline.cli._master_process import sign_in_link
-from paceline.client import Client, read_master_file
+from paceline.client import Client
+from paceline.client._http_session import read_master_file
 
 SERVE = """
 import sys

@@ -13,6 +13,8 @@ import msgspec
 import pytest
 import xxhash
 
+from paceline._base.journal_files import JournalWriter
+from paceline._base.run_directory import JournalKey, RunInfo
 from paceline._cluster.master.experiments.attempt_runners import end_runner
 from paceline._cluster.master.nodes.checkpoint_transfers import Transfers
 from paceline._cluster.messages.runner_messages import AttemptEnd, AttemptSpec, MasterAddress
@@ -28,10 +30,7 @@ from paceline.journal import (
     CheckpointDeleted,
     CheckpointFilesDeleted,
     CheckpointStored,
-    JournalKey,
-    JournalWriter,
     RunDirectory,
-    RunInfo,
 )
 from paceline.storage import CheckpointCorruptError, DirectoryStorage, IncomingCheckpoint
 

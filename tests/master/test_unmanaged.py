@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
+from paceline._base.journal_files import JournalWriter, frame_line
+from paceline._base.run_directory import JournalKey, RunInfo, RunTail, TrialInfo
 from paceline._cluster.master.experiments import runs_watcher
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.runs_watcher import RunsWatcher
@@ -29,21 +31,16 @@ from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.metric_rows_and_times import read_rows
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.messages.runner_messages import RunBatch, RunMark
-from paceline.client import ApiError, Client, RunSync
+from paceline.client import ApiError, Client
+from paceline.client._code_and_run_uploads import RunSync
 from paceline.journal import (
     AnyRecord,
     AttemptFinished,
     AttemptStarted,
     CheckpointStored,
-    JournalKey,
-    JournalWriter,
     MetricsReported,
     ProgressReported,
     RunDirectory,
-    RunInfo,
-    RunTail,
-    TrialInfo,
-    frame_line,
 )
 from paceline.storage import DirectoryStorage
 

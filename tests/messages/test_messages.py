@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from paceline._base.journal_records import encode_record
 from paceline._cluster import messages
 from paceline._cluster.messages.experiment_models import MetricSummary, Request, Trial
 from paceline._cluster.messages.master_models import Slot
@@ -26,7 +27,7 @@ from paceline._cluster.messages.states import (
     ExperimentState,
     TrialState,
 )
-from paceline.journal import MetricsReported, StatusReported, encode_record
+from paceline.journal import MetricsReported, StatusReported
 
 REQUESTS = {
     "BulkAction", "ConfigText", "ContinueExperiment", "ContinueTrial", "CreateExperiment",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline import pytorch
+from paceline.pytorch._batch_inference import TorchBatchProcessorContext
 
 NUM_SAMPLES = 61
 BATCH_SIZE = 3
@@ -29,7 +30,7 @@ class Numbers(torch.utils.data.Dataset[Any]):
 class Processor(pytorch.TorchBatchProcessor):
     """Writes the samples of some batches to a file, and each batch to a log."""
 
-    def __init__(self, context: pytorch.TorchBatchProcessorContext) -> None:
+    def __init__(self, context: TorchBatchProcessorContext) -> None:
         self.context = context
         self.rows: list[str] = []
         self.total = context.wrap_reducer(lambda values: [sum(values), len(values)], "total")

@@ -16,6 +16,7 @@ from paceline import core, pytorch
 from paceline._base.files import replacing_atomically
 from paceline.journal import RunDirectory
 from paceline.pytorch import _batch_inference as _inference_progress
+from paceline.pytorch._batch_inference import TorchBatchProcessorContext
 from paceline.storage import DirectoryStorage
 
 pytestmark = pytest.mark.timeout(300)
@@ -47,7 +48,7 @@ class Interrupted(Exception):
 
 def make_processor(log: list[int], stops_at: int | None = None) -> Any:
     class Processor(pytorch.TorchBatchProcessor):
-        def __init__(self, context: pytorch.TorchBatchProcessorContext) -> None:
+        def __init__(self, context: TorchBatchProcessorContext) -> None:
             self.context = context
             self.total = context.wrap_reducer(lambda values: [sum(values), len(values)], "total")
             self.model = context.prepare_model_for_inference(torch.nn.Dropout())
@@ -169,7 +170,7 @@ def test_a_run_without_a_directory_for_results_goes_on_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Processor(pytorch.TorchBatchProcessor):
-        def __init__(self, context: pytorch.TorchBatchProcessorContext) -> None:
+        def __init__(self, context: TorchBatchProcessorContext) -> None:
             pass
 
         def process_batch(self, batch: Any, batch_idx: int) -> None:
@@ -212,7 +213,7 @@ def test_what_a_reducer_cannot_keep_in_a_checkpoint_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Processor(pytorch.TorchBatchProcessor):
-        def __init__(self, context: pytorch.TorchBatchProcessorContext) -> None:
+        def __init__(self, context: TorchBatchProcessorContext) -> None:
             self.seen = context.wrap_reducer(len, "seen")
 
         def process_batch(self, batch: Any, batch_idx: int) -> None:

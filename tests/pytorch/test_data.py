@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from paceline import pytorch
+from paceline.data._batches_to_device import data_length
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", "x y")
@@ -113,7 +114,7 @@ def test_what_cannot_be_moved_is_told_once_per_type(caplog: pytest.LogCaptureFix
     ],
 )
 def test_length_is_that_of_the_first_leaf(batch: Any, length: int) -> None:
-    assert pytorch.data_length(batch) == length
+    assert data_length(batch) == length
 
 
 @pytest.mark.parametrize(
@@ -130,4 +131,4 @@ def test_batches_without_a_length_are_refused(
     batch: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        pytorch.data_length(batch)
+        data_length(batch)

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from paceline import pytorch
-from paceline.journal import EarlyExitReported, JournalKey, RunDirectory
+from paceline._base.run_directory import JournalKey
+from paceline.journal import EarlyExitReported, RunDirectory
 
 
 class Root(nn.Module):

@@ -17,9 +17,11 @@ import httpx
 import psutil
 import pytest
 
+from paceline._base.journal_files import JournalWriter
+from paceline._base.run_directory import JournalKey, RunInfo
 from paceline._cluster.messages.runner_messages import AttemptSpec
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
-from paceline.journal import JournalKey, JournalWriter, MetricsReported, RunDirectory, RunInfo
+from paceline.journal import MetricsReported, RunDirectory
 
 SERVE = """
 import json, sys

@@ -10,7 +10,8 @@ import pytest
 SCRIPT = """
 import os, time
 from pathlib import Path
-from paceline.journal import AttemptFinished, JournalWriter, MetricsReported
+from paceline._base.journal_files import JournalWriter
+from paceline.journal import AttemptFinished, MetricsReported
 
 root = Path(os.environ["PACELINE_RUN_DIR"]) / "journal"
 journals = [JournalWriter(root / f"a1.g0.r{{rank}}") for rank in range(3)]

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from paceline._base.run_directory import Control
 from paceline._cluster.messages.runner_messages import AttemptControl
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.master_follower import MasterFollower
 from paceline._cluster.runner.master_link import MasterLink
 from paceline._training.workers.processes.local_worker_group import LocalGroup
 from paceline._training.workers.processes.worker_process import WorkerSpec
-from paceline.journal import Control, RunDirectory
+from paceline.journal import RunDirectory
 
 SLEEP = "import time\ntime.sleep(120)\n"
 MakeFollower = Callable[..., MasterFollower]

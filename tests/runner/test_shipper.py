@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from paceline._base.journal_files import JournalWriter, frame_line, segment_name
 from paceline._cluster.master.store.database_reading import copy_database
 from paceline._cluster.messages.runner_messages import AttemptControl, AttemptEnd
 from paceline._cluster.messages.states import ExitReason
@@ -28,14 +29,7 @@ from paceline._cluster.runner.master_link import (
 from paceline._cluster.runner.output_shipping import OutputSpool
 from paceline._cluster.runner.record_shipping import Shipper
 from paceline._training.workers.processes.worker_output import OutputLine
-from paceline.journal import (
-    CheckpointStored,
-    JournalWriter,
-    MetricsReported,
-    StatusReported,
-    frame_line,
-    segment_name,
-)
+from paceline.journal import CheckpointStored, MetricsReported, StatusReported
 
 SLEEP = "import time\ntime.sleep(120)\n"
 Report = Callable[[int], MetricsReported]

@@ -5,15 +5,8 @@ from typing import Any
 
 import pytest
 
-from paceline.search import (
-    AsyncHalvingConfig,
-    Create,
-    Exited,
-    Reported,
-    Shutdown,
-    SimulationResult,
-    Stop,
-)
+from paceline.search import Create, Exited, Reported, Shutdown, SimulationResult, Stop
+from paceline.search._adaptive_asha import AsyncHalvingConfig
 
 
 @pytest.fixture

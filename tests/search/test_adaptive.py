@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.search import AdaptiveAshaConfig, Create, Search, Started, Train, simulate
-from paceline.search._adaptive_asha import bracket_concurrency, bracket_rungs, bracket_trials
+from paceline.search import Create, Started, Train, simulate
+from paceline.search._adaptive_asha import (
+    AdaptiveAshaConfig,
+    bracket_concurrency,
+    bracket_rungs,
+    bracket_trials,
+)
+from paceline.search._search import Search
 from paceline.search._search_method import as_fraction
 
 

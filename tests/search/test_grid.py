@@ -9,8 +9,6 @@ from paceline.search import (
     Create,
     Exited,
     ExitReason,
-    GridConfig,
-    Search,
     Shutdown,
     SimulationResult,
     SpaceError,
@@ -18,6 +16,8 @@ from paceline.search import (
     Train,
     simulate,
 )
+from paceline.search._random_and_grid import GridConfig
+from paceline.search._search import Search
 
 SPACE = {"a": {"type": "int", "minval": 0, "maxval": 3, "count": 4}}
 

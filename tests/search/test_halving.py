@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 
 from paceline.search import (
-    AsyncHalvingConfig,
     Create,
-    Decision,
     Exited,
     ExitReason,
     Operation,
     Reported,
-    Search,
     Shutdown,
     SimulationResult,
     Started,
@@ -22,6 +19,9 @@ from paceline.search import (
     Train,
     simulate,
 )
+from paceline.search._adaptive_asha import AsyncHalvingConfig
+from paceline.search._search import Search
+from paceline.search._search_method import Decision
 
 Trace = Callable[[SimulationResult], list[str]]
 Halving = Callable[..., AsyncHalvingConfig]

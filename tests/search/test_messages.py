@@ -19,10 +19,8 @@ from paceline.search import (
     Started,
     Stop,
     Train,
-    input_from_json,
-    message_to_json,
-    operation_from_json,
 )
+from paceline.search._search_method import input_from_json, message_to_json, operation_from_json
 
 INPUTS: list[Input] = [
     Started(),

@@ -4,16 +4,10 @@ from typing import Any
 
 import pytest
 
-from paceline.search import (
-    AdaptiveAshaConfig,
-    AsyncHalvingConfig,
-    GridConfig,
-    RandomConfig,
-    SearchConfig,
-    SingleConfig,
-    SpaceError,
-    preview,
-)
+from paceline.search import SearchConfig, SpaceError
+from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
+from paceline.search._random_and_grid import GridConfig, RandomConfig, SingleConfig
+from paceline.search._search import preview
 
 
 def _adaptive(max_time: int, max_trials: int, **changes: Any) -> AdaptiveAshaConfig:

@@ -8,23 +8,20 @@ from collections.abc import Callable
 import pytest
 
 from paceline.search import (
-    AdaptiveAshaConfig,
-    AsyncHalvingConfig,
     Create,
     Exited,
     ExitReason,
-    GridConfig,
     Input,
     Operation,
     Progressed,
-    RandomConfig,
     Reported,
-    Search,
     SearchConfig,
-    SingleConfig,
     Started,
     simulate,
 )
+from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
+from paceline.search._random_and_grid import GridConfig, RandomConfig, SingleConfig
+from paceline.search._search import Search
 
 Halving = Callable[..., AsyncHalvingConfig]
 SPACE = {"lr": {"type": "double", "minval": 0, "maxval": 1, "count": 100}}

@@ -12,22 +12,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.search import (
-    AdaptiveAshaConfig,
-    AsyncHalvingConfig,
-    Create,
-    ExitReason,
-    GridConfig,
-    Mode,
-    RandomConfig,
-    Search,
-    SearchConfig,
-    Shutdown,
-    SingleConfig,
-    Started,
-    Stop,
-    replay,
-)
+from paceline.search import Create, ExitReason, Mode, SearchConfig, Shutdown, Started, Stop
+from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
+from paceline.search._random_and_grid import GridConfig, RandomConfig, SingleConfig
+from paceline.search._search import Search, replay
 from paceline.testing._search_method import SearchMethodDrive
 
 SPACE: dict[str, Any] = {

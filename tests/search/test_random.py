@@ -9,16 +9,15 @@ from paceline.search import (
     Exited,
     ExitReason,
     Progressed,
-    RandomConfig,
     Reported,
-    Search,
     Shutdown,
-    SingleConfig,
     Started,
     Stop,
     Train,
     simulate,
 )
+from paceline.search._random_and_grid import RandomConfig, SingleConfig
+from paceline.search._search import Search
 
 SPACE = {"lr": {"type": "double", "minval": 0, "maxval": 1}}
 

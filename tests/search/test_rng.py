@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
-from paceline.search import Create, RandomConfig, Rng, Search, Started
+from paceline.search import Create, Started
+from paceline.search._hyperparameter_space import Rng
+from paceline.search._random_and_grid import RandomConfig
+from paceline.search._search import Search
 
 CONFORMANCE = [
     pytest.param(

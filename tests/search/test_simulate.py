@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.search import ExitReason, RandomConfig, SingleConfig, replay, simulate
+from paceline.search import ExitReason, simulate
+from paceline.search._random_and_grid import RandomConfig, SingleConfig
+from paceline.search._search import replay
 
 CONFIG = RandomConfig(metric="loss", max_trials=3, max_concurrent_trials=2, max_length=8)
 

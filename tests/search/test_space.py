@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.search import Rng, SpaceError, parse_space
+from paceline.search import SpaceError, parse_space
+from paceline.search._hyperparameter_space import Rng
 
 
 def _axis(**fields: Any) -> list[Any]:

@@ -13,17 +13,15 @@ from paceline import faults
 from paceline._base.files import opened_directory, replacing_atomically, replacing_below
 from paceline._base.sealed_json import seal
 from paceline.storage import (
-    MANIFEST_NAME,
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointWriteError,
     DirectoryStorage,
     IncomingCheckpoint,
-    done_name,
-    forget_incoming,
-    write_durably,
 )
+from paceline.storage._checkpoint_files import MANIFEST_NAME, done_name, write_durably
+from paceline.storage._incoming_checkpoint import forget_incoming
 
 FILES = ("model", "deep/er/state")
 OTHER_UID = 65534

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.storage import CheckpointError, CheckpointWriteError, failing_store_of, storage_from
+from paceline.storage import CheckpointError, CheckpointWriteError, storage_from
 from paceline.storage._bucket_requests import PatientCalls
+from paceline.storage._checkpoint_files import failing_store_of
 
 PART_S = 6.0
 

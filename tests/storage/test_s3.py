@@ -22,8 +22,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline import core, pytorch, train
+from paceline import pytorch, train
 from paceline.core import _run_storage as _unfinished_checkpoints
+from paceline.core._run_storage import discard_unfinished
 from paceline.journal import RunDirectory
 from paceline.storage import (
     CheckpointError,
@@ -802,7 +803,7 @@ def test_what_killed_processes_had_sent_is_removed_although_it_lands_later(
     assert isinstance(storage, ObjectStorage)
     monkeypatch.setattr(_unfinished_checkpoints.time, "sleep", wait_for_server)
     [run] = (tmp_path / "paceline_runs").iterdir()
-    core.discard_unfinished(RunDirectory.open(run))
+    discard_unfinished(RunDirectory.open(run))
     assert f"model{rank}" in landed
     assert storage.objects("") == []
     assert RunDirectory.open(run).begun_checkpoints() == {}

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from paceline import storage
 from paceline.config._storage_section import expand_location
 from paceline.storage import DirectoryStorage, storage_from
 from paceline.storage import _storage_by_url as _storage_registry
@@ -100,7 +99,3 @@ def test_storage_loads_neither_torch_nor_fsspec(run_python: Callable[..., Any]) 
         "import sys, paceline.storage; print({'torch', 'fsspec', 'numpy'} & sys.modules.keys())"
     )
     assert result.stdout == "set()\n"
-
-
-def test_exported_names_exist() -> None:
-    assert all(hasattr(storage, name) for name in storage.__all__)

@@ -18,7 +18,8 @@ from sqlalchemy import create_engine, text
 from paceline import faults
 from paceline.client import Client, MasterUnreachableError
 from paceline.config import validate_config
-from paceline.search import input_from_json, message_to_json, replay
+from paceline.search._search import replay
+from paceline.search._search_method import input_from_json, message_to_json
 
 SCRIPT = """
 import json, os, time

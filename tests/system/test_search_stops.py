@@ -9,7 +9,7 @@ import pytest
 
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline.client import Client, Experiment
-from paceline.core import DECISION_TIMEOUT_S
+from paceline.core._preemption_and_search import DECISION_TIMEOUT_S
 
 # What scripts do at each batch, so that the batches of every rank can be counted afterwards.
 CORE = """

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Literal
 import pytest
 from pydantic import Field
 
-from paceline.config import (
+from paceline.config import Searcher
+from paceline.config._searcher_section import (
     AdaptiveAshaSearcher,
     AsyncHalvingSearcher,
     GridSearcher,
     RandomSearcher,
-    Searcher,
     SingleSearcher,
 )
 from paceline.search import (

@@ -15,7 +15,9 @@ import cloudpickle
 import pytest
 import torch
 
-from paceline import core, train
+from paceline import train
+from paceline._base.journal_files import JournalWriter
+from paceline._base.run_directory import RunInfo, TrialInfo
 from paceline._training.workers.channels import BlockingChannel, DriverLink, FrameKind
 from paceline._training.workers.ray import forwarded_storage as _storage_requests
 from paceline._training.workers.ray.forwarded_storage import (
@@ -25,23 +27,16 @@ from paceline._training.workers.ray.forwarded_storage import (
 )
 from paceline._training.workers.ray.host_process import Forwarder
 from paceline._training.workers.ray.hosts import RequestServer
-from paceline.journal import (
-    JournalReader,
-    JournalWriter,
-    ProgressReported,
-    RunDirectory,
-    RunInfo,
-    TrialInfo,
-)
+from paceline.core._background_checkpoints import commit_checkpoint
+from paceline.journal import JournalReader, ProgressReported, RunDirectory
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointWriteError,
     DirectoryStorage,
-    origin_of,
     storage_from,
 )
-from paceline.storage._checkpoint_files import temporary_directory
+from paceline.storage._checkpoint_files import origin_of, temporary_directory
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -169,7 +164,7 @@ def test_a_checkpoint_of_a_forwarded_run_names_the_attempt_of_its_master(
     with storage.store_shard("one", 0) as path:
         (path / "file").touch()
     with closing(JournalWriter(tmp_path / "node" / "journal")) as journal:
-        core.commit_checkpoint(run, storage, journal, "one", {"steps_completed": 1}, num_shards=1)
+        commit_checkpoint(run, storage, journal, "one", {"steps_completed": 1}, num_shards=1)
     assert theirs.manifest("one").origin == origin_of("cluster", 7, 2)
 
 

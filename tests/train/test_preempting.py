@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from paceline import train
+from paceline._base.run_directory import Control
 from paceline.core import PreemptedError, RunState, list_runs
-from paceline.journal import Control, RunDirectory
+from paceline.journal import RunDirectory
 
 PROGRAM = """
 import os, sys, time

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from paceline import core, train
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
-from paceline.data import DataNotFoundError, Dataset, Fold
+from paceline.data import DataNotFoundError, Dataset
+from paceline.data._dataset import Fold
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from paceline._cluster.master.api.master_routes import ASSETS_PATH
-from paceline.client import Client, Experiment, read_master_file
+from paceline.client import Client, Experiment
+from paceline.client._http_session import read_master_file
 
 DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}

@@ -56,7 +56,9 @@ def test_markup_is_shown_as_text(master: Any, marked: Any, open_page: Any) -> No
 LOSE = """
 import os
 from pathlib import Path
-from paceline.journal import StatusReported, encode_record, frame_line, segment_name
+from paceline._base.journal_files import frame_line, segment_name
+from paceline._base.journal_records import encode_record
+from paceline.journal import StatusReported
 
 lines = [frame_line(-1, b'{"journal_version":1,"time":0.0}')]
 for number in range(3):

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from paceline._base.run_directory import RunInfo
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store.metric_series import Points
 from paceline._cluster.master.store.series_writer import store_columns
-from paceline.journal import RunInfo
 
 expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
 

@@ -22,6 +22,10 @@ from paceline._base.journal_records import (
     encode_metrics,
 )
 from paceline._base.run_directory import JournalKey, RunDirectory
+from paceline.core._arguments import Outcome
+from paceline.core._attempt_journal import begin_journal, end_journal, outcome_of
+from paceline.core._open_run import open_run
+from paceline.core._run_directories import run_name
 from paceline.search._search import Search
 from paceline.search._search_method import (
     Create,
@@ -56,8 +60,8 @@ class SearchJournal:
 
     def __init__(self, directory: Path | None, setup: Mapping[str, Any], seed: int | None) -> None:
         self._lock = ExitStack()
-        self._opened = opened = core.open_run(
-            name=f"{core.run_name()}-search",
+        self._opened = opened = open_run(
+            name=f"{run_name()}-search",
             directory=directory,
             seed=seed,
             hparams=setup["space"],
@@ -70,7 +74,7 @@ class SearchJournal:
         except BaseException:
             self._lock.close()
             raise
-        self._journal = core.begin_journal(self._run, opened)
+        self._journal = begin_journal(self._run, opened)
         self._journal.append(RunMetadataSet(time=time.time(), metadata=dict(setup)))
 
     @property
@@ -106,8 +110,8 @@ class SearchJournal:
         """Record the end."""
         # After Ctrl-C it can go on, as its trials can.
         is_interrupted = isinstance(error, KeyboardInterrupt)
-        outcome = core.Outcome.PREEMPTED if is_interrupted else core.outcome_of(error)
-        core.end_journal(self._journal, outcome, error)
+        outcome = Outcome.PREEMPTED if is_interrupted else outcome_of(error)
+        end_journal(self._journal, outcome, error)
         self._lock.close()
 
     def _records(self) -> Iterator[Any]:

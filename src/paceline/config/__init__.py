@@ -1,101 +1,15 @@
 """Experiment config: reading, checking, merging, and the meaning of its sections."""
 
-from paceline.config._entrypoint_command import build_command, fill_entrypoint
-from paceline.config._environment_and_secrets import (
-    HIDDEN,
-    Environment,
-    hide_in_text,
-    hide_secrets,
-    hide_values,
-    is_secret,
-    reveal_secrets,
-    without_secrets,
-)
-from paceline.config._experiment_config import (
-    ExperimentConfig,
-    Profiling,
-    Reproducibility,
-    Resources,
-    SlotRange,
-)
-from paceline.config._fields_and_problems import (
-    MISSING,
-    ConfigError,
-    Optimizations,
-    Problem,
-    Section,
-    split_length,
-)
-from paceline.config._read_yaml import apply_overrides, compose_yaml, parse_yaml, read_yaml_file
-from paceline.config._searcher_section import (
-    BATCHES,
-    AdaptiveAshaSearcher,
-    AsyncHalvingSearcher,
-    GridSearcher,
-    MissingSearcher,
-    RandomSearcher,
-    Searcher,
-    SingleSearcher,
-    searcher_section,
-)
-from paceline.config._storage_section import (
-    CheckpointStorage,
-    DirectoryStorage,
-    S3Storage,
-    SharedFsStorage,
-    UrlStorage,
-)
-from paceline.config._validate_config import (
-    json_schema,
-    load_config,
-    merge_configs,
-    read_stored_config,
-    validate_config,
-)
+from paceline.config._experiment_config import ExperimentConfig
+from paceline.config._fields_and_problems import ConfigError
+from paceline.config._searcher_section import Searcher
+from paceline.config._validate_config import json_schema, load_config, validate_config
 
 __all__ = [
-    "BATCHES",
-    "HIDDEN",
-    "MISSING",
-    "AdaptiveAshaSearcher",
-    "AsyncHalvingSearcher",
-    "CheckpointStorage",
     "ConfigError",
-    "DirectoryStorage",
-    "Environment",
     "ExperimentConfig",
-    "GridSearcher",
-    "MissingSearcher",
-    "Optimizations",
-    "Problem",
-    "Profiling",
-    "RandomSearcher",
-    "Reproducibility",
-    "Resources",
-    "S3Storage",
     "Searcher",
-    "Section",
-    "SharedFsStorage",
-    "SingleSearcher",
-    "SlotRange",
-    "UrlStorage",
-    "apply_overrides",
-    "build_command",
-    "compose_yaml",
-    "fill_entrypoint",
-    "hide_in_text",
-    "hide_secrets",
-    "hide_values",
-    "is_secret",
     "json_schema",
     "load_config",
-    "merge_configs",
-    "parse_yaml",
-    "read_stored_config",
-    "read_yaml_file",
-    "reveal_secrets",
-    "searcher_section",
-    "split_length",
     "validate_config",
-    "without_secrets",
 ]

@@ -23,8 +23,23 @@ from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline._training.engine.profiling import StepTimer
 from paceline._training.engine.weighted_means import WeightedMeans
 from paceline._training.progress_display import TrainingProgress, ending_of
-from paceline.core._arguments import NonFiniteError
+from paceline.core._arguments import NonFiniteError, Outcome
+from paceline.core._attempt_journal import (
+    CHECKPOINT,
+    LOST,
+    TRAINING,
+    TimeAccount,
+    TimeEvent,
+    begin_journal,
+    describe_error,
+    end_journal,
+    outcome_of,
+    record_metrics,
+    record_time_spent,
+)
+from paceline.core._core_context import has_context
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._open_run import next_run_number, open_run
 
 _COUNTS = ("epoch", "batch_count")
 
@@ -347,7 +362,7 @@ class PassRecord:
         self._last_step = 0
         # The names of what was validated at the last step.
         self._validated: set[str] = set()
-        self._failure: tuple[core.Outcome, str] | None = None
+        self._failure: tuple[Outcome, str] | None = None
         self._last_pass_s = self._data_wait_s = 0.0
 
     @property
@@ -356,7 +371,7 @@ class PassRecord:
         return None if self._run is None else self._run.path
 
     @contextmanager
-    def begun(self, num_workers: int, what: str = core.TRAINING) -> Iterator[None]:
+    def begun(self, num_workers: int, what: str = TRAINING) -> Iterator[None]:
         """Begin the run unless begun, and remember a failure of the pass in the block.
 
         Args:
@@ -375,16 +390,16 @@ class PassRecord:
                 yield
         except BaseException as error:
             # Without its traceback, which would keep the trainer.
-            self._failure = core.outcome_of(error), core.describe_error(error)
-            if what == core.TRAINING and self._run is not None:
-                self._run.times.move(core.LOST, perf_counter() - began)
+            self._failure = outcome_of(error), describe_error(error)
+            if what == TRAINING and self._run is not None:
+                self._run.times.move(LOST, perf_counter() - began)
             raise
         self._last_pass_s = perf_counter() - began
         self._failure = None
 
     def storing(self) -> AbstractContextManager[None]:
         """Count the time of a block for storing a checkpoint as time without training."""
-        return self._spent_on(core.CHECKPOINT)
+        return self._spent_on(CHECKPOINT)
 
     def add_training(
         self,
@@ -408,8 +423,8 @@ class PassRecord:
         if self._run is not None:
             times = self._run.times
             if is_repeated:
-                times.move(core.LOST, max(0.0, self._last_pass_s - seconds.whole))
-            times.move(core.CHECKPOINT, seconds.checkpoint)
+                times.move(LOST, max(0.0, self._last_pass_s - seconds.whole))
+            times.move(CHECKPOINT, seconds.checkpoint)
             self._data_wait_s += seconds.data_wait
             times.report(self._last_step, self._data_wait_s)
 
@@ -436,10 +451,10 @@ class PassRecord:
         if self._run is not None and error is None and self._failure is not None:
             self._run.close(*self._failure)
         elif self._run is not None:
-            self._run.close(core.outcome_of(error), error)
+            self._run.close(outcome_of(error), error)
 
     def _begin(self, num_workers: int) -> None:
-        if core.has_context() or RUN_DIRECTORY_VARIABLE in os.environ:
+        if has_context() or RUN_DIRECTORY_VARIABLE in os.environ:
             logger.info("Passes are not recorded, as this program may report by `core.init()`.")
             self._is_wanted = False
             return
@@ -481,8 +496,8 @@ class _OpenRun:
         self._is_closed = False
         self._pid = os.getpid()
         with ExitStack() as lock:
-            opened = core.open_run(
-                number=core.next_run_number(),
+            opened = open_run(
+                number=next_run_number(),
                 directory=directory,
                 seed=seed,
                 hparams=config,
@@ -495,28 +510,28 @@ class _OpenRun:
             opened = replace(opened, latest_checkpoint=None, steps_completed=self.last_step)
             run = RunDirectory(self.path)
             self._tracking = core.TrackingGroup(trackers, run, opened)
-            self._journal = core.begin_journal(run, opened, world_size=num_workers)
-            self.times = core.TimeAccount(self._record_times)
+            self._journal = begin_journal(run, opened, world_size=num_workers)
+            self.times = TimeAccount(self._record_times)
             self._lock = lock.pop_all()
 
     def report(self, group: str, step: int, metrics: dict[str, Any]) -> None:
         """Report metrics, unless the run was closed by another thread."""
         if not self._is_closed:
-            core.record_metrics(self._journal, group, step, metrics)
+            record_metrics(self._journal, group, step, metrics)
 
     def _record_times(
-        self, event: core.TimeEvent, steps_completed: int, seconds: dict[str, float]
+        self, event: TimeEvent, steps_completed: int, seconds: dict[str, float]
     ) -> None:
         if not self._is_closed:
-            core.record_time_spent(self._journal, event, steps_completed, seconds)
+            record_time_spent(self._journal, event, steps_completed, seconds)
 
-    def close(self, outcome: core.Outcome, error: BaseException | str | None) -> None:
+    def close(self, outcome: Outcome, error: BaseException | str | None) -> None:
         """Record how the run has ended; does nothing the second time."""
         if self._is_closed:
             return
         self._is_closed = True
-        core.end_journal(self._journal, outcome, error)
-        text = core.describe_error(error) if isinstance(error, BaseException) else error
+        end_journal(self._journal, outcome, error)
+        text = describe_error(error) if isinstance(error, BaseException) else error
         self._tracking.finish(outcome, text)
         self._lock.close()
 
@@ -528,7 +543,7 @@ class _OpenRun:
         # Interactive sessions: an error ends a cell or a line, but not the program.
         is_interactive = hasattr(sys, "ps1")
         error = None if is_interactive else getattr(sys, "last_value", None)
-        self.close(core.outcome_of(error), error)
+        self.close(outcome_of(error), error)
 
 
 def _reportable(statistics: Mapping[str, Any]) -> dict[str, Any]:

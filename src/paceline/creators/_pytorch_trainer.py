@@ -21,6 +21,10 @@ from paceline._training.workers.worker_resources import (
     WorkerSettings,
     chosen_cluster,
 )
+from paceline.core._attempt_journal import VALIDATION
+from paceline.core._run_directories import local_directory
+from paceline.core._run_storage import GivenStorage, given_storage
+from paceline.core._trackers import as_trackers
 from paceline.creators import _replica as _replica_functions
 from paceline.creators._pass_reports import PassRecord, PassResult, reduced_statistics, shown_pass
 from paceline.creators._pass_state import (
@@ -391,7 +395,7 @@ class PyTorchTrainer(TrainerState):
         stop_on_nan: bool = True,
         check_ranks: bool | str | Sequence[str] = True,
         run_dir: str | os.PathLike[str] | None = None,
-        checkpoint_storage: core.GivenStorage = None,
+        checkpoint_storage: GivenStorage = None,
         trackers: Sequence[core.Tracker | str] = (),
         use_tqdm: bool = False,
         **other: Any,
@@ -399,7 +403,7 @@ class PyTorchTrainer(TrainerState):
         check_creator_names(other)
         num_workers = chosen_num_workers(num_replicas, num_workers)
         self.config = config or {}
-        self._storage = core.given_storage(checkpoint_storage)
+        self._storage = given_storage(checkpoint_storage)
         self._can_validate = validation_function is not False
         spec = make_replica_spec(
             creators={
@@ -446,8 +450,8 @@ class PyTorchTrainer(TrainerState):
             ),
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
-        directory = core.local_directory(run_dir, "run_dir")
-        self._record = PassRecord(directory, self.config, seed, core.as_trackers(trackers))
+        directory = local_directory(run_dir, "run_dir")
+        self._record = PassRecord(directory, self.config, seed, as_trackers(trackers))
         self._group = ReplicaGroup(settings, spec)
         self._group.start()
         self._shows_progress = use_tqdm
@@ -584,7 +588,7 @@ class PyTorchTrainer(TrainerState):
             return {}
         order = ReplicaPassOrder(num_steps, profile, dict(info or {}))
         num_retries = _NUM_VALIDATION_RETRIES if self._group.is_state_kept else 0
-        with self._record.begun(self.num_workers, core.VALIDATION):
+        with self._record.begun(self.num_workers, VALIDATION):
             results = self._group.call_with_retries(
                 _replica_functions.validate, order, max_retries=num_retries
             )

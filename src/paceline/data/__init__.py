@@ -3,7 +3,7 @@
 Importing this loads no torch.
 """
 
-from paceline.data._dataset import Dataset, Fold, read, read_images, write_index
+from paceline.data._dataset import Dataset, read, read_images, write_index
 from paceline.data._default_batches import (
     DataChangedError,
     DataError,
@@ -11,7 +11,7 @@ from paceline.data._default_batches import (
     DataNotFoundError,
     collate_samples,
 )
-from paceline.data._streams import StreamPieces, stream_pieces
+from paceline.data._streams import stream_pieces
 
 __all__ = [
     "DataChangedError",
@@ -19,8 +19,6 @@ __all__ = [
     "DataFormatError",
     "DataNotFoundError",
     "Dataset",
-    "Fold",
-    "StreamPieces",
     "collate_samples",
     "read",
     "read_images",

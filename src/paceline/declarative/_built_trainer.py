@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline import core, pytorch
 from paceline._training.engine.metric_reducers import ExplainedVariance
 from paceline._training.engine.rank_differences import check_same_data
+from paceline.core._run_directories import local_directory, resuming_by
 from paceline.data._batches_to_device import mover_to
 from paceline.declarative._config_classes import TrainingConfig
 from paceline.declarative._config_object import with_hyperparameters
@@ -290,7 +291,7 @@ class BuiltTrainer(OwnBuilds):
     def build_ranks(self) -> None:
         """Find this process among the others, seed all generators, and begin the run."""
         configs, parallel = self.configs, self.configs.parallelization_params
-        core.local_directory(
+        local_directory(
             configs.model_save_dir, "model_save_dir", "models and histories are written"
         )
         check_save_dir(configs.model_save_dir)
@@ -311,7 +312,7 @@ class BuiltTrainer(OwnBuilds):
         storage = (
             configs.checkpoint_storage or Path(configs.model_save_dir).absolute() / CHECKPOINTS
         )
-        with core.resuming_by(", or set `checkpoint_dir` to its `model_save_dir`"):
+        with resuming_by(", or set `checkpoint_dir` to its `model_save_dir`"):
             self.context = self._stack.enter_context(
                 pytorch.init(
                     distributed=distributed,

@@ -18,6 +18,7 @@ from paceline.declarative._config_classes import InferenceConfig
 from paceline.declarative._losses import LossTracker
 from paceline.declarative._sample_collation import collate_of, form_of
 from paceline.declarative._saved_outputs import load_weights
+from paceline.pytorch._fit_arguments import is_test_mode
 from paceline.pytorch._training_loop import DrivenLoop
 
 
@@ -217,7 +218,7 @@ class Trainer(BuiltTrainer):
         self.context.stepper.calls.has_begun = True
         # The run ends here, and takes the signal to leave as such.
         with self._stack:
-            if pytorch.is_test_mode():
+            if is_test_mode():
                 self._engine.fit(test_mode=True)
                 return self.loss_tracker
             self.set_earlier_files_aside()

@@ -12,15 +12,9 @@ from paceline._training.engine.schedules import Batch, Epoch, LRScheduler, Recor
 from paceline._training.engine.weighted_means import KeySetError
 from paceline._training.workers.failures_and_restarts import RanksDifferError
 from paceline.core._arguments import NonFiniteError
-from paceline.data._batches_to_device import TorchData, data_length, to_device
-from paceline.pytorch._batch_inference import (
-    TorchBatchProcessor,
-    TorchBatchProcessorContext,
-    torch_batch_process,
-)
-from paceline.pytorch._fit_arguments import is_test_mode
+from paceline.data._batches_to_device import TorchData, to_device
+from paceline.pytorch._batch_inference import TorchBatchProcessor, torch_batch_process
 from paceline.pytorch._from_checkpoint import (
-    CheckpointLoadContext,
     load_trial_from_checkpoint_path,
     load_weights_from_checkpoint_path,
 )
@@ -32,12 +26,10 @@ from paceline.pytorch._trial_and_context import (
     PyTorchTrial,
     PyTorchTrialContext,
 )
-from paceline.pytorch.samplers import adapt_batch_sampler
 from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 __all__ = [
     "Batch",
-    "CheckpointLoadContext",
     "CheckpointMismatchError",
     "DataLoader",
     "Epoch",
@@ -55,17 +47,13 @@ __all__ = [
     "Reducer",
     "Result",
     "TorchBatchProcessor",
-    "TorchBatchProcessorContext",
     "TorchData",
     "TrainUnit",
     "Trainer",
-    "adapt_batch_sampler",
     "clip_grad_norm_",
-    "data_length",
     "export_dcp",
     "export_weights",
     "init",
-    "is_test_mode",
     "launch",
     "load_optimizer_state",
     "load_trial_from_checkpoint_path",

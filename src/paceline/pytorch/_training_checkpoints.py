@@ -19,7 +19,7 @@ from paceline._training.engine.checkpoints.checkpoint_saver import (
 )
 from paceline.core._core_context import Context
 from paceline.core._run_storage import failing_together
-from paceline.core._run_summaries import read_checkpoints
+from paceline.core._run_summaries import newest_run_named, read_checkpoints, restorable_checkpoint
 from paceline.pytorch._training_loop import TrainingLoop
 from paceline.storage._checkpoint_files import CheckpointWriteError, uuid_of_series
 from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules
@@ -343,7 +343,7 @@ def earlier_state(
     if core_context.distributed.rank == 0:
         path = _newest(core_context) if resume == "auto" else Path(resume)
         if path is not None:
-            storage, uuid = core.restorable_checkpoint(path)
+            storage, uuid = restorable_checkpoint(path)
             state = EarlierState(uuid, storage) if uuid is not None else None
     path, state = core_context.distributed.broadcast((path, state))
     if state is None:
@@ -373,7 +373,7 @@ def asked_state(
 
 def _newest(core_context: core.Context) -> Path | None:
     own = RunDirectory(core_context.run_dir).read_info()
-    run = core.newest_run_named(core_context.run_dir.parent, own.name, before=own)
+    run = newest_run_named(core_context.run_dir.parent, own.name, before=own)
     if run is None or core.summarize_run(run.path).state in _FINISHED:
         return None
     return run.path

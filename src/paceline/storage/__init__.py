@@ -1,11 +1,6 @@
 """Checkpoint storage: immutable directories of files with a UUID, a manifest and metadata."""
 
-from paceline._base.files import sync_directory
-from paceline.storage._checkpoint_directory import problem_of_file, restored
 from paceline.storage._checkpoint_files import (
-    MANIFEST_NAME,
-    MANIFEST_VERSION,
-    MAX_TEXT_BYTES,
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
@@ -15,52 +10,15 @@ from paceline.storage._checkpoint_files import (
     FileEntry,
     Manifest,
     Selector,
-    ShardDone,
     StorageNotInstalledError,
-    copy_file,
-    copy_files,
-    decode_done,
-    decode_manifest,
-    digest_file,
-    digest_stream,
-    done_name,
-    failing_store_of,
-    glob_selector,
-    is_of_other_trial,
-    new_uuid,
-    origin_of,
-    sync_tree,
-    uuid_of_series,
-    write_durably,
 )
-from paceline.storage._checkpoint_storage import (
-    CheckpointStorage,
-    Kept,
-    RetentionRules,
-    UuidList,
-    best_of,
-    beyond_bytes,
-    check_uuid,
-    to_delete,
-    wanted,
-)
+from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._directory_storage import DirectoryStorage
-from paceline.storage._incoming_checkpoint import IncomingCheckpoint, forget_incoming
+from paceline.storage._incoming_checkpoint import IncomingCheckpoint
 from paceline.storage._object_storage import ObjectStorage, StoredObject
-from paceline.storage._storage_by_url import (
-    added_schemes,
-    checkpoint_at,
-    directory_of_checkpoint,
-    is_added_scheme,
-    scheme_of,
-    storage_from,
-)
-from paceline.storage._uploads import FileSender, UploadLimits
+from paceline.storage._storage_by_url import storage_from
 
 __all__ = [
-    "MANIFEST_NAME",
-    "MANIFEST_VERSION",
-    "MAX_TEXT_BYTES",
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointMismatchError",
@@ -70,46 +28,11 @@ __all__ = [
     "CheckpointWriteError",
     "DirectoryStorage",
     "FileEntry",
-    "FileSender",
     "IncomingCheckpoint",
-    "Kept",
     "Manifest",
     "ObjectStorage",
-    "RetentionRules",
     "Selector",
-    "ShardDone",
     "StorageNotInstalledError",
     "StoredObject",
-    "UploadLimits",
-    "UuidList",
-    "added_schemes",
-    "best_of",
-    "beyond_bytes",
-    "check_uuid",
-    "checkpoint_at",
-    "copy_file",
-    "copy_files",
-    "decode_done",
-    "decode_manifest",
-    "digest_file",
-    "digest_stream",
-    "directory_of_checkpoint",
-    "done_name",
-    "failing_store_of",
-    "forget_incoming",
-    "glob_selector",
-    "is_added_scheme",
-    "is_of_other_trial",
-    "new_uuid",
-    "origin_of",
-    "problem_of_file",
-    "restored",
-    "scheme_of",
     "storage_from",
-    "sync_directory",
-    "sync_tree",
-    "to_delete",
-    "uuid_of_series",
-    "wanted",
-    "write_durably",
 ]

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline import core, faults
+from paceline import faults
 from paceline._base.journal_records import decode_value
 from paceline._base.run_directory import RunDirectory
 from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver, KeptCheckpoints
@@ -29,6 +29,11 @@ from paceline._training.engine.checkpoints.state_files import (
 )
 from paceline._training.engine.checkpoints.stored_tensors import lazy_stored_tensors, whole
 from paceline._training.engine.gradient_reduction import plain_model
+from paceline.core._background_checkpoints import (
+    CheckpointParts,
+    commit_checkpoint,
+    delete_checkpoint,
+)
 from paceline.storage._checkpoint_storage import CheckpointStorage, Kept, RetentionRules
 from paceline.train._rank_reporter import RankReporter
 from paceline.train._rank_state_and_comparison import RankComparison
@@ -93,7 +98,7 @@ class RankCheckpoints:
         self._comparison = comparison
         storage.watch(partial(reporter.record_store_state, storage.url))
         self._saver = CheckpointSaver(rank, local_size)
-        self._parts = core.CheckpointParts(
+        self._parts = CheckpointParts(
             run, storage, rank=rank, world_size=world_size, commit=self._commit
         )
         existing = map(self._by_quality, existing)
@@ -186,7 +191,7 @@ class RankCheckpoints:
     def _commit(self, uuid: str, metadata: dict[str, Any]) -> None:
         self._comparison.compare(_digest_name(metadata["number"]), metadata["world_size"])
         journal = self._reporter.journal
-        core.commit_checkpoint(
+        commit_checkpoint(
             self._run, self._storage, journal, uuid, metadata, num_shards=metadata["world_size"]
         )
         kept = Kept(uuid, metadata["steps_completed"], metadata["score"])
@@ -199,7 +204,7 @@ class RankCheckpoints:
         return kept._replace(score=-kept.score)
 
     def _delete(self, kept: Kept) -> None:
-        core.delete_checkpoint(self._run, self._storage, self._reporter.journal, kept.uuid)
+        delete_checkpoint(self._run, self._storage, self._reporter.journal, kept.uuid)
 
 
 def _digest_name(number: int) -> str:

@@ -10,13 +10,24 @@ from typing import Any
 
 import msgspec
 
-from paceline import core, faults
+from paceline import faults
 from paceline._base.journal_files import JournalWriter
 from paceline._base.journal_records import TimeSpent, encode_metrics
 from paceline._base.run_directory import JournalKey
 from paceline._training.engine.profiling import WAIT, WHOLE, StepThroughput
 from paceline._training.engine.schedules import Position
-from paceline.core._attempt_journal import CHECKPOINT, TimeAccount, TimeEvent, record_metrics
+from paceline.core import _attempt_journal
+from paceline.core._arguments import Outcome, check_judged, group_of_rank
+from paceline.core._attempt_journal import (
+    CHECKPOINT,
+    TimeAccount,
+    TimeEvent,
+    end_journal,
+    outcome_of,
+    record_metrics,
+    record_start,
+)
+from paceline.core._preemption_and_search import SearchDecision
 
 faults.register("train.report")
 
@@ -45,7 +56,7 @@ class RankReporter:
         on_report: Called after each report of the thread that makes this object; for a function
             that runs in its driver's process.
         restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
-        is_parent_told: Whether the parent process must hear of the run, see `core.record_start`.
+        is_parent_told: Whether the parent process must hear of the run, see `record_start`.
     """
 
     def __init__(
@@ -56,7 +67,7 @@ class RankReporter:
         *,
         groups: tuple[str, str],
         first_report: int,
-        decision: core.SearchDecision,
+        decision: SearchDecision,
         searched_metrics: Sequence[str],
         on_report: Callable[[], None] | None,
         restart_causes: Sequence[str] = (),
@@ -83,7 +94,7 @@ class RankReporter:
         self._own_thread = threading.get_ident()
         # A number, its place in the journal and the record that begins the journal go together.
         self._lock = threading.Lock()
-        self._group, self._timings_group = (core.group_of_rank(g, key.rank) for g in groups)
+        self._group, self._timings_group = (group_of_rank(g, key.rank) for g in groups)
         self._has_begun = False
         self._account = TimeAccount(self._record_time if key.rank == 0 else None)
         # Records before the start record: written after it, with the first step of the reports.
@@ -144,7 +155,7 @@ class RankReporter:
             validation if isinstance(validation, bool) else encode_metrics(dict(validation))
         )
         if judged:
-            core.check_judged(encoded if judged is True else judged, self._searched_metrics)
+            check_judged(encoded if judged is True else judged, self._searched_metrics)
         with self._lock:
             if not self._has_begun:
                 self._begin(None, None)
@@ -180,19 +191,19 @@ class RankReporter:
         return number
 
     def record_store_state(self, storage: str, reason: str | None) -> None:
-        """Record an unreachable storage; see `core.record_store_state`."""
+        """Record an unreachable storage; see `record_store_state`."""
         if self._has_begun:
-            core.record_store_state(self.journal, storage, reason)
+            _attempt_journal.record_store_state(self.journal, storage, reason)
 
     def finish(self, error: BaseException | None) -> None:
         """Record the end and close the journal."""
         self.begin()
-        outcome = core.outcome_of(error)
+        outcome = outcome_of(error)
         with self._lock:
             self._record_timings()
-            if outcome is not core.Outcome.ERROR:
+            if outcome is not Outcome.ERROR:
                 self._account.end(self.steps_completed, self._waited_s())
-        core.end_journal(self.journal, outcome, error, is_parent_told=self._is_parent_told)
+        end_journal(self.journal, outcome, error, is_parent_told=self._is_parent_told)
 
     def count_batch(self, num_samples: int, wait_s: float, *, is_trained: bool) -> None:
         """Count a batch of this rank and the seconds waited for its data."""
@@ -250,7 +261,7 @@ class RankReporter:
         self._steps_completed = steps_completed
         # Added, not set: loaders may have counted batches before the journal begins.
         self._num_batches += stored.get("num_batches", 0)
-        core.record_start(
+        record_start(
             self.journal,
             attempt=self._key.attempt,
             generation=self._key.generation,
@@ -274,4 +285,4 @@ class RankReporter:
         if self._num_steps:
             rates[WHOLE] = self._steps_s / self._num_steps
             self._num_steps, self._steps_s = 0, 0.0
-        core.record_metrics(self.journal, self._timings_group, self.steps_completed, dict(rates))
+        record_metrics(self.journal, self._timings_group, self.steps_completed, dict(rates))

@@ -16,6 +16,8 @@ from paceline._training.engine.devices import own_device
 from paceline._training.engine.gradient_reduction import TravellingSignal
 from paceline._training.engine.rank_differences import RankCheck
 from paceline._training.workers.processes.rank_environment import RankInfo
+from paceline.core._preemption_and_search import ControlFile, SearchDecision, SignalWatch
+from paceline.core._run_storage import NodeStorage
 from paceline.data._order_and_random_generators import seed_everything
 from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules
 from paceline.train._prepared_loader_and_steps import (
@@ -71,17 +73,17 @@ class PreemptionCheck:
         device: torch.device,
         *,
         is_script: bool,
-        decision: core.SearchDecision,
+        decision: SearchDecision,
     ) -> None:
         self._decision = decision
         self._run = run = RunDirectory(Path(spec.run_dir))
         self._rank_info = rank_info
         self._device = device
-        self._control = core.ControlFile(run)
+        self._control = ControlFile(run)
         self._next_look_s = 0.0
         self._is_wanted = False
         self._travelling = TravellingSignal(device)
-        self._signals = core.SignalWatch()
+        self._signals = SignalWatch()
         self.is_preempted = False
         # Elsewhere no signal can be noted, as for a driver in such a thread.
         if threading.current_thread() is threading.main_thread():
@@ -214,7 +216,7 @@ class RankSession(LooseSession):
         self._access = RunAccess(spec, rank_info)
         storage = self._access.storage
         if spec.storage_per_node and distributed is not None:
-            storage = core.NodeStorage(self._access.run.checkpoints_path, distributed)
+            storage = NodeStorage(self._access.run.checkpoints_path, distributed)
         # The driver of a pool has begun the run, and is the parent of its workers.
         is_parent_told = on_report is not None or distributed is not None
         self._spec: RunSpec = spec
@@ -250,12 +252,12 @@ class RankSession(LooseSession):
         # Seed noted right after seeding: a later difference means a seed of the user's.
         self.is_seed_given, self.seeded_as = spec.is_seed_given, torch.initial_seed()
 
-    def _make_decision(self) -> core.SearchDecision:
+    def _make_decision(self) -> SearchDecision:
         run = RunDirectory(Path(self._spec.run_dir))
         # On a node that does not see the run directory, nobody tells of decisions.
         judged = self._spec.judged_metrics if run.control_path.parent.exists() else None
-        return core.SearchDecision(
-            control=core.ControlFile(run), generation=self._spec.generation, metrics=judged
+        return SearchDecision(
+            control=ControlFile(run), generation=self._spec.generation, metrics=judged
         )
 
     def _make_reporter(

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paceline import core
 from paceline._base.journal_records import AttemptStarted, MetricsReported, decode_value
 from paceline._base.notebook_tables import html_table
 from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._training.workers.failures_and_restarts import TrainingFailedError
+from paceline.core._arguments import group_of_rank
+from paceline.core._run_summaries import restorable_checkpoint
 from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._storage_by_url import checkpoint_at, storage_from
 from paceline.train._run_protocol import (
@@ -65,7 +66,7 @@ class Checkpoint:
                 )
             path = facts["url"] or location / facts["uuid"]
         if (location / "run.json").exists():
-            storage, uuid = core.restorable_checkpoint(location)
+            storage, uuid = restorable_checkpoint(location)
             if uuid is None:
                 raise FileNotFoundError(
                     f"The run {str(location)!r} must have a checkpoint to load."
@@ -285,7 +286,7 @@ class Results(list[Any]):
 
     def _read(self, rank: int, group: str) -> list[Report]:
         run = RunDirectory(self.run_dir)
-        wanted = core.group_of_rank(group, rank)
+        wanted = group_of_rank(group, rank)
         keys = set(run.journal_keys())
         reports: list[Report] = []
         for generation in self._generations:

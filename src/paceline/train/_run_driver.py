@@ -15,6 +15,11 @@ from paceline._training.workers.group_recovery import GroupRun
 from paceline._training.workers.processes.worker_output import WorkerOutput
 from paceline._training.workers.ray.cluster import dealt
 from paceline._training.workers.worker_pools import PendingCall
+from paceline.core._arguments import GivenUpError, searched_metrics
+from paceline.core._attempt_journal import describe_error, outcome_of, record_failed_end
+from paceline.core._open_run import OpenedRun
+from paceline.core._run_storage import discard_unfinished
+from paceline.core._run_summaries import storage_at
 from paceline.core._trackers import Tracker
 from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.train._config import CheckpointStrategy
@@ -99,7 +104,7 @@ class RunDriver(GroupRun):
         self,
         group: TrainGroup,
         request: RunRequest,
-        opened: core.OpenedRun,
+        opened: OpenedRun,
         output: WorkerOutput,
         storage: CheckpointStorage | None = None,
     ) -> None:
@@ -120,7 +125,7 @@ class RunDriver(GroupRun):
         self._dealt: Any = None
         self._num_lacking = 0
         self._num_told: int | None = None
-        self._storage = storage or core.storage_at(opened.path)
+        self._storage = storage or storage_at(opened.path)
         self._is_stored_per_node = storage is None and opened.info.storage_per_node
         goes_on = opened.latest_checkpoint is not None and request.checkpoint is None
         self._follower = RunFollower(
@@ -159,7 +164,7 @@ class RunDriver(GroupRun):
             self._output.open(self._run.logs_path)
             self._tracking = core.TrackingGroup(self._request.trackers, self._run, self._opened)
             if self._opened.attempt and self._group.is_chief:
-                core.discard_unfinished(self._run)
+                discard_unfinished(self._run)
             self._group.use_at_most(self._spec.num_shards or None)
             if self._group.next_size() is not None:
                 self._group.end_generation()
@@ -197,7 +202,7 @@ class RunDriver(GroupRun):
     def close(self) -> None:
         """Abandon an unfinished run and stop its workers."""
         if not self.is_finished:
-            self._end(core.GivenUpError("The run was given up before its end."))
+            self._end(GivenUpError("The run was given up before its end."))
 
     # ---- calling -------------------------------------------------------------------------
 
@@ -248,7 +253,7 @@ class RunDriver(GroupRun):
             is_seed_given=request.is_seed_given,
             storage_per_node=self._is_stored_per_node,
             judged_metrics=None if judged is None else tuple(judged),
-            searched_metrics=core.searched_metrics(searcher, judged),
+            searched_metrics=searched_metrics(searcher, judged),
         )
 
     def _count_shards(self) -> int:
@@ -314,7 +319,7 @@ class RunDriver(GroupRun):
     def _prepare_next(self) -> None:
         # Workers that were ended may have committed another checkpoint meanwhile.
         self._follower.follow()
-        core.discard_unfinished(self._run)
+        discard_unfinished(self._run)
         self._preemption.end_move()
         self._generation += 1
         self._spec = replace(
@@ -407,7 +412,7 @@ class RunDriver(GroupRun):
             if error is not None and is_failure:
                 self._follow_to_the_end()
                 if self._group.is_chief:
-                    core.record_failed_end(self._run, self._opened, self._generation + 1, error)
+                    record_failed_end(self._run, self._opened, self._generation + 1, error)
         finally:
             self._lock.close()
             self._tell_end(error)
@@ -421,8 +426,8 @@ class RunDriver(GroupRun):
 
     def _tell_end(self, error: BaseException | None) -> None:
         if self._tracking is not None:
-            text = None if error is None else core.describe_error(error)
-            self._tracking.finish(core.outcome_of(error), text)
+            text = None if error is None else describe_error(error)
+            self._tracking.finish(outcome_of(error), text)
         for callback in self._request.callbacks:
             try:
                 callback.finish_training(error)

@@ -18,7 +18,6 @@ from uuid import NAMESPACE_OID, uuid5
 
 import msgspec
 
-from paceline import core
 from paceline._base.run_directory import Control, JournalKey, NotARunDirectoryError, RunDirectory
 from paceline._training.workers.channels import DriverLink, driver_link
 from paceline._training.workers.failures_and_restarts import RunDirectoryError, signal_name
@@ -299,7 +298,7 @@ class PreemptionWatch:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._control = core.ControlFile(run)
+        self._control = ControlFile(run)
         self._signum: int | None = None
         self._deadline: float | None = None
         self._num_commits: int | None = None

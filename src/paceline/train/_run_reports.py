@@ -16,6 +16,7 @@ from paceline._base.journal_records import (
 )
 from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
 from paceline._training.progress_display import TrainingProgress, ending_of, locations_of
+from paceline.core._arguments import group_of_rank, numbers_of
 from paceline.storage._checkpoint_storage import CheckpointStorage, Kept
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results_and_checkpoints import Checkpoint, Report, report_of
@@ -232,7 +233,7 @@ class TensorBoardCallback(_OfWorkers):
         self._writer = _summary_writer()(str(self._logdir or run_dir / "tensorboard"))
 
     def _take(self, report: Report) -> None:
-        for name, value in core.numbers_of(report):
+        for name, value in numbers_of(report):
             self._writer.add_scalar(name, value, report.number, walltime=report.time)
 
     def finish_training(self, error: BaseException | None) -> None:
@@ -341,7 +342,7 @@ class RunFollower:
 
     def _take(self, key: JournalKey, record: Any, now: float) -> None:
         if isinstance(record, MetricsReported):
-            if record.group != core.group_of_rank(METRICS_GROUP, key.rank):
+            if record.group != group_of_rank(METRICS_GROUP, key.rank):
                 return
             report = report_of(key, record, max(0.0, now - record.time))
             self.lags_s[key.rank] = max(self.lags_s.get(key.rank, 0.0), report.lag_s)

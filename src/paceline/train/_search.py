@@ -19,6 +19,7 @@ from paceline._training.masterless_search_trials import (
     search_journal,
 )
 from paceline._training.workers.ray.cluster import RayConnection
+from paceline.core._run_directories import local_directory
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results_and_checkpoints import Checkpoint
 from paceline.train._trainer import Trainer
@@ -223,7 +224,7 @@ def search(
         trainer.check_can_wait()
     chosen = checked_search(space, searcher)
     strategy = checkpoint_strategy or CheckpointStrategy(num_to_keep=1)
-    journal = search_journal(chosen, core.local_directory(directory, "directory"), seed)
+    journal = search_journal(chosen, local_directory(directory, "directory"), seed)
 
     def starting(trainer: Trainer) -> Callable[[SearchTrial], StepwiseTrial]:
         return lambda trial: trainer.run_stepwise(

@@ -14,6 +14,7 @@ from paceline import core
 from paceline._base.journal_records import encode_metrics
 from paceline._base.run_directory import Control, RunDirectory
 from paceline._training.workers.worker_pools import PendingCall
+from paceline.core._arguments import GivenUpError
 from paceline.train._results_and_checkpoints import (
     Checkpoint,
     Report,
@@ -298,7 +299,7 @@ class ClassRun(RunDriver):
             return
         error = error or self._failure
         if error is None and not self._has_instances:
-            error = core.GivenUpError("The workers were ended before the run.")
+            error = GivenUpError("The workers were ended before the run.")
         if error is None:
             with self._ending():
                 self._end_instances()

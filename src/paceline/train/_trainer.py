@@ -14,6 +14,8 @@ from paceline._base.arguments_and_errors import check_dictionary, integer, optio
 from paceline._training.workers.processes.worker_output import WorkerOutput
 from paceline._training.workers.ray.cluster import check_ray_data
 from paceline._training.workers.worker_resources import checked_resources
+from paceline.core._run_directories import local_directory
+from paceline.core._run_storage import GivenStorage, given_storage
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._results_and_checkpoints import Checkpoint, Results
 from paceline.train._run_driver import RunDriver, RunRequest
@@ -97,7 +99,7 @@ class Trainer(TrainerWorkers):
         cluster: str = "auto",
         max_retries: float = 3,
         run_dir: str | os.PathLike[str] | None = None,
-        checkpoint_storage: core.GivenStorage = None,
+        checkpoint_storage: GivenStorage = None,
         heartbeat_timeout_s: float = 30.0,
         backend_args: TorchConfig | None = None,
         workers: int | tuple[int, float] = NOT_GIVEN,
@@ -129,9 +131,9 @@ class Trainer(TrainerWorkers):
         self._max_retries = max_retries
         self._seed = optional(integer)("seed", seed)
         self._check_ranks = ranks_to_check("check_ranks", check_ranks)
-        self._run_dir = core.local_directory(run_dir, "run_dir")
+        self._run_dir = local_directory(run_dir, "run_dir")
         self._given_storage = checkpoint_storage
-        self._storage = core.given_storage(checkpoint_storage)
+        self._storage = given_storage(checkpoint_storage)
         self._num_runs = 0
         self._driver: RunDriver | None = None
         self._iterator: RunIterator | None = None
@@ -313,7 +315,7 @@ class Trainer(TrainerWorkers):
         self.check_can_wait()
         iterator = self._begin(
             train_func, config, None, dataset, checkpoint, checkpoint_strategy, (0,),
-            run_dir=core.local_directory(run_dir, "run_dir"), seed=seed, is_stepwise=True,
+            run_dir=local_directory(run_dir, "run_dir"), seed=seed, is_stepwise=True,
         )  # fmt: skip
         assert self._driver is not None
         return StepwiseRun(self._driver, iterator, known or {})

@@ -16,6 +16,7 @@ from paceline._training.workers.ray.cluster import RayShards, is_ray_dataset
 from paceline._training.workers.worker_resources import WorkerResources, chosen_cluster
 from paceline.core._arguments import NotOfferedError
 from paceline.core._launcher_place import launched_place
+from paceline.core._trackers import as_trackers
 from paceline.data._dataset import Dataset, Fold, read
 from paceline.train._config import ElasticConfig, GroupSettings, TorchConfig, backend_config
 from paceline.train._results_and_checkpoints import Checkpoint
@@ -110,7 +111,7 @@ def split_callbacks(callbacks: Any) -> tuple[list[TrainingCallback], list[core.T
                 "`callbacks` must be TrainingCallback objects, trackers or names of trackers, but"
                 f" got {kind}."
             )
-    return own, core.as_trackers(trackers)
+    return own, as_trackers(trackers)
 
 
 def stored_or_state(checkpoint: Any) -> tuple[Checkpoint | None, Any]:

@@ -10,6 +10,10 @@ from typing import Any, TypeVar, overload
 from paceline import core
 from paceline._base.notebook_tables import html_table
 from paceline._training.workers.processes.worker_output import WorkerOutput
+from paceline.core._arguments import GivenUpError
+from paceline.core._open_run import OpenedRun, join_run, next_run_number, open_run
+from paceline.core._run_directories import resuming_by
+from paceline.core._run_storage import GivenStorage, check_given_storage
 from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.train._config import CheckpointStrategy, GroupSettings
 from paceline.train._run_driver import RunDriver, RunRequest
@@ -102,7 +106,7 @@ class TrainerWorkers:
     # Calls of several threads wait for each other; a run that goes on refuses them.
     _turn: threading.RLock
     _run_dir: Path | None
-    _given_storage: core.GivenStorage
+    _given_storage: GivenStorage
     _storage: CheckpointStorage | None
     _num_runs: int
     # The last run.
@@ -234,7 +238,7 @@ class TrainerWorkers:
     def _end_class_run(self, *, is_forced: bool = False) -> None:
         run, self._class_run = self._class_run, None
         if run is not None:
-            run.finish(core.GivenUpError("The workers were ended by force.") if is_forced else None)
+            run.finish(GivenUpError("The workers were ended by force.") if is_forced else None)
 
     def _begin_class_run(self, instance: Instance) -> ClassRun:
         own, trackers = split_callbacks(self._class_callbacks)
@@ -264,16 +268,16 @@ class TrainerWorkers:
         directory: Path | None,
         seed: int | None,
         lock: ExitStack,
-    ) -> core.OpenedRun:
+    ) -> OpenedRun:
         self._num_runs += 1
         is_named = directory is not None
         directory = directory or self._run_dir
         if directory is not None and self._num_runs > 1 and not is_named:
             directory = directory.with_name(f"{directory.name}-{self._num_runs}")
-        number = core.next_run_number()
-        with core.resuming_by(", or pass its directory as run_dir= of the trainer"):
+        number = next_run_number()
+        with resuming_by(", or pass its directory as run_dir= of the trainer"):
             opened = self._group.decide(
-                lambda: core.open_run(
+                lambda: open_run(
                     number=number,
                     directory=directory,
                     storage=self._storage,
@@ -282,8 +286,8 @@ class TrainerWorkers:
                     lock=lock,
                 )
             )
-        opened = core.join_run(opened, lock, is_chief=self._group.is_chief)
-        core.check_given_storage(self._given_storage, opened.info)
+        opened = join_run(opened, lock, is_chief=self._group.is_chief)
+        check_given_storage(self._given_storage, opened.info)
         return opened
 
     def __enter__(self: _Self) -> _Self:

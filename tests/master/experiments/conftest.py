@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Row, select
 
+from paceline._base.journal_records import encode_metrics
 from paceline._cluster.master.executors import LocalExecutor
 from paceline._cluster.master.experiments.attempt_end import end_attempt
 from paceline._cluster.master.experiments.attempts import Leases, Node
@@ -26,14 +27,9 @@ from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.messages.runner_messages import AttemptEnd, Mark, RecordBatch
 from paceline._cluster.messages.states import ErrorKind, ExitReason
 from paceline.config import validate_config
-from paceline.journal import (
-    AnyRecord,
-    CheckpointStored,
-    MetricsReported,
-    PreemptionAcknowledged,
-    encode_metrics,
-)
-from paceline.search import input_from_json, message_to_json, replay
+from paceline.journal import AnyRecord, CheckpointStored, MetricsReported, PreemptionAcknowledged
+from paceline.search._search import replay
+from paceline.search._search_method import input_from_json, message_to_json
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "single": {"name": "single"},

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 from sqlalchemy import event, select
 
+from paceline._base.journal_records import MAX_DEPTH
 from paceline._cluster.master.store import tables
-from paceline.journal import MAX_DEPTH, AlertRaised, CheckpointStored, StatusReported
+from paceline.journal import AlertRaised, CheckpointStored, StatusReported
 
 METRICS = {
     "type": "metrics", "time": 1.0, "group": "training", "steps_completed": 5,

@@ -5,6 +5,7 @@ import msgspec
 import pytest
 from sqlalchemy import update
 
+from paceline._base.journal_records import encode_float
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
 from paceline._cluster.master.experiments.state_transitions import NotFoundError, RefusedError
 from paceline._cluster.master.store import tables
@@ -25,7 +26,6 @@ from paceline.journal import (
     RunMetadataSet,
     StatusReported,
     TimeSpent,
-    encode_float,
 )
 
 

@@ -14,7 +14,8 @@ from paceline._cluster.master.experiments.storage_calls import StorageCalls
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import settle_cluster_id
 from paceline.journal import CheckpointStored
-from paceline.storage import DirectoryStorage, origin_of, storage_from
+from paceline.storage import DirectoryStorage, storage_from
+from paceline.storage._checkpoint_files import origin_of
 
 
 def commit(storage: Path, uuid: str, origin: str = "", *, created: float | None = None) -> None:

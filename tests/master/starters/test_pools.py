@@ -23,7 +23,8 @@ from paceline._cluster.master.starters.pool_runners import (
 )
 from paceline._cluster.master.starters.starter_base import RunnerOrder, Starter, StarterError
 from paceline._cluster.messages.runner_messages import PROTOCOL, MasterAddress, NodeFacts, NodePoll
-from paceline.config import ConfigError, Section
+from paceline.config import ConfigError
+from paceline.config._fields_and_problems import Section
 
 FILE = """
 pools:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select, update
 
+from paceline._base.journal_records import decode_value, encode_metrics, same_value
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.metric_rows_and_times import (
@@ -19,7 +20,7 @@ from paceline._cluster.master.store.metric_rows_and_times import (
     read_series,
 )
 from paceline._cluster.master.store.series_writer import Summary, read_summary, trim_summaries
-from paceline.journal import MetricsReported, decode_value, encode_metrics, same_value
+from paceline.journal import MetricsReported
 
 AddTrial = Callable[..., int]
 

@@ -7,10 +7,11 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline._base.journal_records import encode_metrics
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.metric_rows_and_times import add_metrics, iter_points, read_rows
 from paceline._cluster.master.store.metric_series import Selection
-from paceline.journal import MetricsReported, encode_metrics
+from paceline.journal import MetricsReported
 
 AddTrial = Callable[..., int]
 CHUNK = 1024

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
+from paceline._base.journal_records import encode_metrics
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.metric_rows_and_times import (
@@ -16,7 +17,7 @@ from paceline._cluster.master.store.metric_rows_and_times import (
     read_rows,
     read_series,
 )
-from paceline.journal import MetricsReported, encode_metrics
+from paceline.journal import MetricsReported
 
 AddTrial = Callable[..., int]
 CHUNK = 1024

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, update
 
+from paceline._base.journal_files import frame_line
+from paceline._base.journal_records import encode_record
 from paceline._cluster.master.home_directory import Home, HomeInUseError
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
@@ -24,7 +26,7 @@ from paceline._cluster.master.upkeep.recovery_records import (
     recorded_experiments,
     write_some,
 )
-from paceline.journal import MetricsReported, encode_record, frame_line
+from paceline.journal import MetricsReported
 
 DieAt = Callable[[str, Callable[[], object]], None]
 RECORDED = (

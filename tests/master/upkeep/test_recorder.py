@@ -7,13 +7,15 @@ from typing import Any
 
 from sqlalchemy import delete, func, insert, select
 
+from paceline._base.journal_files import JournalWriter
+from paceline._base.run_directory import JournalKey, RunInfo
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.recovery_rows import ALL, note_experiment
 from paceline._cluster.master.upkeep.database_rebuild import rebuild_database
 from paceline._cluster.master.upkeep.recovery_records import write_some
-from paceline.journal import JournalKey, JournalWriter, MetricsReported, RunDirectory, RunInfo
+from paceline.journal import MetricsReported, RunDirectory
 
 
 def test_experiments_that_are_recorded_whole_come_some_at_a_time(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 
 import msgspec
 
-from paceline import core, faults
+from paceline import faults
 from paceline._base.journal_records import AttemptFinished
 from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._cluster.messages.runner_messages import AttemptEnd
@@ -23,6 +23,7 @@ from paceline._cluster.runner.master_link import (
 )
 from paceline._cluster.runner.record_shipping import Shipper
 from paceline._training.workers.processes.signals_and_leftovers import end_marked, kill_leftover
+from paceline.core._run_storage import discard_unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def report_failed_start(directory: AttemptDirectory, error: Exception) -> None:
 def ship_leftover_reports(directory: AttemptDirectory) -> None:
     """Send an earlier runner's leftover reports, and end its remaining processes."""
     end_leftovers(directory)
-    core.discard_unfinished(directory.run)
+    discard_unfinished(directory.run)
     end = read_end(directory)
     if end is None:
         end = _end_without_word(directory.run)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline import core, faults
+from paceline import faults
 from paceline._base.process_and_network import PortReservation, interface_of
 from paceline._base.run_directory import MEETING_PORT_VARIABLE, RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline._cluster.messages.runner_messages import AttemptControl, AttemptEnd, AttemptSpec
@@ -54,6 +54,8 @@ from paceline._training.workers.processes.rank_environment import (
 )
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.processes.worker_process import WorkerSpec
+from paceline.core._launcher_place import forget_launcher
+from paceline.core._run_storage import discard_unfinished
 
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -192,7 +194,7 @@ class AttemptRun:
         end = msgspec.structs.replace(end, is_leaving=self._follower.is_terminating)
         self._follower.stop()
         self._group.close()
-        core.discard_unfinished(self._directory.run)
+        discard_unfinished(self._directory.run)
         write_attempt_end(self._directory, end)
         faults.reach("runner.ended")
         lost = None if self._spool is None else self._spool.finish()
@@ -382,7 +384,7 @@ class AttemptRun:
         for name in (*_PRIVATE_VARIABLES, faults.FAULT_VARIABLE):
             environment.pop(name, None)
         # The runner may be a task of Slurm itself; what it starts is not.
-        core.forget_launcher(environment)
+        forget_launcher(environment)
         if python is not None:
             # Interpreter directory, even if missing here: the command prefix may lead elsewhere.
             environment["PATH"] = os.pathsep.join(

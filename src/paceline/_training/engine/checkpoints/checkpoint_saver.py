@@ -40,7 +40,7 @@ class CheckpointSaver:
     The thread stays until `finish`, as it takes long to begin one where ranks share cores.
 
     An error of the thread is raised by the next `save` or `check` if training must not go on with
-    it, as `core.StoreFailures` has it, and by `finish`.
+    it, as `StoreFailures` has it, and by `finish`.
 
     Args:
         rank: This rank, which stores its pieces of sharded tensors as a part ``shard_<rank>``.

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from paceline import core, train
 from paceline._training.engine.checkpoints.state_files import StateFormatError
-from paceline.storage import DirectoryStorage, storage_from
+from paceline.storage import CheckpointNotFoundError, DirectoryStorage, storage_from
 
 
 def run(function: Any, config: dict[str, Any] | None = None, **options: Any) -> train.Results:
@@ -378,8 +378,11 @@ def test_the_checkpoint_in_one_of_ray_tune_is_found(tmp_path: Path, has_files: b
     (of_tune / "paceline.json").write_text(json.dumps(facts))
     assert train.Checkpoint.from_path(of_tune).load()["step"] == 3
     (of_tune / "paceline.json").write_text(json.dumps({**facts, "uuid": None, "url": None}))
-    with pytest.raises(FileNotFoundError, match="must have one of the train function"):
+    with pytest.raises(CheckpointNotFoundError, match="must have one of the train function"):
         train.Checkpoint.from_path(of_tune)
+    empty = trainer.run(lambda: None)
+    with pytest.raises(CheckpointNotFoundError, match="must have a checkpoint to load"):
+        train.Checkpoint.from_path(empty.run_dir)
 
 
 def test_checkpoints_of_other_doors_are_refused(work_here: Path) -> None:

@@ -180,8 +180,10 @@ def _open_following(path: str) -> int:
             if stat.S_ISLNK(facts.st_mode):
                 owners.add(facts.st_uid)
                 # Empty name: Linux reads the opened link itself, whatever its name is now.
-                target = os.readlink("", dir_fd=below)
-                os.close(below)
+                try:
+                    target = os.readlink("", dir_fd=below)
+                finally:
+                    os.close(below)
                 parts = [*target.split("/"), *parts]
                 if not target.startswith("/"):
                     continue

@@ -335,7 +335,7 @@ class RunSync:
                 reply = self._post(found, is_alive=is_alive or not is_rest)
             if _lacks_records(reply, found):
                 # The master has lost what it had, such as its database. The journals have it.
-                tail = self._register()
+                tail, num_records = self._register(), 0
                 continue
             if is_rest:
                 return SyncResult(

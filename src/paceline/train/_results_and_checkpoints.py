@@ -14,6 +14,7 @@ from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._training.workers.failures_and_restarts import TrainingFailedError
 from paceline.core._arguments import group_of_rank
 from paceline.core._run_summaries import restorable_checkpoint
+from paceline.storage._checkpoint_files import CheckpointNotFoundError
 from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._storage_by_url import checkpoint_at, storage_from
 from paceline.train._run_protocol import (
@@ -60,7 +61,7 @@ class Checkpoint:
         if (location / cls.tune_file).exists():
             facts = json.loads((location / cls.tune_file).read_text())
             if facts["uuid"] is None:
-                raise FileNotFoundError(
+                raise CheckpointNotFoundError(
                     f"The checkpoint of Ray Tune in {str(location)!r} must have one of the train"
                     " function, but that had saved none before."
                 )
@@ -68,7 +69,7 @@ class Checkpoint:
         if (location / "run.json").exists():
             storage, uuid = restorable_checkpoint(location)
             if uuid is None:
-                raise FileNotFoundError(
+                raise CheckpointNotFoundError(
                     f"The run {str(location)!r} must have a checkpoint to load."
                 )
         else:

@@ -20,6 +20,7 @@ from paceline._training.masterless_search_trials import (
 )
 from paceline._training.workers.ray.cluster import RayConnection
 from paceline.core._run_directories import local_directory
+from paceline.storage._checkpoint_files import CheckpointNotFoundError
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results_and_checkpoints import Checkpoint
 from paceline.train._trainer import Trainer
@@ -45,7 +46,7 @@ class TrialResult(TrialOutcome):
         """The newest checkpoint of the trial; None if there is no checkpoint."""
         try:
             return Checkpoint.from_path(self.run_dir)
-        except FileNotFoundError:
+        except CheckpointNotFoundError:
             return None
 
 

@@ -350,7 +350,9 @@ class OutputReader:
 
     def wake(self) -> None:
         """Have `read` return."""
-        os.write(self._wake_writer, b"\0")
+        # A full pipe wakes it already.
+        with suppress(BlockingIOError):
+            os.write(self._wake_writer, b"\0")
 
     def open(self, worker: LocalWorker, pipe: IO[bytes], stream: Stream) -> None:
         """Read a stream of a worker from now on."""

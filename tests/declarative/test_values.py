@@ -54,10 +54,9 @@ def test_everything_but_data_comes_back(make_config: MakeConfig) -> None:
         loss_weights=[1, 2, 3.5],
         post_training_epoch_hook=test_everything_but_data_comes_back,
     )
-    found = TrainingConfig()
-    found.load_from_json(
-        written(config), namespace=globals(), allowed_modules=["tests", "conftest"]
-    )
+    found, path = TrainingConfig(), written(config)
+    assert '"paceline.declarative.TotalVariationLoss"' in path.read_text()
+    found.load_from_json(path, namespace=globals(), allowed_modules=["tests", "conftest"])
     assert found.dataset is None
     for name in (*("optimizer", "optimizer_params", "loss_weights", "pred_names_and_types"),):
         assert getattr(found, name) == getattr(config, name)

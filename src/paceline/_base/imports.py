@@ -84,6 +84,24 @@ def late_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     return load
 
 
+def show_public_errors(package: str, names: Mapping[str, Any]) -> None:
+    """Name the exceptions of a public package by the package, not by their private modules.
+
+    Tracebacks show this name, and pickled exceptions hold it: modules may move.
+
+    Args:
+        package: Its name.
+        names: Its names with their values; exceptions defined elsewhere keep their module.
+    """
+    for value in names.values():
+        if (
+            isinstance(value, type)
+            and issubclass(value, BaseException)
+            and value.__module__.startswith(f"{package}._")
+        ):
+            value.__module__ = package
+
+
 def required_library(module: str, user: str, install: str) -> ModuleType:
     """Return a module of another library.
 

@@ -133,13 +133,13 @@ _USER_ERRORS = frozenset(
         "_cluster.master.upkeep.backup_snapshots.BackupError",
         "_cluster.runner.attempt_directory.SecretFileError",
         "_cluster.runner.node_runner.NodeStoppedError",
-        "client._http_session.ClientError",
-        "config._fields_and_problems.ConfigError",
-        "core._arguments.NotOfferedError",
-        "search._hyperparameter_space.SpaceError",
-        "search._search_method.SearchMethodError",
-        "storage._checkpoint_files.CheckpointError",
-        "storage._checkpoint_files.CheckpointMismatchError",
+        "client.ClientError",
+        "config.ConfigError",
+        "core.NotOfferedError",
+        "search.SpaceError",
+        "search.SearchMethodError",
+        "storage.CheckpointError",
+        "storage.CheckpointMismatchError",
     )
 )
 

@@ -4,6 +4,7 @@
 names (`PACELINE_HOME`, or `PACELINE_MASTER` with `PACELINE_TOKEN`); `Client` names one itself.
 """
 
+from paceline._base.imports import show_public_errors
 from paceline.client._checkpoint import Checkpoint, DownloadMode
 from paceline.client._client import (
     Client,
@@ -47,3 +48,5 @@ __all__ = [
     "list_experiments",
     "trial",
 ]
+
+show_public_errors(__name__, globals())

@@ -1,5 +1,6 @@
 """Experiment config: reading, checking, merging, and the meaning of its sections."""
 
+from paceline._base.imports import show_public_errors
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._fields_and_problems import ConfigError
 from paceline.config._searcher_section import Searcher
@@ -13,3 +14,5 @@ __all__ = [
     "load_config",
     "validate_config",
 ]
+
+show_public_errors(__name__, globals())

@@ -1,6 +1,7 @@
 """API for any training script: metrics, checkpoints, preemption, search, several ranks."""
 
 from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.imports import show_public_errors
 from paceline._base.run_directory import TrialInfo
 from paceline.core._arguments import (
     DistributedError,
@@ -76,3 +77,5 @@ __all__ = [
     "summarize_run",
     "time_shares_of_run",
 ]
+
+show_public_errors(__name__, globals())

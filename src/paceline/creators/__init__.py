@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+from paceline._base.imports import show_public_errors
 from paceline._training.engine.checkpoints.state_files import StateFormatError
 from paceline._training.workers.failures_and_restarts import (
     NodesDifferError,
@@ -37,6 +38,8 @@ __all__ = [
     "WorkerFailedError",
     "WorkersLostError",
 ]
+
+show_public_errors(__name__, globals())
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 Importing this loads no torch.
 """
 
+from paceline._base.imports import show_public_errors
 from paceline.data._dataset import Dataset, read, read_images, write_index
 from paceline.data._default_batches import (
     DataChangedError,
@@ -25,3 +26,5 @@ __all__ = [
     "stream_pieces",
     "write_index",
 ]
+
+show_public_errors(__name__, globals())

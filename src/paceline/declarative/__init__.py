@@ -1,5 +1,6 @@
 """Front door for config objects: describe a run, then build and train the run."""
 
+from paceline._base.imports import show_public_errors
 from paceline.declarative._config_classes import (
     Config,
     InferenceConfig,
@@ -39,3 +40,5 @@ __all__ = [
     "TrainingConfig",
     "load_run",
 ]
+
+show_public_errors(__name__, globals())

@@ -79,6 +79,9 @@ class JsonWriter:
 def _path_of(value: Any) -> str:
     """Return the import path of a class or function."""
     module, name = value.__module__, value.__qualname__
+    if module.startswith("paceline."):
+        # Private modules may move, and files stay readable.
+        module, _, _ = module.partition("._")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -1,5 +1,6 @@
 """The Trial class front door: the trainer takes over the loop; model and step stay yours."""
 
+from paceline._base.imports import show_public_errors
 from paceline._training.engine.checkpoints.export_weights import (
     ExportedWeights,
     export_dcp,
@@ -13,6 +14,7 @@ from paceline._training.engine.weighted_means import KeySetError
 from paceline._training.workers.failures_and_restarts import RanksDifferError
 from paceline.core._arguments import NonFiniteError
 from paceline.data._batches_to_device import TorchData, to_device
+from paceline.pytorch import samplers
 from paceline.pytorch._batch_inference import TorchBatchProcessor, torch_batch_process
 from paceline.pytorch._from_checkpoint import (
     load_trial_from_checkpoint_path,
@@ -63,3 +65,5 @@ __all__ = [
     "to_device",
     "torch_batch_process",
 ]
+
+show_public_errors(__name__, globals())

@@ -6,6 +6,7 @@ Nothing here does I/O. `Search` takes inputs (what happened to trials) and retur
 
 from __future__ import annotations
 
+from paceline._base.imports import show_public_errors
 from paceline.search._adaptive_asha import Mode
 from paceline.search._hyperparameter_space import Space, SpaceError, parse_space
 from paceline.search._search import SimulationResult, simulate
@@ -56,3 +57,5 @@ __all__ = [
     "parse_space",
     "simulate",
 ]
+
+show_public_errors(__name__, globals())

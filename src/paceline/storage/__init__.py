@@ -1,5 +1,6 @@
 """Checkpoint storage: immutable directories of files with a UUID, a manifest and metadata."""
 
+from paceline._base.imports import show_public_errors
 from paceline.storage._checkpoint_files import (
     CheckpointCorruptError,
     CheckpointError,
@@ -36,3 +37,5 @@ __all__ = [
     "StoredObject",
     "storage_from",
 ]
+
+show_public_errors(__name__, globals())

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 # The points stand in Paceline's own code, so this must load nothing else.
 from paceline import faults
-from paceline._base.imports import late_names
+from paceline._base.imports import late_names, show_public_errors
 
 if TYPE_CHECKING:
     from paceline.testing._compare_runs import (
@@ -44,5 +44,7 @@ __all__ = [
     "faults",
     "verify_resume",
 ]
+
+show_public_errors(__name__, globals())
 
 __getattr__ = late_names(__name__, _PLACES)

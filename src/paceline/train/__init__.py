@@ -5,7 +5,7 @@ Importing this loads no torch.
 
 from typing import TYPE_CHECKING
 
-from paceline._base.imports import late_names
+from paceline._base.imports import late_names, show_public_errors
 from paceline._training.workers.failures_and_restarts import (
     NodesDifferError,
     NotEnoughWorkersError,
@@ -114,6 +114,8 @@ __all__ = [
     "world_rank",
     "world_size",
 ]
+
+show_public_errors(__name__, globals())
 
 # Workers and most drivers search nothing.
 __getattr__ = late_names(

@@ -5,12 +5,14 @@ LOCK ?= constraints.txt
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# What takes minutes prints a line for each package.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off
 TORCH := 2.13.0
 NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
 BUILD_UI := $(BIN)/python webui/scripts/build.py
-FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
+FAST_TESTS ?= $(addprefix tests/,journal messages storage config search)
 
-.PHONY: help demo ui test-ui browser test test-fast test-all test-stores test-versions exactness fault-matrix test-backends check bench bench-peers bench-data \
+.PHONY: help demo ui test-ui browser format test test-fast test-all test-stores test-versions exactness fault-matrix test-backends check bench bench-peers bench-data \
   proof soak faults gpu gpu-wheels lock clean
 
 help:
@@ -19,13 +21,14 @@ help:
 	@echo "make test-ui    the web UI, built and tested without a browser"
 	@echo "make browser    a Chromium for the tests of the web UI, unless there is one"
 	@echo "make test       the tests that are not slow, campaigns with few rounds"
-	@echo "make test-fast  the tests that start no processes"
+	@echo "make test-fast  the tests that start no processes, in a small environment"
 	@echo "make test-all   all tests, campaigns in full counts"
 	@echo "make test-stores  all tests of storages, with an Azurite for az://"
 	@echo "make test-versions  the lowest and the newest dependencies, on each Python found here"
 	@echo "make exactness  every cell of the matrix of interrupted trainings, about 10 minutes"
 	@echo "make fault-matrix  what is seen of each fault of a worker, as a table, about 10 minutes"
 	@echo "make test-backends  DeepSpeed and Horovod, built in environments of their own"
+	@echo "make format     what the linter and the formatter can mend"
 	@echo "make check      linter, formatter and types"
 	@echo "make bench      the benchmarks, as a table"
 	@echo "make bench-peers  training steps and worker groups of Paceline and of others, 20 minutes"
@@ -81,7 +84,8 @@ test: $(VENV)/.installed-dev test-ui browser
 	PYTHONPATH=$(abspath tests/quick_start) \
 	  $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_PROCESSES) $(ONE_FILE_EACH)
 
-test-fast: $(VENV)/.installed-dev
+# FAST_TESTS="tests/search" runs less.
+test-fast: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -m "not slow" $(FAST_TESTS)
 
 test-all: $(VENV)/.installed-dev test-ui browser
@@ -119,6 +123,10 @@ fault-matrix: $(VENV)/.installed-dev
 test-backends: $(VENV)/backends-deepspeed/.installed $(VENV)/backends-horovod/.installed
 	$(VENV)/backends-deepspeed/bin/python -m pytest -q tests/backends/test_deepspeed.py
 	$(VENV)/backends-horovod/bin/python -m pytest -q tests/backends/test_horovod.py
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix --exit-zero --quiet
+	$(BIN)/ruff format
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check
@@ -199,11 +207,16 @@ clean:
 # Installed again when the project's metadata or the lock change. Development includes what the
 # examples need, so one environment serves both.
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install -c constraints.txt -e '.[dev,ray,s3,data]'
-	@touch $@ $(VENV)/.installed-examples
+	$(INSTALL) -c constraints.txt -e '.[dev,ray,s3,data]'
+	@touch $@ $(VENV)/.installed-examples $(VENV)/.installed-test
+
+# Enough for a change in a room that starts no processes.
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -c constraints.txt -e '.[test]'
+	@touch $@
 
 $(VENV)/.installed-examples: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install -c constraints.txt -e '.[examples]'
+	$(INSTALL) -c constraints.txt -e '.[examples]'
 	@touch $@
 
 # The peers pin other versions than the lock, so they live apart.

@@ -594,6 +594,22 @@ def test_a_token_that_only_reports_names_no_checkpoint_that_the_master_opens(
     assert "scope `report`" in master.http.delete(f"/checkpoints/{_UUID}").json()["detail"]
 
 
+def test_a_token_that_only_reports_adds_nothing_to_the_run_of_another(
+    master: Any, run: HandRun, send: Callable[..., Any]
+) -> None:
+    secret = master.http.post("/tokens", json={"name": "far", "scope": "report"}).json()["secret"]
+    run.begin()
+    send(run)
+    before = dump(master)
+    forged = b'{"batches":[],"is_alive":false}'
+    with Client(f"http://127.0.0.1:{master.port}", secret) as reporter:
+        with pytest.raises(ApiError, match="experiment 1 was registered by another"):
+            RunSync(reporter, run.path).send()
+        with pytest.raises(ApiError, match="experiment 1 was registered by another"):
+            reporter._session.send("POST", f"{run.sync_url}/records", content=forged)
+    assert dump(master) == before
+
+
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_commands_are_refused(
     master: Any, run: HandRun, send: Callable[..., Any], is_alive: bool

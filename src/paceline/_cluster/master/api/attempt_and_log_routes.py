@@ -238,11 +238,10 @@ async def register_run(
             "invalid_request",
             f"`info.run_id` must be the one in the path, {run_id!r}, but got {body.info.run_id!r}.",
         )
-    is_trusted = identity is not None and identity.scope is not RouteScope.REPORT
     reply = await write_rows(
         master,
         lambda transaction: master.unmanaged.register(
-            transaction, body.info, body.path, is_trusted=is_trusted
+            transaction, body.info, body.path, is_trusted=_may_name_directories(identity)
         ),
     )
     return _json_bytes(reply)
@@ -250,7 +249,9 @@ async def register_run(
 
 @run_router.post("/runs/{run_id}/records", openapi_extra={"requestBody": {"content": {
     "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
-async def store_run_records(run_id: RunId, request: Request, master: MasterOf) -> Response:
+async def store_run_records(
+    run_id: RunId, request: Request, master: MasterOf, identity: IdentityOf
+) -> Response:
     """Store journal records of a run; known records are dropped."""
     body = await _decode(request, RunRecords)
     parts = [*in_parts(sorted(body.batches, key=place_of_batch), _MAX_AT_ONCE)]
@@ -263,12 +264,17 @@ async def store_run_records(run_id: RunId, request: Request, master: MasterOf) -
                 is_alive=body.is_alive or part is not parts[-1],
                 moved=body.moved,
                 lease_s=body.lease_s,
+                is_trusted=_may_name_directories(identity),
             )
             reply = await write_rows(master, take)
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
         message = f"The records cannot be stored: {type(error).__name__}: {error}"
         raise ApiError(422, "invalid_records", message) from error
     return _json_bytes(reply)
+
+
+def _may_name_directories(identity: IdentityOf) -> bool:
+    return identity is not None and identity.scope is not RouteScope.REPORT
 
 
 def _json_bytes(message: msgspec.Struct) -> Response:

@@ -33,6 +33,21 @@ def is_reported(experiment: Row[Any]) -> bool:
     return (experiment.external_path or REPORTED).startswith(REPORTED)
 
 
+def check_sender(experiment: Row[Any], *, is_trusted: bool) -> None:
+    """Refuse a sender whose token only reports, for a run that another kind of sender registered.
+
+    Raises:
+        RefusedError: The run is not that sender's.
+    """
+    if not is_trusted and not is_reported(experiment):
+        raise RefusedError(
+            "foreign_run",
+            "A token of scope `report` must send runs that such a token registered, but"
+            f" experiment {experiment.id} was registered by another. Hint: send with the token"
+            " that registered the run.",
+        )
+
+
 def open_runs_of_directories(connection: Connection) -> list[Row[Any]]:
     """Return the experiments that have not ended, of runs whose directories a master follows."""
     experiments = tables.experiments

@@ -28,13 +28,13 @@ from paceline._cluster.master.experiments.unmanaged_run_rows import (
     attempt_started,
     attempts_of_run,
     check_run,
+    check_sender,
     config_of_run,
     end_of_run,
     experiment_of_run,
     has_news_of_run,
     hparams_of_run,
     insert_row,
-    is_reported,
     move_unmanaged_checkpoints,
     open_runs_of_directories,
     reopen_attempt,
@@ -83,7 +83,8 @@ class Unmanaged:
             is_trusted: Whether the sender may name directories that the master opens.
 
         Raises:
-            RefusedError: A master started the run, or it has another format version.
+            RefusedError: A master started the run, or it has another format version, or it is not
+                the sender's.
             paceline.config.ConfigError: The run holds a configuration that is not valid.
         """
         connection = transaction.connection
@@ -94,7 +95,8 @@ class Unmanaged:
             check_run(info)
             experiment_id = self._create(transaction, info, path)
             known = self._changes.experiment(connection, experiment_id)
-        elif known.external_path != path and (is_trusted or is_reported(known)):
+        check_sender(known, is_trusted=is_trusted)
+        if known.external_path != path:
             update_experiment(connection, known.id, external_path=path)
         return reply_of_run(connection, known.id)
 
@@ -107,6 +109,7 @@ class Unmanaged:
         is_alive: bool,
         moved: Mapping[str, str] | None = None,
         lease_s: float | None = None,
+        is_trusted: bool = True,
     ) -> RunReply:
         """Store a run's further records and bring its states up to date.
 
@@ -119,14 +122,17 @@ class Unmanaged:
             is_alive: Whether more may follow: the run goes on, or it wrote more than this.
             moved: Checkpoint storages that the journals name, and where they are now.
             lease_s: How long nothing may be heard of the run while it goes on; None is for ever.
+            is_trusted: Whether the sender may name directories that the master opens.
 
         Raises:
             NotFoundError: The run was not registered.
+            RefusedError: The run is not the sender's.
         """
         connection = transaction.connection
         experiment = experiment_of_run(connection, run_id)
         if experiment is None:
             raise NotFoundError(f"There is no run {run_id!r}. Hint: register it first.")
+        check_sender(experiment, is_trusted=is_trusted)
         if lease_s is not None:
             self._deadlines[experiment.id] = time.monotonic() + lease_s
         if experiment.report_lease_s != lease_s:

@@ -79,7 +79,7 @@ def test_import_loads_nothing_heavy(run_python: Callable[..., Any], code: str) -
         "_training.masterless_search",
         "_training.progress_display",
         "_training.workers.process_pools",
-        "_training.workers.elastic_group",
+        "_training.workers.workers",
         "data",
         "train",
         "train._run_protocol",

@@ -14,10 +14,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from paceline._training.workers.group_recovery import KeptState, MemoryFile, read_parts
 from paceline.creators import PyTorchTrainer
-from paceline.creators import _replica as _replica_functions
-from paceline.creators._pass_state import join_pass_state
+from paceline.creators._pass_state import KeptState, MemoryFile, join_pass_state, read_parts
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -94,7 +92,7 @@ def test_what_all_share_goes_through_a_file_and_there_is_one_at_a_time(
         assert num_files() == 0
         disturbed = run(trainer, lost)
         assert num_files() == 1
-        kept = trainer._group._kept
+        kept = trainer._workers._kept
         assert kept is not None
         assert kept.parts[0] is None
         assert kept.path is not None
@@ -127,7 +125,7 @@ def test_without_such_files_the_state_comes_in_messages(
     with make(num_workers=2) as trainer:
         told = run(trainer, 1)
         assert num_files() == 0
-        kept = trainer._group._kept
+        kept = trainer._workers._kept
         assert kept is not None
         assert kept.path is None
     assert are_same(told, expected)
@@ -139,7 +137,7 @@ def test_a_file_that_the_chief_cannot_write_is_done_without(are_same: Same) -> N
         expected = trainer.state_dict()
         # As if it belonged to somebody else, or no memory were left for it.
         for path in ("/proc/self/no_such_file", "/dev/full"):
-            parts = trainer._group._call(_replica_functions.state, path)
+            parts = trainer._workers._execute("state_part", path)
             kept = KeptState(parts, MemoryFile())
             assert are_same(join_pass_state(read_parts(kept.path, kept.parts)), expected)
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline._training.workers.elastic_group import (
-    ElasticGroup,
+from paceline._training.workers.process_pools import LocalPool
+from paceline._training.workers.workers import (
     ElasticLimits,
     ElasticSize,
     Form,
     GiveUp,
     GrowthAttempts,
     Wait,
+    Workers,
 )
-from paceline._training.workers.process_pools import LocalPool
 
 
 def limits(least: int = 2, most: float = 4, **waiting: Any) -> ElasticLimits:
@@ -164,21 +164,10 @@ class LeavingPlace(LocalPool):
         return self.leaving if self.is_alive else []
 
 
-class SharingGroup(ElasticGroup):
-    """A group of workers in a given place."""
-
-    def __init__(self, place: LocalPool, limits: ElasticLimits) -> None:
-        super().__init__(limits, hint="none.")
-        self.place = place
-
-    def _make_pool(self) -> LocalPool:
-        return self.place
-
-
 def test_a_group_grows_only_into_what_is_reserved() -> None:
     place = SharedPlace()
     delays = {"first_delay_s": 1e-3, "longest_delay_s": 1e-3}
-    group = SharingGroup(place, limits(1, 3, **delays))
+    group = Workers(limits(1, 3, **delays), lambda: place, hint="none.")
     group.form()
     try:
         assert place.num_workers == 1
@@ -210,7 +199,7 @@ def test_a_group_says_once_who_has_to_leave(
     least: int, num_seats: int, expected: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = LeavingPlace(2)
-    group = SharingGroup(place, limits(least, 2))
+    group = Workers(limits(least, 2), lambda: place, hint="none.")
     group.form()
     try:
         assert group.next_size() is None

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import re
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from paceline._training.engine.checkpoints.sharded_state import (
     take_sharded_tensor_pieces,
 )
 from paceline._training.engine.checkpoints.state_files import StateFormatError, is_storable
+from paceline._training.workers.pickled_calls import NotSendableError, dump, load
 from paceline.creators._passes import DataPosition
 from paceline.storage._checkpoint_files import CheckpointCorruptError, digest_stream
 from paceline.storage._checkpoint_storage import CheckpointStorage
@@ -382,3 +384,72 @@ def read_pass_state(path: Path) -> dict[str, Any]:
                 f" something else ({reason}). Hint: copy it again, or use another one."
             ) from error
     return checked_pass_state(state)
+
+
+class MemoryFile:
+    """File in memory, freed by `close` or the end of this process.
+
+    Attributes:
+        path: Where processes of the same user on this machine open it.
+        close: Frees the memory; may be called again.
+    """
+
+    def __init__(self) -> None:
+        descriptor = os.memfd_create("paceline_state")
+        # Path through /proc: a memory file has no name in any directory.
+        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self.close = weakref.finalize(self, os.close, descriptor)
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Return whether the system supports files in memory."""
+        return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+class KeptState:
+    """The parts of a state.
+
+    Args:
+        parts: That of each rank, in rank order; None for the chief's if that is in the file.
+        file: Where the chief's part may be.
+
+    Attributes:
+        parts: As given.
+        path: The file, if the chief's part is there.
+    """
+
+    def __init__(self, parts: Sequence[Any], file: MemoryFile | None = None) -> None:
+        self.parts = list(parts)
+        self._file = file if parts[0] is None else None
+        self.path = None if self._file is None else self._file.path
+
+    def close(self) -> None:
+        """Forget the state."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read_parts(path: str | None, parts: Sequence[Any]) -> Sequence[Any]:
+    """Return the parts of a state; the first is read from the file if there is a path."""
+    if path is None:
+        return parts
+    with open(path, "rb") as file:
+        return [load(file), *parts[1:]]
+
+
+def write_part(part: dict[str, Any], path: str | None) -> dict[str, Any] | None:
+    """Write a part of a state to the file and return None, or return the part if not written.
+
+    Args:
+        part: The part.
+        path: The file, if there is one.
+    """
+    if path is None:
+        return part
+    try:
+        with open(path, "wb") as file:
+            dump(part, file, what="The state", name="state")
+    except (OSError, NotSendableError):
+        # Another user's, or no memory is left; what cannot be pickled is told where it is sent.
+        return part
+    return None

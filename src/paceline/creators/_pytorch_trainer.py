@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from paceline import core
 from paceline._base.arguments_and_errors import boolean, ranks_to_check
-from paceline._base.gpus import num_visible_gpus
 from paceline._training.engine.fsdp_and_tensor_parallel import ShardUnits
-from paceline._training.workers.elastic_group import ElasticLimits
-from paceline._training.workers.group_recovery import RecoveringGroup, StateFunctions
-from paceline._training.workers.worker_pools import WorkerPool
 from paceline._training.workers.worker_resources import (
     WorkerResources,
     WorkerSettings,
@@ -25,21 +21,13 @@ from paceline.core._attempt_journal import VALIDATION
 from paceline.core._run_directories import local_directory
 from paceline.core._run_storage import GivenStorage, given_storage
 from paceline.core._trackers import as_trackers
-from paceline.creators import _replica as _replica_functions
 from paceline.creators._pass_reports import PassRecord, PassResult, reduced_statistics, shown_pass
-from paceline.creators._pass_state import (
-    checked_pass_state,
-    join_pass_state,
-    load_pass_state,
-    save_pass_state,
-    split_pass_state,
-)
+from paceline.creators._pass_state import checked_pass_state, load_pass_state, save_pass_state
+from paceline.creators._replica_workers import ReplicaWorkers
 from paceline.creators._trainer_arguments import (
     ReplicaPassOrder,
-    ReplicaSpec,
     check_creator_names,
     check_creators_alone,
-    check_gpu,
     check_pass_arguments,
     chosen_num_workers,
     make_replica_spec,
@@ -49,64 +37,6 @@ from paceline.storage._checkpoint_storage import CheckpointStorage
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-
-# An optimizer loads the latter, which would take each worker more than a second.
-_PRELOAD = ("paceline.creators._replica", "torch._dynamo")
-_STATE = StateFunctions(
-    _replica_functions.state, _replica_functions.load_state, join_pass_state, split_pass_state
-)
-
-
-class ReplicaGroup(RecoveringGroup):
-    """The workers of a trainer, each with its replica; they stay until `stop`.
-
-    At first there must be as many as were asked for. When some were lost, it goes on with what can
-    be started.
-
-    Args:
-        settings: How they are started.
-        spec: What each of them makes.
-
-    Raises:
-        ResourcesError: The workers want more than there is.
-    """
-
-    def __init__(self, settings: WorkerSettings, spec: ReplicaSpec) -> None:
-        limits = ElasticLimits.of(settings.num_workers)
-        hint = "free resources, or a smaller `num_workers`."
-        super().__init__(limits, hint=hint, functions=_STATE)
-        self._settings = settings
-        self._spec = spec
-        if self.is_local:
-            settings.resources.check_cores(settings.num_workers, "num_cpus_per_worker")
-            if spec.use_gpu is True:
-                check_gpu(has_gpu=num_visible_gpus() > 0)
-        # A Ray cluster refuses here what it can never run.
-        self._made_pool = self._make_pool()
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are, or were at last."""
-        return self._num_last or self._settings.num_workers
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all workers are processes of this machine."""
-        return self._settings.cluster == "local"
-
-    def _set_up(self) -> None:
-        self._call(_replica_functions.set_up, self._spec)
-        # Limits relaxed once the requested number has run: having fewer is a loss that may pass.
-        self._elastic.limits = ElasticLimits(least=1, most=self._spec.num_shards)
-
-    def _make_pool(self) -> WorkerPool:
-        return self._settings.make_pool(
-            self._settings.num_workers,
-            timeout_s=self._spec.timeout_s,
-            preload=_PRELOAD,
-            strategy="SPREAD",
-        )
 
 
 P = ParamSpec("P")
@@ -131,7 +61,7 @@ def one_at_a_time(
 class TrainerState:
     """Workers and state of a `PyTorchTrainer`; the subclass runs passes."""
 
-    _group: ReplicaGroup
+    _workers: ReplicaWorkers
     _record: PassRecord
     _storage: CheckpointStorage | None
     _is_active: bool
@@ -149,7 +79,7 @@ class TrainerState:
         Raises:
             RuntimeError: The trainer was shut down.
         """
-        return dict(self._group.state())
+        return dict(self._workers.state())
 
     @one_at_a_time
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -163,7 +93,7 @@ class TrainerState:
             TypeError: It is no dictionary.
             ValueError: It is no state of a trainer, or holds other numbers of models.
         """
-        self._group.load(dict(checked_pass_state(state_dict)))
+        self._workers.load(dict(checked_pass_state(state_dict)))
 
     def save(self, path: str | os.PathLike[str] | None = None) -> str:
         """Write the state to a file on this machine, or to a store, whole or not at all.
@@ -210,7 +140,7 @@ class TrainerState:
             RuntimeError: The trainer was shut down, or a model is another one.
             ValueError: It is no state of a trainer, or holds other numbers of models.
         """
-        self._group.load(load_pass_state(path))
+        self._workers.load(load_pass_state(path))
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Restore a state; alias of `load`."""
@@ -224,7 +154,7 @@ class TrainerState:
             NotSendableError: A model cannot be pickled.
             RuntimeError: The trainer was shut down.
         """
-        models = self._group.call(_replica_functions.models)[0]
+        models = self._workers.execute("whole_models")[0]
         return models[0] if len(models) == 1 else models
 
     # ---- workers -------------------------------------------------------------------------
@@ -241,12 +171,12 @@ class TrainerState:
             Exception: What the function raised on the rank that failed first.
         """
         # State may change: the called function may do anything.
-        return self._group.call(_replica_functions.call, fn, changes_state=True)
+        return self._workers.execute("call", fn, changes_state=True)
 
     @property
     def num_workers(self) -> int:
         """How many workers there are at the moment; fewer than asked for after a loss."""
-        return self._group.num_workers
+        return self._workers.num_workers
 
     @property
     def run_dir(self) -> Path | None:
@@ -270,7 +200,7 @@ class TrainerState:
     def _end(self, error: BaseException | None, *, force: bool) -> None:
         self._is_active = False
         try:
-            self._group.stop(force=force)
+            self._workers.stop(force=force)
         finally:
             self._record.close(error)
 
@@ -452,8 +382,8 @@ class PyTorchTrainer(TrainerState):
         )
         directory = local_directory(run_dir, "run_dir")
         self._record = PassRecord(directory, self.config, seed, as_trackers(trackers))
-        self._group = ReplicaGroup(settings, spec)
-        self._group.start()
+        self._workers = ReplicaWorkers(settings, spec)
+        self._workers.start()
         self._shows_progress = use_tqdm
         self._is_active = True
         self._turn = threading.RLock()
@@ -531,26 +461,26 @@ class PyTorchTrainer(TrainerState):
         source = None
         if checkpoint is not None and checkpoint != "auto":
             source = load_pass_state(checkpoint)
-        is_shown, num_losses = self._shows_progress, self._group.num_losses
+        is_shown, num_losses = self._shows_progress, self._workers.num_losses
         with self._record.begun(self.num_workers), shown_pass(is_shown=is_shown) as path:
             order = ReplicaPassOrder(num_steps, profile, dict(info or {}), keeps, path)
             if keeps:
-                self._group.end_to_resize()
-            results = self._group.call_with_retries(
-                _replica_functions.train,
+                self._workers.end_to_resize()
+            results = self._workers.execute_with_retries(
+                "train",
                 order,
                 max_retries=max_retries,
                 keeps_state=keeps,
                 source=source,
             )
-        self._group.keep([result.state for result in results] if keeps else None)
+        self._workers.keep([result.state for result in results] if keeps else None)
         statistics = reduced_statistics(results)
         chief = results[0]
         self._record.add_training(
             chief.num_batches,
             statistics,
             chief.seconds,
-            is_repeated=self._group.num_losses > num_losses,
+            is_repeated=self._workers.num_losses > num_losses,
         )
         return statistics if reduce_results else _of_each(results)
 
@@ -587,11 +517,9 @@ class PyTorchTrainer(TrainerState):
         if not self._can_validate:
             return {}
         order = ReplicaPassOrder(num_steps, profile, dict(info or {}))
-        num_retries = _NUM_VALIDATION_RETRIES if self._group.is_state_kept else 0
+        num_retries = _NUM_VALIDATION_RETRIES if self._workers.is_state_kept else 0
         with self._record.begun(self.num_workers, VALIDATION):
-            results = self._group.call_with_retries(
-                _replica_functions.validate, order, max_retries=num_retries
-            )
+            results = self._workers.execute_with_retries("validate", order, max_retries=num_retries)
         statistics = reduced_statistics(results)
         self._record.add_validation(statistics)
         return statistics if reduce_results else _of_each(results)
@@ -606,7 +534,7 @@ class PyTorchTrainer(TrainerState):
         Raises:
             RuntimeError: The trainer was shut down.
         """
-        self._group.call(_replica_functions.update_schedulers, metric, changes_state=True)
+        self._workers.execute("update_schedulers", metric, changes_state=True)
 
 
 def _of_each(results: list[PassResult]) -> list[dict[str, Any]]:

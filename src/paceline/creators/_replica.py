@@ -17,7 +17,6 @@ from paceline._training.engine.gradient_sync import GradientSync
 from paceline._training.engine.rank_differences import RankCheck, compare_in_group
 from paceline._training.engine.tensors import all_parameters
 from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
-from paceline._training.workers.group_recovery import read_parts, write_part
 from paceline._training.workers.processes.rank_environment import join_process_group
 from paceline.creators._default_functions import train_one_model, validate_one_model
 from paceline.creators._pass_reports import (
@@ -28,7 +27,13 @@ from paceline.creators._pass_reports import (
     StepTimes,
     measured_pass,
 )
-from paceline.creators._pass_state import capture_pass_state, join_pass_state, restore_pass_state
+from paceline.creators._pass_state import (
+    capture_pass_state,
+    join_pass_state,
+    read_parts,
+    restore_pass_state,
+    write_part,
+)
 from paceline.creators._passes import (
     DataPosition,
     Pass,
@@ -175,6 +180,19 @@ class Replica:
         self._compare_ranks()
         part = capture_pass_state(self)
         return part if self.rank else write_part(part, path)
+
+    def load_state(self, path: str | None, parts: list[Any]) -> None:
+        """Put back a state; see `read_parts`."""
+        restore_pass_state(self, join_pass_state(read_parts(path, parts)))
+
+    def update_schedulers(self, metric: float) -> None:
+        """Step all schedulers with a metric."""
+        for scheduler in self.schedulers:
+            scheduler.step(metric)
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Call a function of the user's."""
+        return function()
 
     def _compare_ranks(self) -> None:
         compare_in_group(self._rank_check, self.models, self.optimizers)
@@ -385,7 +403,7 @@ def _one_or_all(values: list[Any]) -> Any:
 _replica: list[Replica] = []
 
 
-def set_up(spec: ReplicaSpec) -> None:
+def make_replica(spec: ReplicaSpec) -> None:
     """Make this worker's replica."""
     # An earlier one must not take the place of the new one's state.
     _replica.clear()
@@ -393,37 +411,6 @@ def set_up(spec: ReplicaSpec) -> None:
     _replica.append(Replica(spec))
 
 
-def train(order: ReplicaPassOrder, state_path: str | None = None) -> PassResult:
-    """Train for a pass."""
-    return _replica[0].train(order, state_path)
-
-
-def validate(order: ReplicaPassOrder) -> PassResult:
-    """Validate."""
-    return _replica[0].validate(order)
-
-
-def state(path: str | None) -> dict[str, Any] | None:
-    """Return this rank's part of the state; None if written to a file."""
-    return _replica[0].state_part(path)
-
-
-def load_state(path: str | None, parts: list[Any]) -> None:
-    """Put back a state; see `read_parts`."""
-    restore_pass_state(_replica[0], join_pass_state(read_parts(path, parts)))
-
-
-def models() -> list[Any] | None:
-    """Return the models, on the chief; all ranks take part, as models may be sharded."""
-    return _replica[0].whole_models()
-
-
-def update_schedulers(metric: float) -> None:
-    """Step all schedulers with a metric."""
-    for scheduler in _replica[0].schedulers:
-        scheduler.step(metric)
-
-
-def call(function: Callable[[], Any]) -> Any:
-    """Call a function of the user's."""
-    return function()
+def execute(method: str, *args: Any) -> Any:
+    """Call a method of this worker's replica."""
+    return getattr(_replica[0], method)(*args)

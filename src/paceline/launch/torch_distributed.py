@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from paceline._base.arguments_and_errors import CollectiveMismatchError
 from paceline._base.gpus import num_visible_gpus
 from paceline._base.process_and_network import LOOPBACK, PortReservation, num_cores
-from paceline._training.workers.elastic_group import ElasticLimits
 from paceline._training.workers.failures_and_restarts import (
     OUTPUT_IS,
     NodesDifferError,
@@ -25,7 +24,7 @@ from paceline._training.workers.failures_and_restarts import (
     WorkerStartError,
 )
 from paceline._training.workers.launch_nodes import LaunchNodes
-from paceline._training.workers.launch_run import LaunchGroup, LaunchRun
+from paceline._training.workers.launch_run import LAUNCH_HINT, LaunchRun
 from paceline._training.workers.process_pools import ProgramPool, WorkerCommand, WorkerVariables
 from paceline._training.workers.processes.rank_environment import (
     SHARDS_VARIABLE,
@@ -35,6 +34,7 @@ from paceline._training.workers.processes.rank_environment import (
 from paceline._training.workers.processes.signals_and_leftovers import sweeping_after_kill
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.worker_resources import check_crowd
+from paceline._training.workers.workers import ElasticLimits, Workers
 from paceline.launch._launcher_arguments import (
     USAGE,
     Backend,
@@ -248,10 +248,10 @@ def _run_workers(
             grace_s=options.grace_s,
         )
 
-    group = LaunchGroup(limits, make_pool)
-    runner = LaunchRun(group, policy, nodes)
+    workers = Workers(limits, make_pool, hint=LAUNCH_HINT)
+    runner = LaunchRun(workers, policy, nodes)
     try:
-        runner.run(lambda: cast(ProgramPool, group.pool).program)
+        runner.run(lambda: workers.pool.program)
     except (CollectiveMismatchError, WorkerFailedError) as error:
         logger.error("%s", error)
         # The output is not beside it where the runner's word is read.

@@ -11,9 +11,9 @@ from typing import Any
 from paceline import core
 from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._training.workers.failures_and_restarts import RestartPolicy
-from paceline._training.workers.group_recovery import GroupRun
 from paceline._training.workers.processes.worker_output import WorkerOutput
 from paceline._training.workers.ray.cluster import dealt
+from paceline._training.workers.run import Run
 from paceline._training.workers.worker_pools import PendingCall
 from paceline.core._arguments import GivenUpError, searched_metrics
 from paceline.core._attempt_journal import describe_error, outcome_of, record_failed_end
@@ -41,7 +41,7 @@ from paceline.train._run_protocol import (
     StoredAt,
 )
 from paceline.train._run_reports import RunFollower, TrainingCallback
-from paceline.train._run_workers import TrainGroup
+from paceline.train._run_workers import TrainWorkers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,28 +87,28 @@ _SETTLE_S = 30.0
 _DRAIN_S = 2.0
 
 
-class RunDriver(GroupRun):
+class RunDriver(Run):
     """Driver of a run; call `advance` until `is_finished`.
 
     Args:
-        group: The workers.
+        workers: The workers.
         request: What to do.
         opened: Where the run writes.
         output: Where the workers' lines go.
         storage: Where checkpoints go; by default where the run has them.
     """
 
-    _group: TrainGroup
+    _workers: TrainWorkers
 
     def __init__(
         self,
-        group: TrainGroup,
+        workers: TrainWorkers,
         request: RunRequest,
         opened: OpenedRun,
         output: WorkerOutput,
         storage: CheckpointStorage | None = None,
     ) -> None:
-        super().__init__(group)
+        super().__init__(workers)
         self.is_finished = False
         self.results: Results | None = None
         self.error: BaseException | None = None
@@ -163,12 +163,12 @@ class RunDriver(GroupRun):
         try:
             self._output.open(self._run.logs_path)
             self._tracking = core.TrackingGroup(self._request.trackers, self._run, self._opened)
-            if self._opened.attempt and self._group.is_chief:
+            if self._opened.attempt and self._workers.is_chief:
                 discard_unfinished(self._run)
-            self._group.use_at_most(self._spec.num_shards or None)
-            if self._group.next_size() is not None:
-                self._group.end_generation()
-            self._num_told = self._group.num_workers
+            self._workers.use_at_most(self._spec.num_shards or None)
+            if self._workers.next_size() is not None:
+                self._workers.end_generation()
+            self._num_told = self._workers.num_workers
             for callback in self._request.callbacks:
                 callback.start_training(self._run.path, self._request.config, self._num_told)
             self.begin()
@@ -258,8 +258,8 @@ class RunDriver(GroupRun):
 
     def _count_shards(self) -> int:
         """Return the shards of a global batch, and say who has nothing to do."""
-        num_workers = max(1, self._group.num_workers)
-        num_shards = self._spec.num_shards or self._group.num_shards
+        num_workers = max(1, self._workers.num_workers)
+        num_shards = self._spec.num_shards or self._workers.num_shards
         if num_workers > num_shards:
             logger.warning(
                 "%d of the %d workers stay idle, as a global batch has %d shard(s).",
@@ -272,7 +272,7 @@ class RunDriver(GroupRun):
     def _submit(self) -> PendingCall:
         request = self._request
         self._spec = replace(self._spec, num_shards=self._count_shards())
-        self._group.use_at_most(self._spec.num_shards)
+        self._workers.use_at_most(self._spec.num_shards)
         self._tell_size()
         job = Job(
             function=request.function,
@@ -282,20 +282,17 @@ class RunDriver(GroupRun):
             has_dataset=request.has_dataset,
             state=request.state,
         )
-        return self._hand_over(job)
-
-    def _hand_over(self, job: Job) -> PendingCall:
-        return self._group.run(job, self._follower.follow)
+        return self._workers.begin(job, self._follower.follow)
 
     def _deal(self) -> Any:
         """Return the data set for the workers of this generation."""
-        dataset = dealt(self._request.dataset, max(1, self._group.num_workers))
+        dataset = dealt(self._request.dataset, max(1, self._workers.num_workers))
         # Reference to data split by Ray: the split ends with this process's last reference.
         self._dealt = dataset if dataset is not self._request.dataset else None
         return dataset
 
     def _tell_size(self) -> None:
-        num_workers = self._group.num_workers
+        num_workers = self._workers.num_workers
         if num_workers != self._num_told:
             self._num_told = num_workers
             for callback in self._request.callbacks:
@@ -392,7 +389,7 @@ class RunDriver(GroupRun):
         if not any(outcome.num_pending or outcome.is_to_compare for outcome in outcomes):
             return 0
         num_saves = min(outcome.num_saves for outcome in self._busy(outcomes))
-        call = self._group.ask(function, (num_saves, _SETTLE_S), ranks=[0])
+        call = self._workers.ask(function, (num_saves, _SETTLE_S), ranks=[0])
         num_pending: int = (call.wait() or [0])[0]
         # Surplus saves of the chief: no checkpoint of all ranks, so not counted here.
         return num_pending - (outcomes[0].num_saves - num_saves)
@@ -406,12 +403,12 @@ class RunDriver(GroupRun):
         self._preemption.end_move()
         is_failure = error is not None and not isinstance(error, IncompleteCheckpointError)
         try:
-            self._group.drain(_DRAIN_S)
-            if is_failure and self._group.is_alive and not self._has_ended.is_set():
-                self._group.stop(force=True)
+            self._workers.drain(_DRAIN_S)
+            if is_failure and self._workers.is_alive and not self._has_ended.is_set():
+                self._workers.stop(force=True)
             if error is not None and is_failure:
                 self._follow_to_the_end()
-                if self._group.is_chief:
+                if self._workers.is_chief:
                     record_failed_end(self._run, self._opened, self._generation + 1, error)
         finally:
             self._lock.close()

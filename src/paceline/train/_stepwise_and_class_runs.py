@@ -23,7 +23,7 @@ from paceline.train._results_and_checkpoints import (
     warn_of_reports,
 )
 from paceline.train._run_driver import RunDriver
-from paceline.train._run_protocol import Job, RankOutcome
+from paceline.train._run_protocol import RankOutcome
 
 
 class RunIterator(Iterator[Report]):
@@ -310,8 +310,8 @@ class ClassRun(RunDriver):
     @property
     def _has_instances(self) -> bool:
         """Whether the workers have instances of this run, and no call is under way."""
-        is_same = self._num_formed == self._group.num_formed
-        return is_same and self._group.is_alive and self._has_ended.is_set()
+        is_same = self._num_formed == self._workers.num_formed
+        return is_same and self._workers.is_alive and self._has_ended.is_set()
 
     def _form_if_needed(self) -> None:
         if self._has_instances:
@@ -328,10 +328,7 @@ class ClassRun(RunDriver):
             self._await_end()
             if self.take_end() is not None:
                 break
-        self._num_formed = self._group.num_formed
-
-    def _hand_over(self, job: Job) -> PendingCall:
-        return self._group.make_instances(job, self._follower.follow)
+        self._num_formed = self._workers.num_formed
 
     def _prepare_next(self) -> None:
         # A master has all runs of a script in one directory: others may have begun meanwhile.
@@ -347,7 +344,7 @@ class ClassRun(RunDriver):
         function: Callable[..., Any] | None = None,
         ranks: Sequence[int] | None = None,
     ) -> PendingCall:
-        self._call = call = self._group.ask(name, arguments, func=function, ranks=ranks)
+        self._call = call = self._workers.ask(name, arguments, func=function, ranks=ranks)
         self._has_ended.clear()
         call.add_done_callback(self._note_end)
         return call

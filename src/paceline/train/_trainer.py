@@ -21,7 +21,7 @@ from paceline.train._results_and_checkpoints import Checkpoint, Results
 from paceline.train._run_driver import RunDriver, RunRequest
 from paceline.train._run_protocol import Instance
 from paceline.train._run_reports import TrainingCallback
-from paceline.train._run_workers import make_group
+from paceline.train._run_workers import TrainWorkers
 from paceline.train._stepwise_and_class_runs import ClassRun, RunIterator, StepwiseRun, as_ranks
 from paceline.train._trainer_arguments import (
     NOT_GIVEN,
@@ -127,7 +127,7 @@ class Trainer(TrainerWorkers):
         )
         limits = self._settings.limits
         self._output = WorkerOutput(limits is not None and limits.most > 1)
-        self._group = make_group(self._settings, self._output)
+        self._workers = TrainWorkers(self._settings, self._output)
         self._max_retries = max_retries
         self._seed = optional(integer)("seed", seed)
         self._check_ranks = ranks_to_check("check_ranks", check_ranks)
@@ -180,7 +180,7 @@ class Trainer(TrainerWorkers):
         check_train_function(train_func)
         if self._settings.limits is None:
             raise ValueError("`num_workers` must be at least 1 for trials of Ray Tune, but is 0.")
-        if self._group.is_alive:
+        if self._workers.is_alive:
             raise RuntimeError(
                 "A trainer must not be running to become a trainable, as each trial starts workers"
                 " of its own. Hint: shutdown()."
@@ -348,8 +348,8 @@ class Trainer(TrainerWorkers):
             checkpoint=stored,
             state=state,
             strategy=strategy or CheckpointStrategy(),
-            callbacks=own if self._group.is_chief else [],
-            trackers=trackers if self._group.is_chief else [],
+            callbacks=own if self._workers.is_chief else [],
+            trackers=trackers if self._workers.is_chief else [],
             max_retries=self._max_retries,
             check_ranks=self._check_ranks,
             is_seed_given=self._seed is not None or (seed is not None and not is_stepwise),
@@ -358,7 +358,7 @@ class Trainer(TrainerWorkers):
         with self._turn, ExitStack() as lock:
             self._check_idle()
             opened = self._open_run(config, run_dir, self._seed if seed is None else seed, lock)
-            driver = RunDriver(self._group, request, opened, self._output, self._storage)
+            driver = RunDriver(self._workers, request, opened, self._output, self._storage)
             # Lock handed over: the driver holds the run's lock until the run ends.
             driver.start(lock.pop_all())
             self._driver = driver

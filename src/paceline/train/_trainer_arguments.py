@@ -11,9 +11,9 @@ from typing import Any
 from paceline import core
 from paceline._base.arguments_and_errors import count
 from paceline._base.gpus import num_visible_gpus
-from paceline._training.workers.elastic_group import ElasticLimits
 from paceline._training.workers.ray.cluster import RayShards, is_ray_dataset
 from paceline._training.workers.worker_resources import WorkerResources, chosen_cluster
+from paceline._training.workers.workers import ElasticLimits
 from paceline.core._arguments import NotOfferedError
 from paceline.core._launcher_place import launched_place
 from paceline.core._trackers import as_trackers

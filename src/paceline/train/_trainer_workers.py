@@ -19,7 +19,7 @@ from paceline.train._config import CheckpointStrategy, GroupSettings
 from paceline.train._run_driver import RunDriver, RunRequest
 from paceline.train._run_protocol import Instance
 from paceline.train._run_reports import TrainingCallback
-from paceline.train._run_workers import TrainGroup
+from paceline.train._run_workers import TrainWorkers
 from paceline.train._stepwise_and_class_runs import ClassRun, RunIterator
 from paceline.train._trainer_arguments import (
     check_class_callbacks,
@@ -98,7 +98,7 @@ class TrainerWorkers:
     """Base of `Trainer` with the handling of workers; `Trainer` adds running train functions."""
 
     _settings: GroupSettings
-    _group: TrainGroup
+    _workers: TrainWorkers
     _output: WorkerOutput
     _max_retries: float
     # The run that goes on, if there is one.
@@ -122,13 +122,13 @@ class TrainerWorkers:
 
     def __str__(self) -> str:
         """Return a table of the workers, their nodes, devices and resources."""
-        return table_of(self._settings, self._group.num_workers, self._group.facts)
+        return table_of(self._settings, self._workers.num_workers, self._workers.facts)
 
     def __repr__(self) -> str:
-        return title_of(self._settings, self._group.num_workers, self._group.facts)
+        return title_of(self._settings, self._workers.num_workers, self._workers.facts)
 
     def _repr_html_(self) -> str:
-        return html_of(self._settings, self._group.num_workers, self._group.facts)
+        return html_of(self._settings, self._workers.num_workers, self._workers.facts)
 
     def replace(self: _Self, **changes: Any) -> _Self:
         """Return a trainer of its own workers with the same arguments but some."""
@@ -207,7 +207,7 @@ class TrainerWorkers:
         """
         with self._turn:
             self._check_idle()
-            if self._group.is_alive and self._settings.limits is not None:
+            if self._workers.is_alive and self._settings.limits is not None:
                 raise RuntimeError(
                     "The workers must not be started twice, but they are running. Hint: shutdown()."
                 )
@@ -217,7 +217,7 @@ class TrainerWorkers:
             self._settings.hook = initialization_hook
             self._instance, self._class_callbacks = instance, callbacks
             if instance is None:
-                self._group.form_with_retries(self._max_retries)
+                self._workers.form_with_retries(self._max_retries)
             else:
                 self._class_run = self._begin_class_run(instance)
 
@@ -232,7 +232,7 @@ class TrainerWorkers:
         try:
             self._end_class_run(is_forced=force)
         finally:
-            self._group.stop(force=force)
+            self._workers.stop(force=force)
             self._output.close()
 
     def _end_class_run(self, *, is_forced: bool = False) -> None:
@@ -250,15 +250,16 @@ class TrainerWorkers:
             checkpoint=None,
             state=None,
             strategy=CheckpointStrategy(),
-            callbacks=own if self._group.is_chief else [],
-            trackers=trackers if self._group.is_chief else [],
+            callbacks=own if self._workers.is_chief else [],
+            trackers=trackers if self._workers.is_chief else [],
             max_retries=self._max_retries,
             is_seed_given=self._seed is not None,
             check_ranks=self._check_ranks,
         )
         with ExitStack() as lock:
             opened = self._open_run(None, None, self._seed, lock)
-            self._driver = run = ClassRun(self._group, request, opened, self._output, self._storage)
+            run = ClassRun(self._workers, request, opened, self._output, self._storage)
+            self._driver = run
             run.start(lock.pop_all())
         return run
 
@@ -276,7 +277,7 @@ class TrainerWorkers:
             directory = directory.with_name(f"{directory.name}-{self._num_runs}")
         number = next_run_number()
         with resuming_by(", or pass its directory as run_dir= of the trainer"):
-            opened = self._group.decide(
+            opened = self._workers.decide(
                 lambda: open_run(
                     number=number,
                     directory=directory,
@@ -286,7 +287,7 @@ class TrainerWorkers:
                     lock=lock,
                 )
             )
-        opened = join_run(opened, lock, is_chief=self._group.is_chief)
+        opened = join_run(opened, lock, is_chief=self._workers.is_chief)
         check_given_storage(self._given_storage, opened.info)
         return opened
 
@@ -351,7 +352,7 @@ class TrainerWorkers:
     @property
     def num_workers(self) -> int:
         """The number of workers, or how many could be started at this moment."""
-        return self._group.num_workers
+        return self._workers.num_workers
 
     def _execute(
         self,
@@ -366,17 +367,16 @@ class TrainerWorkers:
                 if self._class_run is None or self._class_run.is_finished:
                     self._class_run = self._begin_class_run(self._instance)
                 return self._class_run.call(function, args, kwargs, ranks)
-            if not self._group.is_alive:
-                self._group.form_with_retries(self._max_retries)
+            if not self._workers.is_alive:
+                self._workers.form_with_retries(self._max_retries)
             seed = self._drawn_seed if self._seed is None else self._seed
             if seed is None:
                 # System generator: seeds of the user's script neither decide nor advance.
-                seed = self._group.decide(lambda: random.SystemRandom().randrange(1 << 32))
+                seed = self._workers.decide(lambda: random.SystemRandom().randrange(1 << 32))
                 self._drawn_seed = seed
             arguments = (function, args, kwargs, seed)
-            return (
-                self._group.ask("call_function", arguments, func=function, ranks=ranks).wait() or []
-            )
+            call = self._workers.ask("call_function", arguments, func=function, ranks=ranks)
+            return call.wait() or []
 
     def _check_idle(self) -> None:
         if self._iterator is not None:

@@ -9,7 +9,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from paceline._base.process_and_network import take
-from paceline._training.workers.elastic_group import ElasticGroup, ElasticLimits
 from paceline._training.workers.failures_and_restarts import (
     NodesDifferError,
     RestartDecision,
@@ -18,7 +17,6 @@ from paceline._training.workers.failures_and_restarts import (
     describe_failure,
     signal_name,
 )
-from paceline._training.workers.group_recovery import GroupRun
 from paceline._training.workers.launch_nodes import LaunchNodes
 from paceline._training.workers.launch_nodes_server import (
     NodeFailureCause,
@@ -27,9 +25,11 @@ from paceline._training.workers.launch_nodes_server import (
 )
 from paceline._training.workers.process_pools import LocalPool, ServedPool, pack_call
 from paceline._training.workers.processes.signals_and_leftovers import noted_signals
+from paceline._training.workers.run import Run
 from paceline._training.workers.shared_memory import SharedBuffers
 from paceline._training.workers.worker_pools import PendingCall
 from paceline._training.workers.worker_resources import check_crowd
+from paceline._training.workers.workers import ElasticLimits, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -44,61 +44,21 @@ _END_INTERVAL_S = 0.01
 # How often other nodes are told what the ranks of this one are at.
 _PROGRESS_S = 2.0
 
+LAUNCH_HINT = "free resources, or ask for fewer workers."
+
 # Numbers are signals that arrived; None is the end of the call. Messages come from other nodes.
 _Events = SimpleQueue[int | NodeMessage | None]
 
 
-class LaunchGroup(ElasticGroup):
-    """Workers started for a single call; runs resume from the last checkpoint.
-
-    Args:
-        limits: How many workers there may be.
-        make_pool: Makes their pool.
-    """
-
-    def __init__(self, limits: ElasticLimits, make_pool: Callable[[], ServedPool]) -> None:
-        super().__init__(limits, hint="free resources, or ask for fewer workers.")
-        self._make = make_pool
-        self._num_commits_before = 0
-
-    @property
-    def pool(self) -> ServedPool:
-        """The pool of the workers."""
-        assert isinstance(self._pool, ServedPool)
-        return self._pool
-
-    @property
-    def num_commits(self) -> int:
-        """How many checkpoints the workers have committed, since the first start."""
-        return self._num_commits_before + self.pool.reports.num_checkpoints
-
-    def ask_to_end(self) -> None:
-        """Ask the workers to store their work and end, within the grace of the pool."""
-        self.pool.request_stop(self.pool.grace_s)
-
-    def end_for_others(self) -> bool:
-        """Ask the workers to store their work and end, as others are to follow; return False."""
-        self.ask_to_end()
-        return False
-
-    def prepare_next(self) -> None:
-        """Note the end of the present workers, keeping their commits, before the next start."""
-        self._num_commits_before = self.num_commits
-        self._elastic.end()
-
-    def _make_pool(self) -> ServedPool:
-        return self._make()
-
-
-class LaunchRun(GroupRun):
-    """Run of a call by a group: repeated after failures, continued with more workers.
+class LaunchRun(Run):
+    """Run of a call by workers of its own: repeated after failures, continued with more workers.
 
     Signals whose action is the default one are forwarded to the workers meanwhile, if this is the
     main thread. The first SIGINT lets the workers store their work, the second one asks them to
     leave now and kills those that do not; so does a second SIGTERM at once.
 
     Args:
-        group: The workers, which are formed here and ended at the end.
+        workers: The workers, which are formed here and ended at the end.
         policy: Whether they start again after a failure.
         nodes: The launchers of the other nodes, with which this one agrees; None if there are none.
 
@@ -106,18 +66,22 @@ class LaunchRun(GroupRun):
         received: The signals that have arrived.
     """
 
-    _group: LaunchGroup
+    _workers: Workers[ServedPool]
     _retried = (Exception,)
 
     def __init__(
-        self, group: LaunchGroup, policy: RestartPolicy, nodes: LaunchNodes | None = None
+        self,
+        workers: Workers[Any],
+        policy: RestartPolicy,
+        nodes: LaunchNodes | None = None,
     ) -> None:
-        super().__init__(group)
+        super().__init__(workers)
         self.received: set[int] = set()
         self._policy = policy
         self._nodes = nodes
         self._verdict: NodeMessage | None = None
         self._decision: RestartDecision | None = None
+        self._num_commits_before = 0
         self._begin_call: Callable[[], PendingCall] | None = None
         self._never_begins = False
         self._tell_progress_at = 0.0
@@ -134,7 +98,7 @@ class LaunchRun(GroupRun):
             begin: Begins the call in workers that were just started.
 
         Raises:
-            Exception: As `PendingCall.wait` and `ElasticGroup.form`.
+            Exception: As `PendingCall.wait` and `Workers.form`.
         """
         self._begin_call = begin
         # A `SimpleQueue` may be put into from a signal handler.
@@ -144,10 +108,10 @@ class LaunchRun(GroupRun):
                     self._nodes.open(self._events.put)
                 values = self._run()
             except BaseException as error:
-                self._group.stop(force=True)
+                self._workers.stop(force=True)
                 self._close_nodes(error)
                 raise
-            self._group.stop()
+            self._workers.stop()
             self._close_nodes(None)
             return values
 
@@ -165,7 +129,7 @@ class LaunchRun(GroupRun):
     @property
     def num_commits(self) -> int:
         """How many checkpoints were committed, since the first start."""
-        return self._group.num_commits
+        return self._num_commits_before + self._workers.pool.reports.num_checkpoints
 
     def begin(self) -> None:
         """Form the workers and begin the call, once those of other nodes begin as well."""
@@ -174,7 +138,7 @@ class LaunchRun(GroupRun):
             super().begin()
 
     def _form(self) -> float:
-        self._group.form()
+        self._workers.form()
         return 0.0
 
     def _submit(self) -> PendingCall:
@@ -188,7 +152,7 @@ class LaunchRun(GroupRun):
         """Handle a signal or message, if any comes; return whether the workers have ended."""
         call = self._call
         assert call is not None
-        if call.is_done and not self._group.pool.is_ending:
+        if call.is_done and not self._workers.pool.is_ending:
             return True
         self._tell_progress()
         try:
@@ -204,17 +168,26 @@ class LaunchRun(GroupRun):
 
     def _wake(self, call: PendingCall) -> None:
         self._events.put(None)
-        failure = self._group.pool.refusal or _failure_of_launch(call)
+        failure = self._workers.pool.refusal or _failure_of_launch(call)
         if self._nodes is not None and failure is not None:
             self._nodes.tell_failed(failure)
 
     def take_end(self) -> list[Any] | None:
         """Return the values of the call, or None if the workers start again."""
-        self._group.await_end()
+        self._workers.await_end()
         return super().take_end()
 
+    def _begin_others(self) -> None:
+        """Ask the workers to store their work and end, as others go on from there."""
+        self._is_growing = True
+        self._ask_to_end()
+
+    def _ask_to_end(self) -> None:
+        pool = self._workers.pool
+        pool.request_stop(pool.grace_s)
+
     def _is_complete(self) -> bool:
-        return bool(self.received) or self._group.pool.reports.are_completed
+        return bool(self.received) or self._workers.pool.reports.are_completed
 
     def _values_of(self, call: PendingCall) -> list[Any]:
         failure = _failure_of_launch(call)
@@ -236,13 +209,13 @@ class LaunchRun(GroupRun):
         logger.warning("%s Starting the workers again, %s.", text, decision.text)
 
     def _has_recorded(self) -> bool:
-        return self._group.pool.reports.have_begun
+        return self._workers.pool.reports.have_begun
 
     def _prepare_next(self) -> None:
-        self._group.prepare_next()
-        self._group.pool.tell_restarts(self._restart_causes)
+        self._num_commits_before = self.num_commits
+        self._workers.pool.tell_restarts(self._restart_causes)
         if self._nodes is None:
-            self._group.pool.resume_from_reports()
+            self._workers.pool.resume_from_reports()
 
     # ---- signals -------------------------------------------------------------------------
 
@@ -256,16 +229,16 @@ class LaunchRun(GroupRun):
             self._note_returned()
             self._forward(event.signum, event.node_rank)
         elif event.word == NodeMessageKind.HANG and event.failure is not None:
-            self._group.pool.end_hung(event.failure.error())
+            self._workers.pool.end_hung(event.failure.error())
         else:
             # The workers of another node have failed, or all is over.
             self._note_returned()
             if event.word != NodeMessageKind.END:
                 self._verdict = event
-            self._group.ask_to_end()
+            self._ask_to_end()
 
     def _forward(self, signum: int, node_rank: int | None) -> None:
-        pool = self._group.pool
+        pool = self._workers.pool
         self.received.add(signum)
         before = max((n for (_, number), n in self._counts.items() if number == signum), default=0)
         self._counts[node_rank, signum] += 1
@@ -289,11 +262,11 @@ class LaunchRun(GroupRun):
     def _tell_progress(self) -> None:
         if self._nodes is not None and time.monotonic() >= self._tell_progress_at:
             self._tell_progress_at = time.monotonic() + _PROGRESS_S
-            self._nodes.tell_progress(self._group.pool.observations())
+            self._nodes.tell_progress(self._workers.pool.observations())
 
     def _note_returned(self) -> None:
         if self._returned is None:
-            ranks = self._group.pool.observations()
+            ranks = self._workers.pool.observations()
             self._returned = [watched.rank for watched in ranks if watched.has_returned]
 
     def _await_start(self, nodes: LaunchNodes) -> bool:
@@ -308,7 +281,7 @@ class LaunchRun(GroupRun):
             if isinstance(event, NodeMessage) and event.word == NodeMessageKind.START:
                 nodes.port = event.port
                 self._returned = None
-                self._group.pool.resume_from(event.resume)
+                self._workers.pool.resume_from(event.resume)
                 return True
             if isinstance(event, NodeMessage) and event.word in (
                 NodeMessageKind.VERDICT,
@@ -340,7 +313,7 @@ class LaunchRun(GroupRun):
         Raises:
             Exception: Node 0 is not there any more.
         """
-        reports = self._group.pool.reports
+        reports = self._workers.pool.reports
         self._note_returned()
         nodes.tell_ended(
             reports.num_checkpoints,
@@ -432,7 +405,7 @@ def call_in_workers(
 
     check_crowd(num_workers)
 
-    def make_pool() -> ServedPool:
+    def make_pool() -> LocalPool:
         return LocalPool(
             num_workers,
             grace_s=grace_s,
@@ -440,12 +413,12 @@ def call_in_workers(
             collective_timeout_s=collective_timeout_s,
         )
 
-    group = LaunchGroup(ElasticLimits.of(num_workers), make_pool)
+    workers = Workers(ElasticLimits.of(num_workers), make_pool, hint=LAUNCH_HINT)
     policy = RestartPolicy(max_restarts, option="max_restarts", retries_errors=True)
-    runner = LaunchRun(group, policy)
+    runner = LaunchRun(workers, policy)
     packed = pack_call(function, args, kwargs, SharedBuffers())
     try:
-        return runner.run(lambda: group.pool.submit_packed(packed))
+        return runner.run(lambda: workers.pool.submit_packed(packed))
     except Exception as error:
         signum = getattr(error, "signal", None)
         if signum in runner.received and signum != signal.SIGINT:

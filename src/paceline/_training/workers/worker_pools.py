@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from paceline._base.process_and_network import num_cores, wait_until
 from paceline._training.workers.pickled_calls import dump, exit_as_error, load
@@ -33,6 +33,9 @@ from paceline._training.workers.processes.worker_program import (
 
 if TYPE_CHECKING:
     from paceline.core._distributed_context import DistributedContext
+
+
+T = TypeVar("T")
 
 
 class PendingCall:
@@ -138,11 +141,13 @@ class WorkerPool(ABC):
     bounded time. Implementers provide the methods below; each may be called from any thread.
 
     Attributes:
+        can_restart: Whether lost workers can be started again; the driver's own process cannot.
         needs_reservation: Whether somebody else may take the place of a worker that could run, so
             that more workers must be reserved before they are counted on.
         placement_timeout_s: How long a start may wait for room that others use, in seconds.
     """
 
+    can_restart = True
     needs_reservation = False
     placement_timeout_s = 60.0
 
@@ -304,6 +309,8 @@ class OwnProcessPool(WorkerPool):
     this process has it go.
     """
 
+    can_restart = False
+
     @property
     def processes(self) -> Sequence[WorkerProcess]:
         """Nothing, as no process was started."""
@@ -439,6 +446,27 @@ class JoinedPool(OwnProcessPool):
     def is_alive(self) -> bool:
         """Whether this process has joined the others, and none of its calls has failed."""
         return self._distributed is not None
+
+    def join(self) -> "DistributedContext":
+        """Join the other processes, unless done before, and return this process's place."""
+        if self._distributed is None:
+            self.start()
+        return self.distributed
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        """Return the chief's choice on every rank.
+
+        Raises:
+            DistributedPeerError: The chief could not choose.
+            Exception: What `choose` raised here.
+        """
+        distributed = self.join()
+        try:
+            return distributed.broadcast(choose() if distributed.rank == 0 else None)  # type: ignore[return-value] # the chief's
+        except Exception as error:
+            distributed.fail(error)
+            self.shutdown()
+            raise
 
     def capacity(self) -> int:
         """Return the number of processes started by the launcher."""

@@ -1,15 +1,11 @@
-"""Elastic group of warm workers: formed between a minimum and a maximum.
-
-Also: formed again after losses, grown.
-"""
+"""Workers of a pool, between a least and a most number: formed, formed again, grown."""
 
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from paceline._base.process_and_network import sleep
 from paceline._training.workers.failures_and_restarts import (
@@ -247,6 +243,7 @@ class GrowthAttempts:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+PoolT = TypeVar("PoolT", bound=WorkerPool)
 
 # How often to look for more workers that must be reserved, in seconds.
 _PREPARE_INTERVAL_S = 1.0
@@ -254,23 +251,23 @@ _PREPARE_INTERVAL_S = 1.0
 _PLACEMENT_S = 60.0
 
 
-class ElasticGroup(ABC):
-    """The workers of a pool over their generations; they stay until `stop`.
+class Workers(Generic[PoolT]):
+    """The workers of a pool over its generations: their number, start and calls, until `stop`.
 
-    Subclasses say how their pool is made and what new workers do first.
+    The pool is the back end: it has the processes, on this machine or elsewhere. Subclasses say
+    what new workers do first.
 
     Args:
         limits: How many workers there may be.
-        hint: What to do about too few of them, which the error says.
+        make_pool: Makes the pool, which is not started yet; called again after `stop`.
+        hint: What to do about too few workers, which the error says.
 
     Attributes:
-        can_restart: Whether workers can be started again; the driver's own process cannot.
         num_formed: How often workers were started and set up.
     """
 
-    can_restart = True
-
-    def __init__(self, limits: ElasticLimits, *, hint: str) -> None:
+    def __init__(self, limits: ElasticLimits, make_pool: Callable[[], PoolT], *, hint: str) -> None:
+        self._make_pool = make_pool
         self._hint = hint
         self._elastic = ElasticSize(limits)
         self._attempts = GrowthAttempts(limits)
@@ -280,43 +277,32 @@ class ElasticGroup(ABC):
         self._prepare_at = 0.0
         self._told_leaving: Sequence[int] = ()
         self._num_last = 0
-        self._made_pool: WorkerPool | None = None
+        self._made_pool: PoolT | None = None
+        self._is_set_up = False
         self.num_formed = 0
 
-    @abstractmethod
-    def _make_pool(self) -> WorkerPool:
-        """Return a new pool, not started yet."""
-
-    def _set_up(self) -> None:  # noqa: B027 - most groups have nothing to do here
+    def _set_up(self) -> None:
         """Prepare the newly started workers, before any call."""
 
     def _capacity(self) -> int:
         """Return how many workers could run at this moment, the living ones included."""
-        return self._pool.capacity()
+        return self.pool.capacity()
 
     @property
     def _limits(self) -> ElasticLimits:
         return self._elastic.limits
 
     @property
-    def _pool(self) -> WorkerPool:
+    def pool(self) -> PoolT:
+        """The pool of the workers."""
         if self._made_pool is None:
             self._made_pool = self._make_pool()
         return self._made_pool
 
     @property
     def is_alive(self) -> bool:
-        """Whether all workers are there and take calls."""
-        return self._made_pool is not None and self._made_pool.is_alive
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process controls the workers."""
-        return True
-
-    def decide(self, choose: Callable[[], T]) -> T:
-        """Return the choice of `choose`, the same in all processes in control of the workers."""
-        return choose()
+        """Whether all workers are there, are set up and take calls."""
+        return self._made_pool is not None and self._made_pool.is_alive and self._is_set_up
 
     @property
     def num_present(self) -> int:
@@ -383,7 +369,7 @@ class ElasticGroup(ABC):
         if not self._is_lacking and step.num_workers >= (wanted or 0):
             self._attempts.succeed()
         if step.num_workers >= self._limits.most:
-            self._pool.cancel_reservation()
+            self.pool.cancel_reservation()
         return 0.0
 
     def prepare_growth(self) -> bool:
@@ -422,17 +408,17 @@ class ElasticGroup(ABC):
         wanted = self._elastic.next_size(capacity, num_leaving) or num_staying
         if wanted > num_staying:
             self._attempts.begin(now)
-        certain = min(wanted, self._pool.reserve(wanted))
+        certain = min(wanted, self.pool.reserve(wanted))
         if certain <= num_staying and self._attempts.is_late(now):
             delay_s = self._attempts.fail(now)
-            self._pool.cancel_reservation()
+            self.pool.cancel_reservation()
             logger.info("More workers could not be reserved: trying again in %.3g s.", delay_s)
         self._num_grown = certain if certain > num_staying else None
         return self._elastic.next_size(certain, num_leaving)
 
     def _count_leaving(self) -> int:
         """Return the number of present workers on nodes announced to be taken away."""
-        leaving = self._pool.leaving_ranks()
+        leaving = self.pool.leaving_ranks()
         if leaving and leaving != self._told_leaving:
             logger.warning(
                 "The node(s) of rank(s) %s will be taken away: going on without them after the"
@@ -455,7 +441,7 @@ class ElasticGroup(ABC):
             return capacity
         wanted = self._elastic.wanted(capacity)
         _log_spare(wanted, capacity, self._limits)
-        certain = self._pool.reserve(wanted)
+        certain = self.pool.reserve(wanted)
         self._is_lacking = self._limits.least <= certain < wanted
         if self._is_lacking:
             self._attempts.begin(time.monotonic())
@@ -464,8 +450,8 @@ class ElasticGroup(ABC):
 
     def _request(self) -> None:
         """Have room made for all workers, where a cluster can."""
-        if self._pool.needs_reservation:
-            self._pool.request(self._num_wanted)
+        if self.pool.needs_reservation:
+            self.pool.request(self._num_wanted)
 
     @property
     def _num_wanted(self) -> int:
@@ -476,17 +462,21 @@ class ElasticGroup(ABC):
         return self._elastic.wanted(int(most))
 
     def _start(self, num_workers: int) -> None:
-        pool, limits = self._pool, self._limits
+        pool, limits = self.pool, self._limits
         # Instead of waiting for long, an elastic group starts with fewer workers.
         is_fixed = limits.least == limits.most
         pool.placement_timeout_s = limits.max_wait_s if is_fixed else _PLACEMENT_S
-        pool.start(num_workers)
+        self._is_set_up = False
+        if not pool.is_alive:
+            # This process as a worker may be there already.
+            pool.start(num_workers)
         try:
             self._set_up()
         except KeyboardInterrupt:
             # Workers without a complete set-up must take no calls.
             pool.stop(grace_s=0.0)
             raise
+        self._is_set_up = True
         self.num_formed += 1
 
     def submit(
@@ -497,7 +487,7 @@ class ElasticGroup(ABC):
         ranks: Sequence[int] | None = None,
     ) -> PendingCall:
         """Have workers call a function; see `WorkerPool.submit`."""
-        return self._pool.submit(function, args, ranks=ranks)
+        return self.pool.submit(function, args, ranks=ranks)
 
     def call_until_done(self, step: Callable[[], T], recover: Callable[[Exception], None]) -> T:
         """Do something with the workers, again after each loss, and return its value.
@@ -513,7 +503,7 @@ class ElasticGroup(ABC):
             try:
                 return step()
             except (WorkerFailedError, WorkerStartError) as error:
-                if not self.can_restart:
+                if not self.pool.can_restart:
                     raise
                 recover(error)
 
@@ -526,11 +516,6 @@ class ElasticGroup(ABC):
         """Wait until all workers have ended, after the loss of any of them."""
         if self._made_pool is not None:
             self._made_pool.await_end()
-
-    def end_for_others(self) -> bool:
-        """End the workers as others are to follow; tell whether they have ended by now."""
-        self.end_generation()
-        return True
 
     def end_generation(self) -> None:
         """End the workers at once; others are to follow."""

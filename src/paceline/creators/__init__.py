@@ -45,5 +45,5 @@ show_public_errors(__name__, globals())
 def __getattr__(name: str) -> Any:
     # Lazy import: this module loads Ray.
     if name == "PyTorchTrainable":
-        return import_module("paceline.integrations").PyTorchTrainable
+        return import_module("paceline.creators._ray_tune").PyTorchTrainable
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

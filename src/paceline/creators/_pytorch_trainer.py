@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -411,9 +410,10 @@ class PyTorchTrainer(TrainerState):
         """
         bound = signature(cls).bind(*args, **kwargs).arguments
         given = {**bound.pop("other", {}), **bound}
-        make = import_module("paceline.integrations").as_trainable
-        trainable: type[Any] = make(given, override_tune_step)
-        return trainable
+        # Late import: it loads Ray.
+        from paceline.creators._ray_tune import as_trainable
+
+        return as_trainable(given, override_tune_step)
 
     # ---- passes --------------------------------------------------------------------------
 

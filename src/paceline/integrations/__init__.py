@@ -14,8 +14,6 @@ if TYPE_CHECKING:
         save_accelerator,
     )
     from paceline.integrations._lightning import lightning_trainer, prepare_lightning
-    from paceline.integrations._ray_tune import TrainTrainable, to_trainable
-    from paceline.integrations._ray_tune_creators import PyTorchTrainable, as_trainable
     from paceline.integrations._trackers import MLflowTracker, TensorBoardTracker, WandbTracker
     from paceline.integrations._transformers import prepare_transformers
 
@@ -23,33 +21,25 @@ if TYPE_CHECKING:
 _PLACES = {
     "AccelerateReports": "_accelerate",
     "MLflowTracker": "_trackers",
-    "PyTorchTrainable": "_ray_tune_creators",
     "TensorBoardTracker": "_trackers",
-    "TrainTrainable": "_ray_tune",
     "WandbTracker": "_trackers",
-    "as_trainable": "_ray_tune_creators",
     "lightning_trainer": "_lightning",
     "load_accelerator": "_accelerate",
     "prepare_lightning": "_lightning",
     "prepare_transformers": "_transformers",
     "save_accelerator": "_accelerate",
-    "to_trainable": "_ray_tune",
 }
 
 __all__ = [
     "AccelerateReports",
     "MLflowTracker",
-    "PyTorchTrainable",
     "TensorBoardTracker",
-    "TrainTrainable",
     "WandbTracker",
-    "as_trainable",
     "lightning_trainer",
     "load_accelerator",
     "prepare_lightning",
     "prepare_transformers",
     "save_accelerator",
-    "to_trainable",
 ]
 
 

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +184,10 @@ class Trainer(TrainerWorkers):
                 "A trainer must not be running to become a trainable, as each trial starts workers"
                 " of its own. Hint: shutdown()."
             )
-        make = import_module("paceline.integrations").to_trainable
-        trainable: type[Any] = make(self, train_func, dataset)
-        return trainable
+        # Late import: it loads Ray.
+        from paceline.train._ray_tune import to_trainable
+
+        return to_trainable(self, train_func, dataset)
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
         """Return a Ray Tune trainable, like `to_trainable`."""

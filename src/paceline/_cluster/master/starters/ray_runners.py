@@ -15,6 +15,7 @@ from paceline._cluster.master.starters import ray_guard as _ray_guard
 from paceline._training.workers.ray.cluster import (
     RayConnection,
     join_ray,
+    make_node_watch,
     told_resources,
     why_waiting,
 )
@@ -22,6 +23,7 @@ from paceline._training.workers.ray.cluster import (
 
 def make_runner_actor_class() -> Any:
     """Return the actor class, defined by value because the nodes may lack Paceline."""
+    end_with_node = make_node_watch()
 
     class PacelineRunner:
         """Actor of a runner: both end together, and a group's last actor removes the group.
@@ -42,7 +44,7 @@ def make_runner_actor_class() -> Any:
             import sys
             import threading
 
-            threading.Thread(target=self.end_with, args=(os.getppid(),), daemon=True).start()
+            threading.Thread(target=end_with_node, args=(os.getppid(),), daemon=True).start()
             self.group = group
             self.namespace = namespace
             self.has_ended = False
@@ -58,18 +60,6 @@ def make_runner_actor_class() -> Any:
             self.guard.stdin.flush()
             self.guard.wait()
             threading.Thread(target=self.await_end, daemon=True).start()
-
-        def end_with(self, parent: int) -> None:
-            """End this process, and so its runner, with the raylet of the node.
-
-            Ray itself does not see that one has ended which nobody has waited for.
-            """
-            import os
-            import time
-
-            while os.getppid() == parent:
-                time.sleep(1.0)
-            os._exit(1)
 
         def end(self) -> tuple[bool, str | None]:
             """Return whether the runner has ended, and its error if the runner failed."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
@@ -542,6 +542,25 @@ def _public(name: str, version: str) -> str:
     if name == "Python":
         return ".".join(version.split(".")[:2])
     return version.partition("+")[0]
+
+
+def make_node_watch() -> Callable[[int], None]:
+    """Return a thread's function for actors, defined here to travel by value."""
+
+    def end_with_node(raylet: int) -> None:
+        """End this process, and so what it holds, when the node's raylet ends.
+
+        Ray itself does not see that a raylet has ended which nobody has waited for, as where the
+        first process of a container does not.
+        """
+        import os
+        import time
+
+        while os.getppid() == raylet:
+            time.sleep(1.0)
+        os._exit(1)
+
+    return end_with_node
 
 
 def is_ray_dataset(value: Any) -> bool:

@@ -21,12 +21,18 @@ from paceline._training.workers.failures_and_restarts import WorkerExit
 from paceline._training.workers.processes.local_worker_group import OnExit
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.processes.worker_process import OnLine, WorkerProcess
-from paceline._training.workers.ray.cluster import COMPARED, Bundles, Resources
+from paceline._training.workers.ray.cluster import (
+    COMPARED,
+    Bundles,
+    Resources,
+    make_node_watch,
+)
 from paceline._training.workers.ray.host_process import HostOrder
 
 
 def make_worker_actor_class() -> Any:
     """Return the actor class, defined here to travel by value: nodes may lack Paceline."""
+    end_with_node = make_node_watch()
 
     class PacelineWorker:
         def __init__(self) -> None:
@@ -34,20 +40,7 @@ def make_worker_actor_class() -> Any:
             import threading
 
             self.parent = os.getppid()
-            threading.Thread(target=self.end_with_node, daemon=True).start()
-
-        def end_with_node(self) -> None:
-            """End this process, and so its worker, when the node's raylet ends.
-
-            Ray itself does not see that a raylet has ended which nobody has waited for, as where
-            the first process of a container does not.
-            """
-            import os
-            import time
-
-            while self.is_on_node():
-                time.sleep(1.0)
-            os._exit(1)
+            threading.Thread(target=end_with_node, args=(self.parent,), daemon=True).start()
 
         def is_on_node(self) -> bool:
             import os

@@ -4,8 +4,10 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from paceline._base.process_and_network import join
 from paceline._training.workers.failures_and_restarts import (
@@ -26,6 +28,9 @@ from paceline._training.workers.ray.cluster import (
 )
 from paceline._training.workers.ray.host_process import HostOrder
 from paceline._training.workers.ray.hosts import LACK_OF_MEMORY, HostActor, HostActors
+
+if TYPE_CHECKING:
+    from ray.tune import PlacementGroupFactory
 
 logger = logging.getLogger(__name__)
 
@@ -361,3 +366,23 @@ class RayHosts:
             f" find their resources within {timeout_s:g} s, but the Ray"
             f" cluster has {told_resources(available)} to give."
         )
+
+
+def resources_of_trial(bundles: Sequence[Mapping[str, float]]) -> "PlacementGroupFactory":
+    """Return a trial's resources for Ray Tune: none for itself, and a bundle for each worker."""
+    from ray.tune import PlacementGroupFactory
+
+    return PlacementGroupFactory([{}, *(dict(bundle) for bundle in bundles)], strategy="PACK")
+
+
+def trainable_name(function: Callable[..., Any], default: str) -> str:
+    """Return the name of a function for Ray Tune's trials and directories.
+
+    Args:
+        function: The function; what `functools.partial` wraps has the name.
+        default: The name for a lambda.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return name if name.isidentifier() else default

@@ -6,9 +6,9 @@ from typing import Any
 
 from ray import tune
 
+from paceline._training.workers.ray.placement import resources_of_trial, trainable_name
 from paceline._training.workers.worker_resources import WorkerResources, WorkerSettings
 from paceline.creators._pytorch_trainer import PyTorchTrainer
-from paceline.integrations._ray_tune import name_of, resources_of
 
 _STATE_FILE = "trainer.pt"
 
@@ -40,7 +40,7 @@ class PyTorchTrainable(tune.Trainable):
             given.get("num_cpus_per_worker"), None if use_gpu == "auto" else float(use_gpu)
         )
         settings = WorkerSettings(num_workers=num_workers, resources=resources)
-        return resources_of(settings.ray_bundles(num_workers))
+        return resources_of_trial(settings.ray_bundles(num_workers))
 
     def setup(self, config: dict[str, Any]) -> None:
         """Start the workers."""
@@ -81,5 +81,5 @@ def as_trainable(
                 return super().step()
             return tune_step(self._trainer, {"iteration": self.training_iteration})
 
-    Trainable.__name__ = name_of(arguments["model_creator"], "model_creator")
+    Trainable.__name__ = trainable_name(arguments["model_creator"], "model_creator")
     return Trainable

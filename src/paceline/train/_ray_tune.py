@@ -3,25 +3,23 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from ray import tune
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
-from paceline import train
+from paceline._training.workers.ray.placement import resources_of_trial, trainable_name
+from paceline.train._config import CheckpointStrategy
+from paceline.train._results_and_checkpoints import Checkpoint, Report
+from paceline.train._stepwise_and_class_runs import StepwiseRun
+from paceline.train._trainer import Trainer
 
 _RUN_FOLDER = "paceline_run"
 _RESTORED_FOLDER = "paceline_restored"
 # A trial goes on from its newest checkpoint. The other one is for a failure while that is stored.
 _NUM_TO_KEEP = 2
-
-
-def resources_of(bundles: Sequence[Mapping[str, float]]) -> tune.PlacementGroupFactory:
-    """Return a trial's resources for Ray: nothing for itself, and a bundle for each worker."""
-    return tune.PlacementGroupFactory([{}, *(dict(bundle) for bundle in bundles)], strategy="PACK")
 
 
 class TrainTrainable(tune.Trainable):
@@ -36,7 +34,7 @@ class TrainTrainable(tune.Trainable):
         function: The train function.
     """
 
-    trainer: train.Trainer
+    trainer: Trainer
     function: Callable[..., Any]
 
     @classmethod
@@ -46,15 +44,15 @@ class TrainTrainable(tune.Trainable):
         Raises:
             ResourcesError: The cluster can never run the workers of a trial.
         """
-        return resources_of(cls.trainer.ray_bundles())
+        return resources_of_trial(cls.trainer.ray_bundles())
 
     def setup(self, config: dict[str, Any], dataset: Any = None) -> None:
         """Make the trial's trainer; its workers start with the first step."""
         self._config = config
         self._dataset = dataset
         self._own = type(self).trainer.replace()
-        self._run: train.StepwiseRun | None = None
-        self._start: train.Checkpoint | None = None
+        self._run: StepwiseRun | None = None
+        self._start: Checkpoint | None = None
         self._known: dict[int, dict[str, Any]] = {}
         self._last: dict[str, Any] = {}
         self._evaluated: dict[str, Any] = {}
@@ -78,7 +76,7 @@ class TrainTrainable(tune.Trainable):
             result = {**result, SHOULD_CHECKPOINT: True}
         return result
 
-    def _result_of(self, report: train.Report) -> dict[str, Any]:
+    def _result_of(self, report: Report) -> dict[str, Any]:
         """Return the report; a library's report plus its last evaluation, needed by Tune."""
         if isinstance(report.validation, dict):
             self._evaluated |= report.validation
@@ -96,23 +94,23 @@ class TrainTrainable(tune.Trainable):
                 facts["url"] = checkpoint.url
             else:
                 _copy_checkpoint(checkpoint.path, Path(checkpoint_dir) / checkpoint.uuid)
-        (Path(checkpoint_dir) / train.Checkpoint.tune_file).write_text(json.dumps(facts))
+        (Path(checkpoint_dir) / Checkpoint.tune_file).write_text(json.dumps(facts))
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
         """Make the function resume from the checkpoint stored by `save_checkpoint`."""
         self._end_run()
         self._begin_anew()
         directory = Path(checkpoint_dir)
-        facts = json.loads((directory / train.Checkpoint.tune_file).read_text())
+        facts = json.loads((directory / Checkpoint.tune_file).read_text())
         self._known = {int(number): metrics for number, metrics in facts["recent"].items()}
         self._told_uuid = facts["uuid"]
         if facts["url"] is not None:
-            self._start = train.Checkpoint.from_path(facts["url"])
+            self._start = Checkpoint.from_path(facts["url"])
         elif facts["uuid"] is not None:
             # Tune removes its copy once this returns.
             folder = self._folder(_RESTORED_FOLDER)
             _copy_checkpoint(directory / facts["uuid"], folder / facts["uuid"])
-            self._start = train.Checkpoint.from_path(folder / facts["uuid"])
+            self._start = Checkpoint.from_path(folder / facts["uuid"])
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Go on as another trial, with the same workers."""
@@ -132,13 +130,13 @@ class TrainTrainable(tune.Trainable):
         self._last, self._told_uuid = {}, None
         self._evaluated = {}
 
-    def _begin(self) -> train.StepwiseRun:
+    def _begin(self) -> StepwiseRun:
         return self._own.run_stepwise(
             type(self).function,
             self._config,
             self._dataset,
             self._start,
-            train.CheckpointStrategy(num_to_keep=_NUM_TO_KEEP),
+            CheckpointStrategy(num_to_keep=_NUM_TO_KEEP),
             known=self._known,
             run_dir=self._folder(_RUN_FOLDER),
         )
@@ -156,7 +154,7 @@ class TrainTrainable(tune.Trainable):
 
 
 def to_trainable(
-    trainer: train.Trainer, function: Callable[..., Any], dataset: Any = None
+    trainer: Trainer, function: Callable[..., Any], dataset: Any = None
 ) -> type[TrainTrainable]:
     """Return a train function as a trainable of Ray Tune; see `Trainer.to_trainable`."""
     members = {
@@ -164,23 +162,10 @@ def to_trainable(
         "trainer": trainer.replace(cluster="ray", max_retries=0, run_dir=None),
         "function": staticmethod(function),
     }
-    trainable: Any = type(name_of(function, "train_func"), (TrainTrainable,), members)
+    trainable: Any = type(trainable_name(function, "train_func"), (TrainTrainable,), members)
     if dataset is not None:
         trainable = tune.with_parameters(trainable, dataset=dataset)
     return cast("type[TrainTrainable]", trainable)
-
-
-def name_of(function: Callable[..., Any], default: str) -> str:
-    """Return the name of a function for Tune's trials and directories.
-
-    Args:
-        function: The function; what `functools.partial` wraps has the name.
-        default: The name for a lambda.
-    """
-    while isinstance(function, partial):
-        function = function.func
-    name = getattr(function, "__name__", type(function).__name__)
-    return name if name.isidentifier() else default
 
 
 def _copy_checkpoint(source: Path, target: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline._training.engine import gradient_reduction as _travelling_signal
+from paceline._training.engine import gradient_reduction
 from paceline._training.engine.gradient_reduction import TravellingSignal
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_a_sum_of_its_own_is_made_after_half_a_second_or_50_steps(
         return sum_up(words, **options)
 
     monkeypatch.setattr(dist, "all_reduce", note)
-    monkeypatch.setattr(_travelling_signal, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(gradient_reduction, "time", SimpleNamespace(monotonic=lambda: now))
     signal = TravellingSignal(CPU, lag)
 
     def periods_of(num: int, step_s: float) -> list[int]:

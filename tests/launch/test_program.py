@@ -9,7 +9,7 @@ import pytest
 
 from paceline import launch as launch_package
 from paceline._training.workers.processes import worker_program as _worker_program
-from paceline.core import _attempt_journal as _notices_to_parent
+from paceline.core import _attempt_journal
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Script = Callable[..., str]
@@ -198,5 +198,5 @@ if __name__ == "__main__":
 
 
 def test_the_wrapper_and_core_name_the_same_variable() -> None:
-    assert _worker_program.CHANNEL_VARIABLE == _notices_to_parent._CHANNEL_VARIABLE
+    assert _worker_program.CHANNEL_VARIABLE == _attempt_journal._CHANNEL_VARIABLE
     assert launch_package.__all__ == []

@@ -8,9 +8,9 @@ import pytest
 PROGRAM = """
 import atexit, os, sys, threading, time
 atexit.register(print, "registered before")
-from paceline._training.workers.worker_pools import end_without_shutdown
-end_without_shutdown()
-end_without_shutdown()
+from paceline._training.workers.worker_pools import skip_interpreter_shutdown
+skip_interpreter_shutdown()
+skip_interpreter_shutdown()
 atexit.register(print, "registered after")
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 class Late:
@@ -70,9 +70,9 @@ def test_workers_of_our_own_end_by_themselves(
     code = """
 import sys
 from paceline._training.workers.launch_run import call_in_workers
-from paceline._training.workers.worker_pools import end_without_shutdown
+from paceline._training.workers.worker_pools import skip_interpreter_shutdown
 def main():
-    end_without_shutdown()
+    skip_interpreter_shutdown()
     return sys.exit.__name__
 print(call_in_workers(main, 1))
 """

@@ -52,24 +52,15 @@ _WORKER_PROGRAM = "_paceline_program"
 _CHANNEL_VARIABLE = "PACELINE_WORKER_CHANNEL"
 
 
-def tell_run_began(journal: JournalWriter) -> None:
-    """Notify the parent of the start or resumption of a journal's run in this process."""
-    _tell("run", journal)
+RunEvent = Literal["run", "checkpoint", "completed", "invalid_hp"]
+"""What became of a run: begun or resumed, a checkpoint committed, completed, refused by a rank."""
 
 
-def tell_checkpoint_stored(journal: JournalWriter) -> None:
-    """Notify the parent of a checkpoint committed by this process for a journal's run."""
-    _tell("checkpoint", journal)
-
-
-def tell_run_completed(journal: JournalWriter) -> None:
-    """Notify the parent of the completion of a journal's run."""
-    _tell("completed", journal)
-
-
-def tell_invalid_hp(journal: JournalWriter, error: Exception) -> None:
-    """Notify the parent of invalid hyperparameters, the reason why a run ended for all ranks."""
-    _tell("invalid_hp", journal, text_of(error))
+def send_run_event(event: RunEvent, journal: JournalWriter, text: str = "") -> None:
+    """Notify the parent of an event of a journal's run in this process, if the parent watches."""
+    reporter = _reporter()
+    if reporter is not None:
+        reporter.send_run_event(event, str(journal.directory.absolute().parent.parent), text)
 
 
 def begin_signs_of_life() -> None:
@@ -77,12 +68,6 @@ def begin_signs_of_life() -> None:
     reporter = _reporter()
     if reporter is not None:
         reporter.begin_signs_of_life()
-
-
-def _tell(event: str, journal: JournalWriter, text: str = "") -> None:
-    reporter = _reporter()
-    if reporter is not None:
-        reporter.tell(event, str(journal.directory.absolute().parent.parent), text)
 
 
 def _reporter() -> Any:
@@ -323,7 +308,7 @@ def record_start(
         )
     )
     if is_parent_told:
-        tell_run_began(journal)
+        send_run_event("run", journal)
 
 
 def _take_restart_causes() -> list[str]:
@@ -426,7 +411,7 @@ def end_journal(
     )
     journal.close()
     if outcome is Outcome.COMPLETED and is_parent_told:
-        tell_run_completed(journal)
+        send_run_event("completed", journal)
 
 
 def describe_error(error: BaseException) -> str:

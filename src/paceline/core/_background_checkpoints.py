@@ -14,7 +14,7 @@ from paceline._base.journal_files import JournalWriter
 from paceline._base.journal_records import CheckpointDeleted, CheckpointStored
 from paceline._base.process_and_network import join, wait_until
 from paceline._base.run_directory import RunDirectory
-from paceline.core._attempt_journal import tell_checkpoint_stored
+from paceline.core._attempt_journal import send_run_event
 from paceline.core._run_storage import new_uuid_of_run, origin_of_run
 from paceline.storage._checkpoint_files import (
     CheckpointError,
@@ -138,7 +138,7 @@ def commit_checkpoint(
         delete_checkpoint(run, storage, journal, uuid)
         raise CheckpointWriteError(_cannot_be_recorded(journal, uuid))
     journal.sync()
-    tell_checkpoint_stored(journal)
+    send_run_event("checkpoint", journal)
     return record
 
 

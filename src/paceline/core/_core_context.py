@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 from paceline import faults
+from paceline._base.arguments_and_errors import text_of
 from paceline._base.journal_files import JournalWriter
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline.core._arguments import InvalidHP, Outcome, PreemptMode, TensorboardMode
@@ -21,7 +22,7 @@ from paceline.core._attempt_journal import (
     end_journal,
     outcome_of,
     record_time_spent,
-    tell_invalid_hp,
+    send_run_event,
 )
 from paceline.core._checkpoint_context import CheckpointContext
 from paceline.core._distributed_context import DistributedContext
@@ -164,7 +165,7 @@ class Context:
             parts.lock.close()
         if isinstance(error, InvalidHP):
             # Last, as all workers are ended for it.
-            tell_invalid_hp(parts.journal, error)
+            send_run_event("invalid_hp", parts.journal, text_of(error))
         return outcome
 
     def _outcome(self, error: BaseException | None) -> Outcome:

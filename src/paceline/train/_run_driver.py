@@ -11,7 +11,6 @@ from typing import Any
 from paceline import core
 from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._training.workers.failures_and_restarts import RestartPolicy
-from paceline._training.workers.processes.worker_output import WorkerOutput
 from paceline._training.workers.ray.cluster import dealt
 from paceline._training.workers.run import Run
 from paceline._training.workers.worker_pools import PendingCall
@@ -50,30 +49,28 @@ class RunRequest:
 
     Attributes:
         function: The train function, or the instance of a class to make.
-        config: What it is given.
-        dataset: What `get_dataset` returns in it.
-        has_dataset: Whether there is one.
-        checkpoint: What to go on from, if it is stored.
-        state: The same, if it is a state in memory.
-        strategy: Which checkpoints to keep.
         callbacks: Who follows the run.
         trackers: What else shows the run.
         max_retries: How often workers may be lost.
+        config: What the function is given.
+        dataset: What `get_dataset` returns in it, if anything.
+        checkpoint: What to go on from, if it is stored.
+        state: The same, if it is a state in memory.
+        strategy: Which checkpoints to keep.
         is_seed_given: Whether the user has asked for a seed.
         check_ranks: Whether workers are compared, see `Trainer`.
         is_stepwise: Whether the function waits at each report until it may go on.
     """
 
     function: Callable[..., Any] | Instance
-    config: dict[str, Any] | None
-    dataset: Any
-    has_dataset: bool
-    checkpoint: Checkpoint | None
-    state: Any
-    strategy: CheckpointStrategy
     callbacks: Sequence[TrainingCallback]
     trackers: Sequence[Tracker]
     max_retries: float
+    config: dict[str, Any] | None = None
+    dataset: Any = None
+    checkpoint: Checkpoint | None = None
+    state: Any = None
+    strategy: CheckpointStrategy = CheckpointStrategy()
     is_seed_given: bool = False
     check_ranks: bool | tuple[str, ...] = True
     is_stepwise: bool = False
@@ -94,7 +91,6 @@ class RunDriver(Run):
         workers: The workers.
         request: What to do.
         opened: Where the run writes.
-        output: Where the workers' lines go.
         storage: Where checkpoints go; by default where the run has them.
     """
 
@@ -105,7 +101,6 @@ class RunDriver(Run):
         workers: TrainWorkers,
         request: RunRequest,
         opened: OpenedRun,
-        output: WorkerOutput,
         storage: CheckpointStorage | None = None,
     ) -> None:
         super().__init__(workers)
@@ -115,7 +110,6 @@ class RunDriver(Run):
         self._request = request
         self._opened = opened
         self._lock = ExitStack()
-        self._output = output
         self._run = RunDirectory(opened.path)
         self._generation = opened.generation
         self._policy = RestartPolicy(
@@ -161,7 +155,7 @@ class RunDriver(Run):
         """
         self._lock = lock
         try:
-            self._output.open(self._run.logs_path)
+            self._workers.output.open(self._run.logs_path)
             self._tracking = core.TrackingGroup(self._request.trackers, self._run, self._opened)
             if self._opened.attempt and self._workers.is_chief:
                 discard_unfinished(self._run)
@@ -279,7 +273,6 @@ class RunDriver(Run):
             spec=self._spec,
             config=request.config,
             dataset=self._deal(),
-            has_dataset=request.has_dataset,
             state=request.state,
         )
         return self._workers.begin(job, self._follower.follow)

@@ -132,7 +132,6 @@ class Job:
     spec: RunSpec
     config: dict[str, Any] | None = None
     dataset: Any = None
-    has_dataset: bool = False
     state: Any = None
 
 

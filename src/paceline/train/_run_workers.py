@@ -64,20 +64,20 @@ class TrainWorkers(Workers[WorkerPool]):
 
     Args:
         settings: How they are started. An outer launcher's number of processes counts.
-        output: Where their lines go.
 
     Attributes:
         facts: What the workers have told of their places; empty before they are started.
+        output: Where their lines go.
     """
 
-    def __init__(self, settings: GroupSettings, output: WorkerOutput) -> None:
+    def __init__(self, settings: GroupSettings) -> None:
         self.settings = settings
         self.facts: Sequence[Any] = ()
-        self._output = output
         self._horovod: HorovodRendezvous | None = None
         if settings.cluster == "joined":
             settings.limits = _joined_limits(settings.num_workers)
         limits = settings.limits or ElasticLimits.of(1)
+        self.output = WorkerOutput(limits.most > 1)
         super().__init__(limits, self._new_pool, hint="ElasticConfig(max_wait_s=...).")
 
     @property
@@ -199,7 +199,7 @@ class TrainWorkers(Workers[WorkerPool]):
             self._limits.least,
             timeout_s=settings.config.timeout_s,
             preload=[settings.functions, *settings.preload],
-            on_line=self._output,
+            on_line=self.output,
         )
 
     def _set_up(self) -> None:

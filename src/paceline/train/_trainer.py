@@ -10,7 +10,6 @@ from typing import Any
 
 from paceline import core
 from paceline._base.arguments_and_errors import check_dictionary, integer, optional, ranks_to_check
-from paceline._training.workers.processes.worker_output import WorkerOutput
 from paceline._training.workers.ray.cluster import check_ray_data
 from paceline._training.workers.worker_resources import checked_resources
 from paceline.core._run_directories import local_directory
@@ -124,9 +123,7 @@ class Trainer(TrainerWorkers):
             elastic=elastic or ElasticConfig(),
             uses_horovod=backend == "horovod",
         )
-        limits = self._settings.limits
-        self._output = WorkerOutput(limits is not None and limits.most > 1)
-        self._workers = TrainWorkers(self._settings, self._output)
+        self._workers = TrainWorkers(self._settings)
         self._max_retries = max_retries
         self._seed = optional(integer)("seed", seed)
         self._check_ranks = ranks_to_check("check_ranks", check_ranks)
@@ -344,7 +341,6 @@ class Trainer(TrainerWorkers):
             function=function,
             config=config,
             dataset=dataset,
-            has_dataset=dataset is not None,
             checkpoint=stored,
             state=state,
             strategy=strategy or CheckpointStrategy(),
@@ -358,7 +354,7 @@ class Trainer(TrainerWorkers):
         with self._turn, ExitStack() as lock:
             self._check_idle()
             opened = self._open_run(config, run_dir, self._seed if seed is None else seed, lock)
-            driver = RunDriver(self._workers, request, opened, self._output, self._storage)
+            driver = RunDriver(self._workers, request, opened, self._storage)
             # Lock handed over: the driver holds the run's lock until the run ends.
             driver.start(lock.pop_all())
             self._driver = driver

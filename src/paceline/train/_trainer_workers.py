@@ -9,13 +9,12 @@ from typing import Any, TypeVar, overload
 
 from paceline import core
 from paceline._base.notebook_tables import html_table
-from paceline._training.workers.processes.worker_output import WorkerOutput
 from paceline.core._arguments import GivenUpError
 from paceline.core._open_run import OpenedRun, join_run, next_run_number, open_run
 from paceline.core._run_directories import resuming_by
 from paceline.core._run_storage import GivenStorage, check_given_storage
 from paceline.storage._checkpoint_storage import CheckpointStorage
-from paceline.train._config import CheckpointStrategy, GroupSettings
+from paceline.train._config import GroupSettings
 from paceline.train._run_driver import RunDriver, RunRequest
 from paceline.train._run_protocol import Instance
 from paceline.train._run_reports import TrainingCallback
@@ -99,7 +98,6 @@ class TrainerWorkers:
 
     _settings: GroupSettings
     _workers: TrainWorkers
-    _output: WorkerOutput
     _max_retries: float
     # The run that goes on, if there is one.
     _iterator: RunIterator | None
@@ -233,7 +231,7 @@ class TrainerWorkers:
             self._end_class_run(is_forced=force)
         finally:
             self._workers.stop(force=force)
-            self._output.close()
+            self._workers.output.close()
 
     def _end_class_run(self, *, is_forced: bool = False) -> None:
         run, self._class_run = self._class_run, None
@@ -244,12 +242,6 @@ class TrainerWorkers:
         own, trackers = split_callbacks(self._class_callbacks)
         request = RunRequest(
             function=instance,
-            config=None,
-            dataset=None,
-            has_dataset=False,
-            checkpoint=None,
-            state=None,
-            strategy=CheckpointStrategy(),
             callbacks=own if self._workers.is_chief else [],
             trackers=trackers if self._workers.is_chief else [],
             max_retries=self._max_retries,
@@ -258,8 +250,7 @@ class TrainerWorkers:
         )
         with ExitStack() as lock:
             opened = self._open_run(None, None, self._seed, lock)
-            run = ClassRun(self._workers, request, opened, self._output, self._storage)
-            self._driver = run
+            self._driver = run = ClassRun(self._workers, request, opened, self._storage)
             run.start(lock.pop_all())
         return run
 

@@ -178,7 +178,7 @@ def _given_datasets(session: "RankSession | None", caller: str) -> tuple["RankSe
             f"`{caller}` gives what `Trainer.run(dataset=...)` was given, but this process works"
             " for no run. Hint: `if train.in_worker(): ... else: ...`."
         )
-    if not session.job.has_dataset:
+    if session.job.dataset is None:
         raise RuntimeError(
             f"`{caller}` gives what `Trainer.run(dataset=...)` was given, but that got none."
             " Hint: trainer.run(train_func, dataset=my_data_set)."

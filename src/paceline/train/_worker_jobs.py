@@ -13,7 +13,7 @@ import torch.distributed as dist
 from paceline._training.engine.devices import suitable_backend, use_own_device
 from paceline._training.engine.gradient_reduction import AllReduce, HorovodSum, join_horovod_as
 from paceline._training.workers.processes.rank_environment import RankInfo, join_process_group
-from paceline._training.workers.worker_pools import end_without_shutdown, prepare_joined
+from paceline._training.workers.worker_pools import prepare_joined, skip_interpreter_shutdown
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._launcher_place import launched_place
 from paceline.data._batches_to_device import release_device_memory
@@ -104,7 +104,7 @@ def set_up_joined(
     facts = _set_up_job_worker(config, gpus_per_worker, rank_info, method)
     if uses_horovod:
         _use_horovod()
-    end_without_shutdown()
+    skip_interpreter_shutdown()
     return facts
 
 

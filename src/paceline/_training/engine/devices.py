@@ -18,7 +18,7 @@ import torch.distributed as dist
 from paceline._base.arguments_and_errors import one_of
 from paceline._base.process_and_network import LOOPBACK, PortReservation
 from paceline._training.workers.processes.rank_environment import join_process_group
-from paceline._training.workers.worker_pools import end_without_shutdown, prepare_joined
+from paceline._training.workers.worker_pools import prepare_joined, skip_interpreter_shutdown
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._launcher_place import launched_place
 
@@ -52,7 +52,7 @@ def join_ranks(
     elif distributed is not None and distributed.size > 1:
         _make_group(distributed, device)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        end_without_shutdown()
+        skip_interpreter_shutdown()
     return distributed
 
 

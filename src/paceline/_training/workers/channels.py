@@ -270,11 +270,11 @@ def begin_signs_of_life() -> None:
     threading.Thread(target=_beat, name="paceline-beat", daemon=True).start()
 
 
-def tell(event: str, path: str, text: str = "") -> None:
+def send_run_event(event: str, path: str, text: str = "") -> None:
     """Report an event of the run in a directory to the parent process.
 
     Args:
-        event: "run", "checkpoint", "completed" or "invalid_hp".
+        event: A `core._attempt_journal.RunEvent`.
         path: The directory.
         text: Why.
     """
@@ -312,8 +312,8 @@ def _beat() -> None:
 _RESUME_VARIABLE = "PACELINE_RESUME"
 
 
-class BegunRuns:
-    """Runs begun or resumed by the workers.
+class RunEvents:
+    """Events of the runs that the workers have begun or resumed.
 
     Attributes:
         num_checkpoints: How many checkpoints they have committed.
@@ -324,7 +324,7 @@ class BegunRuns:
         self._is_completed: dict[str, bool] = {}
 
     def note(self, event: str, path: str, rank: int) -> None:
-        """Note an event reported by a worker; see `tell`."""
+        """Note an event sent by a worker; see `send_run_event`."""
         if event == "run":
             self._is_completed.setdefault(path, False)
         elif event == "checkpoint":

@@ -23,7 +23,7 @@ from paceline._training.workers.launch_nodes_server import (
     NodeMessage,
     NodeMessageKind,
 )
-from paceline._training.workers.process_pools import LocalPool, ServedPool, pack_call
+from paceline._training.workers.process_pools import LocalPool, ProcessPool, pack_call
 from paceline._training.workers.processes.signals_and_leftovers import noted_signals
 from paceline._training.workers.run import Run
 from paceline._training.workers.shared_memory import SharedBuffers
@@ -66,7 +66,7 @@ class LaunchRun(Run):
         received: The signals that have arrived.
     """
 
-    _workers: Workers[ServedPool]
+    _workers: Workers[ProcessPool]
     _retried = (Exception,)
 
     def __init__(
@@ -129,7 +129,7 @@ class LaunchRun(Run):
     @property
     def num_commits(self) -> int:
         """How many checkpoints were committed, since the first start."""
-        return self._num_commits_before + self._workers.pool.reports.num_checkpoints
+        return self._num_commits_before + self._workers.pool.run_events.num_checkpoints
 
     def begin(self) -> None:
         """Form the workers and begin the call, once those of other nodes begin as well."""
@@ -187,7 +187,7 @@ class LaunchRun(Run):
         pool.request_stop(pool.grace_s)
 
     def _is_complete(self) -> bool:
-        return bool(self.received) or self._workers.pool.reports.are_completed
+        return bool(self.received) or self._workers.pool.run_events.are_completed
 
     def _values_of(self, call: PendingCall) -> list[Any]:
         failure = _failure_of_launch(call)
@@ -209,13 +209,14 @@ class LaunchRun(Run):
         logger.warning("%s Starting the workers again, %s.", text, decision.text)
 
     def _has_recorded(self) -> bool:
-        return self._workers.pool.reports.have_begun
+        return self._workers.pool.run_events.have_begun
 
     def _prepare_next(self) -> None:
         self._num_commits_before = self.num_commits
-        self._workers.pool.tell_restarts(self._restart_causes)
+        pool = self._workers.pool
+        pool.tell_restarts(self._restart_causes)
         if self._nodes is None:
-            self._workers.pool.resume_from_reports()
+            pool.resume_from(pool.run_events.resume_variables())
 
     # ---- signals -------------------------------------------------------------------------
 
@@ -313,12 +314,12 @@ class LaunchRun(Run):
         Raises:
             Exception: Node 0 is not there any more.
         """
-        reports = self._workers.pool.reports
+        events = self._workers.pool.run_events
         self._note_returned()
         nodes.tell_ended(
-            reports.num_checkpoints,
+            events.num_checkpoints,
             self.received,
-            reports.resume_variables(),
+            events.resume_variables(),
             self._returned or (),
         )
         while self._verdict is None:

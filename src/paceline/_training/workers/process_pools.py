@@ -1,7 +1,4 @@
-"""Pools of worker processes with a socket to the driver: base class, local, programs.
-
-Also: programs.
-"""
+"""Pools of worker processes with a socket to the driver: base class, local, programs."""
 
 import json
 import logging
@@ -17,11 +14,12 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from paceline._base.process_and_network import PortReservation, num_cores
-from paceline._training.workers.channels import BegunRuns
+from paceline._training.workers.channels import RunEvents
 from paceline._training.workers.failure_detector import Assignment, PoolSettings
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.pickled_calls import PackedCall, WorkerCall, pack_worker_call
 from paceline._training.workers.processes.fork_client import forking_start
+from paceline._training.workers.processes.local_worker_group import LocalGroup
 from paceline._training.workers.processes.rank_environment import (
     COLLECTIVE_TIMEOUT_VARIABLE,
     THREADS_MARK,
@@ -38,20 +36,16 @@ from paceline._training.workers.processes.worker_process import (
     start_process,
 )
 from paceline._training.workers.processes.worker_program import CHANNEL_VARIABLE, PROGRAM_FILE
-from paceline._training.workers.serve_calls import driver_facts
+from paceline._training.workers.serve_calls import driver_facts, serve_target
 from paceline._training.workers.shared_memory import SharedBuffers
 from paceline._training.workers.watchdog import WatchedRank
-from paceline._training.workers.worker_generation import (
-    Generation,
-    LocalServingGroup,
-    local_generation,
-)
+from paceline._training.workers.worker_generation import Generation
 from paceline._training.workers.worker_pools import PendingCall, WorkerPool, checked_ranks
 
 logger = logging.getLogger(__name__)
 
 
-class ServedPool(WorkerPool):
+class ProcessPool(WorkerPool):
     """Pool with a new `Generation` of workers for each start.
 
     Implementers make the generations and know the capacity.
@@ -64,6 +58,9 @@ class ServedPool(WorkerPool):
         collective_timeout_s: How long ranks may wait for others, in seconds.
         grace_s: The time in seconds that the other workers get when a call fails on one.
         threads_per_worker: How many threads each worker computes with, or None to share cores.
+
+    Attributes:
+        run_events: What the workers of the present or the last generation have sent of their runs.
 
     Raises:
         ValueError: A number is out of range.
@@ -101,7 +98,7 @@ class ServedPool(WorkerPool):
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._generation: Generation | None = None
-        self._reports = BegunRuns()
+        self.run_events = RunEvents()
         self._shared = SharedBuffers()
 
     @property
@@ -146,7 +143,7 @@ class ServedPool(WorkerPool):
             except BaseException as error:
                 self._release_after(error)
                 raise
-            self._generation, self._reports = generation, generation.reports
+            self._generation, self.run_events = generation, generation.run_events
 
     def submit(
         self,
@@ -197,18 +194,9 @@ class ServedPool(WorkerPool):
             self._generation.end_hung(error)
 
     @property
-    def reports(self) -> BegunRuns:
-        """Runs reported by the workers of the present or the last generation."""
-        return self._reports
-
-    @property
     def refusal(self) -> Exception | None:
         """Error of the last workers' refusal of the hyperparameters, or None."""
         return None if self._generation is None else self._generation.refusal
-
-    def resume_from_reports(self) -> None:
-        """Make the next workers resume the runs reported by the last generation."""
-        self.resume_from(self._reports.resume_variables())
 
     def resume_from(self, variables: Mapping[str, str]) -> None:
         """Make the next workers resume the runs named by variables."""
@@ -298,7 +286,7 @@ def _check_above_0(name: str, value: float) -> None:
         raise ValueError(f"`{name}` must be above 0, but got {value!r}.")
 
 
-class LocalPool(ServedPool):
+class LocalPool(ProcessPool):
     """Warm worker processes on this machine.
 
     They see this process's environment, and the working directory and the module path that it has
@@ -374,7 +362,13 @@ class LocalPool(ServedPool):
         start: Start = start_process
         if self._uses_fork_server:
             start = forking_start(specs[0].environment, self._preload)
-        return local_generation(specs, self._on_line, self._settings, start)
+        return _local_generation(
+            specs, self._with_target, self._on_line, self._settings, start=start
+        )
+
+    def _with_target(self, spec: WorkerSpec, end: socket.socket) -> WorkerSpec:
+        target = serve_target(end.fileno(), self._settings.tick_s)
+        return replace(spec, command=[*spec.command, target], descriptors=(end.fileno(),))
 
     def _release(self) -> None:
         if self._port is not None:
@@ -408,7 +402,7 @@ class WorkerCommand:
     is_python: bool
 
 
-class ProgramPool(ServedPool):
+class ProgramPool(ProcessPool):
     """Pool of a launcher's programs on this machine: takes no calls, each start is a call.
 
     They are judged as those of other pools are: by how they end, by a stop of their process, and,
@@ -477,22 +471,16 @@ class ProgramPool(ServedPool):
         for index, variables in enumerate(self._worker_variables(layout)):
             environment = {**specs[index].environment, **variables}
             specs[index] = replace(specs[index], environment=environment)
-        pairs = [socket.socketpair() for _ in specs]
-        specs = [_with_channel(spec, end) for spec, (_, end) in zip(specs, pairs, strict=True)]
         self._program = PendingCall(next(self._numbers), [spec.rank for spec in specs])
-        return Generation(
-            [ours for ours, _ in pairs],
-            lambda on_exit: LocalServingGroup(
-                specs,
-                [theirs for _, theirs in pairs],
-                # A single worker keeps this process's terminal.
-                self._on_line if layout.world_size > 1 else None,
-                on_exit,
-                adopt_strays=True,
-            ),
+        return _local_generation(
+            specs,
+            _with_channel,
+            # A single worker keeps this process's terminal.
+            self._on_line if layout.world_size > 1 else None,
             self._settings,
             self._program,
-            layout=layout,
+            layout,
+            adopt_strays=True,
         )
 
     def _release(self) -> None:
@@ -506,4 +494,29 @@ def _with_channel(spec: WorkerSpec, end: socket.socket) -> WorkerSpec:
         spec,
         environment={**spec.environment, CHANNEL_VARIABLE: name},
         descriptors=(descriptor,),
+    )
+
+
+def _local_generation(
+    specs: Sequence[WorkerSpec],
+    with_end: Callable[[WorkerSpec, socket.socket], WorkerSpec],
+    on_line: OnLine | None,
+    settings: PoolSettings,
+    program: PendingCall | None = None,
+    layout: NodeLayout | None = None,
+    **options: Any,
+) -> Generation:
+    """Return a generation of workers on this machine; `options` are those of `LocalGroup`.
+
+    Each worker has a socket to this process, whose end `with_end` adds to the specification.
+    """
+    pairs = [socket.socketpair() for _ in specs]
+    ends = [end for _, end in pairs]
+    whole = [with_end(spec, end) for spec, end in zip(specs, ends, strict=True)]
+    return Generation(
+        [ours for ours, _ in pairs],
+        lambda on_exit: LocalGroup(whole, on_line, on_exit=on_exit, ends=ends, **options),
+        settings,
+        program,
+        layout=layout,
     )

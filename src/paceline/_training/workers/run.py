@@ -6,7 +6,11 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from paceline._training.workers.failures_and_restarts import WorkerFailedError, restart_cause
+from paceline._training.workers.failures_and_restarts import (
+    WorkerFailedError,
+    WorkerStartError,
+    restart_cause,
+)
 from paceline._training.workers.worker_pools import PendingCall
 from paceline._training.workers.workers import Workers
 
@@ -109,15 +113,20 @@ class Run(ABC):
         """
         self._has_ended.clear()
         self._form_at, self._is_growing = None, False
-        self._workers.call_until_done(self._begin, self._take_form_failure)
-
-    def _begin(self) -> None:
-        if delay_s := self._form():
-            self._form_at = time.monotonic() + delay_s
-            return
-        self._num_commits_seen = self.num_commits
-        self._call = self._submit()
-        self._call.add_done_callback(self._note_end)
+        while True:
+            try:
+                if delay_s := self._form():
+                    self._form_at = time.monotonic() + delay_s
+                    return
+                self._num_commits_seen = self.num_commits
+                self._call = self._submit()
+            except (WorkerFailedError, WorkerStartError) as error:
+                if not self._workers.pool.can_restart:
+                    raise
+                self._take_form_failure(error)
+            else:
+                self._call.add_done_callback(self._note_end)
+                return
 
     def _note_end(self, call: PendingCall) -> None:
         # A call of workers that were ended to have others is told of too.

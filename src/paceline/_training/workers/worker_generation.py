@@ -9,12 +9,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from paceline._base.process_and_network import join, wait_until
-from paceline._training.workers.channels import BegunRuns, ChannelFrame, FrameKind
+from paceline._training.workers.channels import ChannelFrame, FrameKind, RunEvents
 from paceline._training.workers.failure_detector import (
     Assignment,
     FailureDetector,
@@ -25,24 +24,19 @@ from paceline._training.workers.failure_detector import (
     observations_of_workers,
 )
 from paceline._training.workers.failures_and_restarts import WorkerExit, WorkerStartError
-from paceline._training.workers.processes.local_worker_group import LocalGroup, OnExit
+from paceline._training.workers.processes.local_worker_group import OnExit
 from paceline._training.workers.processes.rank_environment import NodeLayout
 from paceline._training.workers.processes.signals_and_leftovers import (
     STACKS_SIGNAL,
     has_pending_signal,
 )
-from paceline._training.workers.processes.worker_process import (
-    OnLine,
-    Start,
-    WorkerProcess,
-    WorkerSpec,
-)
-from paceline._training.workers.serve_calls import read_error, serve_target
+from paceline._training.workers.processes.worker_process import WorkerProcess
+from paceline._training.workers.serve_calls import read_error
 from paceline._training.workers.watchdog import Progress, WatchedRank
 from paceline._training.workers.worker_pools import PendingCall
 
 
-class ServingGroup(Protocol):
+class WorkerGroup(Protocol):
     """The workers of a generation as processes, wherever they are; see `LocalGroup`."""
 
     @property
@@ -96,19 +90,19 @@ class Generation:
         layout: The place of these workers among those of other nodes; None if there are none.
 
     Attributes:
-        reports: What the workers have told of their runs.
+        run_events: What the workers have sent of their runs.
     """
 
     def __init__(
         self,
         ends: Sequence[socket.socket],
-        make_group: Callable[[OnExit], ServingGroup],
+        make_group: Callable[[OnExit], WorkerGroup],
         settings: PoolSettings,
         program: PendingCall | None = None,
         *,
         layout: NodeLayout | None = None,
     ) -> None:
-        self.reports = BegunRuns()
+        self.run_events = RunEvents()
         self._program = program
         self._settings = settings
         first = 0 if layout is None else layout.first_rank
@@ -327,7 +321,7 @@ class Generation:
     def _note_frame(self, worker: PoolWorker, frame: ChannelFrame) -> None:
         if frame.kind is FrameKind.EVENT:
             event, path, text = json.loads(frame.body)
-            self.reports.note(event, path, worker.rank)
+            self.run_events.note(event, path, worker.rank)
             if event == "invalid_hp":
                 self._detector.note_refusal(worker, text, time.monotonic())
         elif frame.kind is FrameKind.OUTCOME:
@@ -431,67 +425,3 @@ class Generation:
             self._kill_at = time.monotonic() + grace_s
         else:
             self._group.request_stop(grace_s)
-
-
-class LocalServingGroup(LocalGroup):
-    """Group of workers on this machine, each with its end of a socket to the driver.
-
-    Args:
-        specs: The workers, in rank order, whose descriptors these ends are.
-        ends: The workers' ends, which are closed here once the workers have them.
-        on_line: Gets each output line.
-        on_exit: Gets each exit.
-        options: Further arguments of `LocalGroup`.
-    """
-
-    def __init__(
-        self,
-        specs: Sequence[WorkerSpec],
-        ends: Sequence[socket.socket],
-        on_line: OnLine | None,
-        on_exit: OnExit,
-        **options: Any,
-    ) -> None:
-        super().__init__(specs, on_line, on_exit=on_exit, **options)
-        self._ends = ends
-
-    def start(self) -> None:
-        try:
-            super().start()
-        except BaseException:
-            # After a Ctrl-C workers may still be about to be started, with these descriptors.
-            self.stop(0.0)
-            raise
-        finally:
-            for end in self._ends:
-                end.close()
-
-
-def local_generation(
-    specs: Sequence[WorkerSpec], on_line: OnLine, settings: PoolSettings, start: Start
-) -> Generation:
-    """Return a generation of workers on this machine.
-
-    Args:
-        specs: The workers, in rank order. What to serve is added to their commands.
-        on_line: Gets each line of output.
-        settings: How the workers are judged.
-        start: Starts the process of a worker.
-    """
-    pairs = [socket.socketpair() for _ in specs]
-    theirs = [end for _, end in pairs]
-    serving = [
-        serving_spec(spec, end.fileno(), settings.tick_s)
-        for spec, end in zip(specs, theirs, strict=True)
-    ]
-    return Generation(
-        [ours for ours, _ in pairs],
-        lambda on_exit: LocalServingGroup(serving, theirs, on_line, on_exit, start=start),
-        settings,
-    )
-
-
-def serving_spec(spec: WorkerSpec, descriptor: int, beat_s: float) -> WorkerSpec:
-    """Return the specification of a worker to serve its driver by a given socket."""
-    target = serve_target(descriptor, beat_s)
-    return replace(spec, command=[*spec.command, target], descriptors=(descriptor,))

@@ -1,7 +1,4 @@
-"""Pools of workers and their pending calls: base class, inline.
-
-Also: and workers of an outer launcher.
-"""
+"""Pools of workers and their pending calls: base class, this process, an outer launcher's."""
 
 import atexit
 import dis
@@ -578,8 +575,8 @@ def _exchange(distributed: "DistributedContext", data: bytes) -> list[bytes]:
     return [b"".join(parts) for parts in pieces]
 
 
-def end_without_shutdown() -> None:
-    """Let this process end with its exit code: nothing runs after the last exit handler.
+def skip_interpreter_shutdown() -> None:
+    """Have this process leave with its exit code right after the last exit handler.
 
     Does nothing in workers of our own, and when it was called before. From then on `sys.exit`
     notes what it is given, since Python tells nobody. A code that is not known (`raise

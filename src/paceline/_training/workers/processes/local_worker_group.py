@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
+from socket import socket
 
 from paceline._base.process_and_network import join, wait_until
 from paceline._training.workers.failures_and_restarts import WorkerExit, WorkerStartError
@@ -141,6 +142,7 @@ class LocalGroup:
         start: Starts the process of a worker.
         mark: Names the group in the environments of its processes, see `end_marked`; a new name
             by default.
+        ends: The workers' ends of sockets, which are closed here once the workers have them.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class LocalGroup:
         on_exit: OnExit | None = None,
         start: Start = start_process,
         mark: str | None = None,
+        ends: Sequence[socket] = (),
     ) -> None:
         if not specs:
             raise ValueError("`specs` must name at least one worker, but got none.")
@@ -161,6 +164,7 @@ class LocalGroup:
         self._adopt_strays = adopt_strays
         self._on_exit = on_exit
         self._start = start
+        self._ends = ends
         self._id = mark or secrets.token_hex(8)
         self._workers: list[LocalWorker] = []
         self._exits: list[WorkerExit] = []
@@ -197,6 +201,18 @@ class LocalGroup:
             raise RuntimeError(
                 "A worker group is started once only. Hint: make a new `LocalGroup`."
             )
+        try:
+            self._start_all()
+        except BaseException:
+            if self._ends:
+                # After a Ctrl-C workers may still be about to be started, with these descriptors.
+                self.stop(0.0)
+            raise
+        finally:
+            for end in self._ends:
+                end.close()
+
+    def _start_all(self) -> None:
         self._reader = OutputReader(self._on_line)
         adopted_mark = self._id if self._adopt_strays else None
         self._ended = EndedWorkers(self._workers, self._reader, self._changed, adopted_mark)

@@ -407,7 +407,7 @@ class RayGroupWorker:
 
 
 class RayGroup:
-    """Group of workers started by their hosts; see `ServingGroup`.
+    """Group of workers started by their hosts; see `WorkerGroup`.
 
     Args:
         workers: In rank order.

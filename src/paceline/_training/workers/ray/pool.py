@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from paceline._training.workers.channels import Listener, ListenerAddress
 from paceline._training.workers.failures_and_restarts import WorkerStartError
-from paceline._training.workers.process_pools import ServedPool, check_at_least
+from paceline._training.workers.process_pools import ProcessPool, check_at_least
 from paceline._training.workers.processes.rank_environment import THREADS_VARIABLE, NodeLayout
 from paceline._training.workers.processes.signals_and_leftovers import GROUP_VARIABLE
 from paceline._training.workers.processes.worker_process import OnLine, WorkerProcess
@@ -67,7 +67,7 @@ class _Place(NamedTuple):
     layout: NodeLayout
 
 
-class RayPool(ServedPool):
+class RayPool(ProcessPool):
     """Warm workers on the nodes of a Ray cluster, each held by an actor in a placement group.
 
     The cluster that this process is connected to is joined, or the one that ``RAY_ADDRESS`` names;

@@ -143,7 +143,7 @@ def backend_config(backend: Any, config: TorchConfig | None) -> TorchConfig:
 
 
 @dataclass(slots=True, kw_only=True)
-class GroupSettings(WorkerSettings):
+class TrainWorkerSettings(WorkerSettings):
     """Settings for the start and the set-up of workers.
 
     Of a pair of numbers of workers, `num_workers` is the most, or the least if that is no bound; it

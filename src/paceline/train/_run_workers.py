@@ -21,7 +21,7 @@ from paceline._training.workers.workers import ElasticLimits, Workers
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._run_storage import check_shared_storage
 from paceline.storage._storage_by_url import storage_from
-from paceline.train._config import GroupSettings
+from paceline.train._config import TrainWorkerSettings
 from paceline.train._run_protocol import Instance, Job, RunSpec
 
 
@@ -70,7 +70,7 @@ class TrainWorkers(Workers[WorkerPool]):
         output: Where their lines go.
     """
 
-    def __init__(self, settings: GroupSettings) -> None:
+    def __init__(self, settings: TrainWorkerSettings) -> None:
         self.settings = settings
         self.facts: Sequence[Any] = ()
         self._horovod: HorovodRendezvous | None = None

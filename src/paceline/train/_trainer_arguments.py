@@ -18,7 +18,7 @@ from paceline.core._arguments import NotOfferedError
 from paceline.core._launcher_place import launched_place
 from paceline.core._trackers import as_trackers
 from paceline.data._dataset import Dataset, Fold, read
-from paceline.train._config import ElasticConfig, GroupSettings, TorchConfig, backend_config
+from paceline.train._config import ElasticConfig, TorchConfig, TrainWorkerSettings, backend_config
 from paceline.train._results_and_checkpoints import Checkpoint
 from paceline.train._run_protocol import Instance, current_session, is_pool_worker
 from paceline.train._run_reports import TrainingCallback
@@ -177,7 +177,7 @@ def chosen_settings(
     heartbeat_timeout_s: float,
     elastic: ElasticConfig,
     uses_horovod: bool = False,
-) -> GroupSettings:
+) -> TrainWorkerSettings:
     """Return how workers are started and set up; see `Trainer` for the arguments.
 
     Raises:
@@ -197,7 +197,7 @@ def chosen_settings(
         resources.check_machine(0 if limits is None else limits.least)
     if uses_horovod:
         _check_horovod(cluster)
-    return GroupSettings(
+    return TrainWorkerSettings(
         functions=_WORKER_FUNCTIONS,
         preload=_FUNCTIONS_USE,
         num_workers=0 if limits is None else limits.num_asked_for,

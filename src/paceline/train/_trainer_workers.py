@@ -14,7 +14,7 @@ from paceline.core._open_run import OpenedRun, join_run, next_run_number, open_r
 from paceline.core._run_directories import resuming_by
 from paceline.core._run_storage import GivenStorage, check_given_storage
 from paceline.storage._checkpoint_storage import CheckpointStorage
-from paceline.train._config import GroupSettings
+from paceline.train._config import TrainWorkerSettings
 from paceline.train._run_driver import RunDriver, RunRequest
 from paceline.train._run_protocol import Instance
 from paceline.train._run_reports import TrainingCallback
@@ -30,7 +30,7 @@ from paceline.train._trainer_arguments import (
 _HEADER = ("rank", "node", "pid", "device", "CPU cores", "GPUs")
 
 
-def table_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> str:
+def table_of(settings: TrainWorkerSettings, num_workers: int, facts: Sequence[Any]) -> str:
     """Return a table of workers, nodes, devices and resources.
 
     Args:
@@ -51,7 +51,7 @@ def table_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) ->
     return "\n".join([title, *lines])
 
 
-def html_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> str:
+def html_of(settings: TrainWorkerSettings, num_workers: int, facts: Sequence[Any]) -> str:
     """Return the table of `table_of` for a notebook."""
     title = title_of(settings, num_workers, facts)
     if settings.limits is None:
@@ -61,7 +61,7 @@ def html_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> 
 
 
 def _table_rows_of(
-    settings: GroupSettings, num_workers: int, facts: Sequence[Any]
+    settings: TrainWorkerSettings, num_workers: int, facts: Sequence[Any]
 ) -> list[Sequence[str]]:
     """Return the header and a row for each worker."""
     cores = "shared" if settings.resources.cpus is None else str(settings.resources.cpus)
@@ -75,7 +75,7 @@ def _table_rows_of(
     return rows
 
 
-def title_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> str:
+def title_of(settings: TrainWorkerSettings, num_workers: int, facts: Sequence[Any]) -> str:
     """Return the line above the table of `table_of`."""
     limits = settings.limits
     if limits is None:
@@ -96,7 +96,7 @@ _Self = TypeVar("_Self", bound="TrainerWorkers")
 class TrainerWorkers:
     """Base of `Trainer` with the handling of workers; `Trainer` adds running train functions."""
 
-    _settings: GroupSettings
+    _settings: TrainWorkerSettings
     _workers: TrainWorkers
     _max_retries: float
     # The run that goes on, if there is one.

@@ -23,7 +23,8 @@ from paceline._training.workers.launch_nodes_server import (
     NodeMessage,
     NodeMessageKind,
 )
-from paceline._training.workers.process_pools import LocalPool, ProcessPool, pack_call
+from paceline._training.workers.pickled_calls import pack_call
+from paceline._training.workers.process_pools import LocalPool, ProcessPool
 from paceline._training.workers.processes.signals_and_leftovers import noted_signals
 from paceline._training.workers.run import Run
 from paceline._training.workers.shared_memory import SharedBuffers

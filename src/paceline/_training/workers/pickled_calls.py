@@ -7,6 +7,8 @@ import dataclasses
 import dis
 import inspect
 import io
+import logging
+import os
 import pickle
 import sys
 import traceback
@@ -332,20 +334,49 @@ class _Head(NamedTuple):
     data: bytearray
 
 
-def pack_worker_call(facts: Any, call: WorkerCall, shared: SharedBuffers) -> PackedCall:
-    """Return a call packed for its way to workers.
+class DriverFacts(NamedTuple):
+    """Set-up of the driver's process at the time of a call."""
+
+    path: list[str]
+    arguments: list[str]
+    directory: str
+    file: str | None
+    log_level: int | None
+
+
+def driver_facts() -> DriverFacts:
+    """Return how this process is set up."""
+    root = logging.getLogger()
+    return DriverFacts(
+        path=[path or os.getcwd() for path in sys.path],
+        arguments=list(sys.argv),
+        directory=os.getcwd(),
+        file=getattr(sys.modules["__main__"], "__file__", None),
+        log_level=root.level if root.handlers else None,
+    )
+
+
+def pack_call(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    shared: SharedBuffers,
+) -> PackedCall:
+    """Return a call, with how this process is set up, packed for its way to workers.
 
     Args:
-        facts: The driver's state, which workers load first.
-        call: The call.
-        shared: Where its large data go.
+        function: What to call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        shared: Where large data go.
 
     Raises:
         NotSendableError: The function or an argument cannot be pickled.
     """
+    call = WorkerCall(function, tuple(args), dict(kwargs or {}))
     file, stream = io.BytesIO(), io.BytesIO()
     buffers: list[Buffer] = []
-    dump(facts, file, what="The driver's state", name="driver")
+    dump(driver_facts(), file, what="The driver's state", name="driver")
     dump(call, stream, what="The call", name="", buffers=buffers)
     segments: list[SharedSegment] = []
     data = bytearray()

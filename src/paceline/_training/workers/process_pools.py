@@ -17,7 +17,7 @@ from paceline._base.process_and_network import PortReservation, num_cores
 from paceline._training.workers.channels import RunEvents
 from paceline._training.workers.failure_detector import Assignment, PoolSettings
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
-from paceline._training.workers.pickled_calls import PackedCall, WorkerCall, pack_worker_call
+from paceline._training.workers.pickled_calls import PackedCall, pack_call
 from paceline._training.workers.processes.fork_client import forking_start
 from paceline._training.workers.processes.local_worker_group import LocalGroup
 from paceline._training.workers.processes.rank_environment import (
@@ -36,7 +36,7 @@ from paceline._training.workers.processes.worker_process import (
     start_process,
 )
 from paceline._training.workers.processes.worker_program import CHANNEL_VARIABLE, PROGRAM_FILE
-from paceline._training.workers.serve_calls import driver_facts, serve_target
+from paceline._training.workers.serve_calls import serve_target
 from paceline._training.workers.shared_memory import SharedBuffers
 from paceline._training.workers.watchdog import WatchedRank
 from paceline._training.workers.worker_generation import Generation
@@ -251,28 +251,6 @@ class ProcessPool(WorkerPool):
         generation, self._generation = self._generation, None
         if generation is not None:
             generation.end(grace_s)
-
-
-def pack_call(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    shared: SharedBuffers,
-) -> PackedCall:
-    """Return a call and how this process is set up, as they travel to workers.
-
-    Args:
-        function: What to call.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        shared: Where large data go.
-
-    Raises:
-        NotSendableError: The function or an argument cannot be pickled.
-    """
-    return pack_worker_call(
-        driver_facts(), WorkerCall(function, tuple(args), dict(kwargs or {})), shared
-    )
 
 
 def check_at_least(name: str, value: float | None, least: float) -> None:

@@ -22,7 +22,9 @@ from paceline._training.workers.channels import (
     serve_events,
 )
 from paceline._training.workers.pickled_calls import (
+    DriverFacts,
     ReceivedCall,
+    driver_facts,
     dump,
     dump_error,
     fill_main,
@@ -36,16 +38,6 @@ from paceline._training.workers.processes.worker_program import (
     is_consequence,
 )
 from paceline._training.workers.watchdog import ProgressMeter
-
-
-class DriverFacts(NamedTuple):
-    """Set-up of the driver's process at the time of a call."""
-
-    path: list[str]
-    arguments: list[str]
-    directory: str
-    file: str | None
-    log_level: int | None
 
 
 class NodePaths(NamedTuple):
@@ -90,18 +82,6 @@ class WorkerError(NamedTuple):
     description: str
     is_consequence: bool
     exit_code: int | None
-
-
-def driver_facts() -> DriverFacts:
-    """Return how this process is set up."""
-    root = logging.getLogger()
-    return DriverFacts(
-        path=[path or os.getcwd() for path in sys.path],
-        arguments=list(sys.argv),
-        directory=os.getcwd(),
-        file=getattr(sys.modules["__main__"], "__file__", None),
-        log_level=root.level if root.handlers else None,
-    )
 
 
 def serve_target(descriptor: int, beat_s: float) -> str:

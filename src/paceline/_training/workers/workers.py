@@ -15,7 +15,7 @@ from paceline._training.workers.failures_and_restarts import (
     WorkerFailedError,
     WorkerStartError,
 )
-from paceline._training.workers.worker_pools import PendingCall, WorkerPool
+from paceline._training.workers.worker_pools import WorkerPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,10 +252,10 @@ _PLACEMENT_S = 60.0
 
 
 class Workers(Generic[PoolT]):
-    """The workers of a pool over its generations: their number, start and calls, until `stop`.
+    """The workers of a pool over its generations: how many there are, and when they start.
 
-    The pool is the back end: it has the processes, on this machine or elsewhere. Subclasses say
-    what new workers do first.
+    The pool is the back end: it has the processes, on this machine or elsewhere, and takes calls
+    for them. Subclasses say what new workers do first. Workers stay until `stop`.
 
     Args:
         limits: How many workers there may be.
@@ -478,16 +478,6 @@ class Workers(Generic[PoolT]):
             raise
         self._is_set_up = True
         self.num_formed += 1
-
-    def submit(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        *,
-        ranks: Sequence[int] | None = None,
-    ) -> PendingCall:
-        """Have workers call a function; see `WorkerPool.submit`."""
-        return self.pool.submit(function, args, ranks=ranks)
 
     def call_until_done(self, step: Callable[[], T], recover: Callable[[Exception], None]) -> T:
         """Do something with the workers, again after each loss, and return its value.

@@ -83,7 +83,7 @@ class LaunchRun(Run):
         self._verdict: NodeMessage | None = None
         self._decision: RestartDecision | None = None
         self._num_commits_before = 0
-        self._begin_call: Callable[[], PendingCall] | None = None
+        self._make_call: Callable[[], PendingCall] | None = None
         self._never_begins = False
         self._tell_progress_at = 0.0
         # The ranks of this node that had returned when they were asked to end.
@@ -101,7 +101,7 @@ class LaunchRun(Run):
         Raises:
             Exception: As `PendingCall.wait` and `Workers.form`.
         """
-        self._begin_call = begin
+        self._make_call = begin
         # A `SimpleQueue` may be put into from a signal handler.
         with noted_signals(_FORWARDED, self._events.put):
             try:
@@ -136,18 +136,14 @@ class LaunchRun(Run):
         """Form the workers and begin the call, once those of other nodes begin as well."""
         self._never_begins = self._nodes is not None and not self._await_start(self._nodes)
         if not self._never_begins:
-            super().begin()
-
-    def _form(self) -> float:
-        self._workers.form()
-        return 0.0
+            self._has_ended.clear()
+            self._is_growing = False
+            self._workers.form()
+            self._begin_call()
 
     def _submit(self) -> PendingCall:
-        assert self._begin_call is not None
-        return self._begin_call()
-
-    def _take_form_failure(self, error: Exception) -> None:
-        raise error
+        assert self._make_call is not None
+        return self._make_call()
 
     def wait(self) -> bool:
         """Handle a signal or message, if any comes; return whether the workers have ended."""

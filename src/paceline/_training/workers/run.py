@@ -73,10 +73,6 @@ class Run(ABC):
     def _note_restart(self, error: Exception) -> None:  # noqa: B027 - likewise
         """Report a restart of the workers after a failure."""
 
-    def _form(self) -> float:
-        """Form the workers unless they are there; with too few, return a delay in seconds."""
-        return 0.0 if self._workers.is_alive else self._workers.try_form()
-
     def _values_of(self, call: PendingCall) -> list[Any]:
         """Return the values of an ended call.
 
@@ -88,14 +84,6 @@ class Run(ABC):
     def _is_complete(self) -> bool:
         """Tell whether nothing is left to do, though the workers were ended to have others."""
         return False
-
-    def _take_form_failure(self, error: Exception) -> None:
-        """Prepare the generation after workers lost during their start.
-
-        Raises:
-            Exception: There is none.
-        """
-        self._take_failure(error)
 
     def _ask_to_move(self) -> None:  # noqa: B027 - some cannot be asked
         """Ask the workers for a checkpoint soon, as others are ready to resume from there."""
@@ -112,21 +100,23 @@ class Run(ABC):
             Exception: The workers cannot be formed.
         """
         self._has_ended.clear()
-        self._form_at, self._is_growing = None, False
+        self._is_growing = False
         while True:
             try:
-                if delay_s := self._form():
-                    self._form_at = time.monotonic() + delay_s
-                    return
-                self._num_commits_seen = self.num_commits
-                self._call = self._submit()
+                delay_s = 0.0 if self._workers.is_alive else self._workers.try_form()
+                self._form_at = time.monotonic() + delay_s if delay_s else None
+                if not delay_s:
+                    self._begin_call()
+                return
             except (WorkerFailedError, WorkerStartError) as error:
                 if not self._workers.pool.can_restart:
                     raise
-                self._take_form_failure(error)
-            else:
-                self._call.add_done_callback(self._note_end)
-                return
+                self._take_failure(error)
+
+    def _begin_call(self) -> None:
+        self._num_commits_seen = self.num_commits
+        self._call = self._submit()
+        self._call.add_done_callback(self._note_end)
 
     def _note_end(self, call: PendingCall) -> None:
         # A call of workers that were ended to have others is told of too.

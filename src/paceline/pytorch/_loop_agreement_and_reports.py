@@ -71,8 +71,8 @@ class LoopHooks(Protocol):
     def validate(self, position: Position) -> bool:
         """Validate and report; tell whether the result asks for a checkpoint."""
 
-    def save(self, position: Position) -> None:
-        """Store a checkpoint."""
+    def save(self) -> None:
+        """Store a checkpoint, unless this position has one."""
 
     def tell_stored(self) -> None:
         """Send all ranks the names of the stored checkpoints; collective over all ranks."""

@@ -471,29 +471,34 @@ class ResumableTraining(TrainingFit, LoopHooks):
             seed=mix_seed(self._seed, 1),
         )
 
-    def save(self, position: Position) -> None:
-        """Store this rank's part of a checkpoint in the background."""
-        self.checkpoints.settle()
+    def save(self) -> None:
+        """Capture the state and store it in the background, unless this position is saved."""
+        if self.loop.last_checkpoint == self.loop.position:
+            return
+        with self.loop.saving():
+            self.checkpoints.settle()
+            parts = self._captured()
+            reads_files = any(map(self._callbacks.overrides, _HOOKS_WITH_FILES))
+            self.checkpoints.save(
+                parts, self._begin_part(), self._checkpoint_written, reads_files=reads_files
+            )
+
+    def _captured(self) -> dict[str, Any]:
+        """Return the parts of a checkpoint that this rank stores."""
         is_chief = self._core.distributed.rank == 0
         parts = self._state.capture(self.loop, self._all_facts() if is_chief else {})
         if is_chief:
             self._callbacks.tell("on_checkpoint_save_start", parts)
+        return parts
+
+    def _begin_part(self) -> Destination:
+        """Begin this rank's part of a checkpoint; return where the captured state goes."""
         metadata = {
-            "steps_completed": position.batches,
+            "steps_completed": self.loop.position.batches,
             "num_shards": self._parts.num_shards,
             "seed": self._seed,
         }
-        self.checkpoints.save(
-            parts,
-            metadata,
-            self._checkpoint_written,
-            self._begin_part,
-            reads_files=any(map(self._callbacks.overrides, _HOOKS_WITH_FILES)),
-        )
-
-    def _begin_part(self, destination: Destination) -> Destination:
-        """Write synchronous parts of a checkpoint; return the destination for the rest."""
-        return destination
+        return self.checkpoints.begin_next(metadata)
 
     def _all_facts(self) -> dict[str, Any]:
         """Return all entries of a checkpoint besides the registered parts' state."""

@@ -3,7 +3,6 @@
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -20,7 +19,6 @@ from paceline._training.engine.checkpoints.checkpoint_saver import (
 from paceline.core._core_context import Context
 from paceline.core._run_storage import failing_together
 from paceline.core._run_summaries import newest_run_named, read_checkpoints, restorable_checkpoint
-from paceline.pytorch._training_loop import TrainingLoop
 from paceline.storage._checkpoint_files import CheckpointWriteError, uuid_of_series
 from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules
 from paceline.storage._storage_by_url import checkpoint_at
@@ -92,6 +90,29 @@ logger = logging.getLogger(__name__)
 _PARTS_S = 60.0
 _STORE_TRIES = 3
 _PARTS_AFTER_ERROR_S = 1.0
+_MUST_STORE = "All ranks must store their parts of a checkpoint"
+
+
+class CommittedCheckpoints:
+    """New checkpoints on the chief: recorded by the thread that commits them.
+
+    The committing thread knows these and no training: with a way back to it, a finished training
+    would keep its models' memory.
+
+    Attributes:
+        news: The records that training has not seen yet, oldest first.
+        retention: Which checkpoints to keep; None for all.
+    """
+
+    def __init__(self) -> None:
+        self.news: list[CheckpointStored] = []
+        self.retention: CheckpointRetention | None = None
+
+    def add(self, stored: CheckpointStored) -> None:
+        """Record a checkpoint, and delete those no longer kept."""
+        self.news.append(stored)
+        if self.retention is not None:
+            self.retention.note_checkpoint(stored)
 
 
 class TrainingCheckpoints:
@@ -105,25 +126,26 @@ class TrainingCheckpoints:
     Attributes:
         uuids: Those of the present call of `fit`, oldest first, as far as this rank knows.
         latest: The newest there is, also from before; empty without one.
-        retention: On the chief, which ones to keep; None for all.
         continuous: When the next one of continuous checkpoints begins.
     """
 
     def __init__(self, core: Context, on_stored: Callable[[str], None]) -> None:
         self.uuids: list[str] = []
         self.latest = ""
-        self.retention: CheckpointRetention | None = None
         self.continuous = ContinuousSaves()
         self._core = core
         self._distributed = core.distributed
         self._on_stored = on_stored
         self._saver = CheckpointSaver(core.distributed.rank, core.distributed.local_size)
-        self._committed: list[CheckpointStored] = []
-        # Weak reference: in a cycle, a finished training would keep its models' memory.
-        commit = weakref.WeakMethod(self._take)
-        self._parts = core.checkpoint.parts(lambda stored: _call(commit(), stored))
+        self._committed = CommittedCheckpoints()
+        self._parts = core.checkpoint.parts(self._committed.add)
         self._series = ""
         self._num_saves = self._num_announced = 0
+
+    @property
+    def retention(self) -> CheckpointRetention | None:
+        """On the chief, which ones to keep; None for all."""
+        return self._committed.retention
 
     @property
     def _is_newest_lost(self) -> bool:
@@ -146,13 +168,13 @@ class TrainingCheckpoints:
 
     def keep(self, best_validation: BestValidation, rules: RetentionRules) -> None:
         """Set the chief's rules for deleting checkpoints; ignored under a master's own rules."""
-        self.retention = None
+        self._committed.retention = None
         if rules.is_empty or self._distributed.rank:
             return
         if self._core.info is not None and self._core.info.cluster_id:
             logger.info("The checkpoints to keep are those of the master's rules.")
             return
-        self.retention = CheckpointRetention(self._core, best_validation, rules)
+        self._committed.retention = CheckpointRetention(self._core, best_validation, rules)
 
     def pace(self, bytes_per_hour: int | None) -> None:
         """Have continuous checkpoints take no more bytes than allowed; None for no limit."""
@@ -184,53 +206,46 @@ class TrainingCheckpoints:
         for uuid in news:
             self._on_stored(uuid)
 
+    def begin_next(self, metadata: Mapping[str, Any]) -> Destination:
+        """Return where this rank's part of the next checkpoint goes."""
+        self._num_saves += 1
+        self.continuous.note_begun()
+        return self._parts.store(uuid_of_series(self._series, self._num_saves), metadata)
+
     def save(
         self,
         parts: dict[str, Any],
-        metadata: Mapping[str, Any],
+        destination: Destination,
         write_more: Callable[[Path], None],
-        begin: Callable[[Destination], Destination] = lambda destination: destination,
         *,
-        reads_files: bool = False,
+        reads_files: bool,
     ) -> None:
         """Store this rank's part in the background; see `CheckpointSaver.save`.
 
         Args:
             parts: The state.
-            metadata: The checkpoint's metadata.
+            destination: What `begin_next` returned.
             write_more: Called in the thread with the directory before the commit.
-            begin: Stores what must be stored while training stands still, and returns where the
-                rest goes.
             reads_files: Whether `write_more` may want all files in the directory.
         """
-        self._num_saves += 1
-        self.continuous.note_begun()
-        uuid = uuid_of_series(self._series, self._num_saves)
-        destination = begin(self._parts.store(uuid, metadata))
-        storage = self._core.checkpoint.storage
-        sender_for = _no_sender if reads_files else storage.file_sender
+        sender_for = _no_sender if reads_files else self._core.checkpoint.storage.file_sender
         self._saver.save(parts, destination, write_more, sender_for)
 
-    def store(self, loop: TrainingLoop) -> None:
-        """Store a checkpoint unless this step already has a stored checkpoint, and wait.
+    def settle_ranks(self) -> bool:
+        """Wait on all ranks until the last parts are stored; return whether one of them is lost."""
+        with failing_together(self._distributed, _MUST_STORE):
+            self._saver.settle()
+        return any(self._distributed.allgather(self._is_newest_lost))
+
+    def complete(self) -> None:
+        """Wait on all ranks until the newest checkpoint is whole.
 
         Raises:
             CheckpointWriteError: Parts of some ranks are missing.
         """
-        must = "All ranks must store their parts of a checkpoint"
-        with failing_together(self._distributed, must):
-            self._saver.settle()
-        if any(self._distributed.allgather(self._is_newest_lost)):
-            # Parts lost on any rank: all ranks store the checkpoint again.
-            loop.last_checkpoint = None
-        loop.save()
-        try:
-            with failing_together(self._distributed, must):
-                self._saver.finish()
-            self._await_parts(is_failing=False)
-        except BaseException:
-            loop.last_checkpoint = None
-            raise
+        with failing_together(self._distributed, _MUST_STORE):
+            self._saver.finish()
+        self._await_parts(is_failing=False)
         self.announce()
 
     def wants_next(self) -> bool:
@@ -260,12 +275,6 @@ class TrainingCheckpoints:
 
     # ---- small parts ---------------------------------------------------------------------
 
-    def _take(self, stored: CheckpointStored) -> None:
-        """Record a committed checkpoint, in the committing thread."""
-        self._committed.append(stored)
-        if self.retention is not None:
-            self.retention.note_checkpoint(stored)
-
     def _await_parts(self, *, is_failing: bool) -> None:
         """Wait, on the chief, for all ranks' parts of the checkpoints and for their commit."""
         patience_s = _PARTS_S
@@ -284,18 +293,13 @@ class TrainingCheckpoints:
 
     def _note_committed(self) -> None:
         self._parts.check()
-        while self._committed:
-            stored = self._committed.pop(0)
+        while self._committed.news:
+            stored = self._committed.news.pop(0)
             self.continuous.note_stored(sum(stored.resources.values()))
             self.uuids.append(stored.uuid)
             self.latest = stored.uuid
             if self._distributed.size == 1:
                 self._on_stored(stored.uuid)
-
-
-def _call(function: Callable[[CheckpointStored], None] | None, stored: CheckpointStored) -> None:
-    if function is not None:
-        function(stored)
 
 
 def _no_sender(directory: Path) -> None:

@@ -232,6 +232,10 @@ class TrainingFit(ABC):
         return None
 
     @abstractmethod
+    def save(self) -> None:
+        """Capture the state and store it in the background, unless this position is saved."""
+
+    @abstractmethod
     def close(self) -> None:
         """Wait for the checkpoint being stored, and end the training."""
 
@@ -355,10 +359,22 @@ class TrainingFit(ABC):
         return reason
 
     def store(self) -> None:
-        """Store a checkpoint unless this step already has a stored checkpoint, and wait."""
+        """Store a checkpoint unless this step already has a stored checkpoint, and wait.
+
+        Raises:
+            CheckpointWriteError: Parts of some ranks are missing.
+        """
         with self.loop.storing():
             self.progress.note("storing a checkpoint")
-            self.checkpoints.store(self.loop)
+            if self.checkpoints.settle_ranks():
+                # Parts lost on any rank: all ranks store the checkpoint again.
+                self.loop.last_checkpoint = None
+            self.save()
+            try:
+                self.checkpoints.complete()
+            except BaseException:
+                self.loop.last_checkpoint = None
+                raise
 
     @contextmanager
     def interrupt_watched(self) -> Iterator[None]:

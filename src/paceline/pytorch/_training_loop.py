@@ -359,7 +359,7 @@ class TrainingLoop:
         if schedule.checkpoint is not None and schedule.checkpoint.is_due(before, after):
             wants_checkpoint = True
         if wants_checkpoint:
-            self.save()
+            self._loop_hooks.save()
 
     def report(self) -> None:
         """Report the training metrics since the last report, if a batch was trained since then."""
@@ -378,24 +378,24 @@ class TrainingLoop:
         self._agreement.is_decision_due = self._core.preempt.follows_search
         return wants_checkpoint
 
-    def save(self) -> None:
-        """Store a checkpoint unless this position already has a stored checkpoint.
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Check losses and ranks before a block that saves this position; account its time.
 
         Raises:
             NonFiniteError: The loss was not finite and training is to stop then.
             RanksDifferError: Ranks differ in what they must have alike.
         """
-        if self.last_checkpoint != self.position:
-            self._check_finite()
-            self._agreement.compare_ranks(self.position, is_idle=not self.data.own_shards)
-            began = time.perf_counter()
-            with self.storing():
-                self._loop_hooks.save(self.position)
-            self.last_checkpoint = self.position
-            self._agreement.note_saved(self.position)
-            self._account.stored(self.position.batches, self._throughput.all_data_wait_s)
-            if self.timeline.window.enabled:
-                self.timeline.note_stall(self.position.batches, time.perf_counter() - began)
+        self._check_finite()
+        self._agreement.compare_ranks(self.position, is_idle=not self.data.own_shards)
+        began = time.perf_counter()
+        with self.storing():
+            yield
+        self.last_checkpoint = self.position
+        self._agreement.note_saved(self.position)
+        self._account.stored(self.position.batches, self._throughput.all_data_wait_s)
+        if self.timeline.window.enabled:
+            self.timeline.note_stall(self.position.batches, time.perf_counter() - began)
 
     def _check_finite(self, means: Mapping[str, float] | None = None) -> None:
         parts = self._loop_hooks, self.data, self._stepper
@@ -417,7 +417,7 @@ class TrainingLoop:
         """
         wish = self._agreement.after_batch(self.position)
         if wish is RankWish.SAVE and not is_at_end:
-            self.save()
+            self._loop_hooks.save()
         return wish.stop_reason
 
 

@@ -554,8 +554,8 @@ class DeepSpeedTraining(TrialTraining):
         self._stepper.load(path, parts["training"])
         return parts
 
-    def _begin_part(self, destination: Destination) -> Destination:
-        return self._stepper.store(destination)
+    def _begin_part(self) -> Destination:
+        return self._stepper.store(super()._begin_part())
 
 
 class DeepSpeedValidator(Validator):

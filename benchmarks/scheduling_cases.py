@@ -128,7 +128,7 @@ def _measure_ticks() -> list[Figure]:
         home = Home(Path(directory) / "home")
         home.prepare()
         master = Master(home, ["cpu"])
-        master.reconciler.slots = lambda: nodes  # type: ignore[method-assign]
+        master.nodes.slots = lambda: nodes  # type: ignore[method-assign]
         for _ in range(_NUM_EXPERIMENTS):
             master.database.write(
                 lambda t: master.commands.create(

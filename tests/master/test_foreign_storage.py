@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from paceline._cluster.master.api import checkpoint_routes as _checkpoint_routes
+from paceline._cluster.master.experiments.storage_calls import StorageCalls, StorageMarks
 from paceline._cluster.master.nodes import checkpoint_transfers as _checkpoint_transfers
-from paceline._cluster.master.nodes.checkpoint_uploads import StorageMarks
 from paceline._cluster.master.upkeep.home_file_checks import (
     CheckPace,
     Finding,
@@ -409,7 +409,7 @@ def victim(tmp_path: Path) -> Iterator[Path]:
 def test_a_mark_that_was_replaced_is_made_anew_and_nothing_else_is_written(
     tmp_path: Path, victim: Path, kind: str
 ) -> None:
-    marks = StorageMarks("id")
+    marks = StorageMarks("id", StorageCalls())
     storage = tmp_path / "shared"
     path, text = marks.mark(str(storage)).path, marks.mark(str(storage)).text
     for number in range(1000):
@@ -441,7 +441,7 @@ def test_a_directory_in_place_of_a_mark_is_told_and_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / ".paceline-id").mkdir()
-    assert StorageMarks("id").mark(str(tmp_path)) is None
+    assert StorageMarks("id", StorageCalls()).mark(str(tmp_path)) is None
     assert "cannot be kept in" in caplog.text
     assert os.listdir(tmp_path) == [".paceline-id"]
 
@@ -451,7 +451,7 @@ def test_the_log_tells_of_a_storage_in_which_users_can_replace_each_others_check
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_told: bool
 ) -> None:
     tmp_path.chmod(mode)
-    marks = StorageMarks("cluster")
+    marks = StorageMarks("cluster", StorageCalls())
     assert marks.mark(str(tmp_path)) == marks.mark(str(tmp_path))
     warnings = [text for text in caplog.messages if "chmod +t" in text]
     assert len(warnings) == is_told

@@ -19,6 +19,7 @@ from paceline._cluster.master.experiments import storage_calls as _storage_calls
 from paceline._cluster.master.nodes.node_registry import NodeRefusedError, Nodes
 from paceline._cluster.master.nodes.node_work import work_for
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.waiting import Wakeups
 from paceline._cluster.messages.runner_messages import PROTOCOL, NodeFacts, NodePoll
 
 LEASE_S = 60.0
@@ -856,7 +857,7 @@ def test_a_poll_that_waits_does_not_say_that_a_node_stays_whose_attempt_was_ende
     registry, node_id = master.core.nodes, box.session["node_id"]
 
     def is_open() -> bool:
-        return registry.slots()[0].is_open
+        return registry.slots()[-1].is_open
 
     box.number += 1
     waiting = NodePoll(
@@ -891,7 +892,7 @@ def test_the_next_master_knows_who_has_left_and_when_others_were_heard(
     assert all(seen[node.name] > node.registered_at for node in registry.all())
 
     def next_master() -> dict[str, tuple[bool, bool, float | None]]:
-        nodes = Nodes(master.core.database, "cluster")
+        nodes = Nodes(master.core.database, "cluster", master.core.tokens, Wakeups())
         present = {one.node_id for one in nodes.slots()}
         return {
             node.name: (

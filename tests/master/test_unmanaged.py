@@ -737,7 +737,7 @@ def view_of(root: Path, info: RunInfo, requests: list[list[RunBatch]]) -> list[A
     """Return what a new master shows after these requests."""
     root.mkdir()
     database = Database(root / "master.sqlite")
-    changes = StateChanges(Searches(), LogStore(root / "logs"), lambda: None, lambda _: None)
+    changes = StateChanges(Searches(), LogStore(root / "logs"))
     unmanaged = Unmanaged(changes, RecordIngest(changes))
     try:
         database.write(lambda t: unmanaged.register(t, info, "/p")).result()

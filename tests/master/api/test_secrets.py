@@ -40,7 +40,7 @@ def values_of(master: Any, experiment_id: int) -> tuple[dict[str, str], dict[str
     trial = master.http.get(f"/experiments/{experiment_id}/trials").json()["items"][0]
     attempt = master.http.get(f"/trials/{trial['id']}").json()["attempts"][-1]
     with master.core.database.read() as connection:
-        launch = build_launch(connection, master.core.reconciler._node, attempt["id"])
+        launch = build_launch(connection, master.core.reconciler._sources, attempt["id"])
     assert SECRET not in json.dumps(launch.info.trial.config)
     assert launch.spec.secret_names == sorted(launch.secrets)
     return launch.spec.variables, launch.secrets

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,23 @@ import pytest
 from sqlalchemy import Row, select
 
 from paceline._base.journal_records import encode_metrics
+from paceline._cluster.master.authentication import AttemptTokens
 from paceline._cluster.master.executors import LocalExecutor
 from paceline._cluster.master.experiments.attempt_end import end_attempt
-from paceline._cluster.master.experiments.attempts import Leases, Node
+from paceline._cluster.master.experiments.attempts import LaunchSources, Leases
 from paceline._cluster.master.experiments.experiment_commands import Commands
 from paceline._cluster.master.experiments.reconciler import Reconciler
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.retention import Retention
 from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.storage_calls import StorageMarks
 from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.master.home_directory import SecretStore
-from paceline._cluster.master.scheduling.pools import NodeSlots
+from paceline._cluster.master.scheduling.machines import Machines
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.trial_logs import LogStore
+from paceline._cluster.master.waiting import WaitingRequests
 from paceline._cluster.messages.runner_messages import AttemptEnd, Mark, RecordBatch
 from paceline._cluster.messages.states import ErrorKind, ExitReason
 from paceline.config import validate_config
@@ -46,6 +49,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class NotedControls(WaitingRequests):
+    """Keeps the ids of the attempts whose control has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[int] = []
+
+    def notify(self, key: int = 0) -> None:
+        self.noted.append(key)
+
+
 class Bench:
     """Drives experiments by hand: what runners and users would do, one call each."""
 
@@ -53,18 +67,31 @@ class Bench:
         root.mkdir(exist_ok=True)
         self.database = Database(root / "master.sqlite")
         self.logs = LogStore(root / "logs")
-        self.notified: list[int] = []
+        self.controls = NotedControls()
         self.searches = Searches()
-        self.changes = StateChanges(self.searches, self.logs, lambda: None, self.notified.append)
-        slots = lambda: [NodeSlots(slots=tuple(range(num_slots)))]  # noqa: E731
-        self.commands = Commands(self.changes, slots, SecretStore(root / "secrets.json"))
+        self.machines = Machines(["cpu"] * num_slots)
+        self.changes = StateChanges(self.searches, self.logs, self.machines, controls=self.controls)
+        self.secrets = SecretStore(root / "secrets.json")
+        self.commands = Commands(self.changes, self.secrets)
         self.ingest = RecordIngest(self.changes)
-        node = Node(home=root, cluster_id="bench", devices=("cpu",) * num_slots, token_of=str)
         executor = LocalExecutor(root / "attempts", root)
         self.leases = Leases()
-        self.reconciler = Reconciler(self.database, self.changes, executor, node, self.leases)
+        self.reconciler = Reconciler(
+            self.database, self.changes, executor, self.launch_sources(), self.leases
+        )
         self.retention = Retention(self.database, self.changes)
         self._sequences: dict[tuple[int, int, int], int] = {}
+
+    def launch_sources(self, devices: Sequence[str] = ("cpu",)) -> LaunchSources:
+        """Return what the launch data come from, on a machine with these devices."""
+        return LaunchSources(
+            cluster_id="bench",
+            default_storage="/home-of-paceline/checkpoints",
+            machines=Machines(devices),
+            tokens=AttemptTokens(self.database, b"key"),
+            secrets=self.secrets,
+            marks=StorageMarks("bench", self.changes.storage_calls),
+        )
 
     def write(self, job: Callable[[Transaction], Any]) -> Any:
         """Run a job and wait for its commit."""

@@ -1,18 +1,16 @@
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline._cluster.master.experiments.attempts import Node, build_launch
+from paceline._cluster.master.experiments.attempts import build_launch
 from paceline.journal import RunMetadataSet
 
 
 def launch_of(bench: Any, attempt_id: int, devices: tuple[str, ...]) -> Any:
-    node = Node(home=Path("/home-of-paceline"), cluster_id="c", devices=devices, token_of=str)
     with bench.database.read() as connection:
-        return build_launch(connection, node, attempt_id)
+        return build_launch(connection, bench.launch_sources(devices), attempt_id)
 
 
 def test_an_attempt_is_told_all_it_needs(bench: Any) -> None:
@@ -37,7 +35,7 @@ def test_an_attempt_is_told_all_it_needs(bench: Any) -> None:
     assert (info.trial.hparams, info.trial.config["data"]) == ({"lr": 0.5}, {"mine": [1]})
     assert (info.latest_checkpoint, info.steps_completed, info.attempt) == ("saved", 7, 2)
     assert info.checkpoint_storage == "/home-of-paceline/checkpoints"
-    assert (info.slot_ids, info.cluster_id) == ([0], "c")
+    assert (info.slot_ids, info.cluster_id) == ([0], "bench")
     assert info.metadata == {"data": "v1"}
 
 
@@ -56,7 +54,7 @@ def test_an_attempt_is_told_which_metrics_its_search_judges(
     bench.create(search, searcher=changed)
     bench.schedule()
     with bench.database.read() as connection:
-        launch = build_launch(connection, bench.reconciler._node, 1)
+        launch = build_launch(connection, bench.launch_sources(), 1)
     assert launch.info.judged_metrics == judged
 
 

@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,7 +108,7 @@ def test_a_paused_experiment_lets_attempts_leave_and_starts_none(bench: Any) -> 
     two = bench.live_attempt(2).id
     bench.command("pause", experiment_id)
     assert [row.preempt_reason for row in bench.rows(tables.attempts)] == ["paused"] * 2
-    assert {one, two} <= set(bench.notified)
+    assert {one, two} <= set(bench.controls.noted)
     bench.checkpoint(one, 5, "saved")
     bench.leave(one)
     bench.leave(two)
@@ -459,7 +458,7 @@ def test_what_a_smaller_master_cannot_run_waits_and_holds_nobody_up(
     bench = make_bench(2)
     large = bench.create("single", resources={"slots_per_trial": 2}, activate=False)
     small = bench.create("single")
-    bench.reconciler._node = replace(bench.reconciler._node, devices=("cpu",))
+    bench.machines.devices = ("cpu",)
     bench.command("activate", large)
     bench.schedule()
     assert [row.experiment_id for row in bench.live_attempts()] == [small]

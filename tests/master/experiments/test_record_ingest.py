@@ -123,7 +123,7 @@ def test_the_loser_of_a_rung_is_preempted_and_another_trial_created(
     assert bench.trial(2).state == "STOPPING_COMPLETED"
     assert bench.attempt(two).preempt_reason == "stopped by the search"
     assert bench.attempt(one).preempt_reason is None
-    assert two in bench.notified
+    assert two in bench.controls.noted
     assert len(bench.trials(halving)) == 3
     bench.check_replay(halving)
 

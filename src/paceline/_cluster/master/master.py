@@ -25,13 +25,14 @@ from paceline._cluster.master.authentication import (
     Tokens,
 )
 from paceline._cluster.master.executors import Executor, ExecutorContext, LocalExecutor
-from paceline._cluster.master.experiments.attempts import Leases, Node, Place, WaitingRequests
+from paceline._cluster.master.experiments.attempts import LaunchSources, Leases
 from paceline._cluster.master.experiments.experiment_commands import Commands
 from paceline._cluster.master.experiments.reconciler import Reconciler
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.retention import Retention
 from paceline._cluster.master.experiments.runs_watcher import RunsWatcher
 from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.storage_calls import StorageMarks
 from paceline._cluster.master.experiments.stored_searches import (
     Searches,
     SearchViews,
@@ -41,10 +42,8 @@ from paceline._cluster.master.experiments.stored_searches import (
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
 from paceline._cluster.master.home_directory import Home, SecretStore
 from paceline._cluster.master.nodes.checkpoint_transfers import Transfers
-from paceline._cluster.master.nodes.checkpoint_uploads import StorageMarks
 from paceline._cluster.master.nodes.node_registry import Nodes
 from paceline._cluster.master.nodes.node_work import LostNodes, NodeExecutor
-from paceline._cluster.master.scheduling.pools import NodeSlots
 from paceline._cluster.master.starters.pool_runners import PoolDefinition, PoolRunners
 from paceline._cluster.master.starters.starter_base import Starter
 from paceline._cluster.master.store.database import Database, Transaction, settle_cluster_id
@@ -52,12 +51,8 @@ from paceline._cluster.master.store.database_reading import adopt_contexts
 from paceline._cluster.master.store.list_pages import EncodingCache, NameCache
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.master.upkeep.recovery_records import Recorder
-from paceline._cluster.messages.runner_messages import (
-    LOCAL_NAME,
-    MasterAddress,
-    NodeFacts,
-    StorageMark,
-)
+from paceline._cluster.master.waiting import WaitingRequests, Wakeups
+from paceline._cluster.messages.runner_messages import LOCAL_NAME, MasterAddress, NodeFacts
 from paceline._cluster.runner.attempt_directory import FILE_NAME as SECRET_FILE_NAME
 from paceline._cluster.runner.node_runner import describe_machine
 
@@ -316,38 +311,29 @@ class Master:
         self.tokens = Tokens(self.database)
         self.home_token = home.token.encode()
         self.attempt_tokens = AttemptTokens(self.database, home.attempt_key)
+        wakeups, default_storage = Wakeups(), str(home.path / "checkpoints")
         self.nodes = Nodes(
-            self.database,
-            home.cluster_id,
-            self.leases.length_s,
-            token_of=self.tokens.get,
-            wake=self._wake,
+            self.database, home.cluster_id, self.tokens, wakeups, devices, self.leases.length_s
         )
         self.lost_nodes = LostNodes(self.nodes)
-        self._marks = StorageMarks(home.cluster_id)
-        node = self._own_node()
         self.searches = Searches()
         self.kept_names = NameCache()
         self.encodings = EncodingCache()
         self.search_views = SearchViews(self.database, self.searches)
         self.changes = StateChanges(
-            self.searches, self.logs, self._wake, self.controls.notify, node.default_storage
+            self.searches, self.logs, self.nodes, wakeups, self.controls, default_storage
         )
-        self.commands = Commands(self.changes, self._known_slots, self.secrets)
+        self.commands = Commands(self.changes, self.secrets)
         self.ingest = RecordIngest(self.changes)
-        self.transfers = Transfers(
-            self.database, home.cluster_id, node.default_storage, self.changes
-        )
+        self.transfers = Transfers(self.database, home.cluster_id, default_storage, self.changes)
         self.unmanaged = Unmanaged(self.changes, self.ingest)
         address = MasterAddress(url=url, certificate=certificate)
         self.reconciler = Reconciler(
             self.database,
             self.changes,
             NodeExecutor(self._make_executor(executor, address), self.nodes, self.database),
-            node,
+            self._launch_sources(),
             self.leases,
-            self.nodes.slots,
-            self.nodes.returning_slots,
             (self.unmanaged.end_silent, self.lost_nodes.look),
             self.transfers.forget_ended,
         )
@@ -364,23 +350,17 @@ class Master:
         self.database.on_commit(self._on_commit)
         self.is_closing = False
 
-    def _own_node(self) -> Node:
-        return Node(
-            home=self.home.path,
-            cluster_id=self.home.cluster_id,
-            devices=tuple(self.devices),
+    def _launch_sources(self) -> LaunchSources:
+        cluster_id = self.home.cluster_id
+        return LaunchSources(
+            cluster_id=cluster_id,
+            default_storage=self.changes.default_storage,
+            machines=self.nodes,
+            tokens=self.attempt_tokens,
+            secrets=self.secrets,
+            marks=StorageMarks(cluster_id, self.changes.storage_calls),
             lease_s=self.leases.length_s,
-            token_of=self.attempt_tokens.token_of,
-            secrets_of=self.secrets.of,
-            place_of=self._place_of,
-            mark_of=self._mark_storage,
         )
-
-    def _mark_storage(self, storage: str) -> StorageMark | None:
-        if "://" in storage:
-            return None
-        calls = self.changes.storage_calls
-        return calls.poll("mark", storage, lambda: self._marks.mark(storage))
 
     def _make_executor(self, kind: type[Executor], address: MasterAddress) -> Executor:
         context = ExecutorContext(
@@ -431,36 +411,6 @@ class Master:
     def _catch_up(self, transaction: Transaction) -> None:
         for experiment_id in undecided_searches(transaction.connection):
             self.changes.search_operations.catch_up(transaction, experiment_id)
-
-    def _place_of(self, node_id: int) -> Place | None:
-        found = self.nodes.get(node_id)
-        if found is None:
-            return None
-        facts = found.facts
-        return Place(
-            name=found.name,
-            devices=tuple(facts.devices),
-            num_cores=facts.num_cores,
-            python=facts.python,
-            address=facts.address,
-        )
-
-    def _known_slots(self) -> list[NodeSlots]:
-        """Return the slots of all nodes, including currently lost nodes."""
-        # Address as evidence of joining: mutual reachability is known for present nodes only.
-        others = [
-            node.slots(can_join=bool(node.facts.address), only_pool=self.nodes.only_pool(node))
-            for node in self.nodes.all()
-        ]
-        return [
-            NodeSlots(slots=tuple(range(len(self.devices)))),
-            *others,
-            *self.pool_runners.possible_slots(),
-        ]
-
-    def _wake(self) -> None:
-        self.reconciler.wake()
-        self.retention.wake()
 
     def _on_commit(self, has_events: bool) -> None:
         if has_events:

@@ -28,7 +28,6 @@ from paceline._cluster.master.experiments.attempts import (
     check_not_over,
     read_attempt,
     read_control_of,
-    wait_for,
 )
 from paceline._cluster.master.experiments.state_transitions import RefusedError
 from paceline._cluster.master.experiments.unmanaged_runs import place_of_batch
@@ -38,6 +37,7 @@ from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.log_search import LogFilter, StoredLine
 from paceline._cluster.master.store.messages_from_rows import config_of, slots_by_node
 from paceline._cluster.master.store.trial_logs import merge_lines
+from paceline._cluster.master.waiting import wait_for
 from paceline._cluster.messages.experiment_models import LogLine, LogPage
 from paceline._cluster.messages.runner_messages import (
     AttemptControl,

@@ -32,7 +32,6 @@ from paceline._cluster.master.api.node_and_slot_routes import (
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import MasterOf, problem
 from paceline._cluster.master.api.route_scopes import ApiRouter
-from paceline._cluster.master.experiments.attempts import wait_for
 from paceline._cluster.master.experiments.checkpoints import is_own_storage
 from paceline._cluster.master.experiments.failures import NUM_TRIALS, WITHIN_S
 from paceline._cluster.master.experiments.stored_searches import missing_methods
@@ -55,6 +54,7 @@ from paceline._cluster.master.store.row_ids_and_counts import (
     num_waiting,
     number_by_state,
 )
+from paceline._cluster.master.waiting import wait_for
 from paceline._cluster.messages.master_models import Event, MasterInfo, MasterStatus, Shutdown
 from paceline._cluster.messages.runner_messages import LOCAL_NAME, LOCAL_NODE
 from paceline._cluster.messages.states import ExperimentState
@@ -183,7 +183,7 @@ def read_master(master: MasterOf) -> MasterInfo:
         states = number_by_state(connection, EXPERIMENTS)
         attempts = running_attempts(connection)
         drained = all_drained(master, connection)
-    nodes = master.reconciler.slots()
+    nodes = master.nodes.slots()
     return MasterInfo(
         version=master.version,
         cluster_id=master.home.cluster_id,

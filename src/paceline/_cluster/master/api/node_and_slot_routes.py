@@ -165,7 +165,7 @@ def drain_slots(
     for attempt in live_attempts(connection):
         if not finish and set(slots) & set(slots_by_node(attempt).get(node_id, ())):
             master.changes.preempt(transaction, attempt, f"{what} is drained")
-    transaction.after_commit(master.changes.wake)
+    transaction.after_commit(master.changes.wakeups.wake)
 
 
 def resume_slots(
@@ -176,7 +176,7 @@ def resume_slots(
     transaction.connection.execute(
         delete(drained).where(drained.c.node_id == node_id, drained.c.slot.in_(slots))
     )
-    transaction.after_commit(master.changes.wake)
+    transaction.after_commit(master.changes.wakeups.wake)
 
 
 node_router = ApiRouter(tags=["nodes"], route_class=ReadingRoute)

@@ -125,7 +125,7 @@ async def resume_slot(name: Name, slot: SlotNumber, master: MasterOf) -> None:
 
 
 def _tell(transaction: Transaction, master: Master) -> None:
-    transaction.after_commit(master.changes.wake)
+    transaction.after_commit(master.changes.wakeups.wake)
     transaction.after_commit(master.nodes.tell_of_pools)
 
 
@@ -222,7 +222,7 @@ async def move_in_queue(request: MoveExperiment, master: MasterOf) -> None:
             behind=request.behind,
             to_end=request.to == "end",
         )
-        transaction.after_commit(master.changes.wake)
+        transaction.after_commit(master.changes.wakeups.wake)
 
     await write_rows(master, job)
 

@@ -107,7 +107,7 @@ def end_attempt(
         changes.note(transaction, trial.id, attempt.number, decision.level, decision.note)
     _follow_end(changes, transaction, trial, experiment, decision)
     transaction.after_commit(partial(changes.failing_stores.forget, attempt_id))
-    transaction.after_commit(changes.wake)
+    transaction.after_commit(changes.wakeups.wake)
     faults.reach("master.attempt.ended")
 
 
@@ -256,13 +256,15 @@ def _has_other_node(
     connection, wanted = transaction.connection, config.resources
     own, pool = attempt.node_id or LOCAL_NODE, wanted.pool or DEFAULT_POOL
     failing, drained = changes.failing_nodes.all(time.time()), drained_slots(connection)
+    nodes = [node for node in changes.machines.slots() if node.is_open]
+    nodes += changes.machines.returning_slots()
     return any(
         node.node_id != own
         and node.pool == pool
         and node.node_id not in failing
         and len(set(node.slots) - node.drained - drained.get(node.node_id, frozenset()))
         >= wanted.fewest_slots
-        for node in in_pools(changes.known_nodes(), read_pools(connection))
+        for node in in_pools(nodes, read_pools(connection))
     )
 
 

@@ -3,7 +3,7 @@
 import logging
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -165,7 +165,7 @@ def end_runner(
             " nodes of the attempt end, too.",
         )
         changes.change_attempt(transaction, attempt_id, should_kill=True)
-    transaction.after_commit(changes.wake)
+    transaction.after_commit(changes.wakeups.wake)
 
 
 def give_back_node(
@@ -279,7 +279,6 @@ class RunnerWatch:
         changes: Writes to the logs of trials.
         executor: Ends runners.
         leases: What is known of the runners' signs of life.
-        end: Records the end of an attempt in a transaction.
     """
 
     def __init__(
@@ -288,13 +287,11 @@ class RunnerWatch:
         changes: StateChanges,
         executor: Executor,
         leases: Leases,
-        end: Callable[[Transaction, AttemptRunner, AttemptEnd, bool], None],
     ) -> None:
         self._executor = executor
         self._database = database
         self._changes = changes
         self._leases = leases
-        self._end = end
         # When each attempt was told to kill, and when its silent runner was killed.
         self._told_at: dict[int, float] = {}
         self._killed_at: dict[int, float] = {}
@@ -377,6 +374,13 @@ class RunnerWatch:
                 detail="the runner gave no sign of life and could not be ended",
             )
             self._database.write(
-                lambda transaction: self._end(transaction, runner, end, is_out_of_reach)
+                lambda transaction: end_runner(
+                    self._changes,
+                    transaction,
+                    runner.attempt_id,
+                    runner.member,
+                    end,
+                    is_lost=is_out_of_reach,
+                )
             ).result()
         return False

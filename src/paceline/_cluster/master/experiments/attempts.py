@@ -1,24 +1,24 @@
-"""Attempts: rows, leases, control, requests that wait for it, launch data."""
+"""Attempts: rows, leases, control, launch data."""
 
 import asyncio
-import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Row, select
 
 from paceline._base.journal_records import encode_float
-from paceline._base.process_and_network import LOOPBACK, num_cores
+from paceline._base.process_and_network import LOOPBACK
 from paceline._base.run_directory import RunInfo, TrialInfo
+from paceline._cluster.master.authentication import AttemptTokens
 from paceline._cluster.master.executors import Launch
 from paceline._cluster.master.experiments.state_changes import StateChanges
 from paceline._cluster.master.experiments.state_transitions import NotFoundError, RefusedError
+from paceline._cluster.master.experiments.storage_calls import StorageMarks
+from paceline._cluster.master.home_directory import SecretStore
+from paceline._cluster.master.scheduling.machines import Machines, Place
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.messages_from_rows import (
     config_of,
@@ -26,68 +26,11 @@ from paceline._cluster.master.store.messages_from_rows import (
     read_members,
     slots_by_node,
 )
-from paceline._cluster.messages.runner_messages import (
-    LOCAL_NAME,
-    AttemptControl,
-    AttemptSpec,
-    StorageMark,
-)
+from paceline._cluster.messages.runner_messages import AttemptControl, AttemptSpec
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, AttemptState, TrialState
 from paceline.config._entrypoint_command import build_command
 from paceline.config._environment_and_secrets import Environment, hide_secrets
 from paceline.config._experiment_config import ExperimentConfig
-
-_ALL = 0
-
-
-class WaitingRequests:
-    """Let coroutines wait for a key to be notified from any thread."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: defaultdict[int, set[asyncio.Event]] = defaultdict(set)
-
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Bind to the server's event loop; earlier notifications have no listeners."""
-        self._loop = loop
-
-    def notify(self, key: int = _ALL) -> None:
-        """Wake whoever waits for `key`."""
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
-                self._loop.call_soon_threadsafe(self._wake, key)
-
-    @contextmanager
-    def listen(self, key: int = _ALL) -> Iterator[asyncio.Event]:
-        """Open an event set by notifications; open this before reading the watched state."""
-        event = asyncio.Event()
-        self._waiting[key].add(event)
-        try:
-            yield event
-        finally:
-            self._waiting[key].discard(event)
-            if not self._waiting[key]:
-                del self._waiting[key]
-
-    def notify_all(self) -> None:
-        """Wake everybody, whatever they wait for."""
-        # Copy of the keys: the event loop's thread may change the dictionary meanwhile.
-        for key in tuple(self._waiting):
-            self.notify(key)
-
-    def _wake(self, key: int) -> None:
-        for event in self._waiting.get(key, ()):
-            event.set()
-
-
-async def wait_for(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait until an event is set; False after `timeout_s` seconds."""
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except asyncio.TimeoutError:
-        return False
-    return True
-
 
 DEFAULT_LEASE_S = 60.0
 LEAST_LEASE_S = 3.0
@@ -261,64 +204,26 @@ def read_control_of(connection: Connection, attempt_id: int) -> AttemptControl:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Machine of an attempt: its name, devices, cores, interpreter and address.
+class LaunchSources:
+    """What the launch data of attempts come from, besides the database.
 
     Attributes:
-        name: Its name among the nodes.
-        devices: One entry per slot: "cpu" or a GPU's id.
-        num_cores: Its CPU cores.
-        python: The interpreter of attempts that name none.
-        address: Where other nodes reach it.
+        cluster_id: The identity of the master's home.
+        default_storage: Where checkpoints go unless the configuration says otherwise.
+        machines: Where attempts run.
+        tokens: The tokens of attempts.
+        secrets: The secrets of experiments.
+        marks: What shows nodes whether they share a storage directory.
+        lease_s: How long a runner may be silent, in seconds.
     """
 
-    name: str
-    devices: tuple[str, ...]
-    num_cores: int
-    python: str
-    address: str = LOOPBACK
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """Machine of the master, with access to places, tokens and secrets for attempts.
-
-    `devices` has one entry per slot, "cpu" or a GPU's id. `place_of` gives the place of another
-    node by its id, None if there is none. `mark_of` marks a storage directory for nodes, or raises
-    `StoragePendingError` while that takes.
-    """
-
-    home: Path
     cluster_id: str
-    devices: tuple[str, ...]
-    token_of: Callable[[int], str] = field(repr=False)
-    secrets_of: Callable[[int], dict[str, str]] = field(default=lambda _: {}, repr=False)
-    place_of: Callable[[int], Place | None] = field(default=lambda _: None, repr=False)
-    mark_of: Callable[[str], StorageMark | None] = field(default=lambda _: None, repr=False)
+    default_storage: str
+    machines: Machines
+    tokens: AttemptTokens
+    secrets: SecretStore
+    marks: StorageMarks
     lease_s: float = DEFAULT_LEASE_S
-
-    @property
-    def default_storage(self) -> str:
-        """Where checkpoints go unless the configuration says otherwise."""
-        return str(self.home / "checkpoints")
-
-    def place(self, node_id: int | None) -> Place:
-        """Return where an attempt runs.
-
-        Raises:
-            LookupError: There is no such node.
-        """
-        if node_id is None:
-            return Place(
-                name=LOCAL_NAME,
-                devices=self.devices,
-                num_cores=num_cores(),
-                python=sys.executable,
-            )
-        place = self.place_of(node_id)
-        if place is None:
-            raise LookupError(f"There is no node {node_id}.")
-        return place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,24 +242,24 @@ class _PlacedAttempt:
     storage: str
 
 
-def build_launch(connection: Connection, node: Node, attempt_id: int, member: int = 0) -> Launch:
+def build_launch(
+    connection: Connection, sources: LaunchSources, attempt_id: int, member: int = 0
+) -> Launch:
     """Return the launch data of an attempt for the node of a member.
-
-    It depends on the database and the nodes alone.
 
     Raises:
         StoragePendingError: A storage directory has not been marked yet; ask again.
     """
-    placed = _read_placed(connection, node, attempt_id, member)
+    placed = _read_placed(connection, sources, attempt_id, member)
     return Launch(
-        spec=_spec_of(connection, node, placed),
-        info=_run_info_of(node, placed),
-        secrets=node.secrets_of(placed.experiment.id),
+        spec=_spec_of(connection, sources, placed),
+        info=_run_info_of(sources.cluster_id, placed),
+        secrets=sources.secrets.of(placed.experiment.id),
     )
 
 
 def _read_placed(
-    connection: Connection, node: Node, attempt_id: int, member: int
+    connection: Connection, sources: LaunchSources, attempt_id: int, member: int
 ) -> _PlacedAttempt:
     attempts, trials, experiments = tables.attempts, tables.trials, tables.experiments
     attempt = connection.execute(select(attempts).where(attempts.c.id == attempt_id)).one()
@@ -362,19 +267,19 @@ def _read_placed(
     experiment = connection.execute(
         select(experiments).where(experiments.c.id == trial.experiment_id)
     ).one()
-    config = config_of(experiment)
+    config, place = config_of(experiment), sources.machines.place
     return _PlacedAttempt(
         attempt=attempt,
         trial=trial,
         experiment=experiment,
         config=config,
-        parts=[(node.place(node_id or None), s) for node_id, s in slots_by_node(attempt).items()],
+        parts=[(place(node_id), slots) for node_id, slots in slots_by_node(attempt).items()],
         member=member,
-        storage=checkpoint_root(config) or node.default_storage,
+        storage=checkpoint_root(config) or sources.default_storage,
     )
 
 
-def _spec_of(connection: Connection, node: Node, placed: _PlacedAttempt) -> AttemptSpec:
+def _spec_of(connection: Connection, sources: LaunchSources, placed: _PlacedAttempt) -> AttemptSpec:
     attempt, trial, config = placed.attempt, placed.trial, placed.config
     environment, parts, member = config.environment, placed.parts, placed.member
     place, slots = parts[member]
@@ -404,22 +309,22 @@ def _spec_of(connection: Connection, node: Node, placed: _PlacedAttempt) -> Atte
         gpu_ids=[device for device in devices if device != "cpu"],
         keep_directory=config.debug,
         control=read_control_of(connection, attempt.id),
-        lease_s=node.lease_s,
+        lease_s=sources.lease_s,
         # Mark with the member number: two nodes of an attempt can share a machine.
-        mark=f"{node.cluster_id}.{attempt.id}" + (f".{member}" if len(parts) > 1 else ""),
-        token=node.token_of(attempt.id),
+        mark=f"{sources.cluster_id}.{attempt.id}" + (f".{member}" if len(parts) > 1 else ""),
+        token=sources.tokens.token_of(attempt.id),
         experiment_id=placed.experiment.id,
         secret_names=sorted(environment.secrets),
         member=member,
         num_members=len(parts),
         num_shards=most if (most := config.resources.most_slots) > fewest else None,
-        storage_mark=None if attempt.node_id is None else node.mark_of(placed.storage),
+        storage_mark=None if attempt.node_id is None else sources.marks.mark(placed.storage),
         has_prefix=bool(environment.prefix),
         uses_uv=environment.uv,
     )
 
 
-def _run_info_of(node: Node, placed: _PlacedAttempt) -> RunInfo:
+def _run_info_of(cluster_id: str, placed: _PlacedAttempt) -> RunInfo:
     attempt, trial, experiment = placed.attempt, placed.trial, placed.experiment
     parts, member = placed.parts, placed.member
     place, slots = parts[member]
@@ -439,7 +344,7 @@ def _run_info_of(node: Node, placed: _PlacedAttempt) -> RunInfo:
         latest_checkpoint=attempt.resumed_from,
         steps_completed=attempt.resumed_steps,
         checkpoint_storage=placed.storage,
-        cluster_id=node.cluster_id,
+        cluster_id=cluster_id,
         agent_id=place.name,
         slot_ids=slots,
         container_addrs=[LOOPBACK] if len(parts) == 1 else [one.address for one, _ in parts],

@@ -320,7 +320,7 @@ def store_checkpoint(
         experiments = tables.experiments
         is_this = experiments.c.id == attempt.experiment_id
         connection.execute(update(experiments).where(is_this).values(retention_done=False))
-        transaction.after_commit(changes.wake)
+        transaction.after_commit(changes.wakeups.wake)
     own = place_of_experiment(experiment, changes.default_storage)
     if experiment.external_id is None and own and not is_same_storage(record.storage, own):
         _tell_of_other_storage(changes, transaction, attempt, record)

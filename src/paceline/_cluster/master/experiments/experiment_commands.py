@@ -2,7 +2,6 @@
 
 import secrets
 import time
-from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
@@ -18,7 +17,6 @@ from paceline._cluster.master.experiments.state_transitions import (
     TransitionError,
 )
 from paceline._cluster.master.home_directory import SecretStore, text_to_store
-from paceline._cluster.master.scheduling.pools import NodeSlots
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.messages_from_rows import REPORTED, config_of
@@ -107,14 +105,8 @@ _MAX_SEED = 2**31
 class Commands:
     """Carry out requests; used in the writer thread, inside a transaction."""
 
-    def __init__(
-        self,
-        changes: StateChanges,
-        slots: Callable[[], list[NodeSlots]],
-        secret_store: SecretStore,
-    ) -> None:
+    def __init__(self, changes: StateChanges, secret_store: SecretStore) -> None:
         self._changes = changes
-        self._slots = slots
         self._secret_store = secret_store
 
     def create(
@@ -141,7 +133,7 @@ class Commands:
             SearchMethodError: The code of its search method fails.
         """
         connection = transaction.connection
-        check_slots(connection, config, self._slots())
+        check_slots(connection, config, self._changes.machines.possible_slots())
         resolved = self._reveal(connection, config, secrets_from)
         values = resolved["environment"]["secrets"]
         source_trial_id = self._settle_source(connection, resolved["searcher"])
@@ -366,7 +358,7 @@ class Commands:
         overrides: dict[str, Any],
     ) -> None:
         merged = overridden_config(experiment, overrides)
-        check_slots(transaction.connection, merged, self._slots())
+        check_slots(transaction.connection, merged, self._changes.machines.possible_slots())
         resolved = self._reveal(transaction.connection, merged, experiment.id)
         self._secret_store.keep(transaction, experiment.id, resolved["environment"]["secrets"])
         transaction.connection.execute(

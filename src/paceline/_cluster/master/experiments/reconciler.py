@@ -17,7 +17,12 @@ from paceline._cluster.master.experiments.attempt_runners import (
     give_back_node,
     runners_of_attempt,
 )
-from paceline._cluster.master.experiments.attempts import Leases, Node, build_launch, live_attempts
+from paceline._cluster.master.experiments.attempts import (
+    LaunchSources,
+    Leases,
+    build_launch,
+    live_attempts,
+)
 from paceline._cluster.master.experiments.checkpoints import usable_checkpoint
 from paceline._cluster.master.experiments.failures import start_delay_after
 from paceline._cluster.master.experiments.scheduler_input import Cluster, read_cluster
@@ -27,8 +32,8 @@ from paceline._cluster.master.experiments.state_changes import (
 )
 from paceline._cluster.master.experiments.state_transitions import MAX_SHORTAGES
 from paceline._cluster.master.experiments.storage_calls import StoragePendingError
+from paceline._cluster.master.scheduling.machines import Machines
 from paceline._cluster.master.scheduling.pools import (
-    NodeSlots,
     PolicyName,
     PoolNeed,
     SlotAssignment,
@@ -48,7 +53,7 @@ faults.register("master.attempt.created")
 
 
 def create_attempt(
-    changes: StateChanges, node: Node, transaction: Transaction, assignment: SlotAssignment
+    changes: StateChanges, transaction: Transaction, assignment: SlotAssignment
 ) -> None:
     """Create an attempt for a waiting trial on its assigned slots."""
     connection, trial_id = transaction.connection, assignment.trial_id
@@ -59,7 +64,7 @@ def create_attempt(
         # A warm start brings weights, not steps: the trial counts from its own beginning.
         latest = (trial.source_checkpoint, 0)
     uuid, steps = latest or (None, 0)
-    place = node.place_of(assignment.node_id) if assignment.node_id else None
+    node_id = assignment.node_id or None
     connection.execute(
         insert(tables.attempts).values(
             id=new_id(connection, tables.attempts),
@@ -68,9 +73,9 @@ def create_attempt(
             number=number,
             state=AttemptState.PENDING.value,
             slots=list(assignment.slots),
-            node_id=assignment.node_id or None,
-            node_name=None if place is None else place.name,
-            members=_members_of_attempt(node, assignment),
+            node_id=node_id,
+            node_name=changes.machines.place(node_id).name if node_id else None,
+            members=_members_of_attempt(changes.machines, assignment),
             created_at=time.time(),
             resumed_from=uuid,
             resumed_steps=steps,
@@ -83,13 +88,13 @@ def create_attempt(
     faults.reach("master.attempt.created")
 
 
-def _members_of_attempt(node: Node, assignment: SlotAssignment) -> Any:
+def _members_of_attempt(machines: Machines, assignment: SlotAssignment) -> Any:
     parts = [(assignment.node_id, assignment.slots), *assignment.others]
     if len(parts) == 1:
         return None
     return stored_members(
         [
-            Member(node_id=node_id, name=node.place(node_id).name, slots=list(slots))
+            Member(node_id=node_id, name=machines.place(node_id).name, slots=list(slots))
             for node_id, slots in parts
         ]
     )
@@ -112,29 +117,21 @@ class Reconciler:
         database: Database,
         changes: StateChanges,
         executor: Executor,
-        node: Node,
+        sources: LaunchSources,
         leases: Leases,
-        other_slots: Callable[[], list[NodeSlots]] = list,
-        returning_slots: Callable[[], list[NodeSlots]] = list,
         upkeep: Sequence[Callable[[Transaction], None]] = (),
         clean_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._database = database
         self._changes = changes
         self._executor = executor
-        self._node = node
-        self._other_slots = other_slots
-        self._returning_slots = returning_slots
-        changes.known_nodes = lambda: [
-            *(node for node in self.slots() if node.is_open),
-            *returning_slots(),
-        ]
+        self._sources = sources
         self._upkeep = upkeep
         self._clean_up = clean_up
-        self._wakeup = threading.Event()
+        self._wakeup = changes.wakeups.event()
         self._is_closing = False
         self._is_draining = False
-        self._runners = RunnerWatch(database, changes, executor, leases, self._end)
+        self._runners = RunnerWatch(database, changes, executor, leases)
         # How many runners each attempt was given that did not start it, and when the next may be.
         self._num_runners: dict[int, int] = {}
         self._next_runner: dict[int, float] = {}
@@ -143,18 +140,13 @@ class Reconciler:
         self._next_prune = 0.0
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
-    def slots(self) -> list[NodeSlots]:
-        """Return the slots of all nodes, the master's own machine first."""
-        own = NodeSlots(slots=tuple(range(len(self._node.devices))))
-        return [own, *self._other_slots()]
-
     def cluster(self, connection: Connection, now: float) -> Cluster:
         """Return the cluster: nodes with their states, holders of slots, pool settings."""
         return read_cluster(
             connection,
-            self.slots(),
+            self._changes.machines.slots(),
             now,
-            returning=self._returning_slots(),
+            returning=self._changes.machines.returning_slots(),
             failing=self._changes.failing_nodes.all(now),
         )
 
@@ -259,7 +251,7 @@ class Reconciler:
         found = schedule(waiting, cluster.holding, cluster.nodes, cluster.pools)
         self._preempt(transaction, found, cluster.policies)
         for assignment in found.assignments:
-            create_attempt(self._changes, self._node, transaction, assignment)
+            create_attempt(self._changes, transaction, assignment)
 
     def _preempt(
         self, transaction: Transaction, found: Schedule, policies: dict[int, PolicyName]
@@ -348,7 +340,9 @@ class Reconciler:
         else:
             try:
                 with self._database.read() as connection:
-                    launch = build_launch(connection, self._node, runner.attempt_id, runner.member)
+                    launch = build_launch(
+                        connection, self._sources, runner.attempt_id, runner.member
+                    )
                 self._num_runners[runner.id] = num_before + 1
                 self._next_runner[runner.id] = time.monotonic() + start_delay_after(num_before + 1)
                 self._executor.start(launch)
@@ -362,18 +356,11 @@ class Reconciler:
         faults.reach("master.attempt.spawned")
         if end is not None:
             ended = end
-            self._database.write(lambda transaction: self._end(transaction, runner, ended)).result()
-
-    def _end(
-        self,
-        transaction: Transaction,
-        runner: AttemptRunner,
-        end: AttemptEnd,
-        is_lost: bool = False,
-    ) -> None:
-        end_runner(
-            self._changes, transaction, runner.attempt_id, runner.member, end, is_lost=is_lost
-        )
+            self._database.write(
+                lambda transaction: end_runner(
+                    self._changes, transaction, runner.attempt_id, runner.member, ended
+                )
+            ).result()
 
     def _prune_events(self) -> None:
         """Keep the newest events; whoever is further behind reads the present state instead."""

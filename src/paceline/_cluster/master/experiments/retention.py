@@ -420,7 +420,7 @@ class Retention:
         # How often each storage has failed lately, for whichever experiment.
         self._failures = Counter[str]()
         self._failures_since = 0.0
-        self._wakeup = threading.Event()
+        self._wakeup = changes.wakeups.event()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="retention", daemon=True)
 

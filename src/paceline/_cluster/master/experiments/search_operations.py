@@ -286,7 +286,7 @@ class SearchOperations:
         assert result.inserted_primary_key is not None
         trial_id = result.inserted_primary_key[0]
         transaction.emit("trial_created", experiment_id, trial_id, hparams=operation.hparams)
-        transaction.after_commit(self._changes.wake)
+        transaction.after_commit(self._changes.wakeups.wake)
         faults.reach("master.trial.created")
 
     def _tell_attempt(self, transaction: Transaction, trial_id: int) -> None:

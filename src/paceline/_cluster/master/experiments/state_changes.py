@@ -1,7 +1,6 @@
 """State changes of experiments and trials inside a transaction: the only place to set states."""
 
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, select, update
@@ -30,10 +29,11 @@ from paceline._cluster.master.experiments.state_transitions import (
 )
 from paceline._cluster.master.experiments.storage_calls import FailingStores, StorageCalls
 from paceline._cluster.master.experiments.stored_searches import Searches, store_search_view
-from paceline._cluster.master.scheduling.pools import NodeSlots
+from paceline._cluster.master.scheduling.machines import Machines
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.trial_logs import LogStore
+from paceline._cluster.master.waiting import WaitingRequests, Wakeups
 from paceline._cluster.messages.states import (
     LIVE_TRIALS,
     AttemptState,
@@ -64,27 +64,30 @@ class StateChanges:
     Args:
         searches: The searches' states.
         logs: Where notes for a trial's reader go.
-        wake: Called after a commit that the reconciler should look at.
-        notify_attempt: Called with an attempt's id after a commit that changed its control.
+        machines: Where attempts run.
+        wakeups: Wakes the reconciler after a commit that it should look at.
+        controls: The requests that wait for a change of an attempt's control, by its id.
+        default_storage: Where the checkpoints of experiments go that name no storage.
     """
 
     def __init__(
         self,
         searches: Searches,
         logs: LogStore,
-        wake: Callable[[], None],
-        notify_attempt: Callable[[int], None],
+        machines: Machines | None = None,
+        wakeups: Wakeups | None = None,
+        controls: WaitingRequests | None = None,
         default_storage: str = "",
     ) -> None:
-        # Fallback checkpoint storage, for experiments without a configured storage.
         self.default_storage = default_storage
         # When this master began, in seconds since the epoch.
         self.since_s = time.time()
         self.searches = searches
         self.search_operations = SearchOperations(self, searches)
         self._logs = logs
-        self.wake = wake
-        self._notify_attempt = notify_attempt
+        self.machines = machines or Machines()
+        self.wakeups = wakeups or Wakeups()
+        self._controls = controls or WaitingRequests()
         # Checkpoints whose files are being deleted. Transactions add to it, as they come one after
         # the other: then no trial may start from these any more. After a crash, they are deleted
         # again, or their files are gone.
@@ -92,8 +95,6 @@ class StateChanges:
         self.storage_calls = StorageCalls()
         self.failing_stores = FailingStores()
         self.failing_nodes = FailingNodes()
-        # The nodes that are open, and those that were a moment ago.
-        self.known_nodes: Callable[[], Sequence[NodeSlots]] = tuple
 
     # ---- reading -------------------------------------------------------------------------
 
@@ -183,7 +184,7 @@ class StateChanges:
         transaction.emit(
             "experiment_state", experiment_id, state=state.value, error=error or row.error
         )
-        transaction.after_commit(self.wake)
+        transaction.after_commit(self.wakeups.wake)
 
     def stop_experiment(
         self,
@@ -312,7 +313,7 @@ class StateChanges:
             error=error,
             error_kind=kind and kind.value,
         )
-        transaction.after_commit(self.wake)
+        transaction.after_commit(self.wakeups.wake)
 
     @staticmethod
     def update_trial(transaction: Transaction, trial_id: int, **values: Any) -> None:
@@ -378,7 +379,7 @@ class StateChanges:
             .where(attempts.c.id == attempt_id)
             .values(control_version=attempts.c.control_version + 1, **values)
         )
-        transaction.after_commit(lambda: self._notify_attempt(attempt_id))
+        transaction.after_commit(lambda: self._controls.notify(attempt_id))
 
     def preempt(self, transaction: Transaction, attempt: Row[Any], reason: str) -> None:
         """Ask an attempt to checkpoint and leave."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline._cluster.master.executors import Launch
-from paceline._cluster.master.experiments.attempts import Leases, WaitingRequests
+from paceline._cluster.master.experiments.attempts import Leases
+from paceline._cluster.master.waiting import WaitingRequests, Wakeups
 from paceline._cluster.messages.runner_messages import NodePoll
 
 
@@ -101,12 +102,12 @@ class NodePresence:
     Args:
         lease_s: How long a node may be silent until it is lost, in seconds.
         store_left: Called when a node leaves or comes back.
-        wake: Called when slots may have become free or lost.
+        wakeups: Woken when slots may have become free or lost.
     """
 
-    def __init__(self, lease_s: float, store_left: StoreLeft, wake: Callable[[], None]) -> None:
+    def __init__(self, lease_s: float, store_left: StoreLeft, wakeups: Wakeups) -> None:
         self._store_left = store_left
-        self._wake = wake
+        self._wakeups = wakeups
         self._lock = threading.RLock()
         self._heard: dict[int, _Heard] = {}
         # Grows with each change of a node's work; another number than before the master started.
@@ -165,7 +166,7 @@ class NodePresence:
             heard.attempts, heard.alive = frozenset(poll.attempts), frozenset(poll.alive)
             heard.ever |= heard.attempts
         if not was_ready:
-            self._wake()
+            self._wakeups.wake()
 
     def is_newest(self, node_id: int, poll: NodePoll) -> bool:
         """Return whether a poll is the node's newest; older polls know less."""
@@ -186,7 +187,7 @@ class NodePresence:
                 return
             heard = self._heard[node_id]
             heard.is_cut_off, heard.is_ready = True, False
-        self._wake()
+        self._wakeups.wake()
 
     def note_ended(self, node_id: int) -> None:
         """Record the end of a disconnected runner, reported by its starter."""
@@ -194,7 +195,7 @@ class NodePresence:
             heard = self._heard.get(node_id)
             if heard is not None and heard.is_cut_off:
                 self._note_left(node_id, has_left=True)
-        self._wake()
+        self._wakeups.wake()
 
     def note_ready(self, node_id: int, poll: NodePoll, *, is_ready: bool) -> None:
         """Record a node's readiness for attempts according to a poll."""
@@ -205,7 +206,7 @@ class NodePresence:
             changed = heard.is_ready != is_ready
             heard.is_ready = is_ready
         if changed:
-            self._wake()
+            self._wakeups.wake()
 
     def doubt(self, node_id: int) -> None:
         """Give a node no attempts until its next poll, and request the poll now."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,15 +15,17 @@ from sqlalchemy import Connection, Row, delete, insert, select, update
 import paceline
 from paceline._base.arguments_and_errors import PicklableError
 from paceline._base.process_and_network import LOOPBACK_HOSTS
-from paceline._cluster.master.authentication import StoredToken
+from paceline._cluster.master.authentication import StoredToken, Tokens
 from paceline._cluster.master.experiments.attempts import DEFAULT_LEASE_S, live_attempts
 from paceline._cluster.master.experiments.scheduler_input import read_pools
 from paceline._cluster.master.nodes.node_presence import NodeOrders, NodePresence
+from paceline._cluster.master.scheduling.machines import Machines, Place
 from paceline._cluster.master.scheduling.pools import NodeSlots, PoolSettings, pool_of
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.messages_from_rows import slots_by_node
 from paceline._cluster.master.store.row_ids_and_counts import keep_ids, new_id
+from paceline._cluster.master.waiting import Wakeups
 from paceline._cluster.messages.runner_messages import (
     DEFAULT_POOL,
     PROTOCOL,
@@ -286,36 +288,41 @@ _RETURNS_WITHIN_S = 300.0
 logger = logging.getLogger(__name__)
 
 
-class Nodes:
-    """All nodes but the master's own; for any thread.
+class Nodes(Machines):
+    """Nodes that have registered, beside the master's own machine; for any thread.
 
     Args:
         database: Where nodes are stored.
         cluster_id: The identity of the master's home.
+        tokens: The tokens of runners.
+        wakeups: Woken when slots may have become free or lost.
+        devices: One entry per slot of the master's machine: "cpu" or a GPU's id.
         lease_s: How long a node may be silent until it is lost, in seconds.
-        token_of: Returns a token by its id, None if there is none.
-        wake: Called when slots may have become free or lost.
 
     Attributes:
         presence: Which of them are there, and what they have said.
         orders: What they are to do.
+        pool_slots: What the runners may have that are started for pools.
     """
 
     def __init__(
         self,
         database: Database,
         cluster_id: str,
+        tokens: Tokens,
+        wakeups: Wakeups,
+        devices: Iterable[str] = (),
         lease_s: float = DEFAULT_LEASE_S,
-        token_of: Callable[[int], StoredToken | None] = lambda _: None,
-        wake: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(devices)
+        self.pool_slots: list[NodeSlots] = []
         self._database = database
         self._cluster_id = cluster_id
-        self._token_of = token_of
-        self._wake = wake
+        self._tokens = tokens
+        self._wakeups = wakeups
         # Held before that of `presence`.
         self._lock = threading.RLock()
-        self.presence = NodePresence(lease_s, self._store_left, wake)
+        self.presence = NodePresence(lease_s, self._store_left, wakeups)
         self.orders = NodeOrders(self.presence.tell)
         with database.read() as connection:
             rows = connection.execute(select(tables.nodes))
@@ -431,12 +438,30 @@ class Nodes:
             node, heard_at = self._nodes.get(node_id), self.presence.heard_at(node_id)
             return heard_at if node is None or heard_at is not None else node.seen_at
 
+    def place(self, node_id: int | None) -> Place:
+        """Return where the attempts of a node run; None or 0 is the master's own machine.
+
+        Raises:
+            LookupError: There is no such node.
+        """
+        node = self.get(node_id) if node_id else None
+        if node is None:
+            return super().place(node_id)
+        facts = node.facts
+        return Place(
+            name=node.name,
+            devices=tuple(facts.devices),
+            num_cores=facts.num_cores,
+            python=facts.python,
+            address=facts.address,
+        )
+
     def slots(self) -> list[NodeSlots]:
-        """Return the slots of all present nodes."""
+        """Return the slots of all present machines, the master's own first."""
         with self._lock:
             present = [node for node in self.all() if not self.presence.is_lost(node.id)]
             joining = nodes_that_join(present)
-            return [
+            return super().slots() + [
                 node.slots(
                     can_join=node.id in joining,
                     is_open=self.presence.is_ready(node.id) and not node.is_draining,
@@ -456,6 +481,15 @@ class Nodes:
                 and (self.presence.is_lost(node.id) or self.presence.is_cut_off(node.id))
                 and (self.seen_at(node.id) or 0.0) > time.time() - _RETURNS_WITHIN_S
             ]
+
+    def possible_slots(self) -> list[NodeSlots]:
+        """Return the slots of all machines that are there, are lost, or may be started."""
+        # Address as evidence of joining: mutual reachability is known for present nodes only.
+        others = [
+            node.slots(can_join=bool(node.facts.address), only_pool=self.only_pool(node))
+            for node in self.all()
+        ]
+        return [*super().slots(), *others, *self.pool_slots]
 
     def only_pool(self, node: RegisteredNode) -> str | None:
         """Return the pool of a node's token, None if not bound to a pool."""
@@ -493,7 +527,7 @@ class Nodes:
     # ---- helpers ------------------------------------------------------------------------
 
     def _token(self, token_id: int | None) -> StoredToken | None:
-        return None if token_id is None else self._token_of(token_id)
+        return None if token_id is None else self._tokens.get(token_id)
 
     def _store_left(self, node_id: int, *, has_left: bool, seen_at: float | None) -> None:
         values = {"has_left": has_left, "seen_at": seen_at}
@@ -554,7 +588,7 @@ class Nodes:
     def _replace(self, node_id: int, is_draining: bool) -> None:
         with self._lock:
             self._nodes[node_id] = replace(self._nodes[node_id], is_draining=is_draining)
-        self._wake()
+        self._wakeups.wake()
 
     def _drop(self, node_id: int) -> None:
         with self._lock:

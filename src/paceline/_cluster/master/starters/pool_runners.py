@@ -217,6 +217,16 @@ class PoolRunners:
         self._tokens = tokens
         self._needs_of = needs_of
         self._address = address
+        nodes.pool_slots = [
+            NodeSlots(
+                node_id=-number,
+                slots=tuple(range(pool.slots or _ASSUMED_SLOTS)),
+                pool=name,
+                can_join=True,
+            )
+            for name, (pool, _) in pools.items()
+            for number in range(1, min(pool.max_runners, _MOST_JOINED) + 1)
+        ]
         # Runners that were started and have not registered, with the time until when they may.
         self._starting: dict[str, dict[str, float]] = {name: {} for name in pools}
         # Runners that have registered: one that is still told of, but no node any more, leaves.
@@ -290,19 +300,6 @@ class PoolRunners:
             f"The master starts up to {settings.max_runners} runner(s) for it by"
             f" `{settings.starter}` when trials of the pool wait."
         )
-
-    def possible_slots(self) -> list[NodeSlots]:
-        """Return the possible slots of the pools, whether or not runners are present."""
-        return [
-            NodeSlots(
-                node_id=-number,
-                slots=tuple(range(pool.slots or _ASSUMED_SLOTS)),
-                pool=name,
-                can_join=True,
-            )
-            for name, (pool, _) in self._pools.items()
-            for number in range(1, min(pool.max_runners, _MOST_JOINED) + 1)
-        ]
 
     def _run(self) -> None:
         while not self._closing.wait(_TICK_S):

@@ -194,7 +194,7 @@ class _JudgedBefore(StateChanges):
 
     def __init__(self, logs: LogStore) -> None:
         searches = Searches()
-        super().__init__(searches, logs, lambda: None, lambda _: None)
+        super().__init__(searches, logs)
         self.search_operations = _RecordedInputs(self, searches)
 
     def note(
@@ -254,6 +254,6 @@ def _recompute_best(transaction: Transaction) -> None:
     first = select(trials.c.id).group_by(trials.c.experiment_id)
     concerned = trials.c.id.in_(running) | trials.c.id.in_(first)
     rows: list[Row[Any]] = list(transaction.connection.execute(query.where(concerned)))
-    changes = StateChanges(Searches(), LogStore(Path(os.devnull)), lambda: None, lambda _: None)
+    changes = StateChanges(Searches(), LogStore(Path(os.devnull)))
     for trial in rows:
         recompute_best(changes, transaction, trial)

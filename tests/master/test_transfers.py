@@ -477,10 +477,7 @@ def test_what_a_lost_attempt_did_not_send_to_the_end_is_removed(
     transfers = served.core.transfers
     transfers.waiting.note(1, "one", "No space left")
     if is_master_new:
-        transfers = Transfers(
-            served.core.database, served.home.cluster_id,
-            str(storage_of(served).root), served.core.changes,
-        )  # fmt: skip
+        transfers = Transfers(served.core.database, served.home.cluster_id, served.core.changes)
     transfers.forget_ended()
     assert (storage_of(served).root / ".incoming").exists()
     end = AttemptEnd(reason=ExitReason.RUNNER_LOST, code=None, signal=None, time=0.0)
@@ -501,9 +498,7 @@ def test_what_a_lost_attempt_left_to_an_earlier_master_is_removed(node: Node, se
         lambda transaction: end_runner(served.core.changes, transaction, 1, 0, end)
     ).result()
     root = storage_of(served).root
-    Transfers(
-        served.core.database, served.home.cluster_id, str(root), served.core.changes
-    ).forget_ended()
+    Transfers(served.core.database, served.home.cluster_id, served.core.changes).forget_ended()
     assert not list(root.iterdir())
 
 

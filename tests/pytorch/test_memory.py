@@ -15,6 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import pytorch
 
 
+class KnowsTrial(pytorch.PyTorchCallback):
+    def __init__(self, trial: pytorch.PyTorchTrial) -> None:
+        self.trial = trial
+
+
 class Trial(pytorch.PyTorchTrial):
     def __init__(self, context: pytorch.PyTorchTrialContext, fails: bool) -> None:
         self.context = context
@@ -23,6 +28,9 @@ class Trial(pytorch.PyTorchTrial):
         adam = torch.optim.Adam(self.model.parameters())
         self.optimizer = context.wrap_optimizer(adam)
         context.experimental.disable_dataset_reproducibility_checks()
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return {"knows": KnowsTrial(self)}
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         loss = self.model(batch[0]).mean()

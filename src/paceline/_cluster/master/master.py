@@ -325,7 +325,7 @@ class Master:
         )
         self.commands = Commands(self.changes, self.secrets)
         self.ingest = RecordIngest(self.changes)
-        self.transfers = Transfers(self.database, home.cluster_id, default_storage, self.changes)
+        self.transfers = Transfers(self.database, home.cluster_id, self.changes)
         self.unmanaged = Unmanaged(self.changes, self.ingest)
         address = MasterAddress(url=url, certificate=certificate)
         self.reconciler = Reconciler(

@@ -67,21 +67,17 @@ class Transfers:
     Args:
         database: The master's database.
         cluster_id: The identity of the master's home.
-        default_storage: Where checkpoints go unless the configuration says otherwise.
         changes: Sets the states of experiments and trials.
     """
 
-    def __init__(
-        self, database: Database, cluster_id: str, default_storage: str, changes: StateChanges
-    ) -> None:
+    def __init__(self, database: Database, cluster_id: str, changes: StateChanges) -> None:
         self._database = database
-        self._default_storage = default_storage
         self._changes = changes
         # Limits on pieces and file lists in memory, shared by the requests of all runners.
         self.pieces = asyncio.Semaphore(PIECES_AT_ONCE)
         self.offers = asyncio.Semaphore(OFFERS_AT_ONCE)
         self.waiting = WaitingCheckpoints(database, changes)
-        self._uploads = OpenUploads(database, cluster_id, default_storage, changes.storage_calls)
+        self._uploads = OpenUploads(database, cluster_id, changes)
 
     def offer(self, attempt_id: int, uuid: str, offer: CheckpointOffer) -> CheckpointNeeds:
         """Return the missing files of a checkpoint; stores the checkpoint if complete.
@@ -263,14 +259,14 @@ class Transfers:
 
     def _directory_of(self, connection: Connection, attempt: Row[Any]) -> DirectoryStorage:
         experiment = StateChanges.experiment(connection, attempt.experiment_id)
-        place = place_of_experiment(experiment, self._default_storage)
+        place = place_of_experiment(experiment, self._changes.default_storage)
         if "://" in place:
             raise RefusedError("other_storage", f"Nodes themselves store checkpoints in {place}.")
         return DirectoryStorage(place, has_one_owner=True)
 
     def _place(self, row: Row[Any]) -> CheckpointPlace:
         with self._database.read() as connection:
-            return place_of_checkpoint(connection, row, self._default_storage)
+            return place_of_checkpoint(connection, row, self._changes.default_storage)
 
     def _store(
         self,

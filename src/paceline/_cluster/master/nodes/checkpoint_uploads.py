@@ -12,7 +12,6 @@ from paceline._cluster.master.experiments.attempts import read_attempt
 from paceline._cluster.master.experiments.checkpoints import place_of_experiment
 from paceline._cluster.master.experiments.state_changes import StateChanges
 from paceline._cluster.master.experiments.state_transitions import RefusedError
-from paceline._cluster.master.experiments.storage_calls import StorageCalls
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.messages.runner_messages import CheckpointFiles, ShardOffer
@@ -32,17 +31,14 @@ class OpenUploads:
     Args:
         database: The master's database.
         cluster_id: The identity of the master's home, by which its uploads are told from others.
-        default_storage: Where checkpoints go unless the configuration says otherwise.
-        calls: Calls storages that may hang.
+        changes: Sets the states of experiments and trials.
     """
 
-    def __init__(
-        self, database: Database, cluster_id: str, default_storage: str, calls: StorageCalls
-    ) -> None:
+    def __init__(self, database: Database, cluster_id: str, changes: StateChanges) -> None:
         self._database = database
         self._cluster_id = cluster_id
-        self._default_storage = default_storage
-        self._calls = calls
+        self._default_storage = changes.default_storage
+        self._calls = changes.storage_calls
         self._lock = threading.Lock()
         # Key: attempt, checkpoint and member. Insertion order is the order of begin, for `close`.
         self._open: dict[tuple[int, str, int], IncomingCheckpoint] = {}

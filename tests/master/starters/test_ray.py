@@ -258,7 +258,7 @@ def test_a_cluster_that_the_master_has_started_ends_with_it(
         [helper] = [
             p
             for p in psutil.Process(pool.process.pid).children()
-            if "_ray_runners" in str(p.cmdline())
+            if "ray_runners" in str(p.cmdline())
         ]
         started = helper.children(recursive=True)
         assert any("raylet" in process.name() for process in started)

@@ -1,79 +1,19 @@
-"""Presence of nodes: their polls, their leases, and their reported attempts."""
+"""Presence of nodes: their polls, leases and reported attempts; and their orders."""
 
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+
+from sqlalchemy import update
 
 from paceline._cluster.master.executors import Launch
 from paceline._cluster.master.experiments.attempts import Leases
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.waiting import WaitingRequests, Wakeups
 from paceline._cluster.messages.runner_messages import NodePoll
-
-
-class NodeOrders:
-    """The launches and kills of all nodes, until their attempts have ended; for any thread.
-
-    Args:
-        tell: Called with the id of a node that has another order.
-    """
-
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
-        self._lock = threading.Lock()
-        self._launches: dict[int, dict[int, Launch]] = {}
-        self._kills: dict[int, set[int]] = {}
-
-    def start(self, node_id: int, launch: Launch) -> None:
-        """Have a node start an attempt; a second time changes nothing."""
-        with self._lock:
-            self._launches.setdefault(node_id, {})[launch.spec.attempt_id] = launch
-        self._tell(node_id)
-
-    def kill(self, node_id: int, attempt_id: int) -> None:
-        """Have a node kill the runner of an attempt."""
-        with self._lock:
-            self._kills.setdefault(node_id, set()).add(attempt_id)
-        self._tell(node_id)
-
-    def has_launch(self, node_id: int, attempt_id: int) -> bool:
-        """Tell whether a launch of an attempt waits for a node, or was taken."""
-        with self._lock:
-            return attempt_id in self._launches.get(node_id, ())
-
-    def launches(self, node_id: int) -> Mapping[int, Launch]:
-        """Return the launches offered to a node, whether waiting or taken."""
-        with self._lock:
-            return dict(self._launches.get(node_id, {}))
-
-    def kills(self, node_id: int) -> list[int]:
-        """Return the attempts with runners to be killed by a node."""
-        with self._lock:
-            return sorted(self._kills.get(node_id, ()))
-
-    def clean(self, keep: set[int]) -> None:
-        """Forget the orders for ended attempts."""
-        with self._lock:
-            for launches in self._launches.values():
-                for attempt_id in launches.keys() - keep:
-                    del launches[attempt_id]
-            for kills in self._kills.values():
-                kills &= keep
-
-    def forget(self, node_id: int) -> None:
-        """Forget the orders of a node."""
-        with self._lock:
-            self._launches.pop(node_id, None)
-            self._kills.pop(node_id, None)
-
-
-class StoreLeft(Protocol):
-    """Callback storing a node's departure or return, for the next master."""
-
-    def __call__(self, node_id: int, *, has_left: bool, seen_at: float | None) -> None:
-        """Store the change soon, without waiting for the commit."""
 
 
 @dataclass(slots=True)
@@ -101,12 +41,12 @@ class NodePresence:
 
     Args:
         lease_s: How long a node may be silent until it is lost, in seconds.
-        store_left: Called when a node leaves or comes back.
+        database: Where it is stored, for the next master, that a node has left or is back.
         wakeups: Woken when slots may have become free or lost.
     """
 
-    def __init__(self, lease_s: float, store_left: StoreLeft, wakeups: Wakeups) -> None:
-        self._store_left = store_left
+    def __init__(self, lease_s: float, database: Database, wakeups: Wakeups) -> None:
+        self._database = database
         self._wakeups = wakeups
         self._lock = threading.RLock()
         self._heard: dict[int, _Heard] = {}
@@ -293,4 +233,63 @@ class NodePresence:
         heard = self._heard[node_id]
         if heard.has_left != has_left:
             heard.has_left = has_left
-            self._store_left(node_id, has_left=has_left, seen_at=heard.seen_at)
+            values = {"has_left": has_left, "seen_at": heard.seen_at}
+            query = update(tables.nodes).where(tables.nodes.c.id == node_id).values(**values)
+            # Nobody waits for the commit.
+            self._database.write(lambda transaction: transaction.connection.execute(query))
+
+
+class NodeOrders:
+    """The launches and kills of all nodes, until their attempts have ended; for any thread.
+
+    Args:
+        presence: Answers the poll of a node that has another order.
+    """
+
+    def __init__(self, presence: NodePresence) -> None:
+        self._presence = presence
+        self._lock = threading.Lock()
+        self._launches: dict[int, dict[int, Launch]] = {}
+        self._kills: dict[int, set[int]] = {}
+
+    def start(self, node_id: int, launch: Launch) -> None:
+        """Have a node start an attempt; a second time changes nothing."""
+        with self._lock:
+            self._launches.setdefault(node_id, {})[launch.spec.attempt_id] = launch
+        self._presence.tell(node_id)
+
+    def kill(self, node_id: int, attempt_id: int) -> None:
+        """Have a node kill the runner of an attempt."""
+        with self._lock:
+            self._kills.setdefault(node_id, set()).add(attempt_id)
+        self._presence.tell(node_id)
+
+    def has_launch(self, node_id: int, attempt_id: int) -> bool:
+        """Tell whether a launch of an attempt waits for a node, or was taken."""
+        with self._lock:
+            return attempt_id in self._launches.get(node_id, ())
+
+    def launches(self, node_id: int) -> Mapping[int, Launch]:
+        """Return the launches offered to a node, whether waiting or taken."""
+        with self._lock:
+            return dict(self._launches.get(node_id, {}))
+
+    def kills(self, node_id: int) -> list[int]:
+        """Return the attempts with runners to be killed by a node."""
+        with self._lock:
+            return sorted(self._kills.get(node_id, ()))
+
+    def clean(self, keep: set[int]) -> None:
+        """Forget the orders for ended attempts."""
+        with self._lock:
+            for launches in self._launches.values():
+                for attempt_id in launches.keys() - keep:
+                    del launches[attempt_id]
+            for kills in self._kills.values():
+                kills &= keep
+
+    def forget(self, node_id: int) -> None:
+        """Forget the orders of a node."""
+        with self._lock:
+            self._launches.pop(node_id, None)
+            self._kills.pop(node_id, None)

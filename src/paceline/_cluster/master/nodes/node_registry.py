@@ -322,8 +322,8 @@ class Nodes(Machines):
         self._wakeups = wakeups
         # Held before that of `presence`.
         self._lock = threading.RLock()
-        self.presence = NodePresence(lease_s, self._store_left, wakeups)
-        self.orders = NodeOrders(self.presence.tell)
+        self.presence = NodePresence(lease_s, database, wakeups)
+        self.orders = NodeOrders(self.presence)
         with database.read() as connection:
             rows = connection.execute(select(tables.nodes))
             self._nodes = {row.id: stored_node(row) for row in rows}
@@ -528,11 +528,6 @@ class Nodes(Machines):
 
     def _token(self, token_id: int | None) -> StoredToken | None:
         return None if token_id is None else self._tokens.get(token_id)
-
-    def _store_left(self, node_id: int, *, has_left: bool, seen_at: float | None) -> None:
-        values = {"has_left": has_left, "seen_at": seen_at}
-        query = update(tables.nodes).where(tables.nodes.c.id == node_id).values(**values)
-        self._database.write(lambda transaction: transaction.connection.execute(query))
 
     def _check_name(
         self, known: RegisteredNode | None, facts: NodeFacts, token_id: int | None

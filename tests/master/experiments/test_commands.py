@@ -452,6 +452,13 @@ def test_an_experiment_takes_no_more_slots_than_it_may(bench: Any) -> None:
     assert [row.experiment_id for row in bench.live_attempts()] == [1, 1, other]
 
 
+def test_a_new_experiment_wakes_the_reconciler_and_the_retention(bench: Any) -> None:
+    woken = [bench.reconciler._wakeup, bench.retention._wakeup]
+    assert not any(event.is_set() for event in woken)
+    bench.create("single")
+    assert all(event.is_set() for event in woken)
+
+
 def test_what_a_smaller_master_cannot_run_waits_and_holds_nobody_up(
     make_bench: Callable[[int], Any],
 ) -> None:

@@ -222,7 +222,7 @@ def torch_ranks() -> Iterator[RankServer]:
 def master_server() -> Iterator[MasterServer]:
     """Return a server of masters, so that each has loaded what it needs."""
     server = MasterServer(
-        "paceline.cli._app", "paceline.client", "httpcore", "paceline._cluster.master"
+        "paceline.cli._app", "paceline.client", "httpcore2", "paceline._cluster.master"
     )
     yield server
     server.close()
@@ -237,7 +237,7 @@ _OF_COMMANDS = (
         "paceline._training",
         "paceline._cluster.messages.experiment_models",
     ),
-    *("certifi", "encodings.idna", "h11", "httpcore", "httpx", "pathspec"),
+    *("encodings.idna", "h11", "httpcore2", "httpx2", "pathspec"),
     *("pydantic.type_adapter", "typer._adapters", "yaml"),
 )
 

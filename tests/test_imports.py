@@ -13,7 +13,7 @@ from paceline import core
 
 SOURCE = Path(paceline.__file__).parent
 ROOT = Path(__file__).parents[1]
-HEAVY = {"torch", "numpy", "pydantic", "httpx", "fastapi", "rich", "typer", "sqlalchemy", "yaml"}
+HEAVY = {"torch", "numpy", "pydantic", "httpx2", "fastapi", "rich", "typer", "sqlalchemy", "yaml"}
 
 # From the ground up: a room imports only rooms above it in this list.
 ORDER = [

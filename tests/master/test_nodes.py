@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 from sqlalchemy import insert, select, update
@@ -41,14 +41,14 @@ class FakeRunner:
         } | facts  # fmt: skip
         self.session: dict[str, Any] = {}
 
-    def register(self, **changed: Any) -> httpx.Response:
+    def register(self, **changed: Any) -> httpx2.Response:
         self.facts |= changed
         reply = self.master.http.post("/nodes", json=self.facts, headers=self.headers)
         if reply.status_code == 200:
             self.session = reply.json()
         return reply
 
-    def ask(self, **changed: Any) -> httpx.Response:
+    def ask(self, **changed: Any) -> httpx2.Response:
         self.number += 1
         body = {
             "key": self.facts["key"], "session": self.session["session"], "number": self.number,
@@ -104,7 +104,7 @@ def nodes(master: Any) -> dict[str, Any]:
     return {node["name"]: node for node in master.http.get("/nodes").json()}
 
 
-def refused(reply: httpx.Response, status: int, code: str) -> str:
+def refused(reply: httpx2.Response, status: int, code: str) -> str:
     assert (reply.status_code, reply.json().get("code")) == (status, code), reply.text
     return str(reply.json())
 
@@ -1291,7 +1291,7 @@ def test_a_storage_that_hangs_is_named_whatever_waits_for_it(
         "delete": lambda: master.http.delete("/checkpoints/one", timeout=0.5),
         "piece": lambda: master.http.get(piece, headers=headers, timeout=0.5),
     }
-    with pytest.raises(httpx.ReadTimeout):
+    with pytest.raises(httpx2.ReadTimeout):
         calls[what]()
     text = f"{str(hanging_disk)!r} has not answered for"
     while not any(text in problem for problem in master.http.get("/status").json()["problems"]):
@@ -1320,6 +1320,6 @@ def test_requests_that_a_storage_keeps_waiting_keep_no_others_waiting(
                 transaction.connection.execute(change.values(state="CANCELED", ended_at=1.0))
 
         master.core.database.write(end).result()
-        with pytest.raises(httpx.ReadTimeout):
+        with pytest.raises(httpx2.ReadTimeout):
             master.http.delete(f"/experiments/{number}", timeout=0.5)
     assert master.create(searcher=single, hyperparameters={}) == 11

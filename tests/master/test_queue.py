@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from sqlalchemy import select
 
@@ -59,7 +59,7 @@ def end(master: Any, attempt_id: int, **changed: Any) -> None:
     assert master.attempt(attempt_id, "end", **body).status_code == 204
 
 
-def refused(reply: httpx.Response, status: int, code: str) -> str:
+def refused(reply: httpx2.Response, status: int, code: str) -> str:
     assert (reply.status_code, reply.json().get("code")) == (status, code), reply.text
     return str(reply.json()["detail"])
 
@@ -165,8 +165,8 @@ def test_the_order_is_edited_and_told(make_master: Any) -> None:
     master.schedule()
     assert [one for one, _ in queue(master)] == ids[1:]
 
-    def move(**body: Any) -> httpx.Response:
-        reply: httpx.Response = master.http.post("/queue/move", json=body)
+    def move(**body: Any) -> httpx2.Response:
+        reply: httpx2.Response = master.http.post("/queue/move", json=body)
         return reply
 
     assert move(experiment_id=ids[3], to="front").status_code == 204
@@ -377,8 +377,8 @@ def test_the_most_slots_of_an_experiment_are_changed_while_it_waits(make_master:
     master.schedule()
     assert running(master) == [number]
 
-    def set_most(max_slots: int) -> httpx.Response:
-        reply: httpx.Response = master.http.patch(
+    def set_most(max_slots: int) -> httpx2.Response:
+        reply: httpx2.Response = master.http.patch(
             f"/experiments/{number}", json={"max_slots": max_slots}
         )
         master.schedule()

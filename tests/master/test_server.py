@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from paceline._cluster.master.api.master_routes import has_web_ui
@@ -64,10 +64,10 @@ def address(home: Path) -> dict[str, Any]:
     return found
 
 
-def client(home: Path) -> httpx.Client:
+def client(home: Path) -> httpx2.Client:
     token = (home / "token").read_text().strip()
     headers = {"Authorization": f"Bearer {token}"}
-    return httpx.Client(base_url=address(home)["url"] + "/api/v1", headers=headers, timeout=60)
+    return httpx2.Client(base_url=address(home)["url"] + "/api/v1", headers=headers, timeout=60)
 
 
 def test_a_port_in_use_is_refused_with_a_hint(home: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_master_for_all_interfaces_tells_an_address_that_others_reach(
         assert not re.search(r"0\.0\.0\.0|127\.|localhost", public)
         token = (home / "token").read_text().strip()
         headers = {"Authorization": f"Bearer {token}"}
-        assert httpx.get(
+        assert httpx2.get(
             f"{public}/api/v1/master", headers=headers, timeout=60, trust_env=False
         ).is_success
         deadline = time.monotonic() + 60
@@ -176,7 +176,7 @@ def test_a_shutdown_request_closes_streams_and_ends_the_process(
     process = start()
     with client(home) as http, http.stream("GET", "/events") as reply:
         lines = reply.iter_lines()
-        assert next(lines) == ": connected"
+        assert next(lines) == "event: connected"
         with client(home) as other:
             body = {"keep_trials": keep_trials}
             assert other.post("/master/shutdown", json=body).status_code == 202

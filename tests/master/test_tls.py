@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 from cryptography import x509
@@ -288,7 +288,7 @@ def test_browsers_may_use_the_name_of_the_certificate(
 ) -> None:
     context = ssl.create_default_context(cafile=str(authority.ca_file))
     url = f"https://localhost:{master.port}"
-    with httpx.Client(base_url=url, verify=context, timeout=60) as http:
+    with httpx2.Client(base_url=url, verify=context, timeout=60) as http:
         link = http.post(
             "/api/v1/sign-in-links", headers={"Authorization": f"Bearer {master.token}"}
         ).json()["url"]

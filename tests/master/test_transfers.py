@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 import xxhash
@@ -113,7 +113,7 @@ class Node:
             self.directory, f"/attempts/{self.attempt_id}", link or self.link()
         )
 
-    def offer(self, uuid: str, **changed: Any) -> httpx.Response:
+    def offer(self, uuid: str, **changed: Any) -> httpx2.Response:
         """Offer a checkpoint that is stored here, as its runner does."""
         files = _ship_checkpoints._files_of(self.storage, uuid)
         manifest = self.storage.manifest(uuid)
@@ -124,14 +124,14 @@ class Node:
         body = msgspec.to_builtins({"files": files, "record": record} | changed, str_keys=True)
         return self._send("POST", f"checkpoints/{uuid}", json=body)
 
-    def piece(self, uuid: str, name: str, offset: int, data: bytes, **how: Any) -> httpx.Response:
+    def piece(self, uuid: str, name: str, offset: int, data: bytes, **how: Any) -> httpx2.Response:
         digest = how.pop("digest", xxhash.xxh3_128_hexdigest(data))
         return self._send(
             "PUT", f"checkpoints/{uuid}/pieces", params={"name": name, "offset": offset},
             content=data, headers={"X-Paceline-Digest": digest}, **how,
         )  # fmt: skip
 
-    def _send(self, method: str, path: str, **how: Any) -> httpx.Response:
+    def _send(self, method: str, path: str, **how: Any) -> httpx2.Response:
         headers = how.pop("headers", {}) | self.headers
         place = f"/attempts/{how.pop('attempt_id', self.attempt_id)}/{path}"
         return self.master.http.request(method, place, headers=headers, **how)
@@ -202,7 +202,7 @@ def row(master: Any, uuid: str) -> Any:
     return master.http.get(f"/checkpoints/{uuid}").json()
 
 
-def code(reply: httpx.Response) -> tuple[int, str]:
+def code(reply: httpx2.Response) -> tuple[int, str]:
     return reply.status_code, reply.json()["code"]
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 # They build and install, which takes long where much else runs.
@@ -75,7 +75,7 @@ def running_master(user: Any, home: Path) -> Iterator[str]:
 def check_pages(said: str) -> None:
     """Follow the printed link, and load the page with all that it names."""
     link = re.findall(r"Sign in: (\S+)", said)[0]
-    with httpx.Client(follow_redirects=True, timeout=60, trust_env=False) as browser:
+    with httpx2.Client(follow_redirects=True, timeout=60, trust_env=False) as browser:
         page = browser.get(link, headers={"accept": "text/html"})
         assert (page.status_code, page.url.path) == (200, "/")
         named = re.findall(r'(?:src|href)="(/[^"]+)"', page.text)

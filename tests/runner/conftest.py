@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -40,7 +40,7 @@ class MasterProcess:
         self.num_slots = num_slots
         self.options = options
         self._process: Any = None
-        self._http: httpx.Client | None = None
+        self._http: httpx2.Client | None = None
 
     def start(self, **environment: str) -> "MasterProcess":
         """Start and wait until it answers."""
@@ -93,13 +93,13 @@ class MasterProcess:
         return (self.home / "master.log").read_text()
 
     @property
-    def http(self) -> httpx.Client:
+    def http(self) -> httpx2.Client:
         """A client of the API of the master that runs now."""
         if self._http is None:
             url = json.loads((self.home / "master.json").read_text())["url"]
             token = (self.home / "token").read_text().strip()
             headers = {"Authorization": f"Bearer {token}"}
-            self._http = httpx.Client(
+            self._http = httpx2.Client(
                 base_url=f"{url}/api/v1", headers=headers, timeout=60, verify=False
             )
         return self._http

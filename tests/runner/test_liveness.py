@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -182,7 +182,7 @@ def test_the_master_answers_a_runner_in_time_for_its_next_sign_of_life(
     attempt = master.trial(trial.id)["attempts"][0]["id"]
     path = f"/attempts/{attempt}/control?after=99&timeout_s=30"
     # Much shorter than what was asked for.
-    reply = master.http.get(path, timeout=httpx.Timeout(20.0))
+    reply = master.http.get(path, timeout=httpx2.Timeout(20.0))
     assert reply.status_code == 200
     master.post(f"/experiments/{trial.id}/kill")
     master.wait_for_end(trial.id)

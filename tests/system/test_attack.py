@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -61,7 +61,7 @@ def test_training_reports_and_health_answers_under_attack(
     while any(attacker.poll() is None for attacker in attackers):
         began = time.monotonic()
         # A connection of its own each time, as of somebody who comes new.
-        reply = httpx.get(f"{address['url']}/api/v1/health", timeout=60, verify=False)
+        reply = httpx2.get(f"{address['url']}/api/v1/health", timeout=60, verify=False)
         latencies.append(time.monotonic() - began)
         assert reply.status_code == 200
         memory.append(process.memory_info().rss)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 MODULE = """
@@ -203,12 +203,12 @@ def test_a_method_that_fails_fails_its_experiment_and_loses_no_metric(
     address = json.loads((master.home / "master.json").read_text())["url"]
     headers = {"Authorization": f"Bearer {(master.home / 'token').read_text().strip()}"}
 
-    def create(fault: str) -> httpx.Response:
+    def create(fault: str) -> httpx2.Response:
         """Create an experiment as the command line does, in a fraction of the time."""
         config = config_of(fault, go_on)
         config["environment"]["working_dir"] = str(tmp_path / "context")
         body = {"config": config}
-        return httpx.post(f"{address}/api/v1/experiments", json=body, headers=headers, timeout=60)
+        return httpx2.post(f"{address}/api/v1/experiments", json=body, headers=headers, timeout=60)
 
     for fault, told in AT_CREATION.items():
         answer = create(fault)

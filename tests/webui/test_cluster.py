@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 import paceline
@@ -38,7 +38,7 @@ def cluster(master_of: Callable[..., Any], tmp_path: Path) -> Iterator[Any]:
     (home / "pools.yaml").write_text(UNREACHABLE)
     running = master_of(home, "--slots", 2, "--runner-timeout", 6)
     headers = {"Authorization": f"Bearer {(running.home / 'token').read_text().strip()}"}
-    reply = httpx.post(f"{running.url}/api/v1/nodes", json=FACTS, headers=headers, timeout=60)
+    reply = httpx2.post(f"{running.url}/api/v1/nodes", json=FACTS, headers=headers, timeout=60)
     assert reply.status_code == 200, reply.text
     yield running
     running.stop()

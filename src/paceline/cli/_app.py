@@ -173,8 +173,6 @@ for _name, _short, _group in (
 
 def main() -> None:
     """Run the command line and exit: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
-    # The HTTP client has a command line of its own, and would load all that this needs.
-    sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type] # not to be imported
     is_paceline_command.set(True)
     sys.stdout, sys.stderr = TerminalStream(sys.stdout), TerminalStream(sys.stderr)
     try:

@@ -154,7 +154,7 @@ def running_master(home: Path) -> MasterFile | None:
 
 def master_answers(file: MasterFile) -> bool:
     """Tell whether a master answers at the address in its file."""
-    import httpx
+    import httpx2
 
     from paceline._base.certificates import client_tls
 
@@ -162,14 +162,14 @@ def master_answers(file: MasterFile) -> bool:
     # A master without a certificate takes no other name from who sends no token.
     headers = {"Host": f"localhost:{file.port}"}
     try:
-        response = httpx.get(
+        response = httpx2.get(
             f"{file.url}/api/v1/health",
             headers=headers,
             timeout=5.0,
             trust_env=False,
             verify=verify,
         )
-    except httpx.TransportError:
+    except httpx2.TransportError:
         return False
     return response.is_success
 

@@ -1,14 +1,12 @@
-"""Stream of events from the master: parsing, and following across restarts."""
+"""Stream of events from the master, followed across restarts."""
 
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from paceline._base.process_and_network import take
 from paceline.client._http_session import (
@@ -19,43 +17,16 @@ from paceline.client._http_session import (
 )
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2
 
     from paceline._cluster.messages.master_models import Event
 
-# The master sends a comment line every few seconds; a longer silence is a dead connection.
+# The master sends an event without data every few seconds; a longer silence is a dead connection.
 _SILENCE_S = 60.0
 _RECONNECT_S = 0.5
-# How many lines are read ahead, and how often to look whether reading has ended.
-_MOST_LINES = 1000
+# How many events are read ahead, and how often to look whether reading has ended.
+_MOST_EVENTS = 1000
 _LOOK_INTERVAL_S = 0.01
-
-
-class StreamedEvent(msgspec.Struct, frozen=True):
-    """Event of a `text/event-stream`: its `id` and `data` fields."""
-
-    id: str | None
-    data: str
-
-
-def parse_stream(lines: Iterable[str]) -> Iterator[StreamedEvent | None]:
-    """Yield the events of a `text/event-stream`, and None for each comment (keep-alive)."""
-    event_id: str | None = None
-    data: list[str] = []
-    for line in lines:
-        if not line:
-            if data:
-                yield StreamedEvent(event_id, "\n".join(data))
-            event_id, data = None, []
-            continue
-        field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if not field:
-            yield None
-        elif field == "id":
-            event_id = value
-        elif field == "data":
-            data.append(value)
 
 
 class EventStream:
@@ -104,7 +75,7 @@ class EventStream:
 
     def _connect(self) -> Iterator["Event | None"]:
         """Yield the events of a single connection; return when the connection breaks."""
-        import httpx
+        import httpx2
 
         from paceline._cluster.messages.master_models import Event
 
@@ -112,64 +83,66 @@ class EventStream:
         self._session.send("GET", "master")
         params = {"after": self.cursor, "experiment_id": self._experiment_id}
         known = {key: value for key, value in params.items() if value is not None}
-        timeout = httpx.Timeout(30.0, read=_SILENCE_S)
+        timeout = httpx2.Timeout(30.0, read=_SILENCE_S)
         try:
-            with self._session.http().stream(
-                "GET", "events", params=known, timeout=timeout
-            ) as response:
+            # Without a limit of size: an event carries the metrics that a user's code reports.
+            with self._session.http().sse(
+                "events", params=known, timeout=timeout, max_event_size=None
+            ) as source:
+                response = source.response
                 if not response.is_success:
                     response.read()
                     _raise_unless_passing(response)
                     return
                 self.is_connected = True
-                is_greeted = False
-                for streamed in parse_stream(_stream_lines_of(response)):
-                    if streamed is None:
-                        # The first comment greets; later ones come when there is nothing to send.
-                        self.is_current, is_greeted = is_greeted, True
+                for streamed in _events_of(source):
+                    # The master greets, and shows life when there is nothing to send.
+                    self.is_current = streamed.event == "alive"
+                    if not streamed.data:
                         yield None
                         continue
-                    self.is_current = False
                     event = Event.model_validate_json(streamed.data)
                     # Cursor before the yield: a consumer leaving the loop has received this event.
                     self.cursor = event.id
                     yield event
-        except httpx.TransportError:
+        except httpx2.TransportError:
             return
 
 
-def _stream_lines_of(response: "httpx.Response") -> Iterator[str]:
-    """Yield the lines of an answer as they come; signals take effect while there is none."""
+def _events_of(source: "httpx2.EventSource") -> "Iterator[httpx2.ServerSentEvent]":
+    """Yield the events of an answer as they come; signals take effect while there is none."""
     if threading.current_thread() is not threading.main_thread():
-        yield from response.iter_lines()
+        yield from source
         return
-    lines: Queue[str | Exception | None] = Queue(_MOST_LINES)
+    events: Queue[httpx2.ServerSentEvent | Exception | None] = Queue(_MOST_EVENTS)
     is_over = threading.Event()
 
     def read() -> None:
         end: Exception | None = None
         try:
-            for line in response.iter_lines():
-                lines.put(line)
+            for event in source:
+                events.put(event)
                 if is_over.is_set():
                     return
-        except Exception as error:  # raised by the thread that takes the lines
+        except Exception as error:  # raised by the thread that takes the events
             end = error
-        lines.put(end)
+        events.put(end)
 
     thread = threading.Thread(target=read, name="paceline-events", daemon=True)
     thread.start()
     try:
-        while (line := take(lines)) is not None:
-            if isinstance(line, Exception):
-                raise line
-            yield line
+        while (event := take(events)) is not None:
+            if isinstance(event, Exception):
+                raise event
+            yield event
     finally:
         is_over.set()
-        _end_reading(response, thread, lines)
+        _end_reading(source.response, thread, events)
 
 
-def _end_reading(response: "httpx.Response", thread: threading.Thread, lines: "Queue[Any]") -> None:
+def _end_reading(
+    response: "httpx2.Response", thread: threading.Thread, events: "Queue[Any]"
+) -> None:
     """End the thread reading an answer, wherever the thread waits."""
     connection = response.extensions["network_stream"].get_extra_info("socket")
     with suppress(OSError):
@@ -178,15 +151,12 @@ def _end_reading(response: "httpx.Response", thread: threading.Thread, lines: "Q
     while thread.is_alive():
         with suppress(Empty):
             # Room in the full queue: the reading thread may be blocked in `put`.
-            lines.get_nowait()
+            events.get_nowait()
         thread.join(_LOOK_INTERVAL_S)
 
 
-def _raise_unless_passing(response: "object") -> None:
+def _raise_unless_passing(response: "httpx2.Response") -> None:
     """Raise the answer's error unless the master is only busy or going down."""
-    import httpx
-
-    assert isinstance(response, httpx.Response)
     try:
         raise_for_problem(response)
     except ApiError as error:

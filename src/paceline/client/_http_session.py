@@ -19,7 +19,7 @@ from paceline._base.sealed_json import check_seal
 if TYPE_CHECKING:
     import ssl
 
-    import httpx
+    import httpx2
 
 
 class ClientError(RuntimeError):
@@ -195,7 +195,7 @@ class _Pool(NamedTuple):
     """HTTP connections to a master at a fixed address."""
 
     address: MasterAccess
-    http: "httpx.Client"
+    http: "httpx2.Client"
 
 
 class HttpSession:
@@ -214,7 +214,7 @@ class HttpSession:
         self._ca_file = ca_file
         self._lock = threading.Lock()
         self._pool: _Pool | None = None
-        self._left: list[httpx.Client] = []
+        self._left: list[httpx2.Client] = []
 
     def __enter__(self) -> "HttpSession":
         return self
@@ -239,7 +239,7 @@ class HttpSession:
         """
         return self._opened().address.url
 
-    def http(self) -> "httpx.Client":
+    def http(self) -> "httpx2.Client":
         """Return the connection pool; opened at the first call."""
         return self._opened().http
 
@@ -250,16 +250,16 @@ class HttpSession:
             return self._pool
 
     def _open(self, address: MasterAccess) -> _Pool:
-        import httpx
+        import httpx2
 
         # A proxy that the environment names cannot reach this machine's loopback.
         is_local = urlsplit(address.url).hostname in LOOPBACK_HOSTS
-        http = httpx.Client(
+        http = httpx2.Client(
             base_url=f"{address.url}/api/v1/",
             headers={"Authorization": f"Bearer {address.token}"},
             timeout=_TIMEOUT_S,
             # Each thread may have a stream and a request.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=20),
             trust_env=not is_local,
             # Building the certificate store costs 20 ms that plain HTTP has no use for.
             verify=self._tls(address),
@@ -312,7 +312,7 @@ class HttpSession:
         params: Mapping[str, Any] | None = None,
         content: "bytes | Path | None" = None,
         has_key: bool = False,
-    ) -> "httpx.Response":
+    ) -> "httpx2.Response":
         """Send a request and return the answer, always a success.
 
         Requests that may be repeated are, when the connection breaks or the master is overloaded.
@@ -343,7 +343,7 @@ class HttpSession:
             ApiError: The master refused the request.
             MasterUnreachableError: The connection broke.
         """
-        import httpx
+        import httpx2
 
         received = 0
         try:
@@ -353,7 +353,7 @@ class HttpSession:
                     raise_for_problem(response)
                 for chunk in response.iter_bytes(1024 * 1024):
                     received += file.write(chunk)
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise MasterUnreachableError(
                 f"The master at {self.url} broke off the transfer of {path!r} ({error})."
                 " Hint: try again; see `paceline status`."
@@ -377,13 +377,13 @@ class HttpSession:
                 return
             left = None if left is None else left - len(page.items)
 
-    def _send_once(self, pool: _Pool, request: "_SentRequest") -> "httpx.Response":
-        import httpx
+    def _send_once(self, pool: _Pool, request: "_SentRequest") -> "httpx2.Response":
+        import httpx2
 
         url = pool.address.url
         try:
             return request.send(pool.http)
-        except httpx.ConnectError as error:
+        except httpx2.ConnectError as error:
             if self._has_moved(pool):
                 return self._send_once(self._opened(), request)
             if explained := _explain_tls(error, url):
@@ -392,7 +392,7 @@ class HttpSession:
                 f"A master must answer at {url}, but none does ({error})."
                 f" Hint: start one with `{START_COMMAND}`."
             ) from error
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             self._has_moved(pool)
             if explained := _explain_tls(error, url):
                 # Cause left out: with a broken connection as its cause, `send` would try again.
@@ -427,7 +427,7 @@ class _SentRequest(NamedTuple):
     content: "bytes | Path | None"
     key: str | None
 
-    def send(self, http: "httpx.Client") -> "httpx.Response":
+    def send(self, http: "httpx2.Client") -> "httpx2.Response":
         known = {key: value for key, value in (self.params or {}).items() if value is not None}
         headers = {} if self.key is None else {"Idempotency-Key": self.key}
         if isinstance(self.content, Path):
@@ -440,22 +440,22 @@ class _SentRequest(NamedTuple):
         )
 
 
-def _explain_tls(error: "httpx.TransportError", url: str) -> str | None:
+def _explain_tls(error: "httpx2.TransportError", url: str) -> str | None:
     """Return the TLS problem behind a failed request, None if there is no TLS problem."""
-    import httpx
+    import httpx2
 
     from paceline._base.certificates import explain_missing_tls, explain_tls_error, tls_error_of
 
     if (found := tls_error_of(error)) is not None:
         return explain_tls_error(found, url)
-    broke_off = isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)
+    broke_off = isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError)
     if not broke_off or url.startswith("https:"):
         return None
     place = urlsplit(url)
     return explain_missing_tls(url, place.hostname, place.port)
 
 
-def raise_for_problem(response: "httpx.Response") -> None:
+def raise_for_problem(response: "httpx2.Response") -> None:
     """Raise the error described in an answer.
 
     Raises:
@@ -482,6 +482,6 @@ def raise_for_problem(response: "httpx.Response") -> None:
 
 def _broken_connection() -> tuple[type[Exception], ...]:
     """Return the exceptions of an established connection breaking."""
-    import httpx
+    import httpx2
 
-    return (httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)
+    return (httpx2.ReadError, httpx2.RemoteProtocolError, httpx2.WriteError)

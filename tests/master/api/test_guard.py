@@ -2,7 +2,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from fastapi.routing import iter_route_contexts
 
@@ -103,7 +103,7 @@ def routes_of(app: Any) -> list[tuple[str, str]]:
     )
 
 
-def check_problem(reply: httpx.Response, status: int, code: str) -> None:
+def check_problem(reply: httpx2.Response, status: int, code: str) -> None:
     assert reply.status_code == status, reply.text
     assert reply.headers["content-type"] == "application/problem+json"
     if reply.request.method != "HEAD":
@@ -122,12 +122,14 @@ def master(serve_master: Callable[[Path], Any], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture
-def request_raw(master: Any) -> Iterator[Callable[..., httpx.Response]]:
+def request_raw(master: Any) -> Iterator[Callable[..., httpx2.Response]]:
     """Return a function that sends a request with no headers that matter but those given."""
     # Certificates play no part on the loopback interface, and take long to load.
-    with httpx.Client(base_url=f"http://127.0.0.1:{master.port}", timeout=60, verify=False) as http:
+    with httpx2.Client(
+        base_url=f"http://127.0.0.1:{master.port}", timeout=60, verify=False
+    ) as http:
 
-        def send(method: str, path: str, **headers: str) -> httpx.Response:
+        def send(method: str, path: str, **headers: str) -> httpx2.Response:
             return http.request(method, path, headers=headers)
 
         yield send
@@ -148,7 +150,7 @@ def test_the_public_paths_are_these() -> None:
 
 @pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer wrong", "Basic {token}"])
 def test_a_request_without_a_token_is_refused(
-    master: Any, request_raw: Callable[..., httpx.Response], authorization: str | None
+    master: Any, request_raw: Callable[..., httpx2.Response], authorization: str | None
 ) -> None:
     """`test_tokens` walks all routes."""
     headers = {}
@@ -160,7 +162,7 @@ def test_a_request_without_a_token_is_refused(
 
 
 def test_health_answers_without_the_token_and_says_little(
-    request_raw: Callable[..., httpx.Response],
+    request_raw: Callable[..., httpx2.Response],
 ) -> None:
     reply = request_raw("GET", "/api/v1/health")
     assert reply.status_code == 200
@@ -171,14 +173,14 @@ def test_health_answers_without_the_token_and_says_little(
     "path", ["/api/v1/health/", "/api/v1/health/../master", "/api/v1//health", "/API/v1/health"]
 )
 def test_what_only_looks_like_a_public_path_is_none(
-    master: Any, request_raw: Callable[..., httpx.Response], path: str
+    master: Any, request_raw: Callable[..., httpx2.Response], path: str
 ) -> None:
     assert request_raw("GET", path).status_code == 401
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 def test_the_token_opens(
-    master: Any, request_raw: Callable[..., httpx.Response], scheme: str
+    master: Any, request_raw: Callable[..., httpx2.Response], scheme: str
 ) -> None:
     reply = request_raw("GET", "/api/v1/master", authorization=f"{scheme} {master.home.token}")
     assert reply.status_code == 200
@@ -192,7 +194,7 @@ def test_the_token_opens(
      "localhost:123456"],
 )  # fmt: skip
 def test_another_host_is_refused_even_with_the_token_and_on_public_paths(
-    master: Any, request_raw: Callable[..., httpx.Response], host: str
+    master: Any, request_raw: Callable[..., httpx2.Response], host: str
 ) -> None:
     authorization = f"Bearer {master.home.token}"
     for path in ("/api/v1/master", "/api/v1/health"):
@@ -204,7 +206,7 @@ def test_another_host_is_refused_even_with_the_token_and_on_public_paths(
     "host", ["127.0.0.1", "localhost:8080", "LocalHost", "[::1]:99", "[::1]", "127.0.0.1:1"]
 )
 def test_names_of_loopback_are_accepted(
-    request_raw: Callable[..., httpx.Response], host: str
+    request_raw: Callable[..., httpx2.Response], host: str
 ) -> None:
     assert request_raw("GET", "/api/v1/health", host=host).status_code == 200
 
@@ -222,7 +224,7 @@ def test_names_of_loopback_are_accepted(
     ],
 )
 def test_only_the_masters_own_origin_is_accepted(
-    request_raw: Callable[..., httpx.Response], origin: str, status: int
+    request_raw: Callable[..., httpx2.Response], origin: str, status: int
 ) -> None:
     reply = request_raw("GET", "/api/v1/health", host="localhost:9000", origin=origin)
     assert reply.status_code == status

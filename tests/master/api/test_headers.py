@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from paceline._cluster.master.api.route_scopes import PREFIX
@@ -48,7 +48,7 @@ def test_every_answer_has_the_headers(
         check(reply)
 
 
-def check(reply: httpx.Response) -> None:
+def check(reply: httpx2.Response) -> None:
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert reply.headers.get_list("content-security-policy")[1:] == []
     assert "frame-ancestors 'none'" in reply.headers["content-security-policy"]
@@ -58,11 +58,13 @@ def check(reply: httpx.Response) -> None:
 def test_answers_to_those_without_a_token_to_errors_and_to_no_http_have_them_too(
     master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(httpx.get(f"{master.url}/slots", verify=False, timeout=60))
+    check(httpx2.get(f"{master.url}/slots", verify=False, timeout=60))
     check(
-        httpx.get(f"{master.url}/slots", headers={"host": "evil.example"}, verify=False, timeout=60)
+        httpx2.get(
+            f"{master.url}/slots", headers={"host": "evil.example"}, verify=False, timeout=60
+        )
     )
-    large = httpx.post(f"{master.url}/login", content=b" " * 100_000, verify=False, timeout=60)
+    large = httpx2.post(f"{master.url}/login", content=b" " * 100_000, verify=False, timeout=60)
     assert large.status_code == 413
     check(large)
     monkeypatch.setattr(master.core, "machine", None)

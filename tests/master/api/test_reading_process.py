@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -164,7 +164,7 @@ def test_it_is_started_by_reads_that_wait_and_answers_them(master: Any, second: 
 
     def get(path: str) -> int:
         url = f"{master.url}/{path}"
-        return httpx.get(url, headers=master.headers, timeout=120, verify=False).status_code
+        return httpx2.get(url, headers=master.headers, timeout=120, verify=False).status_code
 
     found: list[str] = []
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from paceline._cluster.master.api import master_routes as _master_routes
@@ -27,7 +27,7 @@ def running(master: Any) -> Any:
     return master
 
 
-def item(http: httpx.Client, path: str, **query: Any) -> Any:
+def item(http: httpx2.Client, path: str, **query: Any) -> Any:
     reply = http.get(path, params=query)
     assert reply.status_code == 200, reply.text
     return reply.json()
@@ -36,7 +36,7 @@ def item(http: httpx.Client, path: str, **query: Any) -> Any:
 # ---- pages -----------------------------------------------------------------------------------
 
 
-def all_pages(http: httpx.Client, path: str, **query: Any) -> list[Any]:
+def all_pages(http: httpx2.Client, path: str, **query: Any) -> list[Any]:
     found, cursor = [], None
     while True:
         page = item(http, path, **query | ({"cursor": cursor} if cursor else {}))
@@ -296,7 +296,7 @@ def test_a_context_beyond_the_limit_is_refused_before_it_has_all_arrived(master:
     try:
         reply = master.http.put(f"/contexts/{EMPTY}", content=blocks())
         assert (reply.status_code, reply.json()["code"]) == (413, "context_too_large")
-    except httpx.WriteError:
+    except httpx2.WriteError:
         pass  # the server answered and closed while the rest was on its way
     assert sent > 95
     assert list(master.home.contexts_path.iterdir()) == []
@@ -332,7 +332,7 @@ def test_a_waiting_control_request_wakes_on_a_change(running: Any, path: str, fi
     found: list[Any] = []
     waiting = threading.Thread(
         target=lambda: found.append(
-            httpx.get(
+            httpx2.get(
                 f"{running.url}/attempts/1/control",
                 params={"after": 1, "timeout_s": 60},
                 headers=running.headers,
@@ -370,12 +370,12 @@ def following(
 ) -> Iterator[Iterator[dict[str, Any]]]:
     """Follow events; gives an iterator over them that ends when the server closes the stream."""
     headers = master.headers | ({} if last_id is None else {"last-event-id": last_id})
-    with httpx.stream(
+    with httpx2.stream(
         "GET", f"{master.url}/events", params=query, headers=headers, timeout=60
     ) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = reply.iter_lines()
-        assert next(lines).startswith(":")
+        assert next(lines) == "event: connected"
 
         def events() -> Iterator[dict[str, Any]]:
             number = None
@@ -426,12 +426,12 @@ def test_a_stream_of_one_experiment_shows_life_while_others_change(
     others = threading.Thread(target=change_others)
     others.start()
     try:
-        with httpx.stream(
+        with httpx2.stream(
             "GET", f"{running.url}/events", params={"after": 0, "experiment_id": 99},
             headers=running.headers, timeout=20,
         ) as reply:  # fmt: skip
             lines = (line for line in reply.iter_lines() if line)
-            assert [next(lines), next(lines)] == [": connected", ": alive"]
+            assert [next(lines), next(lines)] == ["event: connected", "event: alive"]
     finally:
         is_over.set()
         others.join()
@@ -457,7 +457,7 @@ def test_streams_and_waiting_requests_end_when_the_master_closes(running: Any) -
     def wait() -> None:
         query = {"after": 1, "timeout_s": 60}
         found.append(
-            httpx.get(
+            httpx2.get(
                 f"{running.url}/attempts/1/control",
                 params=query, headers=running.headers, timeout=90,
             ).json()

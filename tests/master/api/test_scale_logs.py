@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 
@@ -61,13 +61,13 @@ def test_the_first_look_at_a_long_log_keeps_no_other_request_waiting(
 ) -> None:
     path = running.home.path / "logs" / "trial-1" / "attempt-1.jsonl"
     release = make_slow_log(path)
-    replies: list[httpx.Response] = []
+    replies: list[httpx2.Response] = []
     asking = threading.Thread(target=lambda: replies.append(running.attempt(1, "logs", entries=[])))
     asking.start()
     try:
         while not running.core.logs._files:
             asking.join(0.005)
-        other = httpx.get(f"{running.url}/master", headers=running.headers, timeout=60)
+        other = httpx2.get(f"{running.url}/master", headers=running.headers, timeout=60)
     finally:
         release()
         asking.join()

@@ -5,7 +5,7 @@ import io
 from typing import Any
 from urllib.parse import quote
 
-import httpx
+import httpx2
 import pytest
 
 from paceline._cluster.master.api.trial_and_series_routes import _csv_lines, _csv_selection
@@ -16,7 +16,7 @@ NUM_POINTS = 250_000
 Rows = list[list[str]]
 
 
-def rows_of(reply: httpx.Response) -> Rows:
+def rows_of(reply: httpx2.Response) -> Rows:
     assert reply.status_code == 200, reply.text
     assert reply.headers["content-type"] == "text/csv; charset=utf-8"
     assert reply.headers["content-disposition"].startswith("attachment")

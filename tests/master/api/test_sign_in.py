@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 import pytest
 
 from paceline._cluster.master.authentication import Throttle, sender_at
@@ -18,13 +18,13 @@ PASSWORD = "correct horse"
 
 
 @pytest.fixture
-def browse(master: Any) -> Iterator[Callable[[], httpx.Client]]:
+def browse(master: Any) -> Iterator[Callable[[], httpx2.Client]]:
     """Return a function that opens a browser: a client with cookies and without the token."""
-    opened: list[httpx.Client] = []
+    opened: list[httpx2.Client] = []
 
-    def browse() -> httpx.Client:
+    def browse() -> httpx2.Client:
         base = f"http://127.0.0.1:{master.port}/api/v1"
-        opened.append(httpx.Client(base_url=base, timeout=60, verify=False))
+        opened.append(httpx2.Client(base_url=base, timeout=60, verify=False))
         return opened[-1]
 
     yield browse
@@ -32,12 +32,12 @@ def browse(master: Any) -> Iterator[Callable[[], httpx.Client]]:
         client.close()
 
 
-def sign_in(master: Any, browser: httpx.Client) -> httpx.Response:
+def sign_in(master: Any, browser: httpx2.Client) -> httpx2.Response:
     link = master.http.post("/sign-in-links").json()["url"]
     return browser.get(link)
 
 
-def test_a_link_signs_in_once(master: Any, browse: Callable[[], httpx.Client]) -> None:
+def test_a_link_signs_in_once(master: Any, browse: Callable[[], httpx2.Client]) -> None:
     link = master.http.post("/sign-in-links").json()["url"]
     assert urlsplit(link).port == master.port
     browser = browse()
@@ -60,7 +60,7 @@ def test_a_link_signs_in_once(master: Any, browse: Callable[[], httpx.Client]) -
 
 
 def test_signing_out_ends_this_sign_in_only(
-    master: Any, browse: Callable[[], httpx.Client]
+    master: Any, browse: Callable[[], httpx2.Client]
 ) -> None:
     first, second = browse(), browse()
     sign_in(master, first)
@@ -77,7 +77,7 @@ def cookie_of(cookies: dict[str, str]) -> str:
 
 
 def test_a_password_signs_in_and_setting_it_signs_out(
-    master: Any, browse: Callable[[], httpx.Client]
+    master: Any, browse: Callable[[], httpx2.Client]
 ) -> None:
     browser = browse()
     sign_in(master, browser)
@@ -101,7 +101,7 @@ def test_a_password_signs_in_and_setting_it_signs_out(
 
 
 def test_many_wrong_passwords_are_refused_unchecked(
-    master: Any, browse: Callable[[], httpx.Client]
+    master: Any, browse: Callable[[], httpx2.Client]
 ) -> None:
     browser = browse()
     codes = [browser.post("/login", json={"password": "x"}).json()["code"] for _ in range(11)]
@@ -174,7 +174,7 @@ def test_a_throttle_forgets_after_its_window_and_keeps_to_its_size(
 
 
 def test_wrong_tokens_are_throttled_and_right_ones_are_not(
-    master: Any, browse: Callable[[], httpx.Client]
+    master: Any, browse: Callable[[], httpx2.Client]
 ) -> None:
     browser = browse()
 
@@ -193,7 +193,7 @@ def test_wrong_tokens_are_throttled_and_right_ones_are_not(
     [("same-origin", 200), ("none", 200), ("same-site", 401), ("cross-site", 401)],
 )
 def test_a_cookie_opens_nothing_to_pages_of_other_origins(
-    master: Any, browse: Callable[[], httpx.Client], site: str, status: int
+    master: Any, browse: Callable[[], httpx2.Client], site: str, status: int
 ) -> None:
     browser = browse()
     sign_in(master, browser)
@@ -206,7 +206,7 @@ def test_a_cookie_opens_nothing_to_pages_of_other_origins(
     "cookie", ["", "=", "{name}=", "{name}=wrong", "{name}=\xe4", "a=b;;;{name}"]
 )
 def test_a_cookie_made_elsewhere_opens_nothing(
-    master: Any, browse: Callable[[], httpx.Client], cookie: str
+    master: Any, browse: Callable[[], httpx2.Client], cookie: str
 ) -> None:
     name = f"paceline_{master.home.cluster_id[:8]}"
     sent = cookie.format(name=name).encode("latin-1")
@@ -227,7 +227,7 @@ def test_a_cookie_made_elsewhere_opens_nothing(
     ],
 )
 def test_cookies_of_other_programs_sign_nobody_out(
-    master: Any, browse: Callable[[], httpx.Client], other: bytes
+    master: Any, browse: Callable[[], httpx2.Client], other: bytes
 ) -> None:
     browser = browse()
     sign_in(master, browser)
@@ -238,7 +238,7 @@ def test_cookies_of_other_programs_sign_nobody_out(
 
 
 def test_a_sign_in_outlives_the_master(
-    make_master: Callable[..., Any], browse: Callable[[], httpx.Client]
+    make_master: Callable[..., Any], browse: Callable[[], httpx2.Client]
 ) -> None:
     first = make_master(name="kept")
     browser = browse()

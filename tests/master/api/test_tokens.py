@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from fastapi.routing import iter_route_contexts
 from sqlalchemy import update
@@ -68,10 +68,10 @@ def secrets(master: Any) -> dict[str, str | None]:
 
 
 @pytest.fixture(scope="module")
-def bare(master: Any) -> Iterator[httpx.Client]:
+def bare(master: Any) -> Iterator[httpx2.Client]:
     """Return a client without a token."""
     base = f"http://127.0.0.1:{master.port}"
-    with httpx.Client(base_url=base, timeout=60, verify=False) as http:
+    with httpx2.Client(base_url=base, timeout=60, verify=False) as http:
         yield http
 
 
@@ -104,7 +104,7 @@ def test_every_route_declares_its_scope_in_the_one_list(master: Any) -> None:
 
 @pytest.mark.parametrize("sender", MAY_USE)
 def test_each_sender_passes_where_its_scope_says_and_nowhere_else(
-    bare: httpx.Client, secrets: dict[str, str | None], sender: str
+    bare: httpx2.Client, secrets: dict[str, str | None], sender: str
 ) -> None:
     for scope, method, path in routes():
         may_pass = scope is RouteScope.PUBLIC or scope in MAY_USE[sender]
@@ -126,7 +126,7 @@ def test_each_sender_passes_where_its_scope_says_and_nowhere_else(
 
 
 def test_a_path_without_a_route_is_refused_to_who_may_not_administer(
-    bare: httpx.Client, secrets: dict[str, str | None]
+    bare: httpx2.Client, secrets: dict[str, str | None]
 ) -> None:
     """The router takes a line's end for the end of a path."""
     for method, path in (
@@ -143,7 +143,7 @@ def test_a_path_without_a_route_is_refused_to_who_may_not_administer(
 
 
 def test_what_is_wrong_with_a_known_token_is_said(
-    bare: httpx.Client, secrets: dict[str, str | None]
+    bare: httpx2.Client, secrets: dict[str, str | None]
 ) -> None:
     def code(sender: str) -> str:
         reply = bare.get("/api/v1/slots", headers=bearer(secrets[sender]))
@@ -166,13 +166,13 @@ def test_only_the_digest_of_a_token_is_kept(master: Any, secrets: dict[str, str 
     assert str(secrets["read"]) not in listed.text
 
 
-def test_a_session_tells_the_scope(bare: httpx.Client, secrets: dict[str, str | None]) -> None:
+def test_a_session_tells_the_scope(bare: httpx2.Client, secrets: dict[str, str | None]) -> None:
     told = bare.get("/api/v1/session", headers=bearer(secrets["submit"])).json()
     assert (told["user"], told["scope"]) == ("submit", "submit")
     assert bare.get("/api/v1/session").json()["scope"] is None
 
 
-def test_a_browser_cannot_make_tokens(master: Any, bare: httpx.Client) -> None:
+def test_a_browser_cannot_make_tokens(master: Any, bare: httpx2.Client) -> None:
     """Whoever gets hold of a sign-in must not keep access by it."""
     link = master.http.post("/sign-in-links").json()["url"]
     cookies = dict(bare.get(link).cookies)
@@ -185,7 +185,7 @@ def test_a_browser_cannot_make_tokens(master: Any, bare: httpx.Client) -> None:
 
 
 def test_an_attempt_reads_its_own_code_only(
-    master: Any, bare: httpx.Client, secrets: dict[str, str | None]
+    master: Any, bare: httpx2.Client, secrets: dict[str, str | None]
 ) -> None:
     own = "ab" * 32
     (master.home.contexts_path / f"{own}.tar.gz").write_bytes(b"code")
@@ -201,7 +201,7 @@ def test_an_attempt_reads_its_own_code_only(
 
 
 def test_the_token_of_an_attempt_expires_a_day_after_its_end(
-    master: Any, bare: httpx.Client
+    master: Any, bare: httpx2.Client
 ) -> None:
     tokens = master.core.attempt_tokens
 
@@ -230,8 +230,8 @@ def test_the_token_of_an_attempt_expires_a_day_after_its_end(
 
 
 def test_a_name_is_given_again_only_after_its_token_was_revoked(master: Any) -> None:
-    def make(**body: Any) -> httpx.Response:
-        reply: httpx.Response = master.http.post("/tokens", json={"name": "ci", **body})
+    def make(**body: Any) -> httpx2.Response:
+        reply: httpx2.Response = master.http.post("/tokens", json={"name": "ci", **body})
         return reply
 
     first = make(expires_in_s=None).json()
@@ -264,7 +264,7 @@ def test_tokens_outlive_the_master_and_the_homes_token_can_be_changed(
     first.server._stop()
     first._thread.join()
     second = make_master(name="kept")
-    with httpx.Client(base_url=second.url, timeout=60, verify=False) as http:
+    with httpx2.Client(base_url=second.url, timeout=60, verify=False) as http:
 
         def ask(token: str, path: str = "/slots") -> int:
             return http.get(path, headers=bearer(token)).status_code
@@ -318,21 +318,21 @@ def test_a_stream_of_events_ends_with_what_opened_it(
         headers["Authorization"] = f"Bearer {made['secret']}"
     elif end == "log out":
         link = served.http.post("/sign-in-links").json()["url"]
-        cookies = httpx.get(link, verify=False).cookies
+        cookies = httpx2.get(link, verify=False).cookies
         headers = {"cookie": "; ".join(f"{name}={value}" for name, value in cookies.items())}
-    with httpx.stream("GET", f"{served.url}/events", headers=headers, timeout=10) as reply:
+    with httpx2.stream("GET", f"{served.url}/events", headers=headers, timeout=10) as reply:
         lines = reply.iter_lines()
-        assert next(lines).startswith(": connected")
+        assert next(lines).startswith("event: connected")
         if end == "revoke":
             assert served.http.delete(f"/tokens/{made['id']}").status_code == 204
         elif end == "renew":
             renewed = served.http.put("/home-token").json()["secret"]
             served.http.headers["Authorization"] = f"Bearer {renewed}"
         elif end == "log out":
-            reply_out = httpx.post(f"{served.url}/logout", headers=headers, verify=False)
+            reply_out = httpx2.post(f"{served.url}/logout", headers=headers, verify=False)
             assert reply_out.status_code == 204
         # The time between two signs of life is longer than the timeout.
         assert list(lines) == [""]
     served.create()
-    opened = httpx.get(f"{served.url}/experiments", headers=headers, verify=False)
+    opened = httpx2.get(f"{served.url}/experiments", headers=headers, verify=False)
     assert opened.status_code == 401

@@ -8,11 +8,11 @@ import tarfile
 import time
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 
-def item(http: httpx.Client, path: str, **query: Any) -> Any:
+def item(http: httpx2.Client, path: str, **query: Any) -> Any:
     reply = http.get(path, params=query)
     assert reply.status_code == 200, reply.text
     return reply.json()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from paceline._cluster.master.api.master_routes import WebUi
@@ -28,10 +28,10 @@ def built(tmp_path: Path) -> Path:
     return root
 
 
-def get(root: Path, path: str, method: str = "GET", **headers: str) -> httpx.Response:
-    async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app=WebUi(root))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+def get(root: Path, path: str, method: str = "GET", **headers: str) -> httpx2.Response:
+    async def ask() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=WebUi(root))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, headers=headers)
 
     return asyncio.run(ask())
@@ -102,7 +102,7 @@ def test_a_ui_that_is_not_built_says_how(tmp_path: Path) -> None:
 
 def test_no_file_of_the_ui_needs_a_token_and_every_path_of_the_api_does(master: Any) -> None:
     base = f"http://127.0.0.1:{master.port}"
-    with httpx.Client(base_url=base, verify=False, timeout=60) as http:
+    with httpx2.Client(base_url=base, verify=False, timeout=60) as http:
         assert http.get("/", headers={"accept": "text/html"}).status_code in (200, 503)
         assert http.get("/", headers={"host": "evil.example"}).status_code == 403
         for path in ("/api", "/api/", "/API/v1/experiments"):

@@ -236,7 +236,8 @@ async def _event_stream(
     master: Master, identity: AccessIdentity, cursor: int, experiment_id: int | None
 ) -> AsyncIterator[str]:
     is_admitted = admission_check(master, identity)
-    yield ": connected\n\n"
+    # Browsers pass over events without data.
+    yield "event: connected\n\n"
     alive_at = time.monotonic() + _KEEP_ALIVE_S
     while not master.is_closing:
         with master.events.listen() as changed:
@@ -250,7 +251,7 @@ async def _event_stream(
                 # Changes of other experiments end the wait too.
                 await wait_for(changed, max(left_s, 0.0))
                 if time.monotonic() >= alive_at:
-                    yield ": alive\n\n"
+                    yield "event: alive\n\n"
                     alive_at = time.monotonic() + _KEEP_ALIVE_S
                 continue
         for event in events:

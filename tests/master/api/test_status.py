@@ -1,34 +1,19 @@
 """What the master tells of itself."""
 
 import logging
-import re
 import threading
 import time
 from typing import Any
 
+import httpx2
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from paceline._cluster.master.master import Histogram
-
-_LINE = re.compile(
-    r"(# (HELP|TYPE) \w+ .+)"
-    r'|([a-z_]+(\{(\w+="(\\.|[^"\\])*",?)*\})? -?[0-9.e+-]+)'
-)
+from paceline import __version__
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Return the numbers of an exposition, read by Prometheus' own library where it is there."""
-    assert all(_LINE.fullmatch(line) for line in text.splitlines())
-    try:
-        from prometheus_client.parser import text_string_to_metric_families
-    except ImportError:
-        found = {}
-        for line in text.splitlines():
-            if not line.startswith("#"):
-                name, labels, value = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line).groups()  # type: ignore[union-attr]
-                pairs = re.findall(r'(\w+)="((?:\\.|[^"\\])*)"', labels or "")
-                found[name, frozenset(pairs)] = float(value)
-        return found
+    """Return the numbers of an exposition, read by Prometheus' own library."""
     families = list(text_string_to_metric_families(text))
     assert all(family.type != "unknown" and family.documentation for family in families)
     return {
@@ -111,11 +96,12 @@ def test_a_slow_request_is_logged_without_its_query_and_counted(
     assert problem.startswith("1 request took longer than 60 s")
 
 
-def test_a_histogram_counts_a_value_at_its_bound() -> None:
-    histogram = Histogram((1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
-        histogram.add(value)
-    assert (histogram.cumulative(), histogram.sum) == ([2, 4, 5], 14.0)
+def test_metrics_are_at_their_usual_path_for_those_who_may_read(master: Any) -> None:
+    base = f"http://127.0.0.1:{master.port}"
+    with httpx2.Client(base_url=base, timeout=60, verify=False) as http:
+        assert http.get("/metrics").status_code == 401
+        reply = http.get("/metrics", headers=master.headers)
+    assert samples(reply.text)["paceline_info", frozenset({("version", __version__)})] == 1
 
 
 def test_sizes_of_directories_are_measured_beside_the_requests(master: Any) -> None:

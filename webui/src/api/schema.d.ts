@@ -611,7 +611,7 @@ export interface paths {
         };
         /**
          * Read Metrics
-         * @description Tell numbers of the master in the text form of Prometheus.
+         * @description Tell numbers of the master in the text form of Prometheus; also at `/metrics`.
          */
         get: operations["read_metrics_api_v1_metrics_get"];
         put?: never;

@@ -1,6 +1,6 @@
 """The master: its parts put together; what it counts and measures of itself.
 
-Also: in Prometheus text too; size of its home.
+Also: size of its home.
 """
 
 import logging
@@ -8,12 +8,10 @@ import os
 import shutil
 import threading
 import time
-from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Mapping
 from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
 import paceline
 from paceline._base.gpus import KnownGpu
@@ -56,91 +54,11 @@ from paceline._cluster.messages.runner_messages import LOCAL_NAME, MasterAddress
 from paceline._cluster.runner.attempt_directory import FILE_NAME as SECRET_FILE_NAME
 from paceline._cluster.runner.node_runner import describe_machine
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class PrometheusText:
-    """Builder of the metrics text; all values of a name are added in a single call."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    def gauge(self, name: str, what: str, value: float | None, **labels: str) -> None:
-        """Add a gauge, a number able to rise and fall; None values are left out."""
-        if value is not None:
-            self.series(name, what, "gauge", [(labels, value)])
-
-    def counter(self, name: str, what: str, value: float) -> None:
-        """Add a counter, a number able to rise only."""
-        self.series(name, what, "counter", [({}, value)])
-
-    def series(
-        self,
-        name: str,
-        what: str,
-        kind: str,
-        values: Iterable[tuple[Mapping[str, str], float]],
-    ) -> None:
-        """Add numbers of the same name with different labels."""
-        self._head(name, what, kind)
-        self._lines += [_line(name, labels, value) for labels, value in values]
-
-    def histogram(
-        self,
-        name: str,
-        what: str,
-        bounds: tuple[float, ...],
-        values: Iterable[tuple[Mapping[str, str], float, list[int]]],
-    ) -> None:
-        """Add histograms: labels, the sum, and the numbers up to each bound and in all."""
-        self._head(name, what, "histogram")
-        for labels, total, cumulative in values:
-            for bound, number in zip([*map(str, bounds), "+Inf"], cumulative, strict=True):
-                self._lines.append(_line(f"{name}_bucket", {**labels, "le": bound}, number))
-            self._lines.append(_line(f"{name}_sum", labels, total))
-            self._lines.append(_line(f"{name}_count", labels, cumulative[-1]))
-
-    def text(self) -> str:
-        """Return the complete text."""
-        return "\n".join(self._lines) + "\n"
-
-    def _head(self, name: str, what: str, kind: str) -> None:
-        self._lines += [f"# HELP {name} {what}", f"# TYPE {name} {kind}"]
-
-
-def _line(name: str, labels: Mapping[str, str], value: float) -> str:
-    shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-    return f"{name}{{{shown}}} {value!r}" if shown else f"{name} {value!r}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-REQUEST_BOUNDS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
-LAG_BOUNDS_S = (0.1, 0.5, 1.0, 5.0, 30.0, 300.0)
+_REQUEST_BOUNDS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
+_LAG_BOUNDS_S = (0.1, 0.5, 1.0, 5.0, 30.0, 300.0)
 DEFAULT_SLOW_REQUEST_S = 1.0
-
-
-@dataclass(slots=True)
-class Histogram:
-    """Values counted by size."""
-
-    bounds: tuple[float, ...]
-    sum: float = 0.0
-    numbers: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.numbers = [0] * (len(self.bounds) + 1)
-
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self.numbers[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def cumulative(self) -> list[int]:
-        """Return how many values are at most each bound, and how many there are."""
-        return list(accumulate(self.numbers))
+# Series of the times at which other series began would double their number.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Measurements:
@@ -152,50 +70,57 @@ class Measurements:
 
     def __init__(self, slow_request_s: float = DEFAULT_SLOW_REQUEST_S) -> None:
         self.slow_request_s = slow_request_s
-        self._lock = threading.Lock()
-        self._requests: Counter[tuple[str, str, int]] = Counter()
-        self._seconds: defaultdict[str, Histogram] = defaultdict(
-            lambda: Histogram(REQUEST_BOUNDS_S)
+        self.newest_lag_s: float | None = None
+        self.registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "paceline_http_requests",
+            "Requests answered.",
+            ["method", "route", "status"],
+            registry=registry,
         )
-        self._slow: Counter[str] = Counter()
-        self._lag = Histogram(LAG_BOUNDS_S)
-        self._newest_lag_s: float | None = None
+        self._slow = Counter(
+            "paceline_slow_requests", "Slow requests.", ["route"], registry=registry
+        )
+        self._seconds = Histogram(
+            "paceline_http_request_seconds",
+            "Seconds until an answer began.",
+            ["route"],
+            registry=registry,
+            buckets=_REQUEST_BOUNDS_S,
+        )
+        self._lag = Histogram(
+            "paceline_ingest_lag_seconds",
+            "How old the newest record of a request was when it was stored.",
+            registry=registry,
+            buckets=_LAG_BOUNDS_S,
+        )
 
     def note_request(self, method: str, route: str, status: int, seconds: float | None) -> bool:
         """Count a request; return whether the request was slow; `seconds` None: a long poll."""
         is_slow = seconds is not None and seconds >= self.slow_request_s
-        with self._lock:
-            self._requests[method, route, status] += 1
-            if seconds is not None:
-                self._seconds[route].add(seconds)
-            self._slow[route] += is_slow
+        self._requests.labels(method, route, str(status)).inc()
+        if seconds is not None:
+            self._seconds.labels(route).observe(seconds)
+        if is_slow:
+            self._slow.labels(route).inc()
         return is_slow
 
     def note_lag(self, seconds: float) -> None:
         """Record the age of a request's newest record at the time of storing."""
-        with self._lock:
-            self._newest_lag_s = max(seconds, 0.0)
-            self._lag.add(self._newest_lag_s)
+        self.newest_lag_s = max(seconds, 0.0)
+        self._lag.observe(self.newest_lag_s)
 
-    def requests(self) -> dict[tuple[str, str, int], int]:
-        """Return the number of requests by method, route and status."""
-        with self._lock:
-            return dict(self._requests)
+    def num_requests(self) -> int:
+        """Return the number of requests."""
+        return _total(self._requests)
 
-    def seconds(self) -> dict[str, tuple[float, list[int]]]:
-        """Return of each route the sum of its seconds and how many were at most each bound."""
-        with self._lock:
-            return {route: (one.sum, one.cumulative()) for route, one in self._seconds.items()}
+    def num_slow_requests(self) -> int:
+        """Return the number of slow requests."""
+        return _total(self._slow)
 
-    def slow(self) -> dict[str, int]:
-        """Return the number of slow requests by route."""
-        with self._lock:
-            return {route: number for route, number in self._slow.items() if number}
 
-    def lag(self) -> tuple[float | None, float, list[int]]:
-        """Return the newest lag, their sum, and how many were at most each bound."""
-        with self._lock:
-            return self._newest_lag_s, self._lag.sum, self._lag.cumulative()
+def _total(counter: Counter) -> int:
+    return int(sum(sample.value for metric in counter.collect() for sample in metric.samples))
 
 
 _MAX_AGE_S = 600.0

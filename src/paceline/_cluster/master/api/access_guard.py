@@ -30,6 +30,8 @@ from paceline._cluster.messages import master_models as tokens
 from paceline._cluster.messages.master_models import Login, NewPassword, Session, SignInLink
 
 PUBLIC_PATHS = frozenset(PREFIX + route.partition(" ")[2] for route in ROUTES[RouteScope.PUBLIC])
+# Prometheus asks here unless configured otherwise.
+_USUAL_METRICS_PATH = "/metrics"
 _MAX_WRONG_TOKENS = 300
 _MAX_HEADERS = 100
 _HOST = re.compile(
@@ -116,6 +118,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"] == _USUAL_METRICS_PATH:
+            scope["path"] = PREFIX + _USUAL_METRICS_PATH
         headers = dict(scope["headers"])
         refusal = _refuse_size(scope["headers"]) or _refuse_two_lengths(headers)
         # FastAPI reads all cookies of a request with the standard library's parser, which needs

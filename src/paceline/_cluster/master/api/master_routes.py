@@ -7,7 +7,7 @@ import hashlib
 import mimetypes
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,8 @@ from typing import Annotated, Any
 import psutil
 from fastapi import Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from sqlalchemy import Connection, func, select
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -36,11 +38,7 @@ from paceline._cluster.master.experiments.checkpoints import is_own_storage
 from paceline._cluster.master.experiments.failures import NUM_TRIALS, WITHIN_S
 from paceline._cluster.master.experiments.stored_searches import missing_methods
 from paceline._cluster.master.master import (
-    CONTENT_TYPE,
-    LAG_BOUNDS_S,
-    REQUEST_BOUNDS_S,
     Master,
-    PrometheusText,
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.messages_from_rows import num_slots_of, slots_by_node
@@ -296,11 +294,11 @@ def read_status(request: Request, master: MasterOf) -> MasterStatus:
         num_metric_points=found["num_points"],
         num_checkpoints=checkpoints,
         checkpoint_bytes=checkpoint_bytes,
-        ingest_lag_s=master.measurements.lag()[0],
+        ingest_lag_s=master.measurements.newest_lag_s,
         num_writes_waiting=master.database.num_waiting,
         num_connections=sum(_connections(request).values()) or None,
-        num_requests=sum(master.measurements.requests().values()),
-        num_slow_requests=sum(master.measurements.slow().values()),
+        num_requests=master.measurements.num_requests(),
+        num_slow_requests=master.measurements.num_slow_requests(),
         slow_request_s=master.measurements.slow_request_s,
         memory_bytes=psutil.Process().memory_info().rss,
         sizes=master.sizes.read(),
@@ -313,14 +311,13 @@ def read_status(request: Request, master: MasterOf) -> MasterStatus:
     "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}}
 )
 def read_metrics(request: Request, master: MasterOf) -> Response:
-    """Tell numbers of the master in the text form of Prometheus."""
-    shown = PrometheusText()
-    _add_store_to_prometheus(shown, master)
-    _add_requests_to_prometheus(shown, master)
-    connections = [({"kind": kind}, n) for kind, n in _connections(request).items()]
-    shown.series("paceline_connections", "Open connections.", "gauge", connections)
-    _add_process_to_prometheus(shown, master)
-    return Response(shown.text(), media_type=CONTENT_TYPE)
+    """Tell numbers of the master in the text form of Prometheus; also at `/metrics`."""
+    shown = CollectorRegistry()
+    _add_store(shown, master)
+    _add_gauge(shown, "connections", "Open connections.", _connections(request), "kind")
+    _add_process(shown, master)
+    text = generate_latest(shown) + generate_latest(master.measurements.registry)
+    return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 def _status_facts(master: Master) -> dict[str, Any]:
@@ -369,12 +366,12 @@ def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
     free = master.sizes.free_bytes()
     if free < _MIN_FREE_BYTES:
         problems.append(f"The disk of the home has only {free / 2**20:.0f} MiB left.")
-    lag = master.measurements.lag()[0]
+    lag = master.measurements.newest_lag_s
     if lag is not None and lag > _LONG_LAG_S:
         problems.append(f"The newest records were {lag:.0f} s old when they were stored.")
     if master.database.num_waiting > _MANY_WRITES:
         problems.append(f"{master.database.num_waiting} changes wait for the database.")
-    slow = sum(master.measurements.slow().values())
+    slow = master.measurements.num_slow_requests()
     if slow:
         limit = f"{master.measurements.slow_request_s:g} s"
         problems.append(
@@ -384,67 +381,54 @@ def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _add_store_to_prometheus(shown: PrometheusText, master: Master) -> None:
+def _add_store(shown: CollectorRegistry, master: Master) -> None:
     found = _status_facts(master)
-    shown.gauge("paceline_info", "The version of Paceline.", 1, version=master.version)
     info = read_master(master)
-    shown.gauge("paceline_slots", "Slots of the master.", info.num_slots)
-    shown.gauge("paceline_slots_used", "Slots that attempts hold.", info.num_slots_used)
-    shown.gauge("paceline_slots_drained", "Slots that get no attempts.", info.num_slots_drained)
-    shown.gauge("paceline_queue_trials", "Trials that wait for slots.", found["num_waiting"])
+    add = partial(_add_gauge, shown)
+    add("info", "The version of Paceline.", {master.version: 1}, "version")
+    add("slots", "Slots of the master.", info.num_slots)
+    add("slots_used", "Slots that attempts hold.", info.num_slots_used)
+    add("slots_drained", "Slots that get no attempts.", info.num_slots_drained)
+    add("queue_trials", "Trials that wait for slots.", found["num_waiting"])
     for kind in _STATES:
-        states = [({"state": state}, n) for state, n in sorted(found[kind].items())]
-        shown.series(f"paceline_{kind}", f"Stored {kind} by state.", "gauge", states)
-    shown.gauge("paceline_checkpoint_bytes", "Bytes of all checkpoints.", found["stored"][1])
-    shown.gauge("paceline_metric_points", "Stored points of metrics.", found["num_points"])
-    shown.gauge(
-        "paceline_writes_waiting",
-        "Changes that wait for the database.",
-        master.database.num_waiting,
-    )
-    newest, total, cumulative = master.measurements.lag()
-    shown.gauge("paceline_ingest_newest_lag_seconds", "The lag of the newest records.", newest)
-    shown.histogram(
-        "paceline_ingest_lag_seconds",
-        "How old the newest record of a request was when it was stored.",
-        LAG_BOUNDS_S,
-        [({}, total, cumulative)],
-    )
-    sizes = [({"part": part}, size) for part, size in sorted(master.sizes.read().items())]
-    shown.series("paceline_home_bytes", "Bytes of the parts of the home.", "gauge", sizes)
-    shown.gauge("paceline_home_free_bytes", "Free bytes of its disk.", master.sizes.free_bytes())
+        add(kind, f"Stored {kind} by state.", found[kind], "state")
+    add("checkpoint_bytes", "Bytes of all checkpoints.", found["stored"][1])
+    add("metric_points", "Stored points of metrics.", found["num_points"])
+    add("writes_waiting", "Changes that wait for the database.", master.database.num_waiting)
+    newest = master.measurements.newest_lag_s
+    if newest is not None:
+        add("ingest_newest_lag_seconds", "The lag of the newest records.", newest)
+    add("home_bytes", "Bytes of the parts of the home.", master.sizes.read(), "part")
+    add("home_free_bytes", "Free bytes of its disk.", master.sizes.free_bytes())
 
 
-def _add_requests_to_prometheus(shown: PrometheusText, master: Master) -> None:
-    requests = [
-        ({"method": method, "route": route, "status": str(status)}, number)
-        for (method, route, status), number in sorted(master.measurements.requests().items())
-    ]
-    shown.series("paceline_http_requests_total", "Requests answered.", "counter", requests)
-    slow = [({"route": route}, n) for route, n in sorted(master.measurements.slow().items())]
-    shown.series("paceline_slow_requests_total", "Slow requests.", "counter", slow)
-    shown.histogram(
-        "paceline_http_request_seconds",
-        "Seconds until an answer began.",
-        REQUEST_BOUNDS_S,
-        [
-            ({"route": route}, total, cumulative)
-            for route, (total, cumulative) in sorted(master.measurements.seconds().items())
-        ],
-    )
-
-
-def _add_process_to_prometheus(shown: PrometheusText, master: Master) -> None:
+def _add_process(shown: CollectorRegistry, master: Master) -> None:
     process = psutil.Process()
     times = process.cpu_times()
-    shown.gauge(
-        "process_start_time_seconds", "When the master started, since 1970.", master.started_at
-    )
-    shown.counter(
-        "process_cpu_seconds_total", "Processor time of the master.", times.user + times.system
-    )
-    shown.gauge("process_resident_memory_bytes", "Memory of the master.", process.memory_info().rss)
-    shown.gauge("process_open_fds", "Open files of the master.", process.num_fds())
+    cpu = Counter("cpu_seconds", "Processor time.", namespace="process", registry=shown)
+    cpu.inc(times.user + times.system)
+    add = partial(_add_gauge, shown, namespace="process")
+    add("start_time_seconds", "When the master started, since 1970.", master.started_at)
+    add("resident_memory_bytes", "Memory of the master.", process.memory_info().rss)
+    add("open_fds", "Open files of the master.", process.num_fds())
+
+
+def _add_gauge(
+    shown: CollectorRegistry,
+    name: str,
+    what: str,
+    value: float | Mapping[str, float],
+    label: str | None = None,
+    namespace: str = "paceline",
+) -> None:
+    """Add a number, or with a `label` the numbers of its values."""
+    names = () if label is None else (label,)
+    gauge = Gauge(name, what, names, namespace=namespace, registry=shown)
+    if not isinstance(value, Mapping):
+        gauge.set(value)
+        return
+    for text, number in value.items():
+        gauge.labels(text).set(number)
 
 
 def _connections(request: Request) -> dict[str, int]:

@@ -180,7 +180,7 @@ gpu-wheels: | $(BIN)/python
 	$(PIP) install uv
 	@rm -rf wheels && mkdir wheels
 	@{ sed -n '/^dependencies = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml | grep -v '^torch'; \
-	  printf '%s\n' pytest pytest-timeout pytest-xdist nvidia-ml-py obstore moto flask flask-cors; } \
+	  printf '%s\n' pytest pytest-timeout pytest-xdist obstore moto flask flask-cors; } \
 	  | $(BIN)/uv pip compile - --quiet \
 	  --python-version $(GPU_PYTHON) --python-platform x86_64-manylinux_2_28 \
 	  --constraint constraints.txt --no-header --no-annotate > wheels/versions.txt

@@ -24,10 +24,10 @@ _KEPT = "torch"
 _WANTED_FOR_TESTS = ("pytest",)
 # Tests and rows of their own need them, which are left out without.
 _TAKEN_IF_THERE = (
-    "flask-cors", "moto", "nvidia-ml-py", "obstore", "pytest-timeout", "pytest-xdist",
+    "flask-cors", "moto", "obstore", "pytest-timeout", "pytest-xdist",
     "pytorch-ignite",
 )  # fmt: skip
-_MODULES = {"argon2-cffi": "argon2", "pyyaml": "yaml"}
+_MODULES = {"argon2-cffi": "argon2", "nvidia-ml-py": "pynvml", "pyyaml": "yaml"}
 
 
 def main() -> int:

@@ -90,7 +90,6 @@ def test_a_sharded_model_trains_as_a_whole_one(
 
 @NEEDS_GPU
 def test_system_metrics_tell_of_the_gpu(trial_class: Any, fit: Callable[..., Any]) -> None:
-    pytest.importorskip("pynvml", reason="NOT RUN: needs nvidia-ml-py")
 
     class Trial(trial_class):  # type: ignore[misc]
         def __init__(self, context: Any) -> None:

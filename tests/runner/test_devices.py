@@ -63,7 +63,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}")
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr("paceline._base.gpus._DRIVER_FILES", ())
 
     def make(name: str, answers: dict[str, str]) -> None:
         cases = []

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "versions"
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
-EXTRAS = ("azure", "data", "gpu", "kubernetes", "mlflow", "plot", "ray", "tensorboard", "wandb")
+EXTRAS = ("azure", "data", "kubernetes", "mlflow", "plot", "ray", "tensorboard", "wandb")
 # What the tests below need of the extra `dev`.
 TOOLS = re.compile(
     r'^ *"((?:flask|hypothesis|jsonschema|moto|pytest|schemathesis)\b.*)",$', re.MULTILINE

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -176,7 +175,6 @@ class Nvml:
         problems: Gets a sentence for each GPU that NVML counts but cannot tell of.
 
     Raises:
-        ImportError: `nvidia-ml-py` is not installed.
         Exception: There is no library, no driver, or they fail.
     """
 
@@ -339,7 +337,7 @@ def _gpus_by_nvml() -> list[KnownGpu] | None:
     Another process asks, as a driver may hang in a call that nothing ends. It takes 0.1 s, which a
     machine without a driver is spared.
     """
-    if find_spec("pynvml") is None or not any(map(os.path.exists, _DRIVER_FILES)):
+    if not any(map(os.path.exists, _DRIVER_FILES)):
         return None
     command = [sys.executable, "-c", _NVML_PROGRAM, os.pathsep.join(sys.path)]
     try:

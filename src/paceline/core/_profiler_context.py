@@ -42,7 +42,7 @@ class SystemSampler:
         self._nvml: Nvml | None = None
 
     def open(self) -> None:
-        """Find the sources. Without GPUs or `pynvml`, there are none for GPUs."""
+        """Find the sources. Without GPUs of NVIDIA, there are none for GPUs."""
         import psutil
 
         process = psutil.Process()
@@ -109,8 +109,6 @@ class SystemSampler:
     def _open_gpus(self) -> None:
         try:
             self._nvml = Nvml()
-        except ImportError:
-            return
         except Exception as error:
             logger.info("There are no GPU metrics of this node: %s", error)
             return

@@ -35,10 +35,9 @@ Made = dict[str, Any]
 
 def check_template(template: Made) -> None:
     """Check that the client's models know every field of a pod template."""
-    from kubernetes import client
+    from lightkube.models.core_v1 import PodTemplateSpec
 
-    model = client.V1PodTemplateSpec.from_dict(template)
-    kept = client.ApiClient().sanitize_for_serialization(model)
+    kept = PodTemplateSpec.from_dict(template).to_dict()
     assert kept == template, f"unknown or damaged fields: {kept} is not {template}"
 
 
@@ -53,6 +52,7 @@ class FakeKubernetes:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.token = TOKEN
         self.objects: dict[str, dict[str, Made]] = {"secrets": {}, "pods": {}, "jobsets": {}}
         self.requests: list[str] = []
         self.lock = threading.RLock()
@@ -165,6 +165,8 @@ class FakeKubernetes:
     def _stream(self, kind: str, query: Made) -> Iterator[bytes]:
         since, wanted = int(query["resourceVersion"]), query.get("labelSelector", "")
         deadline = time.monotonic() + int(query["timeoutSeconds"])
+        if self._has_fault(f"silence {kind}"):
+            self._closing.wait()
         while time.monotonic() < deadline:
             with self.lock:
                 if self.is_away or self._closing.is_set():
@@ -394,12 +396,15 @@ def serve(root: Path) -> Iterator[FakeKubernetes]:
             place = urlsplit(self.path)
             query = {key: values[0] for key, values in parse_qs(place.query).items()}
             match = _PATH.fullmatch(place.path)
+            wanted = f"application/{'merge-patch+' if self.command == 'PATCH' else ''}json"
             if fake.is_away:
                 self.close_connection = True
                 return
             try:
-                if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                if self.headers.get("Authorization") != f"Bearer {fake.token}":
                     raise _Refused(401, "Unauthorized")
+                if body and self.headers["Content-Type"] != wanted:
+                    raise _Refused(415, "the body of the request was in an unknown format")
                 if match is None:
                     raise _Refused(404, "the server could not find the requested resource")
                 if query.get("watch"):

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import yaml
 from starter_contract import Cluster, Pool, StarterContract, attempts_of
 
 from paceline._cluster.master.starters import kubernetes_api as _kubernetes_watch
@@ -19,7 +20,7 @@ from paceline._cluster.master.starters.kubernetes_starter import (
 from paceline._cluster.master.starters.pool_runners import read_pool_file
 from paceline._cluster.master.starters.starter_base import RunnerOrder, StarterError
 
-pytest.importorskip("kubernetes", reason="NOT TESTED: needs pip install 'paceline[kubernetes]'")
+pytest.importorskip("lightkube", reason="NOT TESTED: needs pip install 'paceline[kubernetes]'")
 pytest.importorskip("jsonschema", reason="NOT TESTED: jsonschema is not installed")
 
 from kubernetes_fake import FakeKubernetes, serve
@@ -271,6 +272,50 @@ def test_a_change_that_is_lost_is_seen_with_the_next_list(
     wait_until(lambda: starter.runners() == {"Far_1-000001": True})
 
 
+def test_a_stream_that_falls_silent_is_given_up_for_a_list(
+    starter: KubernetesStarter, fake: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_kubernetes_watch, "_WATCH_S", 1)
+    monkeypatch.setattr(_kubernetes_watch, "_SILENCE_S", 0.5)
+    fake.fail("silence pods", "silence jobsets")
+    assert starter.runners() == {}
+    starter.start(order())
+    wait_until(lambda: starter.runners().keys() == {"Far_1-000001"})
+
+
+@pytest.mark.parametrize("version", ["v1beta1", "v1"])
+def test_a_program_gives_the_token_and_another_one_once_it_has_expired(
+    cluster: Fake, fake: FakeKubernetes, version: str
+) -> None:
+    """Kubeconfig files of the large clouds name such programs."""
+    program, token = fake.root / "login", fake.root / "token"
+    api = f"client.authentication.k8s.io/{version}"
+    program.write_text(
+        f"""#!/bin/sh
+        case "$KUBERNETES_EXEC_INFO" in *'"apiVersion": "{api}"'*) ;; *) exit 3 ;; esac
+        test "$CLOUD $1" = "here get-token" || exit 4
+        echo '{{"apiVersion": "{api}", "status": {{"token": "'$(cat {token})'"}}}}'
+        """
+    )
+    program.chmod(0o755)
+    path = fake.root / "kubeconfig"
+    config = yaml.safe_load(path.read_text())
+    login = {"apiVersion": api, "command": str(program), "args": ["get-token"]}
+    login["env"] = [{"name": "CLOUD", "value": "here"}]
+    config["users"][0]["user"] = {"exec": login}
+    path.write_text(yaml.safe_dump(config))
+    token.write_text("wrong")
+    with closing(new_starter(KubernetesOptions(**cluster.definition["options"]))) as starter:
+        with pytest.raises(StarterError, match=r"Unauthorized \(401\)"):
+            starter.start(order())
+        token.write_text(fake.token)
+        starter.start(order())
+        fake.token = "later"
+        token.write_text(fake.token)
+        starter.start(order(2))
+        assert starter.runners().keys() == {"Far_1-000001", "Far_1-000002"}
+
+
 def test_a_runner_whose_start_was_not_told_is_not_canceled(
     starter: KubernetesStarter, fake: FakeKubernetes, tmp_path: Path
 ) -> None:
@@ -321,7 +366,7 @@ def test_a_server_that_stays_away_is_told_and_asked_ever_more_seldom(
     # The first try after the cut comes at once.
     assert pauses[:9] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     monkeypatch.setattr(_kubernetes_watch, "_WAIT_S", 0.1)
-    with pytest.raises(StarterError, match=r"Kubernetes: (MaxRetry|Protocol)Error"):
+    with pytest.raises(StarterError, match=r"Kubernetes: (RemoteProtocol|Connect|Read)Error"):
         starter.runners()
 
 

@@ -6,15 +6,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from paceline._cluster.master.starters.starter_base import StarterError
 
-FORBIDDEN = 403
+if TYPE_CHECKING:
+    import httpx2
+    from lightkube.config.kubeconfig import SingleConfig
+
+PODS, SECRETS = "api/v1/pods", "api/v1/secrets"
+_FORBIDDEN = 403
 _UNAUTHORIZED, _NOT_FOUND, _GONE, _TOO_MANY = 401, 404, 410, 429
 _TIMEOUT_S = 30.0
+# lightkube takes no later version of these programs' answers, in which a token has the same place.
+_EXEC_VERSION = "client.authentication.k8s.io/v1beta1"
 
 
 class ApiError(StarterError):
@@ -34,6 +41,8 @@ class ApiError(StarterError):
 class KubernetesApi:
     """Client for a single namespace, usable by several threads.
 
+    A kind is named by its group, version and plural, such as `api/v1/pods`.
+
     Args:
         namespace: The namespace of all requests.
         kubeconfig: The file that says how the cluster is reached; None is the usual one, or the
@@ -45,121 +54,116 @@ class KubernetesApi:
         self._namespace = namespace
         self._kubeconfig = kubeconfig
         self._context = context
-        self._client: Any = None
+        self._http: httpx2.Client | None = None
         self._lock = threading.Lock()
 
-    def call(self, api: str, method: str, body: Any = None, **arguments: Any) -> Any:
-        """Send a request; deleting an already deleted object is no error.
+    def call(
+        self, method: str, kind: str, name: str = "", body: Any = None, **params: str
+    ) -> dict[str, Any]:
+        """Send a request and return the JSON of the answer; `params` are those of its URL.
+
+        Deleting an already deleted object is no error.
 
         Raises:
             ApiError: The server cannot be reached, or refuses the request.
         """
-        from kubernetes import client
-
-        if body is not None:
-            arguments["body"] = body
-        arguments.setdefault("_request_timeout", _TIMEOUT_S)
         try:
-            call = getattr(getattr(client, api)(self._connected()), method)
-            return call(namespace=self._namespace, **arguments)
-        except client.ApiException as error:
-            if error.status == _NOT_FOUND and method.startswith("delete"):
-                return None
-            self._forget_login(error.status)
-            raise ApiError(_message(error.body) or error.reason, error.status) from error
-        except Exception as error:
-            # The client lets errors of urllib3, of files and of its own checks through.
-            raise ApiError(f"{type(error).__name__}: {error}") from error
+            with self.stream(method, kind, params, name, body) as response:
+                answer: dict[str, Any] = json.loads(response.read())
+                return answer
+        except ApiError as error:
+            if error.status == _NOT_FOUND and method == "DELETE":
+                return {}
+            raise
 
-    def stream(self, api: str, method: str, **arguments: Any) -> Any:
-        """Send a request and return the urllib3 response with its body unread, for streaming.
-
-        Raises:
-            ApiError: The server cannot be reached, or refuses the request.
-        """
-        response = self.call(api, method, _preload_content=False, **arguments)
-        if response.status != 200:
-            body = response.data
-            response.release_conn()
-            self._forget_login(response.status)
-            raise ApiError(_message(body) or response.reason, response.status)
-        return response
-
-    def read(self, api: str, method: str, **arguments: Any) -> dict[str, Any]:
-        """Send a request and return the JSON of the answer, not the classes of the client.
+    @contextmanager
+    def stream(
+        self,
+        method: str,
+        kind: str,
+        params: dict[str, str],
+        name: str = "",
+        body: Any = None,
+        timeout: "httpx2.Timeout | float" = _TIMEOUT_S,
+    ) -> "Iterator[httpx2.Response]":
+        """Send a request; gives the answer with its body unread.
 
         Raises:
-            ApiError: The server cannot be reached, or refuses the request.
+            ApiError: The server cannot be reached, refuses the request, or breaks off its answer.
         """
-        response = self.stream(api, method, **arguments)
+        version, _, plural = kind.rpartition("/")
+        path = f"{version}/namespaces/{self._namespace}/{plural}/{name}".rstrip("/")
+        patch = "merge-patch+" if method == "PATCH" else ""
         try:
-            answer: dict[str, Any] = json.loads(response.data)
+            with self._connected().stream(
+                method,
+                path,
+                params=params,
+                content=None if body is None else json.dumps(body),
+                headers={"Content-Type": f"application/{patch}json"},
+                timeout=timeout,
+            ) as response:
+                if not response.is_success:
+                    self._raise_refusal(response)
+                yield response
+        except ApiError:
+            raise
         except Exception as error:
+            # The client lets errors of connections, of files and of its own checks through.
             raise ApiError(f"{type(error).__name__}: {error}") from error
-        finally:
-            response.release_conn()
-        return answer
 
     def close(self) -> None:
         """Close the connections; the next request makes others."""
         with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            # Pools closed here: the client would leave them to the garbage collector.
-            pools = client.rest_client.pool_manager.pools
-            for key in pools.keys():  # noqa: SIM118 - it cannot be iterated over
-                pools[key].close()
-            client.close()
+            http, self._http = self._http, None
+        if http is not None:
+            http.close()
 
-    def _forget_login(self, status: int) -> None:
+    def _raise_refusal(self, response: "httpx2.Response") -> None:
+        status, text = response.status_code, response.read()
         if status == _UNAUTHORIZED:
             # Credentials read from the file may have expired: a new client reads them again.
             self.close()
+        try:
+            message = str(json.loads(text)["message"])
+        except (TypeError, ValueError, KeyError):
+            message = response.reason_phrase
+        raise ApiError(message, status)
 
-    def _connected(self) -> Any:
+    def _connected(self) -> "httpx2.Client":
         with self._lock:
-            if self._client is None:
-                from kubernetes import client, config
+            if self._http is None:
+                from lightkube.config.client_adapter import Client, ConnectionParams
 
-                settings = client.Configuration()
-                if self._kubeconfig is None and self._context is None and _is_in_pod():
-                    config.load_incluster_config(client_configuration=settings)
-                else:
-                    config.load_kube_config(
-                        config_file=self._kubeconfig,
-                        context=self._context,
-                        client_configuration=settings,
-                    )
-                self._client = client.ApiClient(settings)
-            return self._client
+                self._http = Client(self._config(), ConnectionParams())
+            return self._http
+
+    def _config(self) -> "SingleConfig":
+        from lightkube.config.kubeconfig import DEFAULT_KUBECONFIG, KubeConfig
+        from lightkube.config.models import NameValue, User
+
+        if self._kubeconfig is None and self._context is None:
+            found = KubeConfig.from_env()
+        else:
+            usual = os.environ.get("KUBECONFIG", DEFAULT_KUBECONFIG)
+            found = KubeConfig.from_file(self._kubeconfig or usual)
+        config = found.get(self._context)
+        assert config is not None, "without a default there is an error instead"
+        user = config.user or User()
+        if user.exec is not None:
+            wanted = {"kind": "ExecCredential", "apiVersion": user.exec.apiVersion}
+            asked = json.dumps(wanted | {"spec": {"interactive": False}})
+            user.exec.env = [*(user.exec.env or []), NameValue("KUBERNETES_EXEC_INFO", asked)]
+            user.exec.apiVersion = _EXEC_VERSION
+        return config._replace(user=user)
 
 
-def lines_of_kubernetes(response: Any) -> Iterator[bytes]:
-    """Yield the lines of a response as they come.
-
-    Raises:
-        ApiError: The response was cut.
-    """
+def _lines_of(response: "httpx2.Response") -> Iterator[bytes]:
+    """Yield the complete lines of an answer as they come."""
     rest = b""
-    try:
-        for part in response.stream(amt=None, decode_content=False):
-            *lines, rest = (rest + part).split(b"\n")
-            yield from lines
-    except Exception as error:
-        raise ApiError(f"{type(error).__name__}: {error}") from error
-    if rest:
-        raise ApiError("The answer ended in the middle of a line.")
-
-
-def _is_in_pod() -> bool:
-    return "KUBERNETES_SERVICE_HOST" in os.environ
-
-
-def _message(body: Any) -> str | None:
-    try:
-        return str(json.loads(body)["message"])
-    except (TypeError, ValueError, KeyError):
-        return None
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
 
 
 logger = logging.getLogger(__name__)
@@ -184,25 +188,15 @@ class WatchedObjects:
 
     Args:
         api: How the cluster is reached.
-        plural: The name of the kind, for messages.
-        interface: The class of the client for these objects.
-        method: Its method that lists them.
-        arguments: What this method gets.
+        kind: Their kind, see `KubernetesApi`.
+        params: The parameters of their list.
     """
 
-    def __init__(
-        self,
-        api: KubernetesApi,
-        plural: str,
-        interface: str,
-        method: str,
-        arguments: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, api: KubernetesApi, kind: str, params: dict[str, str]) -> None:
         self._api = api
-        self._plural = plural
-        self._interface = interface
-        self._method = method
-        self._arguments = dict(arguments)
+        self._kind = kind
+        self._plural = kind.rpartition("/")[2]
+        self._params = params
         self._objects: dict[str, dict[str, Any]] = {}
         # Version 0 is what the server has at hand; without one it asks its database.
         self._version = "0"
@@ -215,8 +209,8 @@ class WatchedObjects:
         self._error: ApiError | None = None
         # The latest error since the objects were listed.
         self._trouble: ApiError | None = None
-        self._response: Any = None
-        self._thread = threading.Thread(target=self._run, name=f"watch-{plural}", daemon=True)
+        self._response: httpx2.Response | None = None
+        self._thread = threading.Thread(target=self._run, name=f"watch-{self._plural}", daemon=True)
 
     def objects(self) -> list[dict[str, Any]]:
         """Return the objects as they are now. If a stream was cut, wait for the next list.
@@ -290,9 +284,7 @@ class WatchedObjects:
         version, self._version = self._version, ""
         with self._changed:
             self._is_wanted, self._error = False, None
-        found = self._api.read(
-            self._interface, self._method, resource_version=version, **self._arguments
-        )
+        found = self._api.call("GET", self._kind, resourceVersion=version, **self._params)
         self._version = found["metadata"]["resourceVersion"]
         with self._changed:
             self._objects = {one["metadata"]["name"]: one for one in found["items"]}
@@ -304,33 +296,30 @@ class WatchedObjects:
         """Take changes until the stream ends."""
         if not self._may_watch:
             return
+        import httpx2
+
+        params = {
+            "resourceVersion": self._version,
+            "watch": "true",
+            "timeoutSeconds": str(_WATCH_S),
+            **self._params,
+        }
+        timeout = httpx2.Timeout(_SILENCE_S, read=_WATCH_S + _SILENCE_S)
         try:
-            response = self._api.stream(
-                self._interface,
-                self._method,
-                resource_version=self._version,
-                watch=True,
-                timeout_seconds=_WATCH_S,
-                _request_timeout=(_SILENCE_S, _WATCH_S + _SILENCE_S),
-                **self._arguments,
-            )
+            with self._api.stream("GET", self._kind, params, timeout=timeout) as response:
+                with self._changed:
+                    self._response = response
+                    if self._is_closing:
+                        _shut(response)
+                for line in _lines_of(response):
+                    self._take(line)
         except ApiError as error:
-            if error.status != FORBIDDEN:
+            if error.status != _FORBIDDEN:
                 raise
             self._may_watch = False
             logger.warning("%s are listed again and again. %s", self._plural, error)
-            return
-        with self._changed:
-            self._response = response
-            if self._is_closing:
-                _shut(response)
-        try:
-            for line in lines_of_kubernetes(response):
-                self._take(line)
         finally:
             self._response = None
-            response.close()
-            response.release_conn()
 
     def _take(self, line: bytes) -> None:
         try:
@@ -349,10 +338,10 @@ class WatchedObjects:
                 self._objects[name] = changed
 
 
-def _shut(response: Any) -> None:
-    """Wake a thread waiting for a response by shutting the response's socket."""
-    taken = getattr(getattr(response, "connection", None), "sock", None)
-    if taken is not None:
+def _shut(response: "httpx2.Response | None") -> None:
+    """Wake a thread waiting for an answer by shutting the answer's socket."""
+    if response is not None:
         with suppress(OSError):
             # Shutdown instead of close: closing would not wake a thread blocked in a read.
+            taken = response.extensions["network_stream"].get_extra_info("socket")
             taken.shutdown(socket.SHUT_RDWR)

@@ -9,13 +9,19 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from paceline._cluster.master.starters.kubernetes_api import KubernetesApi, WatchedObjects
+from paceline._cluster.master.starters.kubernetes_api import (
+    PODS,
+    SECRETS,
+    KubernetesApi,
+    WatchedObjects,
+)
 from paceline._cluster.master.starters.starter_base import RunnerOrder, Starter, StarterError
 from paceline.config._fields_and_problems import Section
 
 logger = logging.getLogger(__name__)
 
-_JOB_SET_KIND = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}
+_JOB_SET_VERSION = "jobset.x-k8s.io/v1alpha2"
+_JOB_SETS = f"apis/{_JOB_SET_VERSION}/jobsets"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 _CLUSTER_LABEL = "paceline/cluster"
@@ -69,24 +75,16 @@ class KubernetesStarter(Starter):
     """
 
     Options = KubernetesOptions
-    module = "kubernetes"
+    module = "lightkube"
     options: KubernetesOptions
 
     def __init__(self, pool: str, cluster_id: str, directory: str, options: Section) -> None:
         super().__init__(pool, cluster_id, directory, options)
         assert isinstance(options, KubernetesOptions)
         self._api = KubernetesApi(options.namespace, options.kubeconfig, options.context)
-        self._ours = {"label_selector": f"{_CLUSTER_LABEL}={cluster_id}"}
-        self._pods = WatchedObjects(
-            self._api, "pods", "CoreV1Api", "list_namespaced_pod", self._ours
-        )
-        self._job_sets = WatchedObjects(
-            self._api,
-            "jobsets",
-            "CustomObjectsApi",
-            "list_namespaced_custom_object",
-            self._ours | _JOB_SET_KIND,
-        )
+        self._ours = {"labelSelector": f"{_CLUSTER_LABEL}={cluster_id}"}
+        self._pods = WatchedObjects(self._api, PODS, self._ours)
+        self._job_sets = WatchedObjects(self._api, _JOB_SETS, self._ours)
         self._told: set[tuple[str, str]] = set()
 
     def start(self, order: RunnerOrder) -> None:
@@ -97,12 +95,12 @@ class KubernetesStarter(Starter):
         """Create the Secret of the tokens, and a JobSet with a pod for each."""
         job_set = self.job_set(orders)
         name = job_set["metadata"]["name"]
-        self._api.call("CoreV1Api", "create_namespaced_secret", self.secret(name, orders))
+        self._api.call("POST", SECRETS, body=self.secret(name, orders))
         try:
-            made = self._call_job_sets("create", job_set)
+            made = self._api.call("POST", _JOB_SETS, body=job_set)
         except StarterError:
             with suppress(StarterError):
-                self._api.call("CoreV1Api", "delete_namespaced_secret", name=name)
+                self._api.call("DELETE", SECRETS, name)
             raise
         owner = {
             "apiVersion": job_set["apiVersion"],
@@ -110,16 +108,11 @@ class KubernetesStarter(Starter):
             "name": name,
             "uid": made["metadata"]["uid"],
         }
-        self._api.call(
-            "CoreV1Api",
-            "patch_namespaced_secret",
-            {"metadata": {"ownerReferences": [owner]}},
-            name=name,
-        )
+        self._api.call("PATCH", SECRETS, name, {"metadata": {"ownerReferences": [owner]}})
 
     def log_of(self, name: str) -> str:
         """Return the command showing the output of the pods."""
-        label = self._ours["label_selector"]
+        label = self._ours["labelSelector"]
         return f"`kubectl -n {self.options.namespace} logs --prefix -l {label}`"
 
     def runners(self) -> dict[str, bool]:
@@ -150,13 +143,13 @@ class KubernetesStarter(Starter):
         for job_set in self._known(self._job_sets):
             if name in _runners_of(job_set):
                 # Fresh list of pods: the watch may not have reported a running pod yet.
-                pods = self._api.read("CoreV1Api", "list_namespaced_pod", **self._ours)["items"]
+                pods = self._api.call("GET", PODS, **self._ours)["items"]
                 ours = [pod for pod in pods if _runners_of(pod) == _runners_of(job_set)]
                 if any(pod["status"].get("phase") == "Running" for pod in ours):
                     return
                 made = job_set["metadata"]["name"]
-                self._call_job_sets("delete", name=made, propagation_policy="Background")
-                self._api.call("CoreV1Api", "delete_namespaced_secret", name=made)
+                self._api.call("DELETE", _JOB_SETS, made, propagationPolicy="Background")
+                self._api.call("DELETE", SECRETS, made)
 
     def close(self) -> None:
         """Stop watching, and close the connections."""
@@ -200,7 +193,7 @@ class KubernetesStarter(Starter):
             "annotations": notes,
         }
         return {
-            "apiVersion": "{group}/{version}".format(**_JOB_SET_KIND),
+            "apiVersion": _JOB_SET_VERSION,
             "kind": "JobSet",
             "metadata": metadata,
             "spec": spec,
@@ -272,10 +265,6 @@ class KubernetesStarter(Starter):
             for one in watched.objects()
             if one["metadata"]["annotations"].get(_POOL_ANNOTATION) == self.pool
         ]
-
-    def _call_job_sets(self, verb: str, body: Any = None, **arguments: Any) -> Any:
-        method = f"{verb}_namespaced_custom_object"
-        return self._api.call("CustomObjectsApi", method, body, **_JOB_SET_KIND, **arguments)
 
     def _tell_why_it_waits(self, name: str, pod: dict[str, Any]) -> None:
         """Log once why a pod cannot start, for example because of an unavailable image."""

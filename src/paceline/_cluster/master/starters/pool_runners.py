@@ -97,7 +97,7 @@ def read_pool_file(path: Path, cluster_id: str) -> dict[str, tuple[PoolDefinitio
             raise ValueError(
                 f"{path}: pools.{name}: The starter {pool.starter} needs the package"
                 f" `{kind.module}`, which is not installed. Hint: pip install"
-                f" 'paceline[{kind.module}]'"
+                f" 'paceline[{pool.starter}]'"
             )
         options = _checked_pools(kind.Options, pool.options, path, f"pools.{name}.options.")
         pools[name] = (pool, kind(name, cluster_id, pool.directory, options))

@@ -3,7 +3,7 @@
 import re
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,8 @@ LOGIN = b"POST /api/v1/login HTTP/1.1\r\nHost: localhost\r\nContent-Type: applic
         LOGIN.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n",
         LOGIN + b"Host: evil.example\r\nContent-Length: 5\r\n",
         LOGIN + b"X: a\rContent-Length: 5\r\n",
+        LOGIN.replace(b"/api", b"http://evil.example/api"),
+        LOGIN.replace(b"Host: localhost\r\n", b""),
     ],
 )
 def test_a_request_of_unclear_length_hides_no_other_one(master: Any, request_head: bytes) -> None:
@@ -148,3 +150,49 @@ def test_a_request_of_unclear_length_hides_no_other_one(master: Any, request_hea
     assert answers.startswith(b"HTTP/1.1 4")
     assert answers.count(b"HTTP/1.1 ") == 1
     assert b"has_password" not in answers
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"GET /", LOGIN + b"X: ", LOGIN + b"X", LOGIN + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: "],
+    ids=["path", "value", "name", "behind the body"],
+)
+def test_what_a_request_does_not_end_is_not_read_without_end(master: Any, start: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", master.port), timeout=60) as end:
+        end.sendall(start)
+        with pytest.raises(ConnectionError):
+            end.sendall(b"a" * 2**24)
+
+
+def test_fields_behind_a_body_are_no_headers(master: Any) -> None:
+    token = f"Authorization: Bearer {master.home.token}\r\n".encode()
+    path = b"/api/v1/experiments/1/pause"
+    head = LOGIN.replace(b"/api/v1/login", path) + b"Transfer-Encoding: chunked\r\n"
+    with socket.create_connection(("127.0.0.1", master.port), timeout=60) as end:
+        end.sendall(head + b"\r\n0\r\n" + token + b"\r\n")
+        assert end.recv(1000).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize(("number", "most"), [(10, 10), (2000, 100)])
+def test_only_some_requests_may_come_before_their_answers(
+    master: Any, number: int, most: int
+) -> None:
+    ask = b"GET /api/v1/health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    last = ask.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", master.port), timeout=60) as end:
+        end.sendall(ask * (number - 1) + last)
+        num_answers = 0
+        with suppress(ConnectionError):
+            num_answers = b"".join(iter(lambda: end.recv(65536), b"")).count(b"HTTP/1.1 200")
+    assert num_answers <= most
+    assert number > most or num_answers == number
+
+
+def test_a_request_for_another_protocol_is_answered_and_is_the_last(master: Any) -> None:
+    upgrade = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
+    ask = b"GET /api/v1/health HTTP/1.1\r\nHost: localhost\r\n"
+    with socket.create_connection(("127.0.0.1", master.port), timeout=60) as end:
+        end.sendall(ask + upgrade + b"\r\n" + ask + b"\r\n")
+        answers = b"".join(iter(lambda: end.recv(65536), b""))
+    assert answers.count(b"HTTP/1.1 200") == 1
+    assert b"\r\nconnection: close\r\n" in answers

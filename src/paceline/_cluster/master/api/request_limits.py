@@ -10,11 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import h11
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from paceline._base.process_and_network import integer_setting
 from paceline._cluster.master.api.requests_and_answers import problem, with_security_headers
@@ -28,8 +27,8 @@ _MAX_STRANGERS = 128
 _MAX_DROPPED = 1024
 # Limit of a request line with all headers: the bytes are buffered until complete.
 MAX_HEADER_BYTES = 64 * 1024
-_END_OF_HEAD = re.compile(rb"\n\r?\n")
-_FOLDED = re.compile(rb"\n[ \t]")
+# Requests that came before the answer to the first of them.
+_MAX_PIPELINED = 16
 _SHARED = ("127.0.0.1", "::1")
 # Connections that wait to be accepted: more come at once than are accepted in a turn of the loop.
 QUEUE_LENGTH = 1024
@@ -199,7 +198,7 @@ class Connections:
             oldest.transport.abort()
 
 
-class Connection(H11Protocol):
+class Connection(HttpToolsProtocol):
     """HTTP connection with deadlines; found in scopes as `paceline.connection`."""
 
     def __init__(self, config: "ConnectionConfig", **options: Any) -> None:
@@ -210,6 +209,7 @@ class Connection(H11Protocol):
         self.is_known = False
         self.is_busy = False
         self.is_dropped = False
+        self._num_incomplete = 0
         self._answer = self.app
         self.app = self._answer_in_time
 
@@ -244,27 +244,53 @@ class Connection(H11Protocol):
         """Who is at the other end, see `sender_at`."""
         return sender_at(self.client, self.server)
 
-    def handle_events(self) -> None:
-        """Refuse a request with a header of several lines, whose value a proxy may read as another.
+    def data_received(self, data: bytes) -> None:
+        """Refuse what is still incomplete beyond the limit, as the parser keeps all of it."""
+        self._num_incomplete += len(data)
+        super().data_received(data)
+        if self._num_incomplete > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response("The head of a request must have an end.")
 
-        h11 joins the lines, also of those that tell where the request ends.
+    def on_headers_complete(self) -> None:
+        """Begin with a request, unless a proxy may read another one in it.
+
+        Raises:
+            ValueError: It may, or too many requests wait for their answers.
         """
-        if self.conn.their_state is h11.IDLE:
-            head = _END_OF_HEAD.split(self.conn.trailing_data[0], maxsplit=1)[0]
-            if _FOLDED.search(head):
-                self.send_400_response("A header must be one line.")
-                return
-        super().handle_events()
+        self._num_incomplete = 0
+        hosts = [value for name, value in self.headers if name == b"host"]
+        encodings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        has_host = len(hosts) == 1 or (not hosts and self.parser.get_http_version() == "1.0")
+        is_clear = has_host and encodings in ([], [b"chunked"]) and self.url.startswith(b"/")
+        if not is_clear or len(self.pipeline) >= _MAX_PIPELINED:
+            raise ValueError("the request could be read in two ways, or waits behind many")
+        super().on_headers_complete()
+        # Fields behind the body are not those of the request, which the parser would add to.
+        self.headers = []
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body."""
+        self._num_incomplete = 0
+        super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP with 400 and the headers of every answer."""
-        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
-        answer = h11.Response(
-            status_code=400, headers=with_security_headers(headers), reason=b"Bad Request"
-        )
-        for event in (answer, h11.Data(data=msg.encode()), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        """Answer invalid HTTP with 400 and the headers of every answer, unless amid another one."""
+        if self.cycle is None or self.cycle.response_complete:
+            headers = with_security_headers(
+                [
+                    (b"content-type", b"text/plain; charset=utf-8"),
+                    (b"content-length", str(len(msg)).encode()),
+                    (b"connection", b"close"),
+                ]
+            )
+            lines = [STATUS_LINE[400], *(b"%s: %s\r\n" % pair for pair in headers), b"\r\n"]
+            self.transport.write(b"".join([*lines, msg.encode()]))
         self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        super()._unsupported_upgrade_warning()
+        # The parser has lost what came with the request.
+        self.cycle.keep_alive = False
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -317,7 +343,6 @@ class ConnectionConfig(uvicorn.Config):
             http=Connection,
             loop="asyncio",
             ws="none",
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             # A header must not choose the address by which a sender is told from others.
             proxy_headers=False,
             backlog=limits.num_accepts_per_turn,

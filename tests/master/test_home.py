@@ -2,9 +2,7 @@
 
 import hashlib
 import shutil
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,18 @@ import pytest
 
 from paceline._cluster.master.home_directory import Home, LostDatabaseError
 from paceline._cluster.master.master import Master
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.store.row_ids_and_counts import raise_ids
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
 
-DUMPS = Path(__file__).parent / "store"
 
-
-def load(home: Path, version: int) -> None:
-    """Make a home with a database of an earlier version, which has trials 1 and 2."""
-    home.mkdir(exist_ok=True)
-    with closing(sqlite3.connect(home / "master.sqlite")) as connection:
-        connection.executescript((DUMPS / f"version_{version}.sql").read_text())
+def load(home: Path) -> None:
+    """Make a home with a database that knows the trials and attempts 1 and 2."""
+    database = Database(home / "master.sqlite")
+    newest = {tables.trials: 2, tables.attempts: 2}
+    database.write(lambda transaction: raise_ids(transaction.connection, newest)).result()
+    database.close()
 
 
 def begin(home: Path) -> Master:
@@ -83,21 +83,6 @@ def test_a_home_whose_experiments_were_deleted_is_taken_over(
     open_and_close(Path(shutil.copytree(served.home.path, tmp_path / "copy")))
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_home_of_an_earlier_version_is_taken_over_with_all_that_it_has(
-    tmp_path: Path, version: int
-) -> None:
-    """What was uploaded then was noted nowhere."""
-    load(tmp_path, version)
-    for name in ("contexts", "attempts/1", "logs/trial-2", "checkpoints/c"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "contexts" / "d.tar.gz").touch()
-    (tmp_path / "cluster_id").write_text("mine\n")
-    assert open_and_close(tmp_path) == "mine"
-    assert open_and_close(tmp_path) == "mine"
-    assert (tmp_path / "attempts" / "1").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "found"),
     [
@@ -110,7 +95,7 @@ def test_a_home_of_an_earlier_version_is_taken_over_with_all_that_it_has(
 def test_an_older_database_than_the_folders_is_refused(
     tmp_path: Path, name: str, found: str
 ) -> None:
-    load(tmp_path, 2)
+    load(tmp_path)
     for existing in ("attempts/1", "logs/trial-1", "checkpoints/c", name):
         (tmp_path / existing).mkdir(parents=True)
     if name.endswith("30"):
@@ -122,7 +107,7 @@ def test_an_older_database_than_the_folders_is_refused(
 
 
 def test_only_unknown_files_are_set_aside(tmp_path: Path) -> None:
-    load(tmp_path, 2)
+    load(tmp_path)
     for name in ("attempts/1", "attempts/9", "logs/trial-1", "logs/trial-9", "checkpoints/c"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "attempts" / "newest").write_text("12")

@@ -17,7 +17,7 @@ finally:
     sys.path.remove(str(STORED))
 
 
-@pytest.mark.parametrize("version", [2, pytest.param(5, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("version", [13])
 def test_a_master_shows_and_goes_on_with_what_an_earlier_version_has_stored(
     version: int, make_master: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -158,7 +158,7 @@ def restore(
     if some are damaged or missing. These are named, and the rest is restored.
 
     To go back to an earlier version, name the database copy that the upgrade has kept, such as
-    master.version-5.sqlite. It replaces the database of its home.
+    master.version-13.sqlite. It replaces the database of its home.
     """
     from paceline._cluster.master.upkeep.home_restore import restore as restore_home
 

@@ -1,6 +1,7 @@
-"""Homes that an earlier version has stored, and processes that die at a named point."""
+"""Homes that a release has stored, and processes that die at a named point."""
 
 import os
+import shutil
 import signal
 import sqlite3
 import tarfile
@@ -11,19 +12,22 @@ from pathlib import Path
 import pytest
 
 from paceline import faults
+from paceline._cluster.master.store.recovery_rows import RECORDS_BEGUN
 
 STORED = Path(__file__).parents[2] / "stored"
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Return a home with two ended searches, a paused trial, logs, code and checkpoints."""
-    with tarfile.open(STORED / "home_5.tar.xz") as archive:
+    """Return a home without records: two ended searches, a paused trial, code, checkpoints."""
+    with tarfile.open(STORED / "home_13.tar.xz") as archive:
         archive.extractall(tmp_path / "home", filter="data")
     # As if it had been made here.
     with closing(sqlite3.connect(tmp_path / "home/master.sqlite")) as connection, connection:
         storage = str(tmp_path / "home/checkpoints")
         connection.execute("UPDATE checkpoints SET storage = ?", (storage,))
+        connection.execute("DELETE FROM meta WHERE key = ?", (RECORDS_BEGUN,))
+    shutil.rmtree(tmp_path / "home/records")
     return tmp_path / "home"
 
 

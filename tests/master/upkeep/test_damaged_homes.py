@@ -97,7 +97,7 @@ DIRECTORIES: dict[str, str] = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a home in which nothing is damaged: with records, a token, a user and a secret."""
     home = tmp_path_factory.mktemp("whole") / "home"
-    with tarfile.open(STORED / "home_5.tar.xz") as archive:
+    with tarfile.open(STORED / "home_13.tar.xz") as archive:
         archive.extractall(home, filter="data")
     with closing(sqlite3.connect(home / "master.sqlite")) as connection, connection:
         connection.execute("UPDATE checkpoints SET storage = ?", (str(home / "checkpoints"),))
@@ -117,7 +117,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     while write_some(database, home):
         pass
     database.close()
-    (home / "master.version-5.sqlite").unlink()
     return home
 
 

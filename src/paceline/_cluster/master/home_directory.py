@@ -25,7 +25,11 @@ from paceline._base.files import (
     write_atomically,
 )
 from paceline._base.sealed_json import seal
-from paceline._cluster.master.store.database import DatabaseDamagedError, Transaction
+from paceline._cluster.master.store.database import (
+    DatabaseDamagedError,
+    Transaction,
+    check_stored_version,
+)
 from paceline._cluster.master.store.database_reading import (
     KnownFiles,
     find_log_damage,
@@ -158,7 +162,7 @@ def check_for_lost_database(home: Path, database: Path, *, set_aside: bool = Fal
 
     Raises:
         LostDatabaseError: There are unknown files, or an attempt to be set aside still runs.
-        DatabaseDamagedError: The database is damaged.
+        DatabaseVersionError: The database is damaged, or of an unknown version.
     """
     log = database.with_name(f"{database.name}-wal")
     if damage := find_log_damage(database):
@@ -168,7 +172,7 @@ def check_for_lost_database(home: Path, database: Path, *, set_aside: bool = Fal
             log.name,
             damage,
         )
-    known: KnownFiles | None = KnownFiles()
+    known = KnownFiles()
     unknown_files: list[_UnknownFiles] = []
     state = "does not know them"
     if not database.exists() or database.stat().st_size == 0:
@@ -180,6 +184,7 @@ def check_for_lost_database(home: Path, database: Path, *, set_aside: bool = Fal
             )
     else:
         try:
+            check_stored_version(database)
             known = read_known_files(database)
         except DatabaseDamagedError:
             if not set_aside:
@@ -187,8 +192,6 @@ def check_for_lost_database(home: Path, database: Path, *, set_aside: bool = Fal
             unknown_files.append(
                 _UnknownFiles(f"the damaged database {database.name!r}", files_of(database))
             )
-    if known is None:
-        return
     unknown_files += _find_unknown_files(home, known)
     if unknown_files and set_aside:
         _move_unknown_files(home, unknown_files)
@@ -206,7 +209,7 @@ def _find_unknown_files(home: Path, known: KnownFiles) -> list[_UnknownFiles]:
     contexts = [
         path
         for path in _entries(home / "contexts", r"(\w+)\.tar\.gz")
-        if known.contexts is not None and path.name.split(".")[0] not in known.contexts
+        if path.name.split(".")[0] not in known.contexts
     ]
     attempts = _numbered(home / "attempts", r"(\d+)(?:\..*)?", known.newest_attempt)
     # The directory of an attempt is removed at its end; this file still tells its id.

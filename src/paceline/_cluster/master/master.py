@@ -45,7 +45,6 @@ from paceline._cluster.master.nodes.node_work import LostNodes, NodeExecutor
 from paceline._cluster.master.starters.pool_runners import PoolDefinition, PoolRunners
 from paceline._cluster.master.starters.starter_base import Starter
 from paceline._cluster.master.store.database import Database, Transaction, settle_cluster_id
-from paceline._cluster.master.store.database_reading import adopt_contexts
 from paceline._cluster.master.store.list_pages import EncodingCache, NameCache
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.master.upkeep.recovery_records import Recorder
@@ -343,9 +342,7 @@ class Master:
 
 
 def _open_database(home: Home) -> Database:
-    """Open the database of a home; both then agree on the cluster id and the uploaded code."""
+    """Open the database of a home; both then agree on the cluster id."""
     database = Database(home.database_path)
     home.keep_id(settle_cluster_id(database, home.cluster_id))
-    contexts = home.contexts_path.glob("*.tar.gz")
-    adopt_contexts(database, [path.name.split(".")[0] for path in contexts])
     return database

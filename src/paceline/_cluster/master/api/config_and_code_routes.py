@@ -27,7 +27,7 @@ from paceline._cluster.master.api.requests_and_answers import (
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.master import Master
-from paceline._cluster.master.store.database_reading import note_context
+from paceline._cluster.master.store.database_reading import note_contexts
 from paceline._cluster.messages.experiment_models import (
     CheckedConfig,
     CodeFile,
@@ -222,7 +222,7 @@ async def store_context(digest: Digest, request: Request, master: MasterOf) -> N
             await asyncio.to_thread(check_archive, part, ArchiveLimits.from_environment())
             # First, so that no file is there that the database does not know, whenever the master
             # dies.
-            await write_rows(master, lambda transaction: note_context(transaction, digest))
+            await write_rows(master, lambda transaction: note_contexts(transaction, digest))
         await asyncio.to_thread(sync_directory, path.parent)
     except ArchiveTooLargeError as error:
         raise ApiError(413, "context_too_large", str(error)) from error

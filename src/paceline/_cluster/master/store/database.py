@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -176,7 +176,6 @@ _MAX_JOBS_PER_COMMIT = 64
 # Without changes to store, the writer looks this often whether the files are still there.
 _LOOK_S = 1.0
 _force = getattr(os, "fdatasync", os.fsync)  # not everywhere
-_EARLIER_VERSIONS = [str(version) for version in range(1, tables.SCHEMA_VERSION)]
 
 
 class DatabaseVersionError(RuntimeError):
@@ -262,6 +261,7 @@ class Database:
         self._writer_engine = make_engine(self._files, writes=True)
         self._reader_engine = make_engine(self._files, writes=False)
         try:
+            check_stored_version(path)
             self._prepare_schema()
             self._files.note_logs()
             # Kept open: where a process runs out of descriptors, what was committed can be forced.
@@ -332,28 +332,8 @@ class Database:
                 found = connection.execute(tables.VERSION).scalar()
         except DatabaseError as error:
             raise unreadable(self._path, error.orig) from error
-        if found in _EARLIER_VERSIONS:
-            self._upgrade(int(found))
-        elif found != str(tables.SCHEMA_VERSION):
-            raise DatabaseVersionError(
-                f"The database {str(self._path)!r} must have version {tables.SCHEMA_VERSION}, but"
-                f" has {found}. Nothing was changed. Hint: {self._way_on(found)}"
-            )
-
-    def _way_on(self, found: str | None) -> str:
-        """Return the hint for a database of another version: how to continue with a copy."""
-        copies = [
-            copy
-            for version in range(1, tables.SCHEMA_VERSION + 1)
-            if (copy := copy_of_version(self._path, version)).exists()
-        ]
-        if found is None or not copies:
-            return "start the Paceline version that wrote it, or move the whole home away."
-        return (
-            "start the Paceline version that wrote it. To stay with this one, go back to the copy"
-            " of before the upgrade: with the version that wrote the database, `paceline restore"
-            f" {copies[-1]}`; then, with this one, `paceline up --set-aside`."
-        )
+        if version := check_version(self._path, found):
+            self._upgrade(version)
 
     def _upgrade(self, version: int) -> None:
         # Alembic is slow to load, and seldom needed.
@@ -482,6 +462,55 @@ class Database:
                 ) from error
             return False
         return True
+
+
+def check_stored_version(path: Path) -> None:
+    """Refuse a database of an unknown schema version, before it is opened for writing.
+
+    Raises:
+        DatabaseVersionError: This version of Paceline neither takes nor upgrades it.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return
+    # Without a log, nobody has it open, and SQLite would leave an empty log behind.
+    mode = "ro" if path.with_name(f"{path.name}-wal").exists() else "ro&immutable=1"
+    if path.with_name(f"{path.name}-journal").exists():
+        mode = "rw"  # read only once an interrupted change is taken back
+    address = f"file:{quote(str(path.absolute()))}?mode={mode}"
+    try:
+        with closing(sqlite3.connect(address, uri=True, timeout=30)) as connection:
+            if connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+                query = "SELECT value FROM meta WHERE key = 'schema_version'"
+                check_version(path, *(connection.execute(query).fetchone() or [None]))
+    except sqlite3.DatabaseError as error:
+        raise unreadable(path, error) from error
+
+
+def check_version(path: Path, found: str | None) -> int | None:
+    """Return the version to upgrade a database from; None for one of the current version.
+
+    Raises:
+        DatabaseVersionError: This version of Paceline neither takes nor upgrades it.
+    """
+    first, current = tables.FIRST_SCHEMA_VERSION, tables.SCHEMA_VERSION
+    known = {str(version): version for version in range(first, current)}
+    if found in known or found == str(current):
+        return known.get(found)
+    hint = "start the Paceline version that wrote it, or move the whole home away."
+    copies = [
+        copy for one in range(first, current + 1) if (copy := copy_of_version(path, one)).exists()
+    ]
+    if copies and str(found).isdecimal() and int(str(found)) > current:
+        hint = (
+            "start the Paceline version that wrote it. To stay with this one, go back to the copy"
+            " of before the upgrade: with the version that wrote the database, `paceline restore"
+            f" {copies[-1]}`; then, with this one, `paceline up --set-aside`."
+        )
+    allowed = f"version {current}" if first == current else f"a version from {first} to {current}"
+    raise DatabaseVersionError(
+        f"The database {str(path)!r} must have {allowed}, but has {found}. Nothing was changed."
+        f" Hint: {hint}"
+    )
 
 
 def copy_of_version(path: Path, version: int) -> Path:

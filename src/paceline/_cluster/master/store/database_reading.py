@@ -3,7 +3,7 @@
 import os
 import sqlite3
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,10 @@ from sqlalchemy.exc import DatabaseError
 
 from paceline._base.files import regular_opener
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.database import Database, Transaction, unreadable
+from paceline._cluster.master.store.database import (
+    Transaction,
+    unreadable,
+)
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 
 
@@ -43,14 +46,6 @@ def open_read_only(path: Path) -> Iterator[Connection]:
         raise unreadable(path, getattr(error, "orig", error)) from error
     finally:
         engine.dispose()
-
-
-def read_version(connection: Connection) -> int | None:
-    """Return the schema version of a database, None if no master wrote a version."""
-    if not inspect(connection).get_table_names():
-        return None
-    found = connection.execute(tables.VERSION).scalar()
-    return int(found) if found is not None and str(found).isdecimal() else None
 
 
 def _reader(path: Path) -> Engine:
@@ -221,25 +216,23 @@ def _wal_weights(num_words: int) -> tuple[_Start, Words, Words]:
 # A larger database takes too long to read as a whole at each start.
 _MAX_CHECKED_BYTES = 2**30
 _CONTEXT = "context:"
-_NOTES_CONTEXTS = "notes_contexts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownFiles:
     """Newest ids and upload digests recorded in a database; the defaults fit an empty database.
 
-    Deleted trials and attempts count as known, because their files may have stayed. `contexts`
-    is None in a database of an earlier version: it did not note uploads.
+    Deleted trials and attempts count as known, because their files may have stayed.
     """
 
     newest_experiment: int = 0
     newest_trial: int = 0
     newest_attempt: int = 0
-    contexts: frozenset[str] | None = frozenset()
+    contexts: frozenset[str] = frozenset()
 
 
-def read_known_files(path: Path) -> KnownFiles | None:
-    """Return the ids and uploads known to a database; None for an unknown schema version.
+def read_known_files(path: Path) -> KnownFiles:
+    """Return the ids and uploads known to a database.
 
     The database must exist. It is only read, so that a refused start changes nothing.
 
@@ -251,8 +244,6 @@ def read_known_files(path: Path) -> KnownFiles | None:
             _check_pages(connection)
         if not inspect(connection).get_table_names():
             return KnownFiles()
-        if read_version(connection) not in range(1, tables.SCHEMA_VERSION + 1):
-            return None
         return KnownFiles(
             newest_experiment=new_id(connection, tables.experiments) - 1,
             newest_trial=new_id(connection, tables.trials) - 1,
@@ -261,25 +252,13 @@ def read_known_files(path: Path) -> KnownFiles | None:
         )
 
 
-def note_context(transaction: Transaction, digest: str) -> None:
-    """Record the digest of an upload; call this before the file is written."""
-    _note(transaction.connection, _CONTEXT + digest)
+def note_contexts(transaction: Transaction, *digests: str) -> None:
+    """Record the digests of uploads; call this before a file is written."""
+    for digest in digests:
+        row = insert(tables.meta).prefix_with("OR IGNORE")
+        transaction.connection.execute(row.values(key=_CONTEXT + digest, value="1"))
     # After a power cut the file may be there, and a database that does not know it is refused.
     transaction.force()
-
-
-def adopt_contexts(database: Database, digests: Iterable[str]) -> None:
-    """Note the uploads of an earlier version, once; later ones are noted as they come."""
-    with database.read() as connection:
-        if _has(connection, _NOTES_CONTEXTS):
-            return
-
-    def adopt(transaction: Transaction) -> None:
-        for digest in digests:
-            note_context(transaction, digest)
-        _note(transaction.connection, _NOTES_CONTEXTS)
-
-    database.write(adopt).result()
 
 
 def _check_pages(connection: Connection) -> None:
@@ -288,20 +267,8 @@ def _check_pages(connection: Connection) -> None:
         raise sqlite3.DatabaseError(" ".join(str(problem).split()))
 
 
-def _known_contexts(connection: Connection) -> frozenset[str] | None:
-    if not _has(connection, _NOTES_CONTEXTS):
-        return None
+def _known_contexts(connection: Connection) -> frozenset[str]:
     keys = select(tables.meta.c.key).where(tables.meta.c.key.startswith(_CONTEXT))
     noted = {key.removeprefix(_CONTEXT) for key in connection.execute(keys).scalars()}
     used = connection.execute(select(tables.experiments.c.context_digest)).scalars()
     return frozenset(noted | {digest for digest in used if digest is not None})
-
-
-def _has(connection: Connection, key: str) -> bool:
-    query = select(tables.meta.c.key).where(tables.meta.c.key == key)
-    return connection.execute(query).scalar() is not None
-
-
-def _note(connection: Connection, key: str) -> None:
-    if not _has(connection, key):
-        connection.execute(insert(tables.meta).values(key=key, value="1"))

@@ -192,29 +192,6 @@ TRIGGERS = (
     *_triggers_of_series(),
 )
 
-# Initial counts for an upgraded database: the triggers did not see its older rows.
-FIRST_COUNTS = (
-    "INSERT INTO counts SELECT 'experiments', 0, state, count(*), 0 FROM experiments"
-    " GROUP BY state",
-    "INSERT INTO counts SELECT 'archived', 0, state, sum(is_archived), 0 FROM experiments"
-    " GROUP BY state",
-    *(
-        statement
-        for table, size in (("trials", "0"), ("attempts", "0"), ("checkpoints", "sum(size)"))
-        for statement in (
-            f"INSERT INTO counts SELECT '{table}', experiment_id, state, count(*), {size}"  # noqa: S608
-            f" FROM {table} GROUP BY experiment_id, state",
-            "INSERT INTO counts SELECT kind, 0, state, sum(number), sum(num_bytes) FROM counts"  # noqa: S608
-            f" WHERE kind = '{table}' GROUP BY state",
-        )
-    ),
-    "INSERT INTO counts SELECT 'points', experiment_id, '', sum(num_points), 0"
-    " FROM series JOIN trials ON trials.id = series.trial_id GROUP BY experiment_id",
-    "INSERT INTO counts SELECT 'points', 0, '', sum(num_points), 0 FROM series HAVING count(*) > 0",
-    'INSERT INTO metric_names SELECT DISTINCT experiment_id, "group", "key"'
-    " FROM series JOIN trials ON trials.id = series.trial_id",
-)
-
 
 @event.listens_for(tables.metadata, "after_create")
 def _add_triggers(_metadata: MetaData, connection: Connection, **_options: Any) -> None:

@@ -166,7 +166,9 @@ search_views = Table(
 )
 
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
+FIRST_SCHEMA_VERSION = 13
+"""Schema version of the first release: no later one takes an older database."""
 
 
 meta = Table(
@@ -461,6 +463,7 @@ unrecorded = Table(
 
 __all__ = [
     "SCHEMA_VERSION",
+    "FIRST_SCHEMA_VERSION",
     "VERSION",
     "attempts",
     "checkpoints",

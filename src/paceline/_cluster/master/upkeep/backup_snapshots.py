@@ -228,7 +228,7 @@ def _files_below(home: Path) -> Iterator[str]:
 def _belongs(name: str, known: KnownFiles, attempts: set[int]) -> bool:
     path = PurePosixPath(name)
     top = path.parts[0]
-    if top == "contexts" and known.contexts is not None:
+    if top == "contexts":
         return path.name.split(".")[0] in known.contexts
     if top == "logs":
         trial = path.parts[1].removeprefix("trial-")

@@ -23,7 +23,7 @@ from paceline._cluster.master.experiments.validation_ingest import recompute_bes
 from paceline._cluster.master.home_directory import files_of, move_lost_files_aside
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
-from paceline._cluster.master.store.database_reading import adopt_contexts
+from paceline._cluster.master.store.database_reading import note_contexts
 from paceline._cluster.master.store.recovery_rows import (
     RECORDED,
     RecordedRow,
@@ -67,8 +67,8 @@ def rebuild_database(home: Path) -> Rebuilt:
     experiments = recorded_experiments(home)
     if not experiments and not record_path(home, None).exists():
         raise BackupError(
-            f"A home must have records to make its database from, but {str(home)!r} has none: it"
-            " is new, or an earlier version of Paceline wrote it. Hint: restore a backup, or start"
+            f"A home must have records to make its database from, but {str(home)!r} has none."
+            " Hint: restore a backup, or start"
             " with `paceline up --set-aside`."
         )
     result = Rebuilt()
@@ -161,8 +161,8 @@ def _finish_rebuild(part: Path, home: Path) -> None:
     """Add the facts known only from the home's files, beyond the records."""
     database = Database(part)
     try:
-        contexts = (home / "contexts").glob("*.tar.gz")
-        adopt_contexts(database, [path.name.split(".")[0] for path in contexts])
+        contexts = [path.name.split(".")[0] for path in (home / "contexts").glob("*.tar.gz")]
+        database.write(lambda transaction: note_contexts(transaction, *contexts)).result()
         newest = {
             tables.experiments: max(recorded_experiments(home), default=0),
             tables.trials: _newest(home / "logs", "trial-"),

@@ -17,13 +17,12 @@ import paceline
 from paceline import faults
 from paceline._base.files import sync_directory
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.database import DatabaseVersionError
+from paceline._cluster.master.store.database import DatabaseVersionError, check_stored_version
 from paceline._cluster.master.store.database_reading import (
     check_copy,
     copy_database,
     open_read_only,
     read_known_files,
-    read_version,
 )
 from paceline._cluster.master.upkeep.backup_snapshots import (
     CHECKPOINTS,
@@ -195,14 +194,10 @@ class _BackupWork:
         copy_database(self._home / DATABASE, copy)
         check_copy(copy)
         faults.reach("backup.database_copied")
+        check_stored_version(copy)
         known = read_known_files(copy)
         with open_read_only(copy) as connection:
-            version = read_version(connection)
-            if known is None or version is None:
-                raise BackupError(
-                    f"The database must be of a version up to {tables.SCHEMA_VERSION} to be backed"
-                    f" up, but has {version}. Hint: use the Paceline version that wrote it."
-                )
+            version = int(connection.execute(tables.VERSION).scalar_one())
             running = set(_running_attempts(connection))
             elsewhere = _num_elsewhere(connection, str(self._home / CHECKPOINTS))
         self._take_database(copy)

@@ -29,7 +29,6 @@ from paceline._cluster.master.store.database_reading import (
     copy_database,
     find_log_damage,
     open_read_only,
-    read_version,
 )
 from paceline._cluster.master.store.recovery_rows import are_records_begun, note_experiment
 from paceline._cluster.master.upkeep.backup_snapshots import DATABASE, BackupError
@@ -271,13 +270,6 @@ def _look_at_home(home: Path, *, is_quick: bool) -> list[Finding]:
         return [*findings, Finding(kind="database", where=DATABASE, problem=problem)]
     pace = CheckPace()
     with open_read_only(home / DATABASE) as connection:
-        version = read_version(connection)
-        if version != tables.SCHEMA_VERSION:
-            problem = (
-                f"has version {version} and can be checked by {tables.SCHEMA_VERSION} only once"
-                " `paceline up` has brought it there"
-            )
-            return [*findings, Finding(kind="database", where=DATABASE, problem=problem)]
 
         def tell(finding: Finding) -> None:
             if finding.where not in unusable:
@@ -312,8 +304,12 @@ def _database_problem(home: Path, *, is_quick: bool) -> str | None:
             problems = [str(problem) for problem in found.scalars()]
             if problems != ["ok"]:
                 return f"is damaged ({' '.join(problems[0].split())})"
-            if read_version(connection) is None:
-                return "is no database of Paceline"
+            version = connection.execute(tables.VERSION).scalar()
+            if version != str(tables.SCHEMA_VERSION):
+                return (
+                    f"must have version {tables.SCHEMA_VERSION} to be checked, but has {version}:"
+                    " `paceline up` brings it there, or refuses it"
+                )
             orphans = connection.execute(text("PRAGMA foreign_key_check")).all()
             if orphans:
                 return f"has {len(orphans)} rows that refer to nothing"

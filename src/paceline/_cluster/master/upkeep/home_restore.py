@@ -23,7 +23,7 @@ from paceline._cluster.master.home_directory import (
     move_lost_files_aside,
 )
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.database import DatabaseVersionError
+from paceline._cluster.master.store.database import DatabaseVersionError, check_stored_version
 from paceline._cluster.master.store.database_reading import check_copy, open_read_only
 from paceline._cluster.master.store.recovery_rows import RECORDS_BEGUN
 from paceline._cluster.master.upkeep.backup_snapshots import (
@@ -265,18 +265,18 @@ def restore(
         keep_passwords: Without it: whether passwords are kept.
 
     Raises:
-        BackupError: There is no whole backup, the home is not empty, the backup is newer than this
-            version, the old home is none, or the backup has not the tokens to be kept.
+        BackupError: There is no whole backup, the home is not empty, this version does not take the
+            backup's database, the old home is none, or the backup has not the tokens to be kept.
         DatabaseDamagedError: The backup's database is damaged.
         HomeInUseError: A master serves the home.
     """
     path = find_backup(source)
     content = read_backup_content(path)
-    if content.schema_version > tables.SCHEMA_VERSION:
+    if content.schema_version not in range(tables.FIRST_SCHEMA_VERSION, tables.SCHEMA_VERSION + 1):
         raise BackupError(
-            f"A backup must be of this version or an earlier one, but {str(path)!r} was made by"
-            f" Paceline {content.paceline} (version {content.schema_version} of the database; this"
-            f" one has {tables.SCHEMA_VERSION}). Hint: restore it with that version."
+            f"A backup must have a database of version {tables.FIRST_SCHEMA_VERSION} to"
+            f" {tables.SCHEMA_VERSION}, but {str(path)!r}, made by Paceline {content.paceline}, has"
+            f" {content.schema_version}. Hint: restore it with that version."
         )
     _check_empty(home)
     old = None if old_home is None else read_old_access(old_home)
@@ -301,11 +301,11 @@ def restore(
 def restore_copy(copy: Path) -> tuple[Path, RestoredAccess]:
     """Put the copy kept by an upgrade in place of its home's database.
 
-    The files that came after the upgrade stay: a master of the earlier version moves them away.
+    Newer files stay: a master of the earlier version moves them away.
     Tokens that were revoked since stay so, passwords are those of now, and browsers are signed out.
 
     Args:
-        copy: The copy, such as ``master.version-5.sqlite`` in the home.
+        copy: The copy, such as ``master.version-13.sqlite`` in the home.
 
     Returns:
         The directory that has the newer database now, and which tokens and passwords are kept.
@@ -320,10 +320,11 @@ def restore_copy(copy: Path) -> tuple[Path, RestoredAccess]:
     if not re.fullmatch(rf"{database.stem}\.version-\d+\{database.suffix}", copy.name):
         raise BackupError(
             f"{str(copy)!r} must be a backup, or a copy that an upgrade has kept, such as"
-            f" '{database.stem}.version-5{database.suffix}' in a home."
+            f" '{database.stem}.version-13{database.suffix}' in a home."
         )
     with Home(home).hold():
         check_copy(copy)
+        check_stored_version(copy)
         try:
             old = read_old_access(home)
         except BackupError:

@@ -27,6 +27,6 @@ def test_a_flipped_bit_is_told_or_changes_nothing(indent: int) -> None:
     assert num_told > 7 * len(sealed)
 
 
-def test_an_object_of_an_earlier_version_is_read_as_it_is() -> None:
+def test_an_object_without_a_checksum_is_read_as_it_is() -> None:
     data = msgspec.json.encode(CONTENT)
     assert check_seal(data) == data

@@ -19,7 +19,7 @@ from paceline.cli._app import app
 from paceline.storage import CheckpointNotFoundError, DirectoryStorage
 
 # One weight of -0.7, as a trainer stored it.
-STORED = Path(__file__).parents[1] / "pytorch" / "state_version_1"
+STORED = Path(__file__).with_name("one_weight")
 SCRIPT = f"""
 import paceline
 
@@ -88,11 +88,11 @@ def test_damaged_files_are_not_exported(
     paceline: Any, tmp_path: Path, run: tuple[Path, list[str]]
 ) -> None:
     directory, uuids = run
-    file = directory / "checkpoints" / uuids[0] / "rank_0.json"
+    file = directory / "checkpoints" / uuids[0] / "training.json"
     file.chmod(0o600)
     file.write_text("{}")
     result = paceline("c", "export", uuids[0], "out", cwd=tmp_path, code=1)
-    assert "'rank_0.json' was altered" in result.stderr
+    assert "'training.json' was altered" in result.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from paceline._cluster.messages.experiment_models import Trial as TrialData
-from paceline._cluster.messages.states import TrialState
+from paceline._cluster.messages.states import ExperimentState, TrialState
 from paceline.cli._experiment_description import leaderboard_table
 from paceline.client import Trial
 from paceline.client._http_session import HttpSession
@@ -19,6 +19,7 @@ def trial(number: int, metric: float, **hparams: Any) -> Trial:
         experiment_id=1,
         request_id=f"r{number}",
         state=TrialState.COMPLETED,
+        experiment_state=ExperimentState.COMPLETED,
         is_running=False,
         hparams=hparams,
         seed=0,

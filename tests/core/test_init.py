@@ -239,7 +239,7 @@ def test_automatic_resume_finds_the_newest_run_though_the_clock_was_set_back(
         ([("a", 1, None), ("b", 2, "a")], "b"),
         # Set back between the first two.
         ([("a", 5, None), ("b", 3, "a"), ("c", 4, "b")], "c"),
-        # Of earlier versions.
+        # Of runs with other directories.
         ([("a", 6, None), ("b", 5, None)], "a"),
         # Copied from another machine, and a copy of one.
         ([("a", 1, None), ("b", 3, "a"), ("x", 2, "w")], "b"),

@@ -583,11 +583,6 @@ def test_layers_thawed_in_a_pass_stay_so_and_layers_built_frozen_are_named(
         third.load_state_dict(state)
         assert trained_layers(third) == [True, False]
     assert "'1.bias' of model 0, '1.weight' of model 0 was trained" in "".join(capfd.readouterr())
-    # A state of an earlier version knows nothing of it.
-    del state["frozen"], state["built"]["frozen"]
-    with make(**given, config={"frozen": [0]}) as fourth:
-        fourth.load_state_dict(state)
-        assert trained_layers(fourth) == [False, True]
 
 
 def nan_at(config: dict[str, Any]) -> Any:

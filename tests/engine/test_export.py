@@ -16,7 +16,6 @@ from safetensors.torch import load_file, load_model, save_file
 from paceline._training.engine.checkpoints import export_weights as _export_weights
 from paceline._training.engine.checkpoints.export_weights import export_dcp, export_weights
 from paceline._training.engine.checkpoints.state_files import (
-    STATE_VERSION,
     read_training,
     read_weights,
     save_state,
@@ -31,7 +30,7 @@ from paceline._training.engine.checkpoints.stored_tensors import (
 )
 from paceline.pytorch import load_weights_from_checkpoint_path
 from paceline.storage import CheckpointCorruptError, CheckpointNotFoundError, DirectoryStorage
-from paceline.storage._checkpoint_files import CheckpointMismatchError
+from paceline.storage._checkpoint_files import STATE_VERSION, CheckpointMismatchError
 
 # Cut along the first dimension, along the second, along both, and stored by one rank alone.
 CUTS: dict[str, list[tuple[int, tuple[slice, ...]]]] = {

@@ -7,12 +7,13 @@ import torch
 from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
 from paceline._training.engine.checkpoints.state_files import save_state
 from paceline.pytorch._training_state import read_state
+from paceline.storage._checkpoint_files import STATE_VERSION
 
 
 def test_the_chief_alone_takes_up_the_sum_for_a_parameter_that_is_not_sharded(
     tmp_path: Path,
 ) -> None:
-    training = {"version": 2, "world_size": 3, "num_models": 0, "num_optimizers": 0}
+    training = {"version": STATE_VERSION, "world_size": 3, "num_models": 0, "num_optimizers": 0}
     save_state(training, tmp_path, "training")
     for rank in range(3):
         own = {"random": None, "gradients": [torch.full((2,), float(rank + 1)), None]}

@@ -16,9 +16,10 @@ from paceline.creators._pass_state import (
     write_pass_state,
 )
 from paceline.storage import CheckpointCorruptError, CheckpointNotFoundError, storage_from
+from paceline.storage._checkpoint_files import STATE_VERSION
 
-SMALL = {"version": 1, "ranks": [], "models": [{"weight": torch.ones(3)}]}
-LARGE = {"version": 1, "ranks": [], "models": [{"weight": torch.ones(1 << 19)}]}
+SMALL = {"version": STATE_VERSION, "ranks": [], "models": [{"weight": torch.ones(3)}]}
+LARGE = {"version": STATE_VERSION, "ranks": [], "models": [{"weight": torch.ones(1 << 19)}]}
 
 
 def weight_of(state: dict[str, Any]) -> torch.Tensor:
@@ -69,7 +70,7 @@ def test_a_file_is_read_by_others(tmp_path: Path) -> None:
         assert archive.testzip() is None
 
 
-def test_a_file_without_a_digest_is_read_as_earlier_versions_wrote_it(tmp_path: Path) -> None:
+def test_a_file_without_a_digest_is_read_as_torch_wrote_it(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     torch.save(SMALL, path)
     assert weight_of(read_pass_state(path)).equal(torch.ones(3))

@@ -134,8 +134,3 @@ def test_each_epoch_of_a_stream_has_a_seed_of_its_own() -> None:
     first, second = epoch_of(place), epoch_of(place)
     assert sorted(first) == sorted(second) == list(range(8))
     assert first != second
-    # What an earlier version had stored goes on as it had begun.
-    state = place.state()
-    del state["seeds_epochs"]
-    place.load_state(state)
-    assert epoch_of(place) == epoch_of(place) == first

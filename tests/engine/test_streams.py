@@ -156,7 +156,7 @@ def test_an_epoch_that_an_earlier_version_began_is_read_whole_to_its_end() -> No
     rest = list(earlier.batches(4))
     assert earlier.data.stream_state() is None
     whole = Read().data._whole
-    batches = list(whole.iterate(0, 4, seeds_epochs=True))
+    batches = list(whole.iterate(0, 4))
     assert [[shard["id"].tolist() for shard in batch] for batch in batches] == [
         [shard[0] for shard in batch] for batch in rest
     ]

@@ -362,7 +362,7 @@ def test_a_damaged_control_file_says_nothing_until_it_is_whole(
     first, second = Control(operation_length=8), Control(operation_length=8, should_preempt=True)
     run.write_control(second)
     data = run.control_path.read_bytes()
-    # Behind it is the checksum, where a change can leave a file as an earlier version wrote it.
+    # Behind it is the checksum, where a change can leave a file without one.
     end = data.index(b',"checksum"')
     for position in random.Random(3).choices(range(8 * end), k=NUM_FLIPS):
         file = ControlFile(run)

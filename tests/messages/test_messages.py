@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from paceline._base.journal_records import encode_record
 from paceline._cluster import messages
-from paceline._cluster.messages.experiment_models import MetricSummary, Request, Trial
+from paceline._cluster.messages.experiment_models import MetricSummary, Request
 from paceline._cluster.messages.master_models import Slot
 from paceline._cluster.messages.runner_messages import (
     AttemptControl,
@@ -58,24 +58,6 @@ def test_a_state_is_terminal_or_stopping_or_neither(states: Any) -> None:
     neither = {name for name, kind in kinds.items() if kind == (False, False)}
     assert neither == ({"ACTIVE", "PAUSED"} if states is ExperimentState else {"ACTIVE"})
     assert all(states(name).value == name for name in kinds)
-
-
-def test_a_trial_of_a_master_that_tells_no_state_of_its_experiment_is_read() -> None:
-    """What a master of before answers."""
-    nothing = dict.fromkeys(
-        [
-            "progress", "status", "best_metric", "best_step", "latest_metric", "started_at",
-            "ended_at", "stop_reason", "error", "latest_checkpoint", "target_length",
-        ]
-    )  # fmt: skip
-    numbers = dict.fromkeys(
-        ["id", "experiment_id", "seed", "restarts", "num_attempts", "steps_completed"], 1
-    )
-    told = {"request_id": "a", "hparams": {}, "created_at": 1.0, "is_running": True}
-    trial = Trial.model_validate(nothing | numbers | told | {"state": "ACTIVE"})
-    assert trial.shown_state.value == "RUNNING"
-    # An answer of this version is read again, with what it computes.
-    assert Trial.model_validate_json(trial.model_dump_json()) == trial
 
 
 def test_states_and_reasons_are_these() -> None:

@@ -211,13 +211,6 @@ def test_weights_come_under_all_names_of_tied_ones(module: Any) -> None:
         pytorch.load_weights_from_checkpoint_path(path, model=1)
 
 
-def test_state_of_version_1_gives_its_weights_but_no_class() -> None:
-    path = Path(__file__).parent / "state_version_1"
-    assert pytorch.load_weights_from_checkpoint_path(path)["weight"].item() == pytest.approx(-0.7)
-    with pytest.raises(ImportError, match="early version .* Hint: pass `trial_class`"):
-        pytorch.load_trial_from_checkpoint_path(path)
-
-
 def test_every_file_and_key_is_in_the_documentation(module: Any) -> None:
     _, path = module.train()
     names = {re.sub(r"(?<=_)\d+", "<i>", file.name) for file in path.iterdir()}

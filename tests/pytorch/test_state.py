@@ -1,4 +1,4 @@
-"""What a checkpoint must fit to be gone on with, and what an earlier version's is turned into."""
+"""What a checkpoint must fit to be gone on with."""
 
 import json
 import logging
@@ -181,42 +181,6 @@ def test_checkpoint_of_another_program_is_refused(fit: Fit) -> None:
 
     with pytest.raises(pytorch.CheckpointMismatchError, match="has no training.json"):
         fit(result.checkpoints[-1], edit)
-
-
-def test_state_of_a_later_version_is_refused(fit: Fit) -> None:
-    _, result = fit()
-
-    def edit(path: Path) -> None:
-        edit_training(path, version=99, paceline="7.0")
-
-    message = "or an earlier one, but has 99: Paceline 7.0 stored it. Hint: use that version"
-    with pytest.raises(pytorch.CheckpointMismatchError, match=message):
-        fit(result.checkpoints[-1], edit)
-
-
-def test_state_of_version_1_is_gone_on_with(tmp_path: Path) -> None:
-    """One weight w, loss w * x, rate 0.1: after batches of means 1.5 and 5.5 comes 8.5."""
-
-    class OneWeight(Net):
-        def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-            self.context = context
-            self.changes = {}
-            self.model = context.wrap_model(nn.Linear(1, 1, bias=False).double())
-            sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
-            self.optimizer = context.wrap_optimizer(sgd)
-
-        def build_training_data_loader(self) -> Any:
-            x = torch.arange(10, dtype=torch.float64).reshape(10, 1)
-            return DataLoader(TensorDataset(x), batch_size=4)
-
-    with pytorch.init(hparams={"global_batch_size": 4}, seed=1) as context:
-        stored = Path(__file__).parent / "state_version_1"
-        uuid = context.core.checkpoint.upload(stored, {"steps_completed": 2})
-        trial = OneWeight(context)
-        trainer = pytorch.Trainer(trial, context)
-        result = trainer.fit(max_length=pytorch.Batch(3), latest_checkpoint=uuid)
-    assert result.steps_completed == 3
-    assert trial.model.weight.item() == pytest.approx(-0.1 * (1.5 + 5.5 + 8.5), rel=1e-15)
 
 
 def test_another_number_of_ranks_takes_up_the_gradients_of_all(fit: Fit, tmp_path: Path) -> None:

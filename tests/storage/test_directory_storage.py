@@ -202,7 +202,7 @@ def test_damaged_checkpoint_is_refused_with_each_file_named(
 
 def edit_manifest(storage: DirectoryStorage, uuid: str, /, **changes: object) -> None:
     path = storage.root / uuid / "manifest.json"
-    # As an earlier version wrote it, without a checksum.
+    # Without the checksum, which does not fit any more.
     told = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
     path.write_text(json.dumps({**told, **changes}))
 

@@ -149,7 +149,7 @@ def test_a_sweep_leaves_a_checkpoint_for_as_long_as_a_file_may_take(
         (path / "model").write_text("weights")
         time.sleep(1.1)
         assert sweeper.sweep(older_than_s=0.1) == []
-    # As earlier versions mark it. The server tells whole seconds.
+    # A mark without seconds. The server tells whole seconds.
     storage._put_data(".open/slow", b"")
     time.sleep(1.1)
     assert sweeper.sweep(older_than_s=0.1) == ["slow"]

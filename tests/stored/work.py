@@ -44,9 +44,14 @@ def note_step() -> None:
 
 def die(pid: int | None = None) -> None:
     """End the training as soon as its checkpoint is whole, which is written in the background."""
-    while not list(Path("paceline_runs").glob("*/checkpoints/*/manifest.json")):
+    [run] = (path for path in Path("paceline_runs").iterdir() if path.is_dir())
+    while not list(run.glob("checkpoints/*/manifest.json")) or any(
+        path.is_file() for path in run.glob("begun_checkpoints/*")
+    ):
         time.sleep(0.01)
-    os.kill(pid or os.getpid(), signal.SIGKILL)
+    # The driver first: it would start a killed worker again.
+    for each in filter(None, (pid, os.getpid())):
+        os.kill(each, signal.SIGKILL)
 
 
 def core() -> None:

@@ -1,4 +1,4 @@
-"""A home that an earlier version has stored: all is still there, and a paused trial goes on."""
+"""A home that a release has stored: all is still there, and a paused trial goes on."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ finally:
 
 
 @pytest.mark.parametrize("version", [13])
-def test_a_master_shows_and_goes_on_with_what_an_earlier_version_has_stored(
+def test_a_master_shows_and_goes_on_with_what_a_release_has_stored(
     version: int, make_master: Callable[..., Any], tmp_path: Path
 ) -> None:
     with tarfile.open(STORED / f"home_{version}.tar.xz") as archive:

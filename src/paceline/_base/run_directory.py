@@ -227,10 +227,6 @@ class RunDirectory:
         return self.path / "attempt.lock"
 
     @property
-    def _ranks_lock_path(self) -> Path:
-        return self.path / "ranks.lock"
-
-    @property
     def control_path(self) -> Path:
         """Path of the file with the runner's requests to the processes."""
         return self.path / "control.json"
@@ -460,10 +456,7 @@ class RunDirectory:
             return is_beating
         if _is_locked(self._lock_path, fcntl.LOCK_SH):
             return True
-        # Ranks share a lock, those of earlier versions the last one.
-        return any(
-            _is_locked(path, fcntl.LOCK_EX) for path in (self._info_path, self._ranks_lock_path)
-        )
+        return _is_locked(self._info_path, fcntl.LOCK_EX)
 
 
 # A forked child, such as a data loader's worker, would hold the lock beyond its parent's death.

@@ -1,6 +1,6 @@
 """JSON with a checksum as the last field, so damaged JSON is never taken for valid JSON.
 
-Files of earlier versions have no checksum and are read as they are.
+A file that someone wrote by hand has no checksum and is read as it is.
 """
 
 import re
@@ -25,7 +25,7 @@ def check_seal(data: bytes) -> bytes:
     """Return a JSON object unchanged, after comparing its content with its checksum.
 
     Raises:
-        msgspec.DecodeError: It has.
+        msgspec.DecodeError: It has another checksum.
     """
     try:
         data.decode()
@@ -45,15 +45,12 @@ def seal_line(line: bytes) -> bytes:
 
 
 def check_line(line: bytes) -> bytes:
-    """Return the JSON array of a line; a line ending in a string has no checksum.
+    """Return the JSON array of a line without its checksum.
 
     Raises:
-        ValueError: The checksum does not fit.
+        ValueError: The checksum is missing or does not fit.
     """
-    line = line.removesuffix(b"\n")
-    if line.endswith(b'"]'):
-        return line
-    line, _, checksum = line.rpartition(b", ")
+    line, _, checksum = line.removesuffix(b"\n").rpartition(b", ")
     if int(checksum.removesuffix(b"]")) != zlib.crc32(line):
         raise ValueError("The checksum of a line does not fit.")
     return line + b"]"

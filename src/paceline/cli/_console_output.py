@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
-    from paceline._cluster.messages.experiment_models import Trial as TrialData
-    from paceline._cluster.messages.states import ExperimentState
 
 
 # Wide enough that no table is cut in a pipe, where there is no edge to fit.
@@ -291,11 +289,6 @@ _FAILED, _INCOMPLETE, _UNMEASURED = 1, 3, 4
 def experiment_word(data: "ExperimentData") -> str:
     """Return where an experiment stands."""
     return data.shown_state.value
-
-
-def word_of(trial: "TrialData", experiment_state: "ExperimentState") -> str:
-    """Return a trial's shown state; older masters leave the experiment's state out of trials."""
-    return trial.model_copy(update={"experiment_state": experiment_state}).shown_state.value
 
 
 def progress_text(data: "ExperimentData") -> str:

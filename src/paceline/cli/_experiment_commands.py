@@ -423,7 +423,6 @@ def list_trials(
         print_json,
         print_table,
         state_text,
-        word_of,
     )
     from paceline.cli._options_and_errors import connect
 
@@ -438,7 +437,7 @@ def list_trials(
         [
             (
                 t.id,
-                state_text(word_of(t.data, of.data.state)),
+                state_text(t.data.shown_state.value),
                 t.steps_completed,
                 t.best_metric,
                 format_values(t.hparams),

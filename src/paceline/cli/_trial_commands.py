@@ -46,18 +46,17 @@ def describe(
     ] = False,
 ) -> None:
     """Show the hyperparameters, metrics and attempts of a trial."""
-    from paceline.cli._console_output import print_alerts, print_json, word_of
+    from paceline.cli._console_output import print_alerts, print_json
     from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_trial(trial)
         data = found.data
-        experiment_state = found.experiment().data.state
         environments = [] if json and not show_environment else found.environments()
     if json:
         print_json(environments if show_environment else data)
     else:
-        _print_trial_facts(data, word_of(data, experiment_state))
+        _print_trial_facts(data, data.shown_state.value)
         print_alerts(data.alerts)
         _print_summary(data)
         _print_attempts(data)
@@ -247,13 +246,11 @@ def logs(
 @trial_app.command()
 def kill(trial: TrialId) -> None:
     """Kill a trial at once, without a checkpoint."""
-    from paceline.cli._console_output import word_of
     from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         killed = client.get_trial(trial).kill()
-        state = word_of(killed.data, killed.experiment().data.state)
-    typer.echo(f"Trial {trial} is {state}.")
+    typer.echo(f"Trial {trial} is {killed.data.shown_state.value}.")
 
 
 @trial_app.command("continue")

@@ -27,14 +27,16 @@ from paceline._training.engine.checkpoints.sharded_state import (
 from paceline._training.engine.checkpoints.state_files import StateFormatError, is_storable
 from paceline._training.workers.pickled_calls import NotSendableError, dump, load
 from paceline.creators._passes import DataPosition
-from paceline.storage._checkpoint_files import CheckpointCorruptError, digest_stream
+from paceline.storage._checkpoint_files import (
+    STATE_VERSION,
+    CheckpointCorruptError,
+    check_state_version,
+    digest_stream,
+)
 from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._storage_by_url import checkpoint_at
 
 logger = logging.getLogger(__name__)
-
-STATE_VERSION = 1
-"""The version of a trainer's state, raised by changes that earlier readers would misread."""
 
 
 class TrainsInPasses(Protocol):
@@ -117,7 +119,7 @@ def checked_pass_state(state: Any) -> dict[str, Any]:
 
     Raises:
         TypeError: It is no dictionary.
-        ValueError: It is none of a training in passes, or one of a later version.
+        ValueError: It is none of a training in passes, or one of an unknown version.
     """
     if not isinstance(state, dict):
         raise TypeError(f"A state must be a dictionary, but got {type(state).__name__}.")
@@ -127,11 +129,7 @@ def checked_pass_state(state: Any) -> dict[str, Any]:
             "A state must be what `PyTorchTrainer.state_dict` returned, but has the keys"
             f" {sorted(map(str, state))}."
         )
-    if version > STATE_VERSION:
-        raise ValueError(
-            f"A state must have version {STATE_VERSION} or an earlier one, but has {version}."
-            " Hint: use the Paceline version that stored it or a later one."
-        )
+    check_state_version("A state", version)
     return state
 
 
@@ -141,10 +139,10 @@ def restore_pass_state(replica: TrainsInPasses, state: dict[str, Any]) -> None:
     Raises:
         CheckpointMismatchError: It is of other models, optimizers or schedulers.
     """
-    changes = SettingChanges(state.get("built"), replica.built)
+    changes = SettingChanges(state["built"], replica.built)
     objects = replica.objects()
     objects.load_shared_state(state, changes)
-    if state.get("seed", replica.seed) != replica.seed:
+    if state["seed"] != replica.seed:
         changes.note("`seed`", state["seed"], replica.seed)
     replica.num_steps = state["num_steps"]
     _go_to_position(replica, state["place"], changes)

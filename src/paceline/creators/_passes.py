@@ -125,13 +125,11 @@ class DataPosition:
             **self.sizes(),
             "num_shards": self._data.num_shards,
             "stream": self._data.stream_state(),
-            "seeds_epochs": self._data.seeds_epochs,
         }
 
     def load_state(self, state: dict[str, Any]) -> bool:
         """Go to a stored position; return False if other data restart its epoch."""
         self.go_to(state["epoch"], state["next_batch"])
-        self._data.seeds_epochs = state.get("seeds_epochs", False)
         fits = state["num_shards"] == self._data.num_shards
         fits = fits and state["num_batches"] in (None, self.sizes()["num_batches"])
         if not fits:

@@ -151,9 +151,6 @@ class ShardedData:
         self._loader = loader
         self.num_shards = num_shards
         self.own_shards = own_shards
-        # Whether each epoch of an iterable data set has a seed of its own. A training that an
-        # earlier version began goes on with one for all.
-        self.seeds_epochs = True
         self._seed = seed
         self._drops_rest = drops_rest
         self._cached: dict[int, EpochOrder] = {}
@@ -311,7 +308,7 @@ class ShardedData:
         self._whole.load_state(state)
 
     def _iterate_whole(self, epoch: int, start_batch: int) -> Iterator[list[Any]]:
-        return self._whole.iterate(epoch, start_batch, seeds_epochs=self.seeds_epochs)
+        return self._whole.iterate(epoch, start_batch)
 
     def _partitions_of(self, epoch: int, start_batch: int) -> PartitionedStream | None:
         """Return the stream in partitions; None if the epoch is read whole."""

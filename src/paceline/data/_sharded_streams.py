@@ -219,7 +219,7 @@ class WholeStream:
         self._placed: dict[str, Any] | None = None
         self._random: IteratorWithGenerators | None = None
 
-    def iterate(self, epoch: int, start_batch: int, *, seeds_epochs: bool) -> Iterator[list[Any]]:
+    def iterate(self, epoch: int, start_batch: int) -> Iterator[list[Any]]:
         """Return all shards of each global batch.
 
         What the stream draws comes from generators of its own, seeded by (seed, epoch). What lies
@@ -229,12 +229,11 @@ class WholeStream:
         Args:
             epoch: The epoch.
             start_batch: The first global batch.
-            seeds_epochs: Whether each epoch has a seed of its own.
         """
-        seed = mix_seed(self._seed, epoch if seeds_epochs else 0)
         set_epoch = getattr(self._loader.dataset, "set_epoch", None)
-        if callable(set_epoch) and seeds_epochs:
+        if callable(set_epoch):
             set_epoch(epoch)
+        seed = mix_seed(self._seed, epoch)
         with isolated_randomness(seed):
             stream: Iterator[Any] = iter(self._loader)
         self._random = None

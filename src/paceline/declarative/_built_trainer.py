@@ -179,10 +179,8 @@ class _History(pytorch.PyTorchCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         tracker = self._trainer.loss_tracker
         rates = tracker["lrs"]
-        # Earlier versions counted by the history, of which a method of a subclass may add nothing.
-        done = state_dict.pop(_DONE, None)
+        self._trainer.num_epochs_done = state_dict.pop(_DONE)
         tracker.load_state_dict(state_dict)
-        self._trainer.num_epochs_done = tracker.current_epoch + 1 if done is None else done
         # The trial appends to the list that it knows.
         rates[:] = tracker["lrs"]
         tracker["lrs"] = rates

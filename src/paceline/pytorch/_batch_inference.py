@@ -191,8 +191,8 @@ class InferenceProgress:
         self._output_dir = output_dir
         self._earlier: list[list[Any]] = []
         self._stored: str | None = None
-        # The machines whose directories have results; None if an earlier version began the run.
-        self._machines: list[str] | None = []
+        # The machines whose directories have results.
+        self._machines: list[str] = []
         latest = context.distributed.broadcast(context.latest_checkpoint)
         if latest is None:
             self._output_id = context.distributed.broadcast(str(uuid4()))
@@ -263,7 +263,7 @@ class InferenceProgress:
             )
         self.num_done = metadata["steps_completed"]
         self._output_id = metadata["output_id"]
-        self._machines = metadata.get("output_machines")
+        self._machines = metadata["output_machines"]
         with self._context.checkpoint.restore_path(uuid) as path:
             names = sorted(path.glob(f"{_COLLECTED}_*.json"))
             self._earlier = [share for name in names for share in load_state(path, name.stem)]
@@ -276,8 +276,7 @@ class InferenceProgress:
         has_results = False
         if directory is not None:
             marker = directory / _MARKER
-            # Empty markers are left by an earlier version if killed while writing them.
-            known = (marker.read_text() if marker.exists() else "") or None
+            known = marker.read_text() if marker.exists() else None
             machine, has_results = socket.gethostname(), known == self._output_id
             if known is not None and not has_results:
                 held = _OTHER_RUN
@@ -291,8 +290,6 @@ class InferenceProgress:
                     "`output_dir` must be an empty or new directory, or that of the run that is"
                     f" resumed, but {str(directory)!r} holds {one}. Hint: {_HINTS[one]}"
                 )
-        if self._machines is None:
-            return
         here = {name: has_results for _, name, has_results in found if name is not None}
         if self.num_done:
             self._check_earlier_results(here, self._machines)

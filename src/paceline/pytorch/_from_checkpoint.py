@@ -156,12 +156,7 @@ def load_weights_from_checkpoint_path(
         return read_weights(directory, read_training(directory), model)
 
 
-def _imported_class(facts: Mapping[str, Any] | None) -> Any:
-    if facts is None:
-        raise ImportError(
-            "The checkpoint is of an early version and does not say which class its trial has."
-            " Hint: pass `trial_class`."
-        )
+def _imported_class(facts: Mapping[str, Any]) -> Any:
     module_name, _, qualname = facts["class"].partition(":")
     if module_name == "__main__" or "<locals>" in qualname:
         place = "a function" if "<locals>" in qualname else facts["source"]

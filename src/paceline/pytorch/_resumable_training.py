@@ -359,7 +359,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         self._callbacks.tell("on_checkpoint_load_start", stored)
         training = stored["training"]
         changed = self.changed_facts(training)
-        changes = SettingChanges(training.get("built"), parts.built)
+        changes = SettingChanges(training["built"], parts.built)
         for name, then, now in changed:
             changes.note(name, then, now)
         self._state.restore_shared(stored, self.loop, changes)

@@ -94,11 +94,6 @@ class TrainingLoop:
                 self._iterator = self.data.iterate_stream(epoch, batch)
         else:
             self._num_epoch_batches = self._order.num_batches
-            if batch >= self._num_epoch_batches:
-                # An earlier version trained on a rest of the epoch in spite of `drop_last`.
-                self._end_epoch()
-                self.open_epoch()
-                return
             self._iterator = self.data.iterate(epoch, batch)
 
     def run(self, schedule: Schedule) -> StopReason:

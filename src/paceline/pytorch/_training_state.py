@@ -28,8 +28,6 @@ from paceline._training.engine.checkpoints.resume_differences import (
 )
 from paceline._training.engine.checkpoints.sharded_state import StateInPieces
 from paceline._training.engine.checkpoints.state_files import (
-    STATE_VERSION,
-    UNSHARDED_VERSION,
     read_training,
     read_versioned_part,
 )
@@ -38,6 +36,7 @@ from paceline._training.engine.gradient_reduction import plain_model
 from paceline._training.engine.schedules import Position
 from paceline._training.engine.stepper import Stepper
 from paceline.pytorch._training_loop import TrainingLoop
+from paceline.storage._checkpoint_files import STATE_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ class TrainingState:
         in_files = {"models": models_in(parts), "optimizers": _numbered(parts, "optimizer")}
         self._objects().load_shared_state({**training, **in_files}, changes)
         stepper.accumulation.num_steps = training["num_optimizer_steps"]
-        num_steps = training.get("optimizer_steps", ())
+        num_steps = training["optimizer_steps"]
         for optimizer, number in zip(stepper.optimizers, num_steps, strict=False):
             stepper.num_steps_of[id(optimizer)] = number
         loop.last_validation = training["last_validation"]
@@ -129,21 +128,19 @@ class TrainingState:
         The generators come last, as all else may draw from them.
         """
         own = parts["rank"]
-        loop.data.load_stream_state(own.get("stream"))
+        loop.data.load_stream_state(own["stream"])
         if loop.position.batch_in_epoch:
             loop.open_epoch()
         if is_same_size:
             loop.means.load_state(own["means"], self._stepper.device)
-            if "reducers" in own:
-                self._collected.load_state(own["reducers"])
-        elif not own["means"].get("is_empty", True) and self._stepper.grid.rank == 0:
+            self._collected.load_state(own["reducers"])
+        elif not own["means"]["is_empty"] and self._stepper.grid.rank == 0:
             logger.warning(
                 "Another number of ranks goes on from the checkpoint: the metrics since the last"
                 " report before it are left out of the next one."
             )
         sharded = parts.get("gradients", {}).get("gradients")
-        gradients = {"gradients": _gradients(own), "sharded_gradients": sharded}
-        self._objects().load_own_state({**own, **gradients})
+        self._objects().load_own_state({**own, "sharded_gradients": sharded})
         self.restore_generators(parts, loop.position.batches)
 
     def restore_generators(self, parts: Mapping[str, Any], num_batches: int) -> None:
@@ -179,7 +176,7 @@ class TrainingState:
             parts["gradients"] = {"gradients": gradients}
         identity = loop.data.identity
         parts["training"] = {
-            "version": STATE_VERSION if stepper.is_divided else UNSHARDED_VERSION,
+            "version": STATE_VERSION,
             "paceline": _own_version(),
             "torch": str(torch.__version__),
             "position": loop.position._asdict(),
@@ -219,7 +216,7 @@ def read_state(
         tensor_size: The ranks of a tensor-parallel group.
 
     Raises:
-        CheckpointMismatchError: The directory holds no trainer's state, or a newer one.
+        CheckpointMismatchError: The directory holds no trainer's state, or of an unknown version.
         CheckpointCorruptError: A file cannot be read.
     """
     training = read_training(path)
@@ -238,7 +235,7 @@ def read_state(
         takes_sum = data_rank == 0 or is_sharded
         stored = range(0, training["world_size"], stored_size) if takes_sum else ()
         by_rank = (
-            whole(_gradients(read_versioned_part(path, f"rank_{each}", training)))
+            whole(read_versioned_part(path, f"rank_{each}", training)["gradients"])
             for each in stored
         )
         own["gradients"], sums = None, summed_gradients(by_rank)
@@ -287,12 +284,3 @@ def _numbered(parts: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 def _own_version() -> str:
     # Looking it up takes a millisecond, for which training would stand still each time.
     return version("paceline")
-
-
-def _gradients(own: Mapping[str, Any]) -> list[Any] | None:
-    """Return a rank's gradients; an early version kept those of models only, model by model."""
-    stored = own["gradients"]
-    if stored is not None and any(isinstance(gradients, list) for gradients in stored):
-        return [gradient for gradients in stored for gradient in gradients]
-    gradients: list[Any] | None = stored
-    return gradients

@@ -98,10 +98,10 @@ def _check_seed(stored: int, given: int | None) -> None:
 def _changed_hparams(
     training: Mapping[str, Any], context: PyTorchTrialContext
 ) -> list[tuple[str, Any, Any]]:
-    before, (now, unstored) = training.get("hparams"), checkpoint_hparams(context)
+    before, (now, unstored) = training["hparams"], checkpoint_hparams(context)
     if before is None or now is None:
         return []
-    left_out = {*unstored, *training.get("unstored_hparams", ())}
+    left_out = {*unstored, *training["unstored_hparams"]}
     return [
         (f"hyperparameter {name}", before.get(name), now.get(name))
         for name in sorted((before.keys() | now.keys()) - left_out)

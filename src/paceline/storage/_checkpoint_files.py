@@ -53,6 +53,38 @@ class CheckpointMismatchError(ValueError):
     """Raised when a checkpoint does not fit the training resuming from the checkpoint."""
 
 
+STATE_VERSION = 4
+"""Version of the state in the checkpoints of all front doors.
+
+Readers ignore unknown keys and do without new ones, so that a new key needs no new version. Each
+change that an earlier Paceline would misread raises the version, and comes with an upgrade step and
+a stored checkpoint of the version before in the tests.
+"""
+FIRST_STATE_VERSION = 4
+"""State version of the first release."""
+
+
+def check_state_version(owner: str, version: Any, writer: str = "") -> None:
+    """Refuse a state that this version of Paceline neither takes nor upgrades.
+
+    Args:
+        owner: The state in words, which begin the message.
+        version: Its version.
+        writer: The version of Paceline that stored it, for the hint if that is a later one.
+
+    Raises:
+        CheckpointMismatchError: Its version is unknown.
+    """
+    if version in range(FIRST_STATE_VERSION, STATE_VERSION + 1):
+        return
+    hint = f", {writer}" if writer and version > STATE_VERSION else ""
+    allowed = f"from {FIRST_STATE_VERSION} to " * (FIRST_STATE_VERSION != STATE_VERSION)
+    raise CheckpointMismatchError(
+        f"{owner} must have version {allowed}{STATE_VERSION}, but has {version}. Hint: use the"
+        f" version of Paceline that stored it{hint}."
+    )
+
+
 class CheckpointVersionError(CheckpointError):
     """Raised when a checkpoint has another format version."""
 

@@ -87,7 +87,7 @@ class StoredObject(NamedTuple):
 
 
 # Before the UUIDs of checkpoints that are not whole. Each is the key of an object with the seconds
-# that may pass without a sign of the writer; it is empty if an earlier version wrote it.
+# that may pass without a sign of the writer.
 _OPEN = ".open/"
 # Before the keys of objects that are put to learn the time of the store.
 _CLOCK_PREFIX = ".clock/"

@@ -117,7 +117,6 @@ class PreparedLoader:
             "seed": self._seed,
             "facts": self._facts(),
             "stream": self._data.stream_state(),
-            "seeds_epochs": self._data.seeds_epochs,
             "data": self._data.identity,
         }
 
@@ -127,17 +126,14 @@ class PreparedLoader:
         Raises:
             CheckpointMismatchError: The checkpoint lies within an epoch of other data.
         """
-        # Earlier versions had that of the run for all loaders.
-        seed = state.get("seed", self._own_loop.seed)
-        if seed != self._seed:
-            self._seed, self._data = seed, self._make_data(seed)
+        if state["seed"] != self._seed:
+            self._seed, self._data = state["seed"], self._make_data(state["seed"])
         check_identity(
-            state.get("data"),
+            state["data"],
             self._data.identity,
             is_within_epoch=state["is_open"],
             warn=self._warn,
         )
-        self._data.seeds_epochs = state.get("seeds_epochs", False)
         if state["facts"] != self._facts():
             self._warn(
                 f"A loader goes on from a checkpoint in which it had {state['facts']}, and now has"

@@ -34,13 +34,12 @@ from paceline.core._background_checkpoints import (
     commit_checkpoint,
     delete_checkpoint,
 )
+from paceline.storage._checkpoint_files import STATE_VERSION
 from paceline.storage._checkpoint_storage import CheckpointStorage, Kept, RetentionRules
 from paceline.train._rank_reporter import RankReporter
 from paceline.train._rank_state_and_comparison import RankComparison
 from paceline.train._run_protocol import (
     FILES_FOLDER,
-    STATE_VERSION,
-    UNSHARDED_VERSION,
     RunSpec,
     StoredAt,
     checked_metadata,
@@ -351,7 +350,7 @@ class TrainCheckpointWriter:
             parts["state"] = StateInPieces(given, "state", is_whole=is_chief)
         parts[f"rank_{self._rank}"] = StateInPieces(self._own_state(), "own")
         metadata = {
-            "version": STATE_VERSION if is_sharded else UNSHARDED_VERSION,
+            "version": STATE_VERSION,
             "uuid": checkpoint_uuid(spec.run_id, spec.attempt, spec.generation, number),
             "num_shards": spec.num_shards,
             "seed": spec.seed,
@@ -437,7 +436,7 @@ class UserStateReader:
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
         CheckpointCorruptError: Files are missing or altered.
-        ValueError: It is no checkpoint of a train function, or of a later version.
+        ValueError: It is no checkpoint of a train function, or of an unknown version.
     """
 
     def __init__(self, stored: StoredAt) -> None:

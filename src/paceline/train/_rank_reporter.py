@@ -130,7 +130,7 @@ class RankReporter:
         It comes late, as only `load_checkpoint()` shows that the function goes on from there.
 
         Args:
-            counters: What `state` has returned, or an earlier version's.
+            counters: What `state` has returned.
             resumed_from: The UUID of the checkpoint.
         """
         with self._lock:
@@ -252,15 +252,15 @@ class RankReporter:
             self._first_times.append(record)
 
     def _begin(self, counters: Mapping[str, int] | None, resumed_from: str | None) -> None:
-        stored = {"num_reports": self._first_report} if counters is None else counters
+        first = self._first_report
+        stored = counters or {"num_reports": first, "num_steps": first, "num_batches": 0}
         self._has_begun = True
         # A run after another one in the same directory goes on counting.
         self._batches_before = self._first_report if counters is None else 0
-        self.num_reports = stored.get("num_reports", 0)
-        steps_completed = stored.get("num_steps", self.num_reports)
-        self._steps_completed = steps_completed
+        self.num_reports = stored["num_reports"]
+        self._steps_completed = steps_completed = stored["num_steps"]
         # Added, not set: loaders may have counted batches before the journal begins.
-        self._num_batches += stored.get("num_batches", 0)
+        self._num_batches += stored["num_batches"]
         record_start(
             self.journal,
             attempt=self._key.attempt,

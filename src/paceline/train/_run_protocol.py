@@ -26,6 +26,7 @@ from paceline._training.workers.processes.signals_and_leftovers import noted_sig
 from paceline._training.workers.ray.forwarded_storage import ForwardedRun, ForwardedStorage
 from paceline.core._arguments import PreemptedError
 from paceline.core._preemption_and_search import ControlFile
+from paceline.storage._checkpoint_files import check_state_version
 from paceline.storage._checkpoint_storage import CheckpointStorage, Kept
 from paceline.storage._storage_by_url import storage_from
 
@@ -34,19 +35,12 @@ METRICS_GROUP = "training"
 TIMINGS_GROUP = "profiling"
 FILES_FOLDER = "files"
 
-STATE_VERSION = 2
-"""The version of what a checkpoint holds, raised by changes that earlier readers would misread.
-
-Version 2 has sharded tensors; a checkpoint without any stays of version 1, for earlier readers.
-"""
-UNSHARDED_VERSION = 1
-
 
 def checked_metadata(uuid: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a train function's checkpoint.
 
     Raises:
-        ValueError: It is none, or one of a later version.
+        ValueError: It is none, or one of an unknown version.
     """
     version = metadata.get("version")
     if "num_shards" not in metadata or not isinstance(version, int):
@@ -54,11 +48,7 @@ def checked_metadata(uuid: str, metadata: dict[str, Any]) -> dict[str, Any]:
             f"Checkpoint {uuid} must be one that a train function has saved, but has the metadata"
             f" {sorted(metadata)}."
         )
-    if version > STATE_VERSION:
-        raise ValueError(
-            f"Checkpoint {uuid} must have version {STATE_VERSION} or an earlier one, but has"
-            f" {version}. Hint: use the Paceline version that stored it or a later one."
-        )
+    check_state_version(f"Checkpoint {uuid}", version)
     return metadata
 
 

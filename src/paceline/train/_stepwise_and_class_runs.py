@@ -168,9 +168,7 @@ class StepwiseRun(Iterator[Report]):
         A run that goes on from that checkpoint may report them again.
         """
         latest = self.latest_checkpoint
-        # Checkpoints of earlier versions have the number as the step.
-        facts = {"num_reports": 0} if latest is None else latest.metadata
-        first = int(facts.get("num_reports", facts.get("steps_completed", 0)))
+        first = 0 if latest is None else int(latest.metadata["num_reports"])
         self._recent = {n: metrics for n, metrics in self._recent.items() if n > first}
         return dict(self._recent)
 

@@ -144,7 +144,7 @@ def test_a_home_of_before_the_first_release_is_refused_as_it_is(
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    with tarfile.open(STORED / "unreleased.tar.xz") as archive:
+    with tarfile.open(STORED / "unreleased_databases.tar.xz") as archive:
         archive.extract(f"{version}.sqlite", home, filter="data")
     path = (home / f"{version}.sqlite").rename(home / "master.sqlite")
     if has_log:

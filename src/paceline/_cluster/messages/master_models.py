@@ -6,9 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
@@ -267,16 +265,6 @@ class NewToken(Request):
                 f"`node` must be another machine than the master's own, but got {LOCAL_NAME!r}."
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Return the fields, without `node` and `pool` if unset: older masters reject them."""
-        fields: dict[str, object] = handler(self)
-        return {
-            name: value
-            for name, value in fields.items()
-            if value is not None or name not in ("node", "pool")
-        }
 
 
 def make_new_token(**fields: object) -> NewToken:

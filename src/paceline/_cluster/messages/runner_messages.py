@@ -122,7 +122,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `has_prefix` tells that `entrypoint` begins with a program of the user that runs the rest.
 
-    `token` opens the routes of this attempt and no other. Attempts of earlier versions have none.
+    `token` opens the routes of this attempt and no other.
 
     An attempt on several nodes has a runner on each of its `num_members` nodes. `member` is the
     number of this one; number 0 has rank 0. `num_shards` is the number of shards of a global batch

@@ -173,7 +173,7 @@ _KINDS = {
 def kind_of_end(reason: ExitReason, is_success: bool) -> ErrorKind | None:
     """Return the error kind for an end stored without a kind; None if there is no error.
 
-    Attempts that earlier versions ended, or that the master told to end, do not tell one.
+    Attempts that the master ends have none.
     """
     if reason is ExitReason.EXITED:
         return None if is_success else ErrorKind.USER

@@ -189,9 +189,8 @@ class AttemptDirectory:
             data = read_regular(self.path / "process.json")
         except FileNotFoundError:
             return None
-        noted = msgspec.json.decode(check_seal(data), type=_Process | tuple[int, float])
-        # An earlier version wrote a pair.
-        return (noted.group, noted.start_time) if isinstance(noted, _Process) else noted
+        noted = msgspec.json.decode(check_seal(data), type=_Process)
+        return noted.group, noted.start_time
 
     @contextmanager
     def hold_lock(self) -> Iterator[bool]:

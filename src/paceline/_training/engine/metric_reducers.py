@@ -101,10 +101,7 @@ class _FunctionReducer(MetricReducer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        values = state_dict["values"]
-        # An earlier version kept the values alone.
-        batches = state_dict.get("batches", [0] * len(values))
-        self._values = list(zip(batches, values, strict=True))
+        self._values = list(zip(state_dict["batches"], state_dict["values"], strict=True))
 
 
 class ReducerSet:

@@ -226,11 +226,10 @@ class WeightedMeans:
         for name, total in state["totals"].items():
             column = columns[name] = _WeightedSum(device if isinstance(total, Tensor) else None)
             column.total = float(total) if column.is_on_host else total.to(device)
-            # An older state has the numbers in the sum already.
-            values = state["held"].get(name, torch.zeros(len(weights)))
+            values = state["held"][name]
             held.append(values.tolist() if column.is_on_host else values.to(device).unbind())
         self._columns = self._names = None
-        if not state.get("is_empty", not columns):
+        if not state["is_empty"]:
             self._set_columns(columns)
         rows = zip(weights, repeat(0), *held, strict=False)
         self._held = [each for row in rows for each in row]

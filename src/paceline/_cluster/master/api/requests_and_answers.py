@@ -29,7 +29,7 @@ from paceline._cluster.master.experiments.state_transitions import (
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import DatabaseUnavailableError, Transaction
-from paceline._cluster.master.store.list_pages import EncodingCache, NameCache, Order, Place
+from paceline._cluster.master.store.list_pages import EncodingCache, NameCache, Order
 from paceline._cluster.master.store.messages_from_rows import (
     checkpoint_views,
     decode_cursor,
@@ -284,10 +284,8 @@ def position_in_rows(cursor: str | None, default: list[Any]) -> list[Any]:
     return decoded
 
 
-def place_in_rows(cursor: str | None, order: str, num_keys: int) -> Place | None:
+def place_in_rows(cursor: str | None, order: str, num_keys: int) -> list[Any] | None:
     """Return the place encoded in a list's cursor; None for the beginning of the list.
-
-    A cursor of an earlier version says how many rows come before.
 
     Raises:
         ApiError: The cursor was made elsewhere.
@@ -298,8 +296,6 @@ def place_in_rows(cursor: str | None, order: str, num_keys: int) -> Place | None
         given, *keys = decode_cursor(cursor)
     except ValueError as error:
         raise ApiError(400, "invalid_cursor", str(error)) from error
-    if type(given) is int and not keys and 0 <= given <= _MAX_INTEGER:
-        return given
     if given != order or len(keys) != num_keys or not all(map(_is_key, keys)):
         raise ApiError(400, "invalid_cursor", f"`cursor` {cursor!r} belongs to another list.")
     return keys

@@ -332,8 +332,8 @@ class Database:
                 found = connection.execute(tables.VERSION).scalar()
         except DatabaseError as error:
             raise unreadable(self._path, error.orig) from error
-        if version := check_version(self._path, found):
-            self._upgrade(version)
+        if earlier := check_version(self._path, found):
+            self._upgrade(earlier)
 
     def _upgrade(self, version: int) -> None:
         # Alembic is slow to load, and seldom needed.

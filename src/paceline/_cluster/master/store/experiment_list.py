@@ -26,7 +26,7 @@ from sqlalchemy import (
 
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import load_json
-from paceline._cluster.master.store.list_pages import EncodingCache, Order, Place
+from paceline._cluster.master.store.list_pages import EncodingCache, Order
 from paceline._cluster.master.store.messages_from_rows import experiment_model
 from paceline._cluster.master.store.metric_series import tagged
 from paceline._cluster.master.store.row_ids_and_counts import (
@@ -146,7 +146,7 @@ def list_rows(
     connection: Connection,
     query: ExperimentQuery,
     *,
-    after: Place | None = None,
+    after: Sequence[Any] | None = None,
     limit: int,
 ) -> list[Listed]:
     """Return rows in order, those after a position.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 from pydantic_core import to_json
@@ -33,9 +33,6 @@ from paceline._cluster.master.store.row_ids_and_counts import (
     numbers_of,
 )
 
-Place: TypeAlias = Sequence[Any] | int
-"""The keys of the row before a page; or the number of rows before it, as earlier cursors say."""
-
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -58,18 +55,15 @@ class Order:
         connection: Connection,
         query: Select[Any],
         *,
-        after: Place | None = None,
+        after: Sequence[Any] | None = None,
         limit: int,
     ) -> list[Row[Any]]:
-        """Return up to `limit` rows of a query in this order, those behind a place."""
+        """Return up to `limit` rows of a query in this order, those behind a row with keys."""
         first, rest = self.keys[0], self.keys[1:]
         terms = [
             _directed(first, self.is_descending),
             *(_directed(key, self._is_rest_descending) for key in rest),
         ]
-        if isinstance(after, int):
-            terms[0] = terms[0].nulls_last()
-            return [*connection.execute(query.order_by(*terms).offset(after).limit(limit)).all()]
         rows: list[Row[Any]] = []
         if after is None or after[0] is not None:
             # NULL keys match no comparison, so rows without the first key are read separately.

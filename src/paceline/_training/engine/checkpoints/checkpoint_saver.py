@@ -184,7 +184,7 @@ class BestValidation:
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "BestValidation":
         """Return the object recorded by `state`, also from within a larger state."""
-        made = cls("best", *state.get("judged_by", (None, True)))
+        made = cls("best", *state["judged_by"])
         made.best, made.best_metrics = state["best"], state["best_metrics"]
         return made
 

@@ -19,9 +19,9 @@ from paceline._training.engine.checkpoints.models_and_optimizers import (
     shape_of_state,
 )
 from paceline._training.engine.checkpoints.state_files import (
-    STATE_VERSION,
     check_number,
     read_training,
+    read_versioned_files,
     read_versioned_part,
     read_weights,
 )
@@ -317,7 +317,7 @@ def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:
     training = read_training(path)
     check_number("optimizer", index, training["num_optimizers"])
     prefix = f"model_{model}."
-    places = training.get("optimizer_parameters", {index: [None]})[index]
+    places = training["optimizer_parameters"][index]
     if not all(place is not None and place.startswith(prefix) for place in places):
         raise CheckpointMismatchError(
             f"All parameters of optimizer {index} must be known to be those of model {model}, but"
@@ -338,8 +338,8 @@ def _whose_parameters(places: Sequence[str | None]) -> str:
     """Return an error text naming the models owning an optimizer's parameters, with a hint."""
     if None in places:
         return (
-            "some are not. Hint: checkpoints of earlier versions do not tell, and parameters of no"
-            " model have no names; go on from this one and store another"
+            "some are not. Hint: parameters of no model have no names; build the optimizer from"
+            " those of the model"
         )
     models = sorted({int(str(place).partition(".")[0].removeprefix("model_")) for place in places})
     if len(models) == 1:
@@ -380,7 +380,7 @@ def _weights_in_dcp(files: DcpFiles, path: Path, key: str) -> dict[str, Any]:
 
 def _weights_in_train_function(path: Path, key: str) -> dict[str, Any]:
     """Return the weights saved by a train function under a key."""
-    state = read_versioned_part(path, "state", {"version": STATE_VERSION}, lazily=True)
+    state = read_versioned_files(path, "state", lazily=True)
     weights = state.get(key) if key else state
     if not isinstance(weights, dict) or not any(
         isinstance(value, StoredTensor) for value in weights.values()

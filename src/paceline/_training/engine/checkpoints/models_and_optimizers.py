@@ -294,11 +294,11 @@ class ModelsAndOptimizers:
         """
         check_numbers("optimizer", state["optimizers"], self.optimizers)
         check_numbers("scheduler", state["schedulers"], self.schedulers)
-        _check_types("optimizer", state.get("optimizer_types"), self.optimizers)
-        _check_types("scheduler", state.get("scheduler_types"), self.schedulers)
+        _check_types("optimizer", state["optimizer_types"], self.optimizers)
+        _check_types("scheduler", state["scheduler_types"], self.schedulers)
         load_models(self.models, state["models"], state.get("bases", ()))
-        self._check_parameters(state.get("optimizer_parameters", ()))
-        for index, frozen in enumerate(state.get("frozen", ())):
+        self._check_parameters(state["optimizer_parameters"])
+        for index, frozen in enumerate(state["frozen"]):
             _freeze(self.models[index], changes.in_frozen(frozen, index))
         for index, optimizer in enumerate(self.optimizers):
             _load_optimizer(optimizer, state["optimizers"][index], index, changes)
@@ -310,7 +310,7 @@ class ModelsAndOptimizers:
     def _check_parameters(self, stored: Sequence[Sequence[str | None]]) -> None:
         """Raise CheckpointMismatchError for an optimizer with its parameters in another order.
 
-        An optimizer's own state has no names. Earlier versions stored none.
+        An optimizer's own state has no names.
         """
         names = _names_of_parameters([named_parameters(model) for model in self.models])
         for index, (some, optimizer) in enumerate(zip(stored, self.optimizers, strict=False)):
@@ -331,7 +331,7 @@ class ModelsAndOptimizers:
                 logger.warning("%s: it goes on with the state of that one.", text)
 
     def _load_loose(self, stored: Sequence[torch.Tensor]) -> None:
-        """Restore parameters known to optimizers only; earlier versions stored none."""
+        """Restore parameters known to optimizers only."""
         names = _names_of_parameters([named_parameters(model) for model in self.models])
         loose = [each for each in self.parameters if id(each) not in names]
         if not stored:
@@ -422,8 +422,8 @@ def _model_state(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _check_types(kind: str, stored: list[str] | None, present: Sequence[Any]) -> None:
-    for index, (expected, found) in enumerate(zip(stored or [], present, strict=False)):
+def _check_types(kind: str, stored: list[str], present: Sequence[Any]) -> None:
+    for index, (expected, found) in enumerate(zip(stored, present, strict=False)):
         if type(found).__name__ != expected:
             raise CheckpointMismatchError(
                 f"The checkpoint's {kind} {index} must be of the same type as the one here, but"

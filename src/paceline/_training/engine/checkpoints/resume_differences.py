@@ -84,7 +84,7 @@ class SettingChanges:
     def in_frozen(self, stored: Iterable[str], index: int) -> set[str]:
         """Return the names of a model's frozen parameters, with the changes applied."""
         frozen = {*stored}
-        if self._then is None or "frozen" not in self._then:
+        if self._then is None:
             return frozen
         then, now = self._then["frozen"][index], self._now["frozen"][index]
         for name in sorted({*then} ^ {*now}):

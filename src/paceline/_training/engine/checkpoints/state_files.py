@@ -20,7 +20,12 @@ from paceline._training.engine.checkpoints.stored_tensors import (
     whole,
     write_whole_tensors,
 )
-from paceline.storage._checkpoint_files import CheckpointCorruptError, CheckpointMismatchError
+from paceline.storage import _checkpoint_files
+from paceline.storage._checkpoint_files import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    check_state_version,
+)
 from paceline.storage._uploads import FileSender
 
 _TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$items"
@@ -279,37 +284,8 @@ def _at(path: str, key: object) -> str:
     return f"{path}.{text}" if path else str(text)
 
 
-STATE_VERSION = 3
-"""The version of what a checkpoint holds.
-
-Readers leave out keys that they do not know and do without keys that are new, so that adding one
-needs no new version. A change that an earlier Paceline would misread raises it by one, and comes
-with a function in `_MIGRATIONS` and a stored checkpoint of the version before in the tests.
-Version 3 has sharded tensors; a checkpoint without any stays of version 2, for earlier readers.
-"""
-UNSHARDED_VERSION = 2
-
-
-def _from_version_1(name: str, part: dict[str, Any]) -> None:
-    """Add the keys missing in version 1, and convert open sums to the current form."""
-    if name == "training":
-        part |= {"trial": None, "hparams": None, "unstored_hparams": [], "data_config": {}}
-        part["best_metrics"] = None
-    elif name.startswith("rank_"):
-        means = part["means"]
-        part["means"] = {
-            "totals": means["sums"],
-            "held": {},
-            "weights": [],
-            "weight": means["weight"],
-        }
-
-
 # Functions upgrading a named part from a version to the next version, in place.
-_MIGRATIONS: dict[int, Callable[[str, dict[str, Any]], None]] = {
-    1: _from_version_1,
-    2: lambda name, part: None,
-}
+_STEPS: dict[int, Callable[[str, dict[str, Any]], None]] = {}
 
 
 def read_training(path: Path) -> dict[str, Any]:
@@ -318,7 +294,7 @@ def read_training(path: Path) -> dict[str, Any]:
     Its "version" stays that of the files, as the other parts are to be read by it.
 
     Raises:
-        CheckpointMismatchError: The directory holds no trainer's state, or a newer one.
+        CheckpointMismatchError: The directory holds no trainer's state, or of an unknown version.
         CheckpointCorruptError: The file cannot be read.
     """
     if not path.exists():
@@ -336,13 +312,10 @@ def read_training(path: Path) -> dict[str, Any]:
         )
     training = read_versioned_files(path, "training")
     version = training["version"]
-    if version > STATE_VERSION:
-        raise CheckpointMismatchError(
-            f"The trainer's state must have version {STATE_VERSION} or an earlier one, but has"
-            f" {version}: Paceline {training.get('paceline', 'of a later version')} stored it."
-            " Hint: use that version or a later one."
-        )
-    return _migrated("training", training, version)
+    check_state_version(
+        f"The trainer's state in {str(path)!r}", version, training.get("paceline", "")
+    )
+    return _upgraded("training", training, version)
 
 
 def read_versioned_part(
@@ -359,7 +332,7 @@ def read_versioned_part(
     Raises:
         CheckpointCorruptError: Its files are missing or cannot be read.
     """
-    return _migrated(name, read_versioned_files(path, name, lazily=lazily), training["version"])
+    return _upgraded(name, read_versioned_files(path, name, lazily=lazily), training["version"])
 
 
 def check_number(kind: str, index: int, num_stored: int) -> None:
@@ -420,7 +393,7 @@ def read_versioned_files(path: Path, name: str, *, lazily: bool = False) -> dict
     return part
 
 
-def _migrated(name: str, part: dict[str, Any], version: int) -> dict[str, Any]:
-    for earlier in range(version, STATE_VERSION):
-        _MIGRATIONS[earlier](name, part)
+def _upgraded(name: str, part: dict[str, Any], version: int) -> dict[str, Any]:
+    for earlier in range(version, _checkpoint_files.STATE_VERSION):
+        _STEPS[earlier](name, part)
     return part

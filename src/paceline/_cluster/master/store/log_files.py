@@ -183,13 +183,12 @@ class LogFile:
         needles = LogNeedles(only)
         if not num_lines:
             return
-        may_pass = needles.blocks(self._index_path, blocks)
         order = range(start // BLOCK_LINES, len(starts) - 1)
         with _open_to_read(self._path) as file:
             for number in reversed(order) if newest_first else order:
                 known = blocks[number] if number < len(blocks) else None
                 content = b""
-                if known is None or may_pass[number]:
+                if known is None or needles.is_in_time(known):
                     file.seek(starts[number])
                     content = file.read(starts[number + 1] - starts[number])
                 if known is not None and not (content and needles.may_pass(content)):
@@ -310,7 +309,7 @@ def _numbered(content: bytes, first: int, newest_first: bool = False) -> list[tu
 
 
 def _parse_log_line(line: bytes) -> _Fields:
-    """Return the fields of a line; a checksum comes last unless an old version wrote the line.
+    """Return the fields of a line; without its checksum.
 
     Raises:
         msgspec.DecodeError: It is damaged.

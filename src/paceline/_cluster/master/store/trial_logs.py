@@ -1,4 +1,4 @@
-"""Log text of trials: a file per attempt beside the database, with a search index."""
+"""Log text of trials: a file per attempt beside the database, with an index of times."""
 
 import heapq
 import os
@@ -30,9 +30,10 @@ class LogStore:
     """Append-only log files: ``<root>/trial-<id>/attempt-<n>.jsonl`` and ``.index``.
 
     A line is ``[sequence, time, rank, stream, level, text]``; the runner's sequence numbers make
-    shipping twice harmless, and the master's own lines have -1. The index tells which blocks of
-    lines need not be read to find a text; it is made anew if it is lost or damaged. A damaged line
-    is left out wherever it is met, and counted; it keeps its id. Safe to call from several threads.
+    shipping twice harmless, and the master's own lines have -1. The index has the time span of each
+    block of lines; it is made anew if it is lost or damaged. A search looks through the bytes, and
+    decodes only lines that can match. A damaged line is left out wherever it is met, and counted;
+    it keeps its id. Safe to call from several threads.
     """
 
     def __init__(self, root: Path) -> None:

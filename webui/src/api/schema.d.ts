@@ -2895,7 +2895,7 @@ export interface components {
          *     Of a trial with more than 1,000 names it has the first ones; `has_more_metrics` is true then.
          *
          *     `started_at` is when its first attempt began to run, after it had waited for slots.
-         *     `experiment_state` is the stored state of its experiment; a master of before does not tell it.
+         *     `experiment_state` is the stored state of its experiment.
          *     `num_records_lost` counts what its processes reported and the master lacks: records that were
          *     damaged, or that could not be stored. The trial's log names them. `restarts` are those that
          *     `max_restarts` counts; `retries` followed transient errors. `error_kind` is the kind of `error`.
@@ -2910,8 +2910,7 @@ export interface components {
             /** Request Id */
             request_id: string;
             state: components["schemas"]["TrialState"];
-            /** @default ACTIVE */
-            experiment_state?: components["schemas"]["ExperimentState"];
+            experiment_state: components["schemas"]["ExperimentState"];
             /** Is Running */
             is_running: boolean;
             /** Hparams */

@@ -107,7 +107,7 @@ def _problems_of(client: "Client", data: "ExperimentData") -> str | None:
     """Return the master's problems holding up an experiment; None without any."""
     if data.ended_at is not None:
         return None
-    problems = getattr(client.status(), "problems", [])
+    problems = client.status().problems
     ours = (f"Experiment {data.id} ", "The disk ")
     return "\n".join(one for one in problems if one.startswith(ours)) or None
 
@@ -183,7 +183,7 @@ def _print_rungs(experiment: "Experiment") -> None:
     rows = []
     for number, bracket in enumerate(experiment.search().brackets, start=1):
         for rung in bracket:
-            counts = rung.counts
+            counts = rung.num_by_decision
             rows.append((number, rung.length, sum(counts.values()), counts.get("stopped", 0)))
     if rows:
         console().print()

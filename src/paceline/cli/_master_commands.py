@@ -362,7 +362,6 @@ def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
 
 def status(json: Json = False) -> None:
     """Show whether a master runs, its load, its sizes and its problems."""
-    from paceline._cluster.messages.master_models import MasterStatus
     from paceline._training.progress_display import format_duration
     from paceline.cli._console_output import print_facts, print_json
     from paceline.cli._options_and_errors import connect
@@ -386,9 +385,7 @@ def status(json: Json = False) -> None:
         ("Slots", slots_text(info, info.num_slots, verb=" in use")),
         ("Active experiments", info.num_active_experiments),
     ]
-    if isinstance(info, MasterStatus):
-        facts += _status_facts(info)
-    print_facts(facts)
+    print_facts([*facts, *_status_facts(info)])
 
 
 def _status_facts(info: "MasterStatus") -> list[tuple[str, Any]]:

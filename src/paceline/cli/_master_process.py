@@ -218,7 +218,6 @@ def count_running_attempts(home: Path) -> int:
 
 def count_running_trials(file: MasterFile, home: Path) -> int:
     """Return the number of trials running on all nodes; on this machine without an answer."""
-    from paceline._cluster.messages.master_models import MasterStatus
     from paceline._cluster.messages.states import LIVE_ATTEMPTS
     from paceline.client._client import Client
     from paceline.client._http_session import ClientError, read_token
@@ -226,9 +225,8 @@ def count_running_trials(file: MasterFile, home: Path) -> int:
     try:
         if master_answers(file):
             with Client(file.url, read_token(home)) as client:
-                info = client.status()
-            if isinstance(info, MasterStatus):
-                return sum(info.attempts.get(state, 0) for state in LIVE_ATTEMPTS)
+                attempts = client.status().attempts
+            return sum(attempts.get(state, 0) for state in LIVE_ATTEMPTS)
     except ClientError:
         # Master without a database, or about to end: the count on this machine is the fallback.
         pass

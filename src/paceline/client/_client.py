@@ -218,20 +218,11 @@ class Client(ClusterClient):
 
         return self._session.get("master", MasterInfo)
 
-    def status(self) -> "MasterStatus | MasterInfo":
-        """Return the master's facts, its load and its problems.
-
-        A master of before tells less.
-        """
+    def status(self) -> "MasterStatus":
+        """Return the master's facts, its load and its problems."""
         from paceline._cluster.messages.master_models import MasterStatus
-        from paceline.client._http_session import ApiError
 
-        try:
-            return self._session.get("status", MasterStatus)
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return self.master()
+        return self._session.get("status", MasterStatus)
 
     def shut_down(self, *, keep_trials: bool = False, timeout_s: float = 30.0) -> None:
         """Ask the master to stop; the answer comes before the stop.

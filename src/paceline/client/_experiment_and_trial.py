@@ -102,19 +102,10 @@ class Trial:
         return self._session.get(f"trials/{self.id}/time", TrialTime)
 
     def environments(self) -> "list[AttemptEnvironment]":
-        """Return the environments of the trial's attempts, the earliest first.
-
-        A master of before tells of none.
-        """
+        """Return the environments of the trial's attempts, the earliest first."""
         from paceline._cluster.messages.experiment_models import AttemptEnvironment
-        from paceline.client._http_session import ApiError
 
-        try:
-            return self._session.get(f"trials/{self.id}/environments", list[AttemptEnvironment])
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return []
+        return self._session.get(f"trials/{self.id}/environments", list[AttemptEnvironment])
 
     def kill(self) -> "Trial":
         """End the trial at once, without a checkpoint, and return its present state."""

@@ -2041,7 +2041,7 @@ export interface components {
          * @description Hyperparameters of an experiment's trials, with a metric value per trial.
          *
          *     `num_trials` counts all of them. If `is_sampled`, half of the rows are the best trials by the
-         *     searched metric, and the others are spread evenly. A master of before tells neither.
+         *     searched metric, and the others are spread evenly.
          */
         HparamTable: {
             metric: components["schemas"]["MetricName"];
@@ -2052,12 +2052,9 @@ export interface components {
             /** Rows */
             rows: components["schemas"]["HparamRow"][];
             /** Num Trials */
-            num_trials?: number | null;
-            /**
-             * Is Sampled
-             * @default false
-             */
-            is_sampled?: boolean;
+            num_trials: number;
+            /** Is Sampled */
+            is_sampled: boolean;
         };
         /**
          * LogLine
@@ -2589,18 +2586,15 @@ export interface components {
          * @description Rung of a halving search; `length` is the training length at the decision.
          *
          *     `num_by_decision` counts all of its trials. Of a large rung `entries` has a part, spread evenly
-         *     over the ranks, the first and the last one included. A master of before counts none.
+         *     over the ranks, the first and the last one included.
          */
         Rung: {
             /** Length */
             length: number;
             /** Entries */
             entries: components["schemas"]["RungEntry"][];
-            /**
-             * Num By Decision
-             * @default {}
-             */
-            num_by_decision?: {
+            /** Num By Decision */
+            num_by_decision: {
                 [key: string]: number;
             };
         };

@@ -31,7 +31,7 @@ export function shownExperimentState(experiment: Experiment): ShownState {
 /** Return the state to show: `shown_state`, in the light of the newest state of its experiment. */
 export function shownTrialState(trial: Trial, experimentState?: ExperimentState): ShownState {
   if (isTerminal(trial.state)) return trial.shown_state;
-  const of = experimentState ?? trial.experiment_state ?? "ACTIVE";
+  const of = experimentState ?? trial.experiment_state;
   if (isStopping(trial.state) || isStopping(of)) return "STOPPING";
   if (trial.is_running) return of === "PAUSED" ? "STOPPING" : "RUNNING";
   return of === "PAUSED" ? "PAUSED" : "QUEUED";

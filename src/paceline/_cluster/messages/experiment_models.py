@@ -3,7 +3,6 @@
 Also: hyperparameters, configs, searches, logs.
 """
 
-from collections import Counter
 from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
@@ -483,15 +482,15 @@ class HparamTable(Message):
     """Hyperparameters of an experiment's trials, with a metric value per trial.
 
     `num_trials` counts all of them. If `is_sampled`, half of the rows are the best trials by the
-    searched metric, and the others are spread evenly. A master of before tells neither.
+    searched metric, and the others are spread evenly.
     """
 
     metric: MetricName
     smaller_is_better: bool
     axes: list[HparamAxis]
     rows: list[HparamRow]
-    num_trials: int | None = None
-    is_sampled: bool = False
+    num_trials: int
+    is_sampled: bool
 
 
 class ConfigView(Message):
@@ -547,17 +546,12 @@ class Rung(Message):
     """Rung of a halving search; `length` is the training length at the decision.
 
     `num_by_decision` counts all of its trials. Of a large rung `entries` has a part, spread evenly
-    over the ranks, the first and the last one included. A master of before counts none.
+    over the ranks, the first and the last one included.
     """
 
     length: int
     entries: list[RungEntry]
-    num_by_decision: dict[str, int] = {}
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The number of trials by decision."""
-        return self.num_by_decision or dict(Counter(entry.decision for entry in self.entries))
+    num_by_decision: dict[str, int]
 
 
 class SearchView(Message):

@@ -90,7 +90,7 @@ function Varied({ table }: { table: HparamTable }) {
     <Stack gap="md">
       {table.is_sampled && (
         <Text size="sm" c="dimmed">
-          Shown are {table.rows.length} of {plural(table.num_trials ?? 0, "trial")}. Half of them
+          Shown are {table.rows.length} of {plural(table.num_trials, "trial")}. Half of them
           are the best by the searched metric, the others are spread evenly.
         </Text>
       )}

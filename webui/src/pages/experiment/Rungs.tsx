@@ -61,7 +61,7 @@ export function Rungs() {
 }
 
 function RungColumn({ rung, experiment }: { rung: Rung; experiment: Experiment }) {
-  const numbers = rung.num_by_decision ?? {};
+  const numbers = rung.num_by_decision;
   const total = Object.values(numbers).reduce((sum, number) => sum + number, 0);
   const counts = Object.entries(WORDS)
     .map(([decision, words]) => {

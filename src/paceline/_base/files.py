@@ -23,7 +23,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 def replacing_atomically(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
     """Yield a new file to write; the file replaces `path` when the block ends.
 
-    If the block raises, the earlier file stays, and what was written is removed. Where others can
+    If the block raises, the earlier file stays, and the partial file is removed. Where others can
     write to the directory, use `replacing_below`.
 
     Args:
@@ -134,9 +134,9 @@ def write_atomically(path: Path, data: bytes, *, is_durable: bool = False) -> No
 
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# Linux: to reach what is below a directory that may be entered but not be listed.
+# O_PATH (Linux) opens a directory that may be entered but not listed.
 _ENTRY_ONLY = getattr(os, "O_PATH", None)
-# Limit on the parts of a path, with those of its links.
+# Limit on the parts of a path, the parts of its links included.
 _MAX_PARTS = 1000
 
 

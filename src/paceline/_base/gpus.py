@@ -44,7 +44,7 @@ def ask_gpu_program(command: list[str], what: str) -> str:
 
     Args:
         command: The program and its arguments.
-        what: What is asked, for the log.
+        what: The question, for the log.
 
     Raises:
         OSError: It cannot be started.
@@ -86,9 +86,9 @@ class KnownGpu:
     """A GPU or a MIG device.
 
     Attributes:
-        id: What CUDA_VISIBLE_DEVICES may have for it: a number or a UUID.
+        id: Its value in CUDA_VISIBLE_DEVICES: a number or a UUID.
         uuid: Its UUID; empty if nobody tells.
-        name: The name of the product, and of the MIG profile; those of all GPUs if it may be any of
+        name: The product name and the MIG profile; the names of all GPUs if it may be any of
             them; empty if nobody tells.
         memory_bytes: All of its memory; 0 if nobody tells.
         is_mig: Whether it is a MIG device.
@@ -128,7 +128,7 @@ def amd_gpus() -> list[KnownGpu]:
     sizes = {one.get("gpu"): _size(one.get("vram")) for one in _query_amd("static", "--vram")}
     return [
         KnownGpu(
-            # The number for HIP, where it is told, may be another one than that of amd-smi.
+            # HIP may number the GPU differently from amd-smi.
             id=str(one.get("hip_id", one["gpu"])),
             uuid=str(one.get("uuid", "")),
             name=names.get(one["gpu"], ""),
@@ -165,14 +165,14 @@ def _query_amd(*arguments: str) -> list[dict[str, Any]]:
 
 
 NO_DRIVER = 3
-"""The exit code of the program where there is no driver of NVIDIA, or no library of it."""
+"""The exit code of nvidia-smi if the NVIDIA driver or its library is missing."""
 
 
 class Nvml:
     """NVML, open until `close`.
 
     Args:
-        problems: Gets a sentence for each GPU that NVML counts but cannot tell of.
+        problems: Gets a sentence for each GPU that NVML counts but cannot describe.
 
     Raises:
         Exception: There is no library, no driver, or they fail.
@@ -207,7 +207,7 @@ class Nvml:
 class NvmlDevice:
     """GPU, or MIG device of a GPU; `number` is the GPU's number in nvidia-smi.
 
-    What the device does not support raises an exception of `pynvml`.
+    A query that the device does not support raises an exception of `pynvml`.
     """
 
     def __init__(self, nvml: Any, handle: Any, number: int) -> None:
@@ -294,7 +294,7 @@ def _memory_or_nothing(device: NvmlDevice) -> int:
     try:
         return device.memory_bytes()[1]
     except Exception:
-        # GPUs that share the memory of the machine tell of none.
+        # GPUs that share the machine's memory report none of their own.
         return 0
 
 
@@ -394,7 +394,7 @@ def _rows_of_nvidia_smi() -> list[KnownGpu]:
                     number=row["index"],
                     uuid=row.get("uuid", ""),
                     name=row.get("name", ""),
-                    # GPUs that share the memory of the machine tell of none.
+                    # GPUs that share the machine's memory report none of their own.
                     memory_bytes=int(mebibytes) << 20 if mebibytes.isdecimal() else 0,
                 )
             )
@@ -404,7 +404,7 @@ def _rows_of_nvidia_smi() -> list[KnownGpu]:
 def _gpus_of_listing(listed: str, rows: dict[str, KnownGpu]) -> list[KnownGpu]:
     """Return each MIG device of a listing, and each GPU without MIG devices.
 
-    The listing tells the memory of neither; that of whole GPUs is in the rows, by their UUIDs.
+    The listing has no memory sizes; those of whole GPUs are in the rows, by their UUIDs.
     """
     found: list[KnownGpu] = []
     whole: KnownGpu | None = None
@@ -508,7 +508,7 @@ def _gpus_by_device_files() -> list[KnownGpu]:
 
 def _gpu_of_name(name: str, gpus: list[KnownGpu]) -> KnownGpu:
     """Return the GPU of a name; for an ambiguous name, only the facts common to all GPUs."""
-    # CUDA counts the fastest GPU first unless it is told to count as nvidia-smi does.
+    # CUDA counts the fastest GPU first unless a variable makes it count as nvidia-smi does.
     is_certain = not name.isdecimal() or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     found = [gpu for gpu in gpus if is_certain and gpu.is_called(name)]
     if len(found) == 1:

@@ -33,8 +33,8 @@ def class_named(name: str, group: str, own: Mapping[str, type], base: type, fiel
         name: The name.
         group: The group of entry points in which packages offer such classes.
         own: Paceline's own ones, by name.
-        base: What the class must derive from.
-        field: What the user has named it by, for messages.
+        base: The base class that the class must have.
+        field: The name of the user's setting, for messages.
 
     Raises:
         TypeError: The package that offers it names something else.
@@ -108,7 +108,7 @@ def required_library(module: str, user: str, install: str) -> ModuleType:
     Args:
         module: The module.
         user: Who needs it, for the message.
-        install: What pip is to install.
+        install: The requirement for pip.
 
     Raises:
         ImportError: It is not installed.

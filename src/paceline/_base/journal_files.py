@@ -67,7 +67,7 @@ class JournalReader:
 
     A line counts once its line end is there. A damaged line is skipped: if a full disk tore it, its
     record follows whole, and if it was damaged later, the next number shows the gap. Only `finish`
-    tells of those that nothing follows.
+    reports damaged lines that nothing follows.
 
     Segments are regular files of the user who owns the journal's directory; reading never waits.
 
@@ -154,7 +154,7 @@ class JournalReader:
                 self._num_scanned, self._is_overlong = 0, False
 
     def finish(self, *, is_complete: bool = False) -> list[Entry]:
-        """Return entries in the place of damaged lines at the end; each is told once.
+        """Return entries in the place of damaged lines at the end; each is reported once.
 
         For a journal that was read to its end and whose writer writes no more.
 
@@ -225,7 +225,7 @@ class JournalReader:
         return True
 
     def _has_rest(self) -> bool:
-        """Tell whether the last segment goes on after its last line end."""
+        """Return whether the last segment continues after its last line end."""
         if self._segment is None or self._is_overlong:
             return False
         return self._facts().st_size > self._offset
@@ -301,12 +301,12 @@ def _locate_segment(journal: int, last_sequence: int) -> str | None:
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 PENDING_BYTES = 8 * 1024 * 1024
-# How long the end of a process waits for space for what it has reported.
+# How long the end of a process waits for disk space for its last records.
 CLOSE_PATIENCE_S = 10.0
 
 # A training step must not pay for a full disk: how long it is left alone between two tries.
 _RETRY_S = 0.5
-# A journal, all journals, the run directory, the directory of the attempt, and the one that has it.
+# A journal, all journals, the run directory, the directory of the attempt, and its parent.
 _DIRECTORIES_OF_RUN = 5
 # Frequent records, dropped first on a full disk; later decisions rely on all the others.
 _DROPPABLE = (MetricsReported, ProgressReported, StatusReported, TimeSpent)
@@ -327,9 +327,9 @@ class JournalWriter:
     """Appends records to a journal directory; each rank, attempt and generation has its own.
 
     Lines go to the page cache at once, so they survive the death of the process, not that of the
-    node. When the disk is full, records wait in memory and training goes on: metrics, progress and
-    status beyond `pending_bytes` are dropped, oldest first, and counted in a record of their own.
-    Safe to call from several threads.
+    node. When the disk is full, records wait in memory and training continues: metrics, progress
+    and status beyond `pending_bytes` are dropped, oldest first, and counted in a record of their
+    own. Safe to call from several threads.
     """
 
     def __init__(
@@ -397,7 +397,7 @@ class JournalWriter:
     def flush(self, patience_s: float) -> bool:
         """Wait some seconds for disk space for pending records; return whether none is left.
 
-        What was written survives the death of the process; what waits in memory does not.
+        Written records survive the death of the process; records waiting in memory do not.
         """
         deadline = time.monotonic() + patience_s
         while True:

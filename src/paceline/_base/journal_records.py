@@ -24,9 +24,9 @@ class AttemptStarted(Record, frozen=True, kw_only=True, tag="attempt_started"):
 
     Rows of earlier attempts beyond `steps_completed` are superseded: it is the step of the
     checkpoint that was handed to the attempt, 0 without one, and the last step where a driver goes
-    on recording. `environment` is what the chief runs in. `restart_causes` is empty unless workers
-    were started again after a failure: what ended those before them, one sentence for each start
-    since the last one that was recorded.
+    on recording. `environment` describes the chief's software and hardware. `restart_causes` is
+    empty unless workers were started again after a failure: what ended those before them, one
+    sentence for each start since the last one that was recorded.
     """
 
     attempt: int
@@ -44,9 +44,9 @@ class AttemptStarted(Record, frozen=True, kw_only=True, tag="attempt_started"):
 class MetricsReported(Record, frozen=True, kw_only=True, tag="metrics", omit_defaults=True):
     """Metrics of a group at a step.
 
-    `validation` tells what of a train function's report counts as a validation too, for searches:
-    all of it if True, nothing if False, else these metrics. `number` is that of the report, unless
-    it is the step.
+    `validation` says which metrics of a train function's report count as a validation too, for
+    searches: all if True, nothing if False, else these metrics. `number` is that of the report,
+    unless it is the step.
     """
 
     group: str
@@ -132,14 +132,14 @@ class OperationCompleted(Record, frozen=True, kw_only=True, tag="operation_compl
 
 
 class PreemptionAcknowledged(Record, frozen=True, kw_only=True, tag="preemption_acknowledged"):
-    """`should_preempt()` told the user's code to checkpoint and leave."""
+    """`should_preempt()` asked the user's code to checkpoint and leave."""
 
 
 class TimeSpent(Record, frozen=True, kw_only=True, tag="time_spent"):
     """The chief's time since the start of training, by use.
 
     `seconds` maps "data_wait", "validation", "checkpoint", "other" and "lost" to sums since the
-    record whose `event` is "start"; all else was training. After "checkpoint", training goes on
+    record whose `event` is "start"; all else was training. After "checkpoint", training continues
     from a state that can be restored; "report" comes in between, and "end" when training has ended.
     """
 
@@ -288,7 +288,7 @@ def encode_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 def decode_value(value: Any) -> Any:
     """Return the value given to `encode_metrics` (tuples come back as lists)."""
     if isinstance(value, dict):
-        # Other texts are what they are: metadata of the user may have any key.
+        # Other texts stay unchanged: the user's metadata may have any key.
         if len(value) == 1 and value.get(NON_FINITE_KEY) in NON_FINITE:
             return float(value[NON_FINITE_KEY])
         return {key: decode_value(item) for key, item in value.items()}
@@ -392,10 +392,10 @@ class TimeShares:
         validation_s: Validation.
         checkpoint_s: Training stood still while a checkpoint was stored.
         lost_s: Work after the last checkpoint before a stop; it was lost, and done once more where
-            the training went on.
+            the training continued.
         start_s: From the launch of a process to its first step: imports, restoring, restarts.
-        other_s: What a script does between and after its trainings.
-        undivided_s: Attempts that do not tell what they do, such as loops of one's own.
+        other_s: Time of the script between and after its trainings.
+        undivided_s: Time of attempts that report no activity, such as hand-written loops.
         waiting_s: No process was there: queued, paused, or before a restart.
     """
 
@@ -435,8 +435,8 @@ _SHARES = ("data_wait", "validation", "checkpoint", "other", "lost")
 def divide_time(began: float, until: float, attempts: Sequence[AttemptTimes]) -> TimeShares:
     """Divide the time from `began` to `until` by use.
 
-    Work is lost from the checkpoint on from which the next session went on. Clocks of several
-    machines may differ: what lies outside of its attempt is moved to its bounds.
+    Work is lost from the checkpoint on from which the next session resumed. Clocks of several
+    machines may differ: times outside of an attempt are moved to its bounds.
 
     Args:
         began: When the training was asked for, in seconds since the epoch.
@@ -520,7 +520,7 @@ MAX_DEPTH = 64
 
 
 def is_too_deep(value: Any) -> bool:
-    """Tell whether dictionaries and lists are in each other more than `MAX_DEPTH` times."""
+    """Return whether dictionaries and lists are in each other more than `MAX_DEPTH` times."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [each for each in level if isinstance(each, (dict, list))]

@@ -152,7 +152,7 @@ def with_available_store(make: Callable[[bool], T]) -> T:
     understand each other.
 
     Args:
-        make: Makes it; gets whether to use libuv. What reads the variable need not look at that.
+        make: Makes the store; its argument is whether to use libuv.
     """
     try:
         return make(os.environ.get(_VARIABLE, "1") == "1")

@@ -43,9 +43,9 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     to when a runner or launcher made the directory; a run without a master counts its attempts by
     their journals. `seed` and `hparams` are those of a run without a master, if they are known.
     `judged_metrics` names the validation metrics that a search needs to judge a report; None if
-    there is no search that stops trials, or a master that does not tell `Control.judged`.
-    `metadata` is what earlier attempts of a trial have set. `container_slot_counts` are the slots
-    of each node of `container_addrs`; those of this one on each if it is empty. With
+    there is no search that stops trials, or a master that does not set `Control.judged`.
+    `metadata` holds the values that earlier attempts of the trial set. `container_slot_counts` are
+    the slots of each node of `container_addrs`; those of this one on each if it is empty. With
     `storage_per_node`, each node of an attempt on several keeps checkpoints in its run directory.
     `previous` is the `run_id` of the newest run of the same name when a run without a master began.
     """
@@ -85,8 +85,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
         operations_closed: No operation follows the ones completed so far.
         best_validation: The best searched metric of the whole experiment that is known.
         judged: Generation and sequence number of the chief's newest record that the search has
-            judged: all of this is said in the knowledge of it. Not every record changes it.
-        reports_released: The number of the chief's newest report that a stepwise run may go on
+            judged: this file already reflects that record. Not every record changes the file.
+        reports_released: The number of the chief's newest report that a stepwise run may continue
             from, None before the first one is known.
         is_stopped: A stepwise run is to end at its present report.
     """
@@ -346,8 +346,8 @@ class RunDirectory:
     def hold_rank_lock(self) -> Iterator[None]:
         """Hold a lock shared by the ranks to mark the run as alive after its chief's end.
 
-        Without it, what ranks report after their chief was killed would look like that of a run
-        that has ended.
+        Without this mark, reports of ranks after their chief was killed would look like those of a
+        run that has ended.
         """
         try:
             # Info file as the lock: it exists before the processes start and is never replaced.
@@ -445,7 +445,7 @@ class RunDirectory:
         return age_s < HEARTBEAT_LIMIT_S
 
     def is_alive(self) -> bool:
-        """Tell whether a process is at work on the run.
+        """Return whether a process is at work on the run.
 
         On this machine, the chief holds the attempt lock, and other ranks hold a lock of theirs. A
         lock that another machine holds may not be seen, or may outlive that machine: there, signs
@@ -500,7 +500,7 @@ class RunTail:
 
     Args:
         run: The run directory; it may still be written to.
-        marks: The sequence number to go on after, for journals that were read before.
+        marks: The sequence number to continue after, for journals that were read before.
     """
 
     def __init__(self, run: RunDirectory, marks: Mapping[JournalKey, int]) -> None:

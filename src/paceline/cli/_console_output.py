@@ -105,15 +105,15 @@ def print_table(
     wrapped: str | None = None,
     empty: str = "Nothing to show.",
 ) -> None:
-    """Print a table; at most the last column goes on in a second line.
+    """Print a table; only the last column may continue in a second line.
 
     Args:
         columns: The titles.
         rows: Strings, numbers or rich texts; None shows as a dash.
         right: Titles of the columns to align to the right.
         shortened: Titles of the columns of long names, which end in an ellipsis for lack of room.
-        wrapped: Title of a column of sentences, which go on in further lines.
-        empty: What to print when there are no rows.
+        wrapped: Title of a column of sentences, which continue in further lines.
+        empty: Text to print when there are no rows.
     """
     output = console()
     table = make_table()
@@ -234,7 +234,7 @@ def restarts_text(causes: Sequence[str | None], number: int | None = None) -> st
     """Return how often workers were started again, and why the last time; None if they were not.
 
     Args:
-        causes: What ended them, oldest first.
+        causes: The reasons of their ends, oldest first.
         number: How often it was, if not all causes are known.
     """
     number = len(causes) if number is None else number

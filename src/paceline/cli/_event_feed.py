@@ -107,7 +107,7 @@ class EventFeed:
         self._note_best(trial.id, decode_value(trial.best_metric))
 
     def has_told(self, error: str) -> bool:
-        """Tell whether an error's reason was in a line already."""
+        """Return whether an error's reason was in a line already."""
         return any(told in error for told in self._told_errors)
 
     def summary(self) -> str:
@@ -151,7 +151,7 @@ class EventFeed:
         trial = self._trial(event)
         trial.is_running = True
         trial.num_attempts += 1
-        # Every trial starts once; what is worth a line in a search is that it starts again.
+        # Every trial starts once; only a second start is worth a line in a search.
         if self._is_single or trial.num_attempts > 1:
             numbers, num_nodes = event.data.get("slots", []), event.data.get("num_nodes", 1)
             slots = f"slot{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
@@ -171,7 +171,7 @@ class EventFeed:
         self._trial(event).is_running = False
         end = event.data.get("exit") or {}
         code, signal = end.get("code"), end.get("signal")
-        # A trial that was told to leave, or to end, does not fail when it does.
+        # A trial that was asked to leave or end does not fail by doing so.
         if end.get("outcome") in ("completed", "preempted", "invalid_hp") or not (code or signal):
             return
         if self._trial(event).is_announced:

@@ -143,7 +143,7 @@ def set_max_slots(
         str, typer.Argument(metavar="NUMBER", help="Number of slots, or none for no limit.")
     ],
 ) -> None:
-    """Set how many slots the trials of an experiment may use at once. Running trials go on."""
+    """Set how many slots the trials of an experiment may use at once. Running trials continue."""
     from paceline.cli._options_and_errors import connect
 
     if max_slots != "none" and not (max_slots.isdecimal() and int(max_slots) > 0):

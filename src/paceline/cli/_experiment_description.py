@@ -53,7 +53,7 @@ def note_of_end(experiment: "Experiment") -> str | None:
 
     data = experiment.data
     if data.is_unmanaged or data.best_metric is not None or data.num_records_lost:
-        return None  # What was lost may have told of one.
+        return None  # The lost lines may have named one.
     if data.state.value != "COMPLETED" and not data.is_unmeasured:
         return None
     return why_no_best(experiment) if data.num_trials else None
@@ -223,7 +223,7 @@ def print_leaderboard(experiment: "Experiment", output: "Console") -> None:
 def why_no_best(experiment: "Experiment") -> str:
     """Return why no trial has a best value of the searched metric."""
     metric = experiment.metric
-    # The best leaves out what is not finite, the latest does not.
+    # The best leaves out values that are not finite, the latest does not.
     told = [trial for trial in experiment.trials() if trial.data.latest_metric is not None]
     if not told:
         return f"No trial reported the metric `{metric}` in a validation."

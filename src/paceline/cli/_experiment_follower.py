@@ -75,7 +75,7 @@ _INTERRUPTED = 130
 _PROGRESS_STEP = 0.1
 # A restart of the master takes a moment that is not worth a line.
 _SILENCE_S = 3.0
-# A trial that starts soon is not worth a line either, nor is each change of what it waits for.
+# Trials that start soon and changed reasons for a wait are not worth a line either.
 _WAIT_S = 5.0
 _NEXT_WAIT_S = 60.0
 # How far it is looked for the experiment in the queue; the most that the master sends.
@@ -83,7 +83,7 @@ _LONGEST_QUEUE = 1000
 _NUM_LAST_WORDS = 10
 _ATTEMPT_FAILED = "The attempt failed ("
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
-# An end and the event that tells of it are written in one step, but read two clocks.
+# An end and its event are written in one step, but their times come from two clocks.
 _SAME_MOMENT_S = 1.0
 
 
@@ -94,7 +94,7 @@ class FollowOptions:
     Attributes:
         all_logs: Every line that trials of a search print, not only warnings and errors.
         timestamps: The time in front of each line that a trial printed.
-        is_from_now: Only what happens from now on, instead of all since the start.
+        is_from_now: Show only new events, not all since the start.
         tail: With `is_from_now`, this many lines that were printed before.
         is_json: Standard output is for JSON alone, so all goes to standard error.
     """
@@ -250,7 +250,7 @@ class ExperimentFollower:
     def _print(self, line: FeedLine) -> None:
         from rich.text import Text
 
-        # A terminal shows the start of a long line; a file or a pipe gets all of it.
+        # A terminal shows the start of a long line; a file or a pipe gets the whole line.
         is_terminal = self._console.is_terminal
         self._console.print(
             Text(str(line), style=line.style),

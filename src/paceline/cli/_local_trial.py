@@ -44,7 +44,7 @@ def run_locally(
     Args:
         config: The experiment's configuration.
         directory: Where the entrypoint runs.
-        resume: The run directory of an earlier local run to go on in.
+        resume: The run directory of an earlier local run to resume.
         is_test: Whether trainers use their test mode.
 
     Returns:

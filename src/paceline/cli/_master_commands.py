@@ -331,7 +331,8 @@ def down(
         _tell_left_running(directory)
         return
     num_trials = count_running_trials(file, directory)
-    # A master whose database was deleted can ask no trial for a checkpoint; they go on without it.
+    # A master whose database was deleted can ask no trial for a checkpoint; trials continue without
+    # it.
     if num_trials and not keep_trials and (directory / "master.sqlite").exists():
         gets = "gets" if num_trials == 1 else "get"
         typer.echo(

@@ -139,7 +139,7 @@ class _SignOfLife:
         return self.silence_s > _SILENCE_S or self.waited_s > _START_TIMEOUT_S
 
     def is_worth_a_line(self) -> bool:
-        """Tell whether the user should hear of the wait, once more."""
+        """Return whether the user should hear of the wait, once more."""
         if time.monotonic() < self._next_line_at:
             return False
         self._next_line_at = time.monotonic() + _SAY_S
@@ -179,7 +179,7 @@ def sign_in_link(client: "Client", file: MasterFile | None) -> str:
 
     Args:
         client: Knows the master.
-        file: What the master in the home says of itself.
+        file: The address file of the master in the home.
     """
     link = client.sign_in_link()
     if file is None or client.url != file.url:
@@ -196,7 +196,7 @@ def sign_in_link(client: "Client", file: MasterFile | None) -> str:
 
 
 def is_port_free(port: int) -> bool:
-    """Tell whether a port of this machine can be listened on."""
+    """Return whether a port of this machine can be listened on."""
     with socket.socket() as probe:
         # Address reuse: connections in TIME_WAIT do not make the port taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -239,7 +239,7 @@ def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: flo
     Args:
         file: The master.
         home: Its home.
-        keep_trials: Leave running trials to go on without it.
+        keep_trials: Leave running trials to continue without it.
         timeout_s: Seconds that trials get for a checkpoint otherwise.
     """
     from paceline._cluster.messages.master_models import RUNNER_GRACE_S

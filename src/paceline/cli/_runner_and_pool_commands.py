@@ -189,7 +189,7 @@ def list_nodes(json: Json = False) -> None:
         }
         for node in nodes
     ]
-    # A terminal is narrow: what no node has is left out.
+    # A terminal is narrow: columns without any value are left out.
     titles = [title for title in (rows or [{}])[0] if any(row[title] for row in rows)]
     print_table(
         titles,

@@ -27,7 +27,7 @@ def slots_text(counts: _SlotCounts, num_slots: int, *, verb: str = "") -> str:
     Args:
         counts: How many are in use, drained, and both.
         num_slots: How many there are, drained ones among them.
-        verb: What stands behind the numbers, such as ` in use`.
+        verb: The words behind the numbers, such as ` in use`.
     """
     used = counts.num_slots_used - counts.num_slots_draining
     text = f"{used} of {num_slots - counts.num_slots_drained}{verb}"

@@ -314,7 +314,7 @@ _SHORT = 10
 
 
 def print_environments(environments: "list[AttemptEnvironment]", *, is_whole: bool) -> None:
-    """Print the environment of the newest attempt in short, or those of all as they are."""
+    """Print the environment of the newest attempt in short, or all environments in full."""
     from paceline.cli._console_output import console, print_facts
 
     known = [one for one in environments if one.environment is not None]
@@ -331,7 +331,7 @@ def _print_whole(environments: "list[AttemptEnvironment]") -> None:
     from paceline.cli._console_output import console
 
     found: list[dict[str, Any]] = []
-    # Equal ones are told once.
+    # Equal environments are shown once.
     for before, one in zip([None, *environments], environments, strict=False):
         content: dict[str, Any] = {"environment": one.environment, "source": one.source}
         if before is not None and one.model_copy(update={"number": before.number}) == before:

@@ -74,7 +74,7 @@ class Checkpoint:
 
         Args:
             globs: Patterns of the files to delete, as in a ``.gitignore``; all by default. A
-                checkpoint that has lost files is PARTIALLY_DELETED, and no trial goes on from it
+                checkpoint that has lost files is PARTIALLY_DELETED, and no trial resumes from it
                 by itself.
 
         Raises:

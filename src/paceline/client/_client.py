@@ -81,7 +81,7 @@ class ClusterClient:
 
         Args:
             name: The node's name.
-            finish: Trials that run there end there; otherwise they store a checkpoint and go on
+            finish: Trials that run there end there; otherwise they store a checkpoint and continue
                 elsewhere.
 
         Raises:
@@ -154,7 +154,7 @@ class ClusterClient:
         behind: int | None = None,
         to: Literal["front", "end"] | None = None,
     ) -> None:
-        """Move an experiment in the queue of its pool, among those of the same priority.
+        """Move an experiment in the queue of its pool, among experiments of the same priority.
 
         Args:
             experiment_id: The experiment.
@@ -228,7 +228,7 @@ class Client(ClusterClient):
         """Ask the master to stop; the answer comes before the stop.
 
         Args:
-            keep_trials: Leave running trials to go on without it.
+            keep_trials: Leave running trials to continue without it.
             timeout_s: Seconds that trials get for a checkpoint otherwise.
         """
         from paceline._cluster.messages.master_models import Shutdown
@@ -267,8 +267,8 @@ class Client(ClusterClient):
         """Make a token; its `secret` cannot be read again.
 
         Args:
-            name: What to call it: letters, digits, ``_``, ``.`` and ``-``.
-            scope: What it allows: to read everything, to submit and change experiments as well,
+            name: Its name: letters, digits, ``_``, ``.`` and ``-``.
+            scope: Its rights: to read everything, to submit and change experiments as well,
                 everything, or to run the attempts of one node and nothing else.
             expires_in_s: Seconds until it expires; None for never.
             node: The only node that it registers, of a token of the scope `runner`; None for any.
@@ -336,7 +336,7 @@ class Client(ClusterClient):
             model_dir: The directory with the code; None sends none, also when `config` is a file.
             activate: Whether to start at once; otherwise the experiment waits, paused.
             overrides: Changes of the configuration, such as "searcher.max_trials=4".
-            submitted_config: The text to show as what was submitted; by default the file's.
+            submitted_config: The text to show as submitted; by default the file's text.
 
         Raises:
             ConfigError: The configuration is wrong.

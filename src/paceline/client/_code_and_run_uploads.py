@@ -271,13 +271,13 @@ class SyncResult:
 class RunSync:
     """Sends the content of a run directory to the master, to show as an unmanaged experiment.
 
-    What the master has already is not sent again, whoever sent it, so this may be done as often as
-    one likes: while the run goes on, after its end, and after it was resumed.
+    Files that the master has already are not sent again, whoever sent them. Call this as often as
+    you like: while the run continues, after its end, and after it was resumed.
 
     Args:
         client: The master to send to.
         path: The run directory; it stays as it is.
-        lease_s: How long the master may hear nothing until it takes a run that goes on for lost, in
+        lease_s: Time without news after which the master takes an unfinished run for lost, in
             seconds. Whoever gives it calls `send` again and again. By default for ever.
 
     Raises:
@@ -307,19 +307,19 @@ class RunSync:
 
         Raises:
             ApiError: The master refused the run, for example as a master started it.
-            MasterUnreachableError: No master answers; the next call asks it what it has.
+            MasterUnreachableError: No master answers; the next call asks for its state first.
             JournalVersionError: A journal has another format version.
         """
         try:
             return self._send()
         except BaseException:
-            # Nobody knows what has arrived.
+            # The master may have stored any part of the request.
             self._tail = self._last = None
             raise
 
     def _send(self) -> SyncResult:
         tail = self._tail or self._register()
-        # Asked before reading: what a dead run wrote is all there.
+        # Asked before reading: all that a dead run wrote is there then.
         is_alive = self._run.is_alive()
         num_records = 0
         while True:
@@ -334,7 +334,7 @@ class RunSync:
             else:
                 reply = self._post(found, is_alive=is_alive or not is_rest)
             if _lacks_records(reply, found):
-                # The master has lost what it had, such as its database. The journals have it.
+                # The master lost its records, for example its database. The journals have them.
                 tail, num_records = self._register(), 0
                 continue
             if is_rest:

@@ -166,7 +166,7 @@ class Trial:
         """Yield the lines printed by the trial's processes.
 
         Args:
-            follow: Go on until the trial has ended.
+            follow: Continue until the trial has ended.
             after: Start after the line with this `id`.
             tail: Start at this many lines before the end.
             rank: Only lines of this rank.
@@ -182,7 +182,7 @@ class Trial:
             # Nothing matched: a line that matches later is new, wherever it stands.
             after = -1 if after is None else after
         while True:
-            # Read before the lines: what was printed until the end is then among them.
+            # Read before the lines: all output up to the end is then among them.
             has_ended = not follow or _has_ended(self.reload())
             for line in self._log_lines(after, filters):
                 after = line.id
@@ -313,7 +313,7 @@ class Experiment:
         return self
 
     def pause(self) -> "Experiment":
-        """Let running trials store a checkpoint and leave; `activate` goes on from there."""
+        """Let running trials store a checkpoint and leave; `activate` resumes from there."""
         return self._command("pause")
 
     def activate(self) -> "Experiment":
@@ -351,7 +351,7 @@ class Experiment:
     def set_max_slots(self, max_slots: int | None) -> "Experiment":
         """Set how many slots its trials may use at once; None removes the limit.
 
-        Trials that run go on. Raises like `set_priority`.
+        Running trials continue. Raises like `set_priority`.
         """
         return self._change(max_slots=max_slots or 0)
 
@@ -420,7 +420,7 @@ class Experiment:
         return self._session.call("DELETE", f"experiments/{self.id}", Deletion).left_behind
 
     def continue_(self, config: dict[str, Any] | None = None) -> "Experiment":
-        """Reopen an ended experiment: its unfinished trials go on from their checkpoints.
+        """Reopen an ended experiment: its unfinished trials resume from their checkpoints.
 
         Args:
             config: Fields of the configuration to change; only for a `single` search.

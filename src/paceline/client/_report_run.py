@@ -2,8 +2,8 @@
 
 `core.init(master=...)` starts it as ``python -m paceline.client._report_run RUN_DIR URL``. Its
 standard input ends with the script. It then sends the rest, and closes its output. If that does not
-succeed at once, or other ranks are still at work, it goes on without the script until all is sent.
-It gives up when no master has answered for ten minutes by default.
+succeed at once, or other ranks are still at work, it continues without the script until all is
+sent. It gives up when no master has answered for ten minutes by default.
 """
 
 import math
@@ -29,7 +29,7 @@ from paceline.client._http_session import (
 _INTERVAL_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _PATIENCE_S = 600.0
-# The master takes a run for lost if it does not hear of it for so long.
+# The master takes a run for lost after so long without news.
 _LEASE_S = 60.0
 # Another try can do no better.
 _FINAL_STATUSES = frozenset({400, 409, 413, 422})

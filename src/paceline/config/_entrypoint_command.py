@@ -16,7 +16,7 @@ _CONFIG_PROGRAM = "paceline.declarative"
 _LAUNCHER = "paceline.launch.torch_distributed"
 # `$${name}` is an escape, `${hparams.name}` a hyperparameter; any other variable is the shell's.
 _REFERENCE = re.compile(r"\$\$\{(?P<escaped>[^{}]*)\}|\$\{hparams\.(?P<name>[^{}]*)\}")
-# A program such as setsid goes on in the background if it leads a process group, as the first
+# A program such as setsid continues in the background if it leads a process group, as the first
 # process does; below a shell it does not. The shell must not become that program, either.
 _BELOW_A_SHELL = '"$@"; exit "$?"'
 _FOREIGN_LAUNCHER = re.compile(r"\bdetermined\.launch\.(\w+)")
@@ -106,7 +106,7 @@ def build_command(
 def default_name_by_entrypoint(entrypoint: Any) -> str:
     """Return a name for an experiment: its class's, script's, YAML file's or module's.
 
-    What has none of them is called `experiment`.
+    An entrypoint without any of them is called `experiment`.
     """
     if (name := trial_class(entrypoint)) is not None:
         return name.rpartition(":")[2]

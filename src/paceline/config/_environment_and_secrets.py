@@ -49,7 +49,7 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Tell whether a variable looks like a secret, by its name or as a URL with a password."""
+    """Return whether a variable looks like a secret, by its name or as a URL with a password."""
     words = name.upper().split("_")
     looks_so = not _WORDS.isdisjoint(words) or words[-1].endswith(_ENDINGS)
     if looks_so and name.upper() not in _DIRECTORIES:
@@ -160,7 +160,7 @@ def hide_in_text(text: str, values: Iterable[str] = ()) -> str | None:
     else stays as it is, comments included.
 
     Args:
-        text: What somebody submitted.
+        text: A submitted text.
         values: Further texts to be replaced wherever they stand.
     """
     try:

@@ -45,7 +45,7 @@ class Problem:
 
     `path` is dotted from the top of the config (`searcher.max_trials`), `value` is what stands
     there (`MISSING` when nothing does), `message` continues a sentence that starts with the path,
-    `allowed` says what may stand there and `hint` what to do; both may be empty. The text of a
+    `allowed` lists the valid values and `hint` the fix; both may be empty. The text of a
     problem leaves out `allowed` where the message says it already.
     """
 

@@ -138,7 +138,7 @@ def parse_yaml(text: str, *, file_name: str = "<text>") -> dict[str, Any]:
 
     Args:
         text: one YAML document.
-        file_name: what errors call the text.
+        file_name: the name of the text in errors.
 
     Raises:
         ConfigError: the text is not YAML, is empty, holds a key twice, is not a map, or is too

@@ -42,24 +42,25 @@ REMOVED_SEARCHERS = {
     "pbt": "adaptive_asha",
     "custom": "another search method, or write one: see docs/search-methods.md",
 }
-"""The predecessor's searchers that are gone, and what to use instead."""
+"""The predecessor's searchers that are gone, and their replacements."""
 
 
 BATCHES = "batches"
-"""What time is counted in where a search has no time metric, or a report lacks it."""
+"""The unit of time where a search has no time metric, or a report lacks it."""
 
 
 class Searcher(Section):
     """Base of the searcher sections: the fields and properties common to all search methods.
 
     A subclass is the section of one method: its `name` is a literal with a default, its fields are
-    what the method needs. `searcher_sections` finds those of other packages.
+    the options of the method. `searcher_sections` finds those of other packages.
 
     Attributes:
         wants_reports: Whether the method judges trials by their reports, so that these must have
             the metric, and the time metric if the section has one.
         has_rungs: Whether the search has brackets and rungs to show.
-        can_reopen: Whether a search that has ended may go on with the trials that did not complete.
+        can_reopen: Whether a search that has ended may continue with the trials that did not
+            complete.
         needs_counts: Whether ranges of hyperparameters must say how many values to try.
     """
 
@@ -122,7 +123,7 @@ class Searcher(Section):
 class MissingSearcher(Searcher):
     """Section of a search method not installed here, or with other fields by now.
 
-    It keeps what is known of the search, but makes no method. Whether the method wants reports is
+    It keeps the known facts of the search, but makes no method. Whether the method wants reports is
     not known, so they are kept for it.
     """
 
@@ -356,13 +357,13 @@ class AdaptiveAshaSearcher(_Halving):
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "paceline.search_methods"
-"""The group of entry points: the name of each is that of a method, its object a `Searcher`."""
+"""The group of entry points: each names a method and refers to a `Searcher`."""
 
 _OWN = (SingleSearcher, RandomSearcher, GridSearcher, AsyncHalvingSearcher, AdaptiveAshaSearcher)
 
 
 class _Registry:
-    """The sections of all methods, by name; those of other packages once they are asked for."""
+    """The sections of all methods, by name; methods of other packages from the first query on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -456,7 +457,7 @@ def _loaded_method(point: EntryPoint) -> type[Searcher] | None:
 
 
 class _OneOfThem:
-    """Makes a field take the section of any known method, told apart by its name."""
+    """Makes a field take the section of any known method, chosen by its name."""
 
     def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         union: Any = reduce(or_, _registry.sections.values())

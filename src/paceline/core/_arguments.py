@@ -168,7 +168,7 @@ def check_judged(metrics: Mapping[str, Any], names: Sequence[str]) -> None:
 
     Args:
         metrics: The report, encoded.
-        names: What `searched_metrics` has returned.
+        names: The result of `searched_metrics`.
 
     Raises:
         TypeError: One is no number.
@@ -220,7 +220,7 @@ def plain_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `metadata` in plain JSON types.
 
     Raises:
-        TypeError: It is no dictionary, is nested too deep, or holds what JSON does not.
+        TypeError: It is no dictionary, is nested too deep, or holds a value that JSON cannot.
     """
     if not isinstance(metadata, Mapping):
         raise TypeError(f"`metadata` must be a dictionary, but got {metadata!r}.")
@@ -243,7 +243,7 @@ def numbers_of(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
     Args:
         metrics: The metrics, also as a journal has them.
-        prefix: What to put before each name.
+        prefix: Text before each name.
     """
     for name, value in metrics.items():
         number = decode_value(value)

@@ -170,11 +170,11 @@ class ScriptTimes:
 
     It knows the steps that the script reports. What the script does between its reports and
     checkpoints counts as training. A block within a thread other than the main one counts nothing,
-    as training may go on beside it.
+    as training may continue beside it.
 
     Args:
-        record: As that of a `TimeAccount`.
-        steps_completed: The step from which the script goes on.
+        record: The record function of a `TimeAccount`.
+        steps_completed: The step from which the script resumes.
     """
 
     def __init__(self, record: Record | None, steps_completed: int) -> None:
@@ -241,7 +241,7 @@ def begin_journal(
 
     Args:
         run: The run directory on this node.
-        opened: Which attempt and generation it is, and what it goes on from.
+        opened: The attempt, its generation, and the checkpoint to resume from.
         rank: The process's rank.
         world_size: How many ranks there are.
 
@@ -279,12 +279,12 @@ def record_start(
     Args:
         journal: The journal.
         attempt: The attempt.
-        generation: The generation of it.
+        generation: The generation of its workers.
         rank: The rank.
         world_size: How many ranks there are.
-        resumed_from: The checkpoint that it goes on from.
+        resumed_from: The checkpoint that it resumes from.
         steps_completed: The steps so far.
-        restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
+        restart_causes: The reasons why the workers of earlier starts ended, see `AttemptStarted`.
         is_parent_told: Whether the parent process must hear of it; it knows of a run that it has
             begun itself.
     """

@@ -58,7 +58,7 @@ class StoreFailures:
         """Record a failure to store a checkpoint; training continues unless there are too many.
 
         Raises:
-            BaseException: `error`, if training must not go on.
+            BaseException: `error`, if training must not continue.
         """
         now, least_s = time.monotonic(), _LEAST_TIME * UploadLimits.from_environment().part_s
         if self._num_in_a_row == 0:
@@ -112,7 +112,7 @@ def commit_checkpoint(
     """Commit a checkpoint with all its files stored, record the commit, and notify the parent.
 
     What was reported before is forced to disk first, and the record of the checkpoint at the end.
-    After a power cut, a run that goes on from the checkpoint so lacks no report that led to it.
+    After a power cut, a run resumed from the checkpoint lacks no report before it.
 
     A checkpoint whose record waits in memory would be lost with this process, though it is whole.
 
@@ -160,7 +160,7 @@ def delete_checkpoint(
 ) -> None:
     """Delete a checkpoint of a run and record the deletion.
 
-    If the process is killed meanwhile, whoever goes on with the run removes the rest. If the
+    If the process is killed meanwhile, whoever resumes the run removes the rest. If the
     storage fails meanwhile, another call removes it. It is no error if the checkpoint is gone
     already.
     """
@@ -180,7 +180,7 @@ class CheckpointParts:
     They are committed in their order, each when all ranks have stored their part. A thread of the
     chief looks for the parts while there is something to wait for; its error is raised by the next
     `check` or `finish`. A checkpoint that a rank could not store is given up when a later one is
-    whole, or after an hour; then training goes on, as `StoreFailures` has it.
+    whole, or after an hour; then training continues, as `StoreFailures` has it.
 
     Args:
         run: The run directory, which tells what is being written.

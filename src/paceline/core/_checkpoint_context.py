@@ -145,7 +145,7 @@ class CheckpointContext:
 
     The chief stores and deletes; every rank may restore. With `shard=True` all ranks store
     together: each calls, and brings files of its own. `metadata` must hold the integer
-    `steps_completed`: it is what a restarted attempt goes on from.
+    `steps_completed`: a restarted attempt resumes from it.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class CheckpointContext:
     def delete(self, uuid: str, globs: Sequence[str] | None = None) -> None:
         """Delete a checkpoint, or some of its files.
 
-        A checkpoint that has lost files keeps its UUID and its metadata. A run no longer goes on
+        A checkpoint that has lost files keeps its UUID and its metadata. A run no longer resumes
         from it by itself.
 
         Args:

@@ -175,7 +175,7 @@ class Context:
 
 
 def has_context() -> bool:
-    """Tell whether this process has begun by `core.init()` and not ended yet."""
+    """Return whether this process has begun by `core.init()` and not ended yet."""
     return bool(_open_contexts)
 
 
@@ -204,7 +204,7 @@ def init(
     """Begin an attempt and return its context, for use in a `with` statement.
 
     Under a master the attempt's facts come from its runner. Without one the process makes a run
-    directory ``./paceline_runs/<time>-<name>/``, or goes on in an earlier one, which adds the
+    directory ``./paceline_runs/<time>-<name>/``, or resumes in an earlier one, which adds the
     next attempt there.
 
     Args:
@@ -219,8 +219,8 @@ def init(
         name: The run's name; the stem of the script by default. A master has its own names.
         resume: "auto" for the newest run of this name (a new one if there is none, or it is
             completed), a run directory, or the URL of a checkpoint in an object store, from which a
-            new run goes on. The variable PACELINE_RESUME, set for one start, goes before it.
-            A master decides by itself what to go on from.
+            new run resumes. The variable PACELINE_RESUME, set for one start, goes before it.
+            A master decides by itself which checkpoint to resume from.
         seed: The seed of a run without a master, which `Context.seed` gives: a new run draws one
             by default, and an earlier one keeps its own. It seeds nothing by itself.
         hparams: The hyperparameters of a run without a master, recorded with a new one so that

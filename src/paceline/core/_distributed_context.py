@@ -29,7 +29,7 @@ class CallName(NamedTuple):
     Attributes:
         operation: The operation, such as "allgather".
         caller: The function of Paceline that exchanges; empty if the user's code does.
-        told: What a message calls it: the function that the user's code calls, and where.
+        told: The name in messages: the function that the user's code calls, and where.
     """
 
     operation: str
@@ -300,7 +300,7 @@ class DistributedContext:
         """Derive the node's ranks from an exchange, where the launcher tells only a part.
 
         Args:
-            node_rank: The number of this process's node, as far as it is told.
+            node_rank: The number of this process's node, as far as the launcher reports it.
         """
         node = socket.gethostname() if node_rank is None else node_rank
         everyone = self.allgather((node, self.local_rank))

@@ -132,7 +132,7 @@ class KeyValueStore:
         self._call(lambda: [self._store.delete_key(key) for key in keys])
 
     def has(self, keys: Sequence[str]) -> bool:
-        """Tell whether all keys are there."""
+        """Return whether all keys are there."""
         return bool(self._call(lambda: self._store.check(list(keys))))
 
     def missing(self, keys: Sequence[str]) -> list[int]:

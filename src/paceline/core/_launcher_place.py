@@ -52,7 +52,7 @@ class Launcher:
     hint: str = "give every process the host of rank 0 as MASTER_ADDR, and one free port of it."
 
     def is_at_work(self, environment: Mapping[str, str]) -> bool:
-        """Tell whether this launcher has started the process."""
+        """Return whether this launcher has started the process."""
         if self.unless in environment:
             return False
         names = (self.size,) if self.is_alone_decisive else (self.rank, self.size, self.local_rank)
@@ -95,7 +95,7 @@ LAUNCHERS = (
     Launcher(
         name="ALPS",
         rank="ALPS_APP_PE",
-        # Told by the user, as is the number for each node; see `_launcher_place.py`.
+        # Set by the user, like the number for each node; see `_launcher_place.py`.
         size="WORLD_SIZE",
         local_rank="LOCAL_RANK",
         local_size=("LOCAL_WORLD_SIZE",),
@@ -190,12 +190,12 @@ class LaunchedPlace:
         size: The number of processes, at least 2.
         local_rank: This process among those of its node, from 0; None if nothing tells it, as
             where a script has set RANK and WORLD_SIZE itself.
-        local_size: The number of processes on this node; None if the launcher does not tell.
-        node_rank: This node among all; None if the launcher does not tell.
-        num_nodes: The number of nodes; None if the launcher does not tell.
-        address: The address of the node of rank 0; None if it must be told by MASTER_ADDR.
-        port: The port on which rank 0 listens; None if it must be told by MASTER_PORT.
-        hint: How to tell what is missing.
+        local_size: The number of processes on this node; None if the launcher does not set it.
+        node_rank: This node among all; None if the launcher does not set it.
+        num_nodes: The number of nodes; None if the launcher does not set it.
+        address: The address of the node of rank 0; None if MASTER_ADDR must give it.
+        port: The port on which rank 0 listens; None if MASTER_PORT must give it.
+        hint: The way to set a missing value.
     """
 
     launcher: str
@@ -231,7 +231,7 @@ class LaunchedPlace:
             address: Takes the place of the address found.
 
         Raises:
-            ValueError: The address or the port must be told, but was not.
+            ValueError: The address or the port must be set, but was not.
         """
         address = address or self.address
         for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", self.port)):
@@ -309,10 +309,10 @@ def _with_place_of_alps(
 
     Args:
         environment: The variables.
-        num_of_mpi: The number of processes by mpi4py; None if it does not tell.
+        num_of_mpi: The number of processes by mpi4py; None if it does not know.
 
     Raises:
-        ValueError: The number of processes, or that on each node, was not told.
+        ValueError: The number of processes, in all or on each node, was not set.
     """
     if "ALPS_APP_PE" not in environment or "RANK" in environment:
         return environment

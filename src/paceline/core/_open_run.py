@@ -96,11 +96,11 @@ def open_run(
         name: The run's name; the stem of the script by default. A master has its own names.
         number: Which run of its process it is, see `next_run_number`. Later ones have their number
             in the name, so that each finds its own when the process is repeated; under a master
-            they go on counting steps in the one run directory.
-        directory: The run directory, for a new run or to go on in; below ``./paceline_runs`` by
+            they continue to count steps in the one run directory.
+        directory: The run directory, for a new run or to resume; below ``./paceline_runs`` by
             default. A master has its own.
         resume: "auto" for the newest run of this name, unless it is completed; a run directory; or
-            the URL of a checkpoint, which a new run goes on from. The variable PACELINE_RESUME goes
+            the URL of a checkpoint, which a new run resumes from. The variable PACELINE_RESUME goes
             before it.
         storage: Where checkpoints go; by default the run directory, or below the URL that
             PACELINE_RUNS names.
@@ -243,7 +243,7 @@ def open_run_by_name(
         # Before there is a directory, as it may be refused.
         place = storage or storage_of_new_run(root)
         if place.is_remote and is_resumable:
-            # A bucket that is not there is told now, not at the first checkpoint.
+            # A missing bucket is reported now, not at the first checkpoint.
             place.exists(_NO_CHECKPOINT)
         path = (
             make_run_directory(root, name)
@@ -302,7 +302,7 @@ def _place_resumed(
     place = storage or storage_of_run(run, info)
     for stored in history.checkpoints:
         if stored.uuid in being_deleted and not place.exists(stored.uuid):
-            # No journal tells that it was deleted, also not to those who go on later.
+            # No journal says that it was deleted, so a later attempt must not find it either.
             run.note_checkpoint(stored.uuid, place.url)
     if not history.checkpoints:
         _tell_of_unknown_checkpoints(run, place)

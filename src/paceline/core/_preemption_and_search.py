@@ -125,7 +125,7 @@ class SearchDecision:
 
         Args:
             sequence: The number of its record in the journal.
-            steps_completed: The step that it tells of.
+            steps_completed: The step of the report.
             metrics: All that was reported of that step, encoded.
         """
         if self._metrics is None or not all(_is_number(metrics.get(n)) for n in self._metrics):
@@ -164,7 +164,7 @@ class SearchDecision:
         return True
 
     def _is_silent(self) -> bool:
-        """Tell whether nothing has come from the runner since a decision failed to come."""
+        """Return whether nothing has come from the runner since a decision failed to come."""
         self._control.read()
         return self._silent_at == self._control.num_changes
 
@@ -213,7 +213,7 @@ class PreemptContext:
 
     @property
     def is_acknowledged(self) -> bool:
-        """Whether the user's code was told, and will leave in order to go on later."""
+        """Whether the user's code was asked to leave, and will resume later."""
         return self._is_acknowledged
 
     def should_preempt(self, auto_ack: bool = True) -> bool:
@@ -390,7 +390,7 @@ class SignalWatch:
                 signal.signal(watched, self._ours[watched])
         if number == signal.SIGINT:
             self.is_interrupted = True
-            # A loader's process, which Ctrl-C reaches too, goes on to serve the last batch.
+            # A loader's process, which Ctrl-C reaches too, continues to serve the last batch.
             if not is_forked and not self._is_quiet:
                 logger.warning(_INTERRUPTED)
         elif is_forked:

@@ -31,7 +31,7 @@ def describe_environment(*, with_source: bool) -> dict[str, Any]:
     Variables are left out, as they may be secret.
 
     Args:
-        with_source: Whether to tell of the git repository that the process works in.
+        with_source: Whether to record the git repository that the process works in.
     """
     machine = os.uname()
     # `platform` tells the same, but takes a tenth of a second.
@@ -206,7 +206,7 @@ class ClusterInfo:
             held = [str(slot) for slot in self.slot_ids]
         gpus = gpus_of_machine() if held else []
         found = [
-            # A UUID that nobody tells of is believed.
+            # A UUID that no list contains is believed.
             next(
                 (gpu.uuid for gpu in gpus if gpu.is_called(name)), "" if name.isdecimal() else name
             )
@@ -257,7 +257,7 @@ def apply_determinism() -> None:
     """Apply PACELINE_DETERMINISTIC to torch; do nothing if unset.
 
     With "1" an operation that has no deterministic implementation raises, with "warn" it warns
-    and goes on.
+    and continues.
 
     Raises:
         ValueError: The variable has another value.

@@ -63,7 +63,7 @@ class SystemSampler:
             try:
                 sample.update(source())
             except Exception as error:
-                # Drivers and containers fail in ways of their own; training must go on.
+                # Drivers and containers fail in ways of their own; training must continue.
                 logger.warning("The %s metrics of this node end here: %s", name, error)
                 del self._sources[name]
         return sample
@@ -138,7 +138,7 @@ def _gpu_power(gpu: NvmlDevice) -> Sample:
     return {"power_w": gpu.power_w()}
 
 
-# Each on its own, as a GPU in a virtual machine may tell its memory but not its power.
+# Each on its own, as a GPU in a virtual machine may report its memory but not its power.
 _GPU_SOURCES: dict[str, Callable[[NvmlDevice], Sample]] = {
     "use": _gpu_use,
     "memory": _gpu_memory,
@@ -205,7 +205,7 @@ class ProfilerContext:
         self._thread: _SamplingThread | None = None
 
     def on(self, sampling_interval: float = 1, samples_per_report: int = 10) -> None:
-        """Begin to sample, or go on with other settings.
+        """Begin to sample, or continue with other settings.
 
         Errors while sampling do not end training: the source is named in the log and left out.
 

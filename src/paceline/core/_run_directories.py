@@ -150,7 +150,7 @@ def storage_of_new_run(path: Path) -> CheckpointStorage:
 
 
 def is_storage_in_environment() -> bool:
-    """Tell whether a variable says where a new run keeps its checkpoints."""
+    """Return whether a variable says where a new run keeps its checkpoints."""
     return bool(os.environ.get(RUNS_VARIABLE)) or is_checkpoint_url(os.environ.get(RESUME_VARIABLE))
 
 
@@ -307,7 +307,7 @@ def tell_of_changes(info: RunInfo, hparams: Mapping[str, Any] | None) -> None:
         )
 
 
-# A fraction of `HEARTBEAT_LIMIT_S`, as a file system may tell of a change late.
+# A fraction of `HEARTBEAT_LIMIT_S`, as a file system may show a change late.
 _INTERVAL_S = 10.0
 # A run that is over sooner needs none.
 _FIRST_S = 1.0
@@ -377,7 +377,7 @@ def sending_heartbeats(run: RunDirectory) -> Iterator[None]:
         heartbeats.add(run)
         yield
     finally:
-        # A forked child may come here too; it gives none, and the run goes on.
+        # A forked child may come here too; it gives none, and the run continues.
         heartbeats.remove(run)
 
 
@@ -389,7 +389,7 @@ REPORT_TO_VARIABLE = "PACELINE_REPORT_TO"
 
 # Module name of the reporter: `client` stands above `core`, so no import.
 _PROGRAM = "paceline.client._report_run"
-# The reporter says sooner that it has sent all, or that it goes on in the background.
+# The reporter replies sooner if all is sent, or if it continues in the background.
 _END_LIMIT_S = 10.0
 _URL = re.compile(r"(https?://)?[A-Za-z0-9.\[\]:_-]+/?")
 
@@ -422,7 +422,7 @@ def reporting(run: RunDirectory, master: str | None) -> Iterator[Callable[[], No
     """Yield a function starting the live reports of a run; leaving the block sends the rest.
 
     The run's lock must be taken and released within the block. A master that does not answer is
-    no error: the reporter goes on without the script for a while.
+    no error: the reporter continues without the script for a while.
 
     Args:
         run: The run directory of this machine.
@@ -447,7 +447,7 @@ def reporting(run: RunDirectory, master: str | None) -> Iterator[Callable[[], No
     try:
         yield start
     finally:
-        # A forked child may come here too; the run goes on then.
+        # A forked child may come here too; the run continues then.
         if os.getpid() == owner:
             for process in started:
                 _end_live_reports(process)

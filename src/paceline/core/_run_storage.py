@@ -345,7 +345,7 @@ def _discard(unfinished: Mapping[str, str], unrecorded: set[str]) -> set[str]:
             storage = storage_from(url).in_a_hurry()
             storage.discard(uuid)
             if uuid in unrecorded and storage.exists(uuid):
-                # The chief was killed between the commit and the record: no journal tells of it.
+                # The chief was killed between the commit and the record: no journal has it.
                 storage.delete(uuid)
         except (OSError, ValueError, CheckpointError) as error:
             logger.warning("The unfinished checkpoint %s cannot be removed: %s", uuid, error)

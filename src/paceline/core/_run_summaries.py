@@ -207,7 +207,8 @@ def _refusal_of_attempt(run: RunDirectory, attempt: int) -> AttemptFinished | No
             for entry in run.reader(key):
                 record = entry.decode()
                 if isinstance(record, AttemptFinished) and record.outcome == _INVALID_HP:
-                    # Record with an error preferred: ranks only told of the end do not know why.
+                    # A record with an error is preferred: ranks that merely followed do not know
+                    # the reason.
                     found = record if found is None or found.error is None else found
     return found
 
@@ -265,8 +266,8 @@ class RunSummary:
     """Row of `paceline runs list`.
 
     `last_step` is None before the first metric; `error` is the type and text of the exception
-    that ended the last attempt, if it could still tell; `created` is in seconds since the epoch.
-    `restart_causes` tells what ended workers that were started again, oldest first.
+    that ended the last attempt, if the workers could still record it; `created` is in seconds since
+    the epoch. `restart_causes` tells what ended workers that were started again, oldest first.
     """
 
     name: str
@@ -423,7 +424,7 @@ def newest_whole_checkpoint(
 
     Args:
         storage: Where they are.
-        history: What the run has told of them.
+        history: The run's records of them.
         being_deleted: Those that the run was about to delete.
         may_be_gone: Whether somebody else deletes checkpoints of this run.
 
@@ -560,7 +561,7 @@ def time_shares_of_run(path: Path) -> TimeShares:
         attempts[0] = replace(attempts[0], created_at=began)
     until = max([began, *(times.ended_at or began for times in attempts)])
     if attempts and run.is_alive():
-        # The last attempt goes on.
+        # The last attempt still runs.
         attempts[-1], until = replace(attempts[-1], ended_at=None), time.time()
     return divide_time(began, until, attempts)
 

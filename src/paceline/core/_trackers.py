@@ -119,7 +119,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def finish(self, outcome: Outcome, error: str | None) -> None:
-        """End: the run is over, or stopped to go on in a further attempt.
+        """End: the run is over, or stopped to continue in a further attempt.
 
         Args:
             outcome: How it has ended.
@@ -130,7 +130,7 @@ class Tracker(ABC):
         """Release anything able to block the process's exit; called while a method hangs."""
 
     def takes(self, group: str, rank: int) -> bool:
-        """Tell whether metrics of a group and rank are wanted."""
+        """Return whether metrics of a group and rank are wanted."""
         is_rank = self.ranks is None or rank in self.ranks
         return is_rank and (self.groups is None or group in self.groups)
 

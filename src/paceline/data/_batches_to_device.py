@@ -129,7 +129,7 @@ def data_length(data: TorchData) -> int:
 
 @lru_cache(maxsize=64)
 def _can_move_on(kind: Hashable) -> bool:
-    """Tell whether a type's own `to` can leave the copy to the device, as a tensor's can."""
+    """Return whether a type's own `to` can leave the copy to the device, as a tensor's can."""
     if kind is PackedSequence:
         return True
     try:

@@ -228,8 +228,8 @@ class Dataset:
         Args:
             sizes: The number of parts of equal size; or the number of samples of each; or the share
                 of each, such as (0.8, 0.2).
-            seed: Mixes the samples before they are cut. Those of files are mixed by row groups, so
-                that each part reads few of them. None cuts them in their own order.
+            seed: Mixes the samples before they are cut. Samples of files are mixed by row groups,
+                so that each part reads few of them. None cuts them in their own order.
 
         Raises:
             TypeError: It is a stream.
@@ -321,7 +321,7 @@ class Dataset:
             return loader
         return plan.reader.prepare(loader, is_moved=move_to_device)
 
-    # ---- what torch and the engine ask for -----------------------------------------------
+    # ---- used by torch and the engine -----------------------------------------------
 
     def epoch_order(
         self,
@@ -361,7 +361,7 @@ class Dataset:
         window = self._plan.window or self._source.window()
         return identity and {**identity, "window": window}
 
-    # ---- what other modules of the package ask for ---------------------------------------
+    # ---- used by other modules of the package ---------------------------------------
 
     @property
     def source(self) -> Source | Stream:

@@ -39,8 +39,8 @@ class IndexedFile(NamedTuple):
 
     Attributes:
         chunks: Its pieces.
-        fingerprint: What differs for another content.
-        schema: What must be alike in all files, a line for each column.
+        fingerprint: A text that differs for another content.
+        schema: The facts that must be equal in all files, a line for each column.
     """
 
     chunks: Sequence[FileChunk]
@@ -114,7 +114,7 @@ class FileSegments(io.RawIOBase):
     """File object with some byte ranges in memory, for readers in need of a file.
 
     Args:
-        file: What reads the rest.
+        file: The reader of the rest.
         pieces: Bytes by where they begin.
     """
 
@@ -239,7 +239,7 @@ class FileIndex:
         file_of: The number of the file of each piece.
         first_of: The number of the first piece of each file.
         rows: The number of samples of each piece.
-        schema: What is alike in all files, a line for each column.
+        schema: The facts that are equal in all files, a line for each column.
     """
 
     def __init__(self, stored: _Stored) -> None:

@@ -35,7 +35,7 @@ _FIRST_DELAY_S = 5.0
 _FACTOR = 3.0
 _MOST_CALLS = 3
 
-# How long a call took, what it returned, and what it raised instead.
+# Seconds that a call took, its result, and its error if it failed.
 _Ended: TypeAlias = "queue.SimpleQueue[tuple[float, Any, BaseException | None]]"
 
 
@@ -54,7 +54,7 @@ class HedgedCalls:
         """Return the first answer.
 
         Raises:
-            Exception: What the last of the calls has raised, if none had an answer.
+            Exception: The error of the last call, if none had an answer.
         """
         ended: _Ended = queue.SimpleQueue()
         delay_s = max(_FIRST_DELAY_S, _FACTOR * self._slowest_s)
@@ -513,7 +513,7 @@ def location_of(url: str | os.PathLike[str]) -> tuple[FileLocation, str]:
 def _parted_location(path: str) -> tuple[str, str]:
     """Return the directory and the pattern below; the pattern of a directory is empty."""
     at = _first_wild(path)
-    # The names of directories and files may have what else is wild.
+    # The names of directories and files may contain other wildcards.
     while at < len(path) and os.path.lexists(_through(path, at)):
         known = len(_through(path, at))
         at = known + _first_wild(path[known:])

@@ -212,7 +212,7 @@ class FileSource(Source):
     Args:
         place: Where the files lie.
         pattern: Which of them.
-        file_format: What reads them.
+        file_format: Their format.
         index: How many samples lie where.
     """
 

@@ -292,7 +292,7 @@ class Plan:
 
         Args:
             rank: The worker; None for the one that reads.
-            num_parts: The number of workers; None for that of the run.
+            num_parts: The number of workers; None for the run's number.
 
         Raises:
             ValueError: There is no such part.

@@ -56,14 +56,14 @@ class Columns:
         return Columns({name: array[begin:end] for name, array in self.arrays.items()})
 
     def plain(self) -> dict[str, Any]:
-        """Return the columns as NumPy arrays, those of text and the like as arrays of objects."""
+        """Return the columns as NumPy arrays, columns of text and the like as arrays of objects."""
         return {name: _column_as_numpy(array) for name, array in self.arrays.items()}
 
     def changed_to(self, arrays: Any) -> "Columns":
         """Return the result of a user's function on these samples, checked.
 
         Args:
-            arrays: What it returned: a dictionary of arrays, tensors or lists.
+            arrays: The result: a dictionary of arrays, tensors or lists.
 
         Raises:
             TypeError: It is something else.
@@ -371,7 +371,7 @@ class ConcatenatedPieces:
         if not all(isinstance(piece, Columns) for piece in pieces):
             return None
         counts = self._sizes[planned]
-        # New memory costs more than to fill what an earlier window had.
+        # New memory costs more than reusing the memory of an earlier window.
         unused = self._windows.pop().columns if len(self._windows) == _KEPT else None
         window = _Window(planned, np.cumsum(counts) - counts, join_columns(pieces, unused))
         self._windows.insert(0, window)

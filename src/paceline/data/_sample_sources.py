@@ -20,7 +20,7 @@ class Source(ABC):
     """
 
     name: str = "the data set"
-    """What messages call it, such as a URL."""
+    """The name in messages, such as a URL."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class Source(ABC):
         return 1
 
     def expect(self, now: Numbers, later: Numbers) -> None:  # noqa: B027
-        """Keep the pieces of the current samples, and read those of later samples ahead."""
+        """Keep the pieces of the current samples, and read pieces of later samples ahead."""
 
     @property
     def is_encoded(self) -> bool:
@@ -67,7 +67,7 @@ _TABLES = {
 
 
 def is_iterable_only(data: Any) -> bool:
-    """Tell whether data can only be iterated over.
+    """Return whether data can only be iterated over.
 
     Raises:
         TypeError: They cannot be read at all.

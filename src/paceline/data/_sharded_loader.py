@@ -80,7 +80,7 @@ class LoaderSignals:
 
 
 def _has_loader_ended(frame: FrameType | None) -> bool:
-    """Return whether the loader has told this process to end, by torch's own event.
+    """Return whether the loader has asked this process to end, by torch's own event.
 
     The event is not asked itself, as its lock may be held by the code that the signal interrupts.
     """
@@ -123,7 +123,7 @@ class ShardedData:
         joins_shards: Whether `iterate` yields this worker's shards of a global batch as one batch,
             for loops that know nothing of shards. A worker that has none at the end of the data
             gets the first shard in their place, so that all workers have equally many batches.
-        has_own_seed: Whether `seed` may be that of the loader's own generator.
+        has_own_seed: Whether `seed` may be the seed of the loader's own generator.
         drops_rest: Whether the last global batch of an epoch is left out if it lacks shards, as it
             is with `drop_last`.
 
@@ -322,7 +322,7 @@ class ShardedData:
 
     def _make_partitions(self) -> PartitionedStream | None:
         loader: Any = self._loader
-        # A loader that keeps its own place decides itself what it reads.
+        # A loader that keeps its own place decides itself which samples it reads.
         if not self.is_iterable or hasattr(loader, "state_dict"):
             return None
         pieces = stream_pieces(loader.dataset)
@@ -405,7 +405,8 @@ class ShardedData:
         self._plan.is_keyed = self._loader.num_workers > 0
         dataset = self._loader.dataset
         # A copy of the object rather than a loader made anew keeps every option there is, and a
-        # class of the user's own. Shards must come in order to be what the loop takes them for.
+        # class of the user's own. Shards must come in order to match the samples that the loop
+        # counts.
         clone = copy.copy(self._loader)
         vars(clone).update(
             dataset=SeededShardDataset(dataset) if self._plan.is_keyed else dataset,
@@ -470,7 +471,7 @@ class WorkerBatch(NamedTuple):
     """Part of a worker in a global batch.
 
     Attributes:
-        data: The worker's samples. Without any, those of the first shard stand in for them.
+        data: The worker's samples. Without any, samples of the first shard stand in.
         num_own: The number of the worker's own samples; 0 where others stand in.
         num_all: The number of samples of the global batch.
         num_shards: The number of shards of the global batch; of a stream, those before the first

@@ -32,7 +32,7 @@ class PartitionBatch(NamedTuple):
         size: Their number.
         process: The process, from 0.
         number: Which of the pieces of this process comes next.
-        offset: How many samples of it are taken.
+        offset: The number of samples taken from it.
     """
 
     data: Any
@@ -74,7 +74,7 @@ class PartitionBatches(IterableDataset[PartitionBatch]):
         batch_size: The samples of a batch; None if each sample is a batch by itself.
         drop_last: Whether a smaller last batch of a process is left out.
         collate: Makes a batch of samples.
-        seed: The seed of what is drawn.
+        seed: The seed of the random draws.
         epoch: The epoch.
     """
 
@@ -206,7 +206,7 @@ class WholeStream:
         loader: The user's loader.
         num_shards: The shards of a global batch.
         own: The shards of this worker.
-        seed: The seed of what is drawn.
+        seed: The seed of the random draws.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class WholeStream:
             return loader
         # The copies in a loader's worker processes are out of reach.
         has_state = hasattr(loader.dataset, "state_dict") and not loader.num_workers
-        # Hugging Face's streams do not always go on from the place that they tell: not with a
+        # Hugging Face's streams do not always continue from the place that they report: not with a
         # buffer or a `map`, and in versions 5.0 and 5.1 not a second time.
         has_state = has_state and not type(loader.dataset).__module__.startswith("datasets.")
         return loader.dataset if has_state else None
@@ -329,10 +329,10 @@ class PartitionedStream:
 
     Args:
         pieces: The stream, with at least as many pieces as there are partitions.
-        loader: The user's loader of it.
+        loader: The user's loader of the stream.
         num_partitions: The shards of a global batch.
         own: The partitions of this worker.
-        seed: The seed of the order and of what is drawn while pieces are read.
+        seed: The seed of the order and of the random draws while pieces are read.
     """
 
     def __init__(
@@ -394,7 +394,7 @@ class PartitionedStream:
         if not self._marks:
             return None
         marks = [[epoch, batch, [list(p) for p in places]] for epoch, batch, places in self._marks]
-        # The keys are those of stored checkpoints.
+        # The keys stand in stored checkpoints.
         return {
             "lanes": self._num_partitions,
             "pieces": self._pieces.num_pieces,
@@ -429,7 +429,7 @@ class PartitionedStream:
         known = [mark for mark in self._marks if mark.epoch == epoch and mark.batch <= batch]
         if batch and known:
             return known[-1]
-        # New epochs use the loader's own number of processes, not that of a checkpoint.
+        # New epochs use the loader's own number of processes, not the number in a checkpoint.
         self._num_processes = max(1, self._loader.num_workers)
         nothing = PartitionPosition(0, [0] * self._num_processes, [0] * self._num_processes)
         return StreamMark(epoch, 0, [nothing] * self._num_partitions)

@@ -20,7 +20,7 @@ class StreamPieces(ABC):
     Attributes:
         num_pieces: The number of pieces.
         is_shuffled: Whether the pieces may come in any order.
-        name: What messages call the stream.
+        name: The stream's name in messages.
     """
 
     num_pieces: int
@@ -162,7 +162,7 @@ class Stream:
     Args:
         data: An iterable; an iterable torch data set keeps its place in a checkpoint if it has
             `state_dict`.
-        steps: What is done, in order.
+        steps: The steps, in order.
     """
 
     def __init__(self, data: Iterable[Any], steps: tuple["StreamStep", ...] = ()) -> None:

@@ -229,7 +229,7 @@ def blocks_of(file: DataFile, hasher: "xxhash.xxh3_64", *, has_quotes: bool) -> 
     Args:
         file: The file.
         hasher: Takes all that is read.
-        has_quotes: Whether a line goes on within double quotes.
+        has_quotes: Whether double quotes can continue a value on the next line.
     """
     start, rest, at = 0, b"", 0
     while at < file.size:
@@ -273,7 +273,7 @@ _TYPES = {"int64": pa.int64(), "double": pa.float64(), "string": pa.string(), "b
 
 
 class CsvFormat(FileFormat):
-    """CSV files; the types of the columns are those of the first lines of each file.
+    """CSV files; the types of the columns come from the first lines of each file.
 
     Args:
         columns: The columns to read; None for all.

@@ -36,7 +36,7 @@ class DecodingLoader(DataLoader[Any]):
         dataset: The view of the data set.
         source: Its samples.
         finish: Makes a batch of decoded samples; None for `collate_samples`.
-        options: Those of a `DataLoader`.
+        options: The options of a `DataLoader`.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class TorchLoaderPlacedStream(TorchLoaderStream):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a place."""
+        """Resume from a place."""
         data: Any = self._stream.data
         data.load_state_dict(state)
 

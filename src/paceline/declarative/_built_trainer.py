@@ -54,7 +54,7 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
         trainer: The trainer, with its data and loss built.
 
     Attributes:
-        part: What metrics are of now: "train", "val" or "test".
+        part: The part whose metrics are reported now: "train", "val" or "test".
     """
 
     def __init__(self, trainer: "BuiltTrainer") -> None:
@@ -106,7 +106,7 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
 
     @property
     def own_code(self) -> "BuiltTrainer":
-        """What a user's own methods belong to."""
+        """The kind of object that a user's own methods belong to."""
         return self._trainer
 
     def evaluate_batch(self, batch: Any, batch_idx: int = 0) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class BuiltTrainer(OwnBuilds):
 
     Args:
         configs: The config; as a trial of a master, its hyperparameters take the place of fields.
-        rank: Not needed; refused unless it is that of the process group.
+        rank: Not needed; refused unless it is the rank in the process group.
         num_processes: Not needed, like `rank`.
 
     Raises:
@@ -369,7 +369,7 @@ class BuiltTrainer(OwnBuilds):
         self.learning_rate = self.configs.learning_rate_per_process * self.num_processes
 
     def build_device(self) -> None:
-        """Tell where the model is trained."""
+        """Return where the model is trained."""
         logger.info("Rank %d trains on %s.", self.rank, self.device)
 
     def build_split_datasets(self) -> None:

@@ -48,10 +48,10 @@ class ParallelizationConfig(OptionContainer):
         shard_size: With "fsdp", the number of processes that hold one copy of the model.
         tensor_parallel_size: The number of processes that divide the model by `tensor_plan`, and
             train on the same samples.
-        tensor_plan: What torch's `parallelize_module` takes, or a function of a model and a mesh.
+        tensor_plan: The plan for torch's `parallelize_module`, or a function of a model and a mesh.
         gradient_checkpointing: Whether blocks are computed again in the backward pass.
         compile: Whether the model is compiled, or the options of `torch.compile`.
-        trainable_only: Whether checkpoints leave out what is frozen; a text names the base.
+        trainable_only: Whether checkpoints leave out frozen parameters; a text names the base.
     """
 
     parallelization_type: str = option("single_node", arguments.one_of("single_node", "multi_node"))
@@ -101,8 +101,8 @@ class Config(OptionContainer):
         cpu_only: Whether GPUs are left alone.
         random_seed: The seed; drawn and recorded by default.
         parallelization_params: How many processes train.
-        task_type: For which predictions accuracies are computed: those of kind "cls" if it holds
-            "classification", those of kind "regr" if it holds "regression". None for none.
+        task_type: The kinds of predictions with accuracies: "cls" if it holds
+            "classification", "regr" if it holds "regression". None for none.
     """
 
     model_class: Any = option(
@@ -150,11 +150,11 @@ class TrainingConfig(Config):
             six epochs, falls for six, and halves the rise each time.
         scheduler_step: When it steps: after each "batch", optimizer "step" or "epoch".
             `ReduceLROnPlateau` looks at the validation loss of each epoch.
-        model_save_dir: The directory for what the run writes.
+        model_save_dir: The directory for the run's files.
         checkpoint_storage: Where checkpoints go: a directory, or a URL such as
             "s3://bucket/prefix"; below `model_save_dir` by default. `model_save_dir` still says
             which ones there are.
-        checkpoint_dir: The `model_save_dir` of a run to go on from.
+        checkpoint_dir: The `model_save_dir` of a run to resume from.
         pretrained_model_path: A file of weights to begin with.
         load_pretrained_encoder_only: Whether only the encoder gets these weights, and only the
             other parameters are trained. The encoder is the model's `backbone_model` or `encoder`.
@@ -165,7 +165,7 @@ class TrainingConfig(Config):
         post_test_epoch_hook: The same after each evaluation of `test_dataset`.
         loss_function: One loss for all predictions, or a list with one for each of them, followed
             by regularizers, which are called with the predictions.
-        loss_weights: What the losses are multiplied by: one number, or one for each.
+        loss_weights: The factors of the losses: one number, or one for each.
         loss_tracker_params: Kept for older scripts.
         num_workers: Processes that load data, per process that trains.
         pin_memory_for_dataloader: Whether batches for a GPU are loaded into pinned memory.

@@ -41,7 +41,7 @@ def taken_over(data: Mapping[str, Any], namespace: Mapping[str, Any]) -> dict[st
     """Return a config of generic_trainer converted to this package's format.
 
     Args:
-        data: What generic_trainer has written.
+        data: Data that generic_trainer has written.
         namespace: Where classes are looked for that it names without a module.
 
     Raises:
@@ -223,8 +223,8 @@ class OptionContainer:
     def dump_to_json(self, filename: str | os.PathLike[str]) -> None:
         """Write the fields to a file; fields without a plain form are listed in "left_out".
 
-        Data sets are left out, and what has no import path, such as a lambda. Losses are written
-        by their class and the arguments of its constructor.
+        Data sets and objects without an import path, such as a lambda, are left out. Losses are
+        written by their class and the arguments of its constructor.
 
         Args:
             filename: The file; it is replaced as a whole.

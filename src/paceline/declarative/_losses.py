@@ -51,7 +51,7 @@ class MarginLoss(nn.Module):
     Args:
         m_plus: Lengths of the right class count below this.
         m_minus: Lengths of other classes count above this.
-        negative_weight: What other classes are multiplied by.
+        negative_weight: The factor of other classes.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TotalVariationLoss(nn.Module):
     """A regularizer: the mean step between neighbouring pixels of images [batch, channel, y, x].
 
     Args:
-        weight: What the sum over all images is multiplied by.
+        weight: The factor of the sum over all images.
     """
 
     def __init__(self, weight: float = 0.1) -> None:
@@ -181,7 +181,7 @@ class LossTracker(dict[str, Any]):
                 self[key].append(metrics[key])
 
     def get_all_losses(self, type: str = "loss") -> list[list[float]]:
-        """Return the total's history and those of the terms.
+        """Return the histories of the total and the terms.
 
         Args:
             type: "loss", "val_loss" or "test_loss".
@@ -271,8 +271,8 @@ class LossPlan:
 
     Args:
         given: One loss for all predictions, or a tuple of one for each, followed by regularizers.
-        weights: What they are multiplied by: one number, or a tuple of one for each.
-        predictions: What the model returns.
+        weights: Their factors: one number, or a tuple of one for each.
+        predictions: The model's output.
         has_labels: Whether samples have labels.
         losses_of_classes: The types of losses whose labels may be indices of classes.
 
@@ -418,7 +418,7 @@ def _weights_of(given: Any, num_losses: int) -> tuple[float, ...]:
 
 
 def _takes_names(loss: Callable[..., Any], names: Sequence[str], field: str) -> bool:
-    """Tell whether a regularizer is called by keyword, else by position; from its signature."""
+    """Return whether a regularizer is called by keyword, else by position; from its signature."""
     target = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         signature = inspect.signature(target)

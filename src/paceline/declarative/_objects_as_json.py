@@ -207,7 +207,7 @@ class JsonReader:
 
         Args:
             container: The config object that they are for.
-            data: What `JsonWriter` wrote, or what stands in a file.
+            data: The data that `JsonWriter` wrote, or a file's content.
 
         Raises:
             ValueError: Something cannot be found, or may not be.
@@ -218,7 +218,7 @@ class JsonReader:
                 f"The options of {type(container).__name__} must be a map, but got {data!r}."
             )
         for name, reason in (data.get(_LEFT_OUT) or {}).items():
-            # Data sets never are, and a script that lacks one is told.
+            # Data sets never are, and a script that lacks one gets an error.
             level = logging.INFO if name.endswith("dataset") else logging.WARNING
             text = "`%s` was not written (%s), and has its default unless the script sets it."
             logger.log(level, text, name, reason)

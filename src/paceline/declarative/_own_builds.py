@@ -49,7 +49,7 @@ def earlier_attribute(trainer: "OwnBuilds", name: str) -> Any:
     """Return the counterpart of an attribute of generic_trainer's trainer.
 
     Raises:
-        AttributeError: There is none; the message tells what to use.
+        AttributeError: There is none; the message names the replacement.
     """
     if name == "grad_scaler":
         return StepScaler(trainer)
@@ -63,7 +63,7 @@ def refuse_methods_never_called(trainer: "OwnBuilds") -> None:
     """Refuse methods of a subclass called by generic_trainer but never by this package.
 
     Raises:
-        TypeError: There is one; the message tells what to override.
+        TypeError: There is one; the message names the method to override.
     """
     for name, instead in _NEVER_CALLED.items():
         if hasattr(type(trainer), name):

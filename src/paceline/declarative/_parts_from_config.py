@@ -154,7 +154,7 @@ def _check_call(
             f" {dict(given)!r}: {error}."
         ) from error
     except ValueError:
-        # Nothing is known of what has no signature.
+        # Nothing is known about an object without a signature.
         return
 
 
@@ -192,7 +192,7 @@ def make_optimizer(
         model: The model on its device.
         encoder: The part that is not to be trained, if there is one.
         rate: The learning rate.
-        scale: What the learning rates of parameter groups are multiplied by.
+        scale: The factor of the learning rates of parameter groups.
 
     Raises:
         ValueError: A parameter group names no part of the model.
@@ -313,7 +313,7 @@ def num_epochs_of(config: Mapping[str, Any], num_epochs: int) -> int:
 
     Args:
         config: The experiment's config; empty without one.
-        num_epochs: What the training's config says.
+        num_epochs: The number in the training's config.
     """
     length = searched_length(searcher_of(config))
     if length is None:
@@ -366,7 +366,7 @@ def check_config_place(given: tuple[int | None, int | None], rank: int, size: in
     """Refuse a rank or number of processes different from this process's own.
 
     Args:
-        given: What the script says; None for what it leaves out.
+        given: The script's values; None for each that it leaves out.
         rank: This process among all.
         size: The number of all processes.
 

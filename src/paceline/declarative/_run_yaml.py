@@ -104,7 +104,7 @@ def _parsed(text: str, file: Path) -> dict[str, Any]:
 def is_explained(error: BaseException) -> bool:
     """Return whether an error was raised by this package and needs no traceback.
 
-    What the user's own code raises, or what is a mistake of this package, needs its traceback.
+    Errors of the user's own code, or of this package, need their traceback.
     """
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]

@@ -69,8 +69,8 @@ def read_state(
 
     Args:
         save_dir: The directory of the run.
-        distributed: Where the ranks meet, if there are several: all read what the chief finds, as
-            the chief alone writes the state, perhaps later than another rank looks.
+        distributed: Where the ranks meet, if there are several: all read the file that the chief
+            finds, as the chief alone writes the state, perhaps later than another rank looks.
 
     Raises:
         FileNotFoundError: The directory has no state.
@@ -158,7 +158,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], prefix: str = 
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It holds no weights, or those of another model.
+        ValueError: It holds no weights, or weights of another model.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -209,7 +209,7 @@ def encoder_of(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the part of a whole model's weights; those of a part as they are."""
+    """Return the part of a whole model's weights; weights of a part stay unchanged."""
     start = f"{prefix}."
     part = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
     return part if prefix and part else dict(state)
@@ -298,7 +298,7 @@ class Outputs(Step):
         Args:
             filename: The name of the file.
             save_configs: Whether the config is written too, as configs.json.
-            subcomponent: The part of the model to write; all of it by default.
+            subcomponent: The part of the model to write; the whole model by default.
         """
         is_divided = self.context.stepper.is_divided
         if self.rank != 0 and not is_divided:
@@ -313,7 +313,7 @@ class Outputs(Step):
         if save_configs:
             self.configs.dump_to_json(self._save_dir / "configs.json")
         if self.configs.save_onnx and filename in ("best_model.pth", "final_model.pth"):
-            # Training goes on with the random numbers that it would have without this.
+            # Training continues with the random numbers that it would have without this.
             with torch.random.fork_rng():
                 batch = next(iter(self.validation_dataloader))
                 data, _ = self.divided(batch)
@@ -327,7 +327,7 @@ class Outputs(Step):
                 )
 
     def save_model_and_states_checkpoint(self) -> None:
-        """Store the whole state, to go on from, and the weights as checkpoint_model.pth."""
+        """Store the whole state, to resume from, and the weights as checkpoint_model.pth."""
         self._engine.save_checkpoint()
         self.update_saved_model("checkpoint_model.pth")
 
@@ -339,7 +339,7 @@ class Outputs(Step):
     def set_earlier_files_aside(self) -> None:
         """Move another run's files in `model_save_dir` to a subdirectory.
 
-        Its best model would else count as that of this run, which may never have one.
+        Its best model would otherwise count as this run's best, which may never have one.
         """
         if self.rank != 0 or self._is_continued:
             return
@@ -386,7 +386,7 @@ class Outputs(Step):
 
         Args:
             ind_list: The numbers of the samples.
-            dataset: "train" for those of the training data; else those of the validation data.
+            dataset: "train" for the training data, else the validation data.
         """
         loader = self.training_dataloader if dataset == "train" else self.validation_dataloader
         data, _ = self.divided(loader.collate_fn([loader.dataset[index] for index in ind_list]))

@@ -160,7 +160,7 @@ class TrainingBatches:
                 " again. Hint: a larger `num_epochs` trains for longer."
             )
         self.is_begun = True
-        # A loop that has ended may ask how many there were; those of a stream have no number.
+        # A loop that has ended may ask how many there were; the batches of a stream have no number.
         with suppress(TypeError):
             len(self)
         return self._batches
@@ -172,7 +172,7 @@ logger = logging.getLogger(__name__)
 class Trainer(BuiltTrainer):
     """Trainer of a config: `trainer.build()`, then `trainer.run_training()`.
 
-    Override what does not fit. `process_data_loader_yield`, `move_to_device`,
+    Override methods that do not fit. `process_data_loader_yield`, `move_to_device`,
     `load_data_and_get_loss`, `compute_losses`, `get_pred_dict` and `run_model_update_step` make up
     a training step; `run_training_epoch`, `run_validation` and `run_test` an epoch; the `build_`
     methods run in the order in which `build` calls them. Each may call `super()`, or do without in
@@ -180,7 +180,7 @@ class Trainer(BuiltTrainer):
 
     Args:
         configs: The config; as a trial of a master, its hyperparameters take the place of fields.
-        rank: Not needed; refused unless it is that of the process group.
+        rank: Not needed; refused unless it is the rank in the process group.
         num_processes: Not needed, like `rank`.
 
     Attributes:
@@ -188,9 +188,10 @@ class Trainer(BuiltTrainer):
         loss_tracker: The history of the losses.
         current_epoch: The epoch that is trained, from 0.
         verbose: Whether the losses of each epoch are logged.
-        run_name: What the run is named after; None, the default, for the script.
-        trackers: What else shows the run, such as "mlflow", see `core.init`; set it before `build`.
-        is_finished: Whether the training has come to its end; False if it was told to leave.
+        run_name: The run's name; None, the default, for the script's name.
+        trackers: Other displays of the run, such as "mlflow", see `core.init`; set it before
+            `build`.
+        is_finished: Whether the training has come to its end; False if it was asked to leave.
 
     Raises:
         TypeError: `configs` is no `TrainingConfig`, or a class does not take its arguments.
@@ -202,7 +203,7 @@ class Trainer(BuiltTrainer):
     def run_training(self) -> LossTracker:
         """Train to the last epoch, and write the final model; its files are there for all ranks.
 
-        When the run is told to leave, by a signal, Ctrl-C or a master, the state is stored and
+        When the run is asked to leave, by a signal, Ctrl-C or a master, the state is stored and
         this returns; `is_finished` tells. In the test mode of `paceline experiment create`, one
         batch is trained, one validated, and a checkpoint stored.
 
@@ -387,7 +388,7 @@ class Trainer(BuiltTrainer):
         """Refuse a second step by a `run_validation` of a subclass's own.
 
         Raises:
-            RuntimeError: It has taken one besides that of `super().run_validation()`.
+            RuntimeError: It took a step besides the step of `super().run_validation()`.
         """
         scheduler = self.scheduler
         is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -421,7 +422,7 @@ class Trainer(BuiltTrainer):
             report[group](step, news)
 
     def _note(self, metrics: Mapping[str, Any], part: str, kind: str) -> bool:
-        """Add an epoch's metrics to the history; tell whether they are the best."""
+        """Add an epoch's metrics to the history; return whether they are the best."""
         names = self._trial.names_of(part)
         losses = [metrics.get(name, metrics[names[0]]) for name in names]
         self.loss_tracker.update_accuracies(metrics, part)

@@ -20,12 +20,12 @@ class Step:
 
     Attributes:
         configs: The config in use.
-        context: What the engine gives.
+        context: The engine's context.
         device: Where this process trains.
-        model: What is called: the model itself, or its `DataParallel`.
+        model: The callable: the model itself, or its `DataParallel`.
         optimizer: The optimizer.
-        predictions: The names and kinds of what the model returns.
-        clip_gradients: What clips the gradients of a step as the config says, or None.
+        predictions: The names and kinds of the model's outputs.
+        clip_gradients: A function that clips a step's gradients as the config says, or None.
     """
 
     configs: TrainingConfig
@@ -45,7 +45,7 @@ class Step:
         """Return the losses of a batch.
 
         Args:
-            data_and_labels: What the loader gave.
+            data_and_labels: The loader's batch.
             loss_buffer: Zeros, for the values of the losses, as `get_epoch_loss_buffer` returns
                 them.
 
@@ -63,7 +63,7 @@ class Step:
         """Return the result of `process_data_loader_yield`, called with an index if accepted.
 
         Args:
-            data_and_labels: What the loader gave: a list of items.
+            data_and_labels: The loader's batch, a list of items.
         """
         if self._takes_index is None:
             parameters = inspect.signature(self.process_data_loader_yield).parameters
@@ -81,7 +81,7 @@ class Step:
         """Return the inputs and the labels of a batch, on the device.
 
         Args:
-            data_and_labels: What the loader gave: a list of items.
+            data_and_labels: The loader's batch, a list of items.
             data_label_separation_index: The number of items that are inputs, None for all; that of
                 the config by default.
         """
@@ -123,7 +123,7 @@ class Step:
         return [0.0] * (len(self._losses.terms) + 1)
 
     def reports_one_loss(self) -> bool:
-        """Tell whether the total is the loss of the only prediction, and computed as usual."""
+        """Return whether the total is the loss of the only prediction, and computed as usual."""
         return self._losses.has_one_loss and self._keeps("compute_losses")
 
     def is_plain(self) -> bool:
@@ -139,14 +139,14 @@ class Step:
         )
 
     def is_overridden(self, *names: str) -> bool:
-        """Tell whether a subclass or this object has any of some methods of its own."""
+        """Return whether a subclass or this object has any of some methods of its own."""
         return any(
             name in vars(self) or not getattr(type(self), name).__module__.startswith("paceline.")
             for name in names
         )
 
     def _keeps(self, *names: str) -> bool:
-        """Tell whether methods of this class are overridden neither by a subclass nor here."""
+        """Return whether methods of this class are overridden neither by a subclass nor here."""
         kind, own = type(self), vars(self)
         return all(getattr(kind, name) is getattr(Step, name) and name not in own for name in names)
 
@@ -156,7 +156,7 @@ class Step:
         Their calls would take a good part of the step of a small model.
 
         Args:
-            data_and_labels: What the loader gave.
+            data_and_labels: The loader's batch.
 
         Returns:
             The loss, the only prediction and the labels, as lists.

@@ -1,7 +1,7 @@
 """Hyperparameter search: pure methods, the space they draw from, preview and simulator.
 
-Nothing here does I/O. `Search` takes inputs (what happened to trials) and returns operations
-(what to do next); the master stores both.
+Nothing here does I/O. `Search` takes inputs (events of trials) and returns operations
+(the next steps); the master stores both.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ class _HalvingConfig(SearchConfig):
     """The time, in units of the time metric, that the best trials train to."""
     time_metric: str
     divisor: float = 4
-    """At each rung one of `divisor` trials goes on."""
+    """At each rung one of `divisor` trials continues."""
     max_concurrent_trials: int = 16
 
     def __post_init__(self) -> None:

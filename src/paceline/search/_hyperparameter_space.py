@@ -524,7 +524,7 @@ def parse_space(hyperparameters: dict[str, Any]) -> Space:
     else is a constant.
 
     Raises:
-        SpaceError: If something is wrong; it names the dotted path, the value and what is allowed.
+        SpaceError: If a value is not valid; the text has its dotted path and the allowed values.
     """
     if not isinstance(hyperparameters, dict):
         raise SpaceError(

@@ -202,7 +202,7 @@ class Search:
     def _load(self, snapshot: dict[str, Any]) -> None:
         self._is_started = snapshot["is_started"]
         self._is_over = snapshot["is_over"]
-        # Earlier snapshots do not tell what was reached.
+        # Snapshots of earlier versions lack the share that was reached.
         for request_id, is_stopped, reason, progress, *reached in snapshot["trials"]:
             exit_reason = None if reason is None else ExitReason(reason)
             self._trials[request_id] = _Trial(
@@ -264,7 +264,7 @@ class Search:
         trial = self._find(exit.request_id)
         if trial.exit_reason is not None:
             return []
-        # How a stopped trial came to its end does not matter: it has done what was asked of it.
+        # A stopped trial counts as done, however it ended: the search asked it to stop.
         trial.exit_reason = ExitReason.COMPLETED if trial.is_stopped else exit.reason
         self._num_exited[trial.exit_reason] += 1
         del self._open_progress[exit.request_id]
@@ -394,7 +394,7 @@ class SimulationResult:
 
     inputs: tuple[Input, ...]
     operations: tuple[tuple[Operation, ...], ...]
-    """What followed from each input."""
+    """The operations that followed from each input."""
     progress: tuple[float, ...]
     """The search's progress after each input."""
     trained: dict[str, int]

@@ -34,8 +34,8 @@ def method_errors(
 
     Args:
         name: The name of the method.
-        part: The part of it that is about to run.
-        expected: What that part may well raise; it passes as it is.
+        part: The part of the method that is about to run.
+        expected: Exceptions that this part may raise by design; they pass unchanged.
 
     Raises:
         SearchMethodError: If the code inside raises anything else.
@@ -55,7 +55,7 @@ def method_errors(
 
 
 class ExitReason(str, Enum):
-    """Tell why a trial ended."""
+    """Return why a trial ended."""
 
     COMPLETED = "completed"
     ERROR = "error"
@@ -72,8 +72,8 @@ class Reported(msgspec.Struct, frozen=True, tag="reported", kw_only=True):
 
     `time` is the trial's absolute training time, in the unit of the search's time metric. A
     report at a time that is not finite changes nothing.
-    `metric` is the searched metric as the trial reported it; what is not finite ranks behind every
-    finite number.
+    `metric` is the searched metric as the trial reported it; a value that is not finite ranks
+    behind every finite number.
     """
 
     request_id: str
@@ -150,7 +150,7 @@ def input_from_json(text: str | bytes) -> Input:
         msgspec.ValidationError: If the text is JSON but no input.
         msgspec.DecodeError: If the text is not JSON.
     """
-    # Lax decoding is what turns the strings "nan", "inf" and "-inf" back into floats.
+    # Only lax decoding turns the strings "nan", "inf" and "-inf" back into floats.
     decoded: Input = msgspec.json.decode(text, type=Input, strict=False)
     return decoded
 
@@ -175,7 +175,7 @@ class BracketPlan:
     trials: int
     concurrent: int
     divisor: Fraction
-    """At each rung one of `divisor` trials goes on."""
+    """At each rung one of `divisor` trials continues."""
 
     @property
     def rungs(self) -> int:
@@ -232,7 +232,7 @@ class TrialView:
 
     request_id: str
     is_stopped: bool
-    """The search wants no more of it."""
+    """The search needs no more training of it."""
     exit_reason: ExitReason | None
     """None while the trial has not ended."""
     progress: float

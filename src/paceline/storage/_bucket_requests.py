@@ -111,7 +111,7 @@ class PatientCalls:
 
 _PART = re.compile(r"[?&]partNumber=(\d+)")
 _BEGINNING = re.compile(r"[?&]uploads\b")
-# The answer of a store that refuses a request, and what it says there.
+# The answer of a store that refuses a request, and its text.
 _XML = re.compile(r"<\?xml|<Error>")
 _SAID = re.compile(r"<(?:Code|Message)>(.*?)</", re.DOTALL)
 _STORE_NAME = re.compile(r"^Generic \w+ error: ")

@@ -70,11 +70,11 @@ _HURRIED_TRY_S = 10.0
 class BucketStorage(ObjectStorage):
     """Keep checkpoints as objects below a prefix of a bucket.
 
-    Implementers override `scheme`, `_make_client` and what the store calls things.
+    Implementers override `scheme`, `_make_client` and the words of the store.
 
     Args:
         bucket: The bucket, which must be there.
-        prefix: What all keys begin with, without slashes at its ends; empty for none.
+        prefix: The prefix of all keys, without slashes at its ends; empty for none.
     """
 
     scheme: str
@@ -83,7 +83,7 @@ class BucketStorage(ObjectStorage):
     # User-facing name of a bucket, and the store's error text for a missing bucket.
     _kind = "bucket"
     _missing: str
-    # Words of the store's errors, and what to do then.
+    # Words of the store's errors, and the fix for each.
     _hints: Mapping[str, str]
     _server_hint: str
     _credentials: str
@@ -125,7 +125,7 @@ class BucketStorage(ObjectStorage):
         return True
 
     def watch(self, on_trouble: Callable[[str | None], None] | None) -> None:
-        """Have a function told while the store does not answer."""
+        """Register a function to call while the store does not answer."""
         self._calls.on_trouble = on_trouble
 
     def in_a_hurry(self) -> "BucketStorage":
@@ -324,13 +324,13 @@ class BucketStorage(ObjectStorage):
         except FileExistsError:
             raise
         except (BaseError, OSError) as error:
-            # A missing object is told by either.
+            # Either status can mean that the object is missing.
             is_missing = isinstance(error, (NotFoundError, FileNotFoundError))
             if is_missing and not writes and self._missing not in str(error):
                 raise FileNotFoundError(str(error)) from error
             kind = CheckpointWriteError if writes else CheckpointError
             reason = self._reason(error, upload)
-            # The client's own text has many lines, of which the last ones tell nothing new.
+            # The client's own text has many lines, of which the last ones add nothing.
             logger.debug("%s", error)
             cause = None if isinstance(error, BaseError) else error
             raised = kind(f"In {self.url}, {must}, but {reason}")
@@ -396,7 +396,7 @@ class AzureStorage(BucketStorage):
 
     The account and credentials are those of the environment: AZURE_STORAGE_ACCOUNT_NAME and
     AZURE_STORAGE_ACCOUNT_KEY (or another credential that obstore reads there, such as
-    AZURE_STORAGE_SAS_KEY), and AZURE_STORAGE_ENDPOINT for a server of one's own.
+    AZURE_STORAGE_SAS_KEY), and AZURE_STORAGE_ENDPOINT for your own server.
     """
 
     scheme = "az"
@@ -465,7 +465,7 @@ class S3Storage(BucketStorage):
     def _make_client(self, options: Any) -> S3Store:
         endpoint = endpoint_of("AWS_ENDPOINT_URL_S3") or endpoint_of("AWS_ENDPOINT_URL")
         config: Any = {"endpoint": endpoint} if endpoint else {}
-        # A server of one's own, as for tests, may have no certificate.
+        # A private server, as for tests, may have no certificate.
         options["client_options"]["allow_http"] = endpoint.startswith("http://")
         return S3Store(
             self._bucket,

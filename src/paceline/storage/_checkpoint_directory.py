@@ -73,7 +73,7 @@ class CheckpointDirectory:
             return open_regular_below(self.descriptor, name, owners=self._owners)
 
     def has(self, name: str) -> bool:
-        """Tell whether something of a name is there."""
+        """Return whether something of a name is there."""
         try:
             os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -232,7 +232,7 @@ def remove_leftover(
             directory.
 
     Returns:
-        Whether nothing is left of it.
+        Whether the checkpoint is gone completely.
     """
     try:
         with opened_directory(root) as above, opened_below(above, OPEN_NAME) as markers:
@@ -338,7 +338,7 @@ def _gone(place: str, happened: str) -> CheckpointNotFoundError:
 
 
 class NewDirectory(CheckpointDirectory):
-    """The directory of a new checkpoint, or of a rank's part of it.
+    """The directory of a new checkpoint, or of one rank's part.
 
     Args:
         descriptor: The descriptor; the caller closes it.
@@ -351,7 +351,7 @@ class NewDirectory(CheckpointDirectory):
         self._parent = parent
 
     def check_place(self) -> None:
-        """Refuse what was written if it may be elsewhere.
+        """Refuse the written files if the directory may have moved.
 
         Raises:
             CheckpointWriteError: Something else is in the place of the directory.

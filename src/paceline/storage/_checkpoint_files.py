@@ -92,7 +92,7 @@ class CheckpointVersionError(CheckpointError):
 class CheckpointWriteError(CheckpointError, OSError):
     """Raised when a checkpoint cannot be written, for example on a full disk.
 
-    What was written of it is removed, and earlier checkpoints stay as they are.
+    Its partial files are removed, and earlier checkpoints stay as they are.
     """
 
 
@@ -213,7 +213,7 @@ def done_name(rank: int) -> str:
 
 
 def is_reserved(path: str) -> bool:
-    """Tell whether a relative path inside a checkpoint belongs to the commit protocol."""
+    """Return whether a relative path inside a checkpoint belongs to the commit protocol."""
     name, _, suffix = path.partition(".")
     is_done_file = suffix == "done" and name.startswith("rank-") and name[5:].isdecimal()
     return path == MANIFEST_NAME or is_done_file
@@ -223,7 +223,7 @@ def check_file_names(names: list[str]) -> list[str]:
     """Return the names of a checkpoint's own files.
 
     Raises:
-        ValueError: One is that of a file of the commit protocol.
+        ValueError: One path belongs to the commit protocol.
     """
     for name in names:
         if is_reserved(name):
@@ -307,7 +307,7 @@ def _damaged(uuid: str, name: str, reason: str) -> CheckpointCorruptError:
     )
 
 
-# At the boundaries of what is written: those of all storages, in the order of storing and deleting.
+# Points at the boundaries of writes, shared by all storages, in the order of storing and deleting.
 faults.register(
     "storage.begun",
     "storage.between_files",
@@ -477,7 +477,7 @@ def move_files_up(own: int, directory: int, entries: Mapping[str, FileEntry]) ->
 
     Args:
         own: The descriptor of the rank's directory.
-        directory: That of the checkpoint's.
+        directory: The directory of the checkpoint.
         entries: The files.
     """
     folders = {""}
@@ -507,7 +507,7 @@ def move_files_up(own: int, directory: int, entries: Mapping[str, FileEntry]) ->
 
 
 def _is_there(target: int, last: str, name: str, entry: FileEntry) -> bool:
-    """Tell whether a file is in a directory already.
+    """Return whether a file is in a directory already.
 
     Raises:
         FileExistsError: Another one is.
@@ -583,7 +583,7 @@ def durable_write_errors(uuid: str, root: Path) -> Iterator[None]:
     except CheckpointWriteError:
         raise
     except (OSError, RuntimeError) as error:
-        # torch.save tells of a full disk by a RuntimeError of its own.
+        # torch.save reports a full disk as a RuntimeError of its own.
         number = error.errno if isinstance(error, OSError) else None
         if number not in _WRITE_ERRORS and not (number is None and _is_full(root)):
             raise
@@ -628,7 +628,7 @@ def _is_about(error: Exception, root: Path) -> bool:
 
 @contextmanager
 def naming_files_below(root: Path) -> Iterator[None]:
-    """Have errors about relative paths tell the whole path."""
+    """Put the whole path into errors about relative paths."""
     try:
         yield
     except OSError as error:
@@ -646,7 +646,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-# No other directories have this name: without a lock, one of it is removed.
+# No other directories have this name: a leftover without a held lock is removed.
 _PREFIX = "paceline-locked-"
 # Until it is locked, a directory has another name, so that nobody takes it for a killed one's.
 _NEW_PREFIX = "paceline-new-"
@@ -691,7 +691,7 @@ _UUID_DIGEST_BYTES = 6
 
 
 def new_uuid(cluster_id: str = "", trial_id: int | None = None) -> str:
-    """Return a new UUID; that of a trial of a master has version 8, and ends with its digest."""
+    """Return a new UUID; for a trial of a master, version 8 with the trial's digest at its end."""
     if not cluster_id or trial_id is None:
         return str(uuid4())
     return _with_end(uuid4(), _digest(cluster_id, trial_id))
@@ -705,7 +705,7 @@ def uuid_of_series(first: str, number: int) -> str:
 
 
 def is_of_other_trial(uuid: str, cluster_id: str, trial_id: int) -> bool:
-    """Tell whether a name can only be that of another trial's checkpoint."""
+    """Return whether a name can only belong to another trial's checkpoint."""
     try:
         found = UUID(uuid)
     except ValueError:

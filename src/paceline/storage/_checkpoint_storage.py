@@ -51,7 +51,7 @@ class CheckpointStorage(ABC):
         """Return the storage at a URL; for packages offering a storage by URL scheme.
 
         Raises:
-            ValueError: The URL does not fit; the message says what must be there.
+            ValueError: The URL does not fit; the message shows the expected form.
         """
         raise ValueError(f"`checkpoint_storage` must not be a URL of {cls.__name__}: {url!r}.")
 
@@ -116,7 +116,7 @@ class CheckpointStorage(ABC):
         """Return a function storing large files from memory without a copy on the local disk.
 
         Args:
-            directory: What `store_path` or `store_shard` yields, within its block.
+            directory: The directory that `store_path` or `store_shard` yields, within its block.
 
         Returns:
             The function, which stores a file as if it were in the directory; None if files must
@@ -227,7 +227,7 @@ class CheckpointStorage(ABC):
         Raises:
             CheckpointCorruptError: A shard is missing, or two shards hold the same path with
                 different content.
-            FileExistsError: Another process has committed it, as far as the storage can tell.
+            FileExistsError: Another process has committed it, as far as the storage knows.
             CheckpointWriteError: The manifest cannot be written, or the storage does not answer.
         """
         files: dict[str, FileEntry] = {}
@@ -307,7 +307,7 @@ class CheckpointStorage(ABC):
         """Return the ranks with an unfinished shard of a checkpoint.
 
         Raises:
-            CheckpointCorruptError: What a rank has written about its shard is damaged.
+            CheckpointCorruptError: A rank's record of its shard is damaged.
             CheckpointWriteError: The storage does not answer.
         """
         return [rank for rank in range(num_shards) if self._done_of(uuid, rank) is None]
@@ -317,7 +317,7 @@ class CheckpointStorage(ABC):
             return self._read_done(uuid, rank)
 
     def exists(self, uuid: str) -> bool:
-        """Tell whether a committed checkpoint of this format is there."""
+        """Return whether a committed checkpoint of this format is there."""
         try:
             self.manifest(uuid)
         except CheckpointNotFoundError:
@@ -407,7 +407,7 @@ class RetentionRules:
     """Retention rules for a group of checkpoints; None is no rule.
 
     A checkpoint is kept if `latest`, `best` or `age_s` keeps it; without these three, all are.
-    What `num_bytes` then takes away, the others cannot keep.
+    The other rules cannot keep a checkpoint that `num_bytes` drops.
 
     Attributes:
         latest: How many of the newest to keep.
@@ -431,8 +431,8 @@ def wanted(checkpoints: Sequence[Kept], rules: RetentionRules, *, now_s: float =
     """Return the UUIDs of the checkpoints kept by `latest`, `best` or `age_s`.
 
     Args:
-        checkpoints: What exists, oldest first.
-        rules: What to keep.
+        checkpoints: The existing checkpoints, oldest first.
+        rules: The rules of retention.
         now_s: The present time, in seconds since the epoch.
     """
     if rules.latest is None and rules.best is None and rules.age_s is None:
@@ -466,7 +466,7 @@ def beyond_bytes(
     The oldest go first, and the best after all others.
 
     Args:
-        checkpoints: What would be kept otherwise, oldest first.
+        checkpoints: The checkpoints kept by the other rules, oldest first.
         num_bytes: How many bytes to keep at most.
         needed: Those that never go, though they may be too large alone.
         best: Those that go last.
@@ -485,11 +485,12 @@ def beyond_bytes(
 def to_delete(checkpoints: Sequence[Kept], rules: RetentionRules, *, now_s: float) -> list[Kept]:
     """Return the checkpoints of a run not kept by its rules, oldest first.
 
-    The newest one is always kept, as the run goes on from it.
+    The newest one is always kept, as the run resumes from it.
 
     Args:
-        checkpoints: What exists, in the order of storing; a run may have gone back meanwhile.
-        rules: What to keep.
+        checkpoints: The existing checkpoints, in the order of storing; a run may have gone back
+            meanwhile.
+        rules: The rules of retention.
         now_s: The present time, in seconds since the epoch.
     """
     newest = {kept.uuid for kept in checkpoints[-1:]}

@@ -1,4 +1,4 @@
-"""What lies below the descriptor of a directory: no link is followed, and nothing is opened."""
+"""Walks below the descriptor of a directory: they follow no link and open no file."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ _MAX_DEPTH = 64
 
 
 class Found(NamedTuple):
-    """Something below a directory: its path, the descriptor of the directory that has it, facts."""
+    """Entry below a directory: its path, the descriptor of its parent, and facts."""
 
     path: str
     parent: int
@@ -25,7 +25,7 @@ class Found(NamedTuple):
 def walk_below(
     directory: int, _above: tuple[str, ...] = (), *, owner: int | None = None
 ) -> Iterator[Found]:
-    """Yield all that is below a directory, directories after what they hold.
+    """Yield all entries below a directory, directories after their contents.
 
     The descriptor of a parent is open until the next one is yielded.
 
@@ -95,7 +95,7 @@ def made_below(directory: int, name: str) -> Iterator[int]:
 
 
 def empty_directory(directory: int) -> None:
-    """Remove all that is below a directory; links are removed, not what they refer to.
+    """Remove all that is below a directory; links are removed, not their targets.
 
     Directories of another user stay: who shares the storage can have moved them there.
 

@@ -42,21 +42,21 @@ _WRITE_BITS_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class IncomingCheckpoint:
     """Gathers a checkpoint's files below ``<root>/.incoming/<sender>/<uuid>/``, then commits.
 
-    Files can be sent in any order. What is there after a crash is kept, and sending goes on from
+    Files can be sent in any order. Files received before a crash are kept, and sending resumes from
     there. A commit compares every file with the manifest and moves the directory to its place, so
     that it is as if this machine had stored the checkpoint. For any thread and process. Nobody else
-    can change what has arrived, whoever may write to the storage.
+    can change received files, whoever may write to the storage.
 
     Args:
         storage: Where the checkpoint is to be.
-        sender: Whose it is, as part of a file name: what others send is apart.
+        sender: The sender, as part of a file name: files of other senders are apart.
         manifest: The text of ``manifest.json``; None for a sender that brings some ranks' files of
             a checkpoint, which another sender of this name commits.
         shards: The text of ``rank-<n>.done`` by rank.
 
     Raises:
         CheckpointCorruptError: A text is damaged, or belongs to another checkpoint.
-        ValueError: A name cannot be that of a checkpoint's file, or the texts are too large.
+        ValueError: A name cannot belong to a checkpoint's file, or the texts are too large.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class IncomingCheckpoint:
         Raises:
             ValueError: The manifest has no such file, or the file would be larger than it says.
             BlockingIOError: Somebody else writes to the file now.
-            CheckpointWriteError: The disk is full or broken; what was there before stays.
+            CheckpointWriteError: The disk is full or broken; earlier files stay.
         """
         entry = self.files.get(name)
         if entry is None or offset + len(data) > entry.size:
@@ -149,7 +149,7 @@ class IncomingCheckpoint:
         """Force all files to disk and compare them with the manifest, once nothing is missing.
 
         Returns:
-            What is wrong with files, by their name: these are removed.
+            Problems of files, by name: these files are removed.
 
         Raises:
             CheckpointWriteError: The disk is full or broken.
@@ -216,7 +216,7 @@ class IncomingCheckpoint:
             _durable_files.naming_files_below(self._path / folder),
         ):
             root.mkdir(parents=True, exist_ok=True)
-            # Nobody else needs to see what is not whole.
+            # Partial files are for their owner only.
             with suppress(FileExistsError):
                 (root / _INCOMING_NAME).mkdir(mode=0o700)
             with _opened_incoming(root) as (_, incoming):

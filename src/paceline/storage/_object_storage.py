@@ -76,7 +76,7 @@ class RecentRecords:
 class StoredObject(NamedTuple):
     """Object in a store: key, size in bytes, and last change in seconds since the epoch.
 
-    The size is that of what is read. Times are by the clock of the store.
+    The size counts the bytes read. Times are by the clock of the store.
     The mark is another one for another content, such as an ETag; empty where the store has none.
     """
 
@@ -105,7 +105,7 @@ class _Objects(Protocol):
 class OpenMarkers:
     """Marks of unfinished checkpoints: writing or deleting them has begun and not ended.
 
-    Others may keep UUIDs in the same store: only what is marked is a leftover.
+    Others may keep UUIDs in the same store: only a marked UUID is a leftover.
 
     Args:
         store: The store.
@@ -117,7 +117,7 @@ class OpenMarkers:
 
     def add(self, uuid: str) -> None:
         """Mark a checkpoint, before its first file is sent or removed."""
-        # Stores may tell for a file when its first part came.
+        # Some stores report the time of the first part as the time of a file.
         limit_s = 2 * UploadLimits.from_environment().file_s
         self._store._put_data(self.key(uuid), f"{limit_s:g}".encode())
 
@@ -237,7 +237,7 @@ class ObjectStorage(CheckpointStorage):
         except FileExistsError:
             raise
         except BaseException as error:
-            with suppress(CheckpointError):  # What is left is swept later.
+            with suppress(CheckpointError):  # The next sweep removes the rest.
                 if failing_store_of(error) is None:
                     self.discard(uuid)
             raise
@@ -319,7 +319,7 @@ class ObjectStorage(CheckpointStorage):
         faults.reach("storage.after_done")
 
     def _send(self, key: str, file: Path, timeout_s: float) -> FileEntry:
-        """Store a file within a time, if the store can tell, and return its size and digest."""
+        """Store a file within a time, if the store can limit it, and return its size and digest."""
         entry = _durable_files.digest_file(file)
         self.put(key, file)
         return entry

@@ -75,7 +75,7 @@ def _points() -> "dict[str, EntryPoint]":
 
 
 _LATER_TYPES = ("azure", "gcs")
-# Known, but not offered, and what to use instead.
+# Known schemes that are not offered, each with its replacement.
 _NOT_OFFERED = {
     "gs": "use s3:// or az://, a mounted directory, or a package of your own that offers gs://.",
 }

@@ -118,7 +118,7 @@ class FileUpload(Upload):
     def entry(self) -> FileEntry:
         """Return the size and digest of the file, once all of the file was read."""
         if self._num_hashed != self.size:
-            # The client has read some of it again.
+            # The client has read a part again, for a retry.
             return _durable_files.digest_file(self._path)
         return super().entry()
 
@@ -214,7 +214,7 @@ def limit_hint(what: str) -> str:
 class BackgroundCalls:
     """Runs calls in daemon threads, so no call keeps a process from ending.
 
-    Where there can be no further thread, a call runs in that of the caller. Leaving a `with` block
+    Where there can be no further thread, a call runs in the caller's thread. Leaving a `with` block
     waits for all calls.
 
     Args:
@@ -231,7 +231,7 @@ class BackgroundCalls:
         """Begin a call, as soon as fewer than allowed are running.
 
         Raises:
-            BaseException: What an earlier call has raised.
+            BaseException: The error of an earlier call.
         """
         if self._at_once < 1:
             call()
@@ -254,7 +254,7 @@ class BackgroundCalls:
         """Wait for all calls.
 
         Raises:
-            BaseException: What the first of them to fail has raised.
+            BaseException: The error of the first call to fail.
         """
         self._wait_for_fewer_than(1)
 

@@ -85,7 +85,7 @@ class ScriptFailedError(VerificationError):
 
 
 class NotResumableError(VerificationError):
-    """Raised when a script does not use Paceline, or had stored no checkpoint to go on from."""
+    """Raised when a script does not use Paceline, or had stored no checkpoint to resume from."""
 
 
 class FaultMissedError(VerificationError):
@@ -163,7 +163,7 @@ class RunFacts:
 
         Args:
             group: The metric group.
-            first_attempt: Return all that the first attempt reported, instead of what stands in
+            first_attempt: Return all reports of the first attempt, instead of the reports in
                 the end.
         """
         rows: dict[int, dict[str, Any]] = {}
@@ -242,7 +242,7 @@ class Difference:
     Attributes:
         place: A file of the checkpoint such as "model_0.safetensors", "checkpoint", "metadata",
             "metrics.<group>", or "run".
-        path: What differs in it: a tensor's name, a path in the JSON, a metric's name.
+        path: The differing part: a tensor's name, a path in the JSON, a metric's name.
         detail: How it differs.
     """
 

@@ -81,8 +81,8 @@ class ScriptEnd:
 
     Attributes:
         code: The exit code; None if it took too long and was ended.
-        output: The file with what it wrote.
-        notes: What its processes noted of faults, in order.
+        output: The file with its output.
+        notes: Its processes' notes on faults, in order.
     """
 
     code: int | None
@@ -119,11 +119,11 @@ def start_script(
     """Run the script in `directory` to its end.
 
     Args:
-        script: What to run.
+        script: The script to run.
         directory: Where; made by `prepare_script_directory`.
-        label: Names the files that tell of this start.
+        label: Part of the names of this start's files.
         fault: The content of `PACELINE_FAULT`.
-        resume: The run directory to go on in.
+        resume: The run directory to resume.
     """
     output, log = directory / f"{label}.log", directory / f"{label}.faults"
     variables = script.variables() | {faults.FAULT_LOG_VARIABLE: str(log.absolute())}
@@ -199,7 +199,7 @@ def num_threads(notes: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 
 FaultKind = Literal["kill", "preempt", "pause"]
 
-# A kill right behind a checkpoint would show little: what is lost must be trained again.
+# A kill right behind a checkpoint would show little: lost steps must be trained again.
 MIN_REPLAYED_STEPS = 3
 
 _SIGNALS = {"kill": "KILL", "preempt": "TERM", "pause": "STOP"}

@@ -40,8 +40,8 @@ class FaultOutcome:
     Attributes:
         fault: The fault.
         hit_step: The steps that were completed when it came.
-        resumed_from: The step of the checkpoint that the resumed run went on from.
-        differences: What is not the same as in the straight run; empty if every bit is.
+        resumed_from: The step of the checkpoint that the run resumed from.
+        differences: The differences from the straight run; empty if every bit is equal.
         diverged_at: The first step at which the run differed before the fault came; None if it
             did not. Then the script differs from run to run by itself.
         threads: The number of torch's threads by rank.
@@ -163,7 +163,7 @@ def verify_resume(
 
     Args:
         command: A script and its arguments, or a whole command line.
-        faults: What to interrupt by; one kill at a step of choice by default.
+        faults: The faults that interrupt; one kill at a step of choice by default.
         num_workers: How many workers Paceline's launcher starts; one runs without it.
         environment: Variables on top of this process's. All runs have the same OMP_NUM_THREADS.
         directory: Where the runs go; a new temporary directory by default.
@@ -171,7 +171,7 @@ def verify_resume(
             makes it there, others wait for it and use it. All must run the same in it.
         links: A directory whose entries every run finds in its own directory, for scripts that
             read files by relative paths.
-        deterministic: Turn on torch's deterministic switches; what has no deterministic
+        deterministic: Turn on torch's deterministic switches; an operation without a deterministic
             implementation then only warns, and is named in the verdict.
         ignore: Patterns of `place:path` to leave out, such as "metrics.training:seconds".
         timeout_s: How long one start may take, in seconds.
@@ -333,7 +333,7 @@ def _check_interrupted(
     """Refuse a run not ended by the fault.
 
     Raises:
-        FaultMissedError: The script went on to its end, or did not end at all.
+        FaultMissedError: The script continued to its end, or did not end at all.
     """
     is_left = interrupted.outcome == "preempted" and first.code == 0
     is_killed = interrupted.outcome not in ("completed", "preempted") and first.code

@@ -67,7 +67,7 @@ class AttemptTokens:
         return time.monotonic() - self._looked_at.get(attempt_id, -_LOOK_S) < _LOOK_S
 
     def is_usable(self, attempt_id: int) -> bool:
-        """Tell whether the attempt is there, and did not end more than a day ago."""
+        """Return whether the attempt is there, and did not end more than a day ago."""
         attempts = tables.attempts.c
         with self._database.read() as connection:
             query = select(attempts.ended_at).where(attempts.id == attempt_id)
@@ -80,7 +80,7 @@ class AttemptTokens:
         return True
 
     def has_code(self, attempt_id: int, digest: str) -> bool:
-        """Tell whether an attempt runs the code of a digest."""
+        """Return whether an attempt runs the code of a digest."""
         attempts, experiments = tables.attempts, tables.experiments
         query = (
             select(experiments.c.context_digest)
@@ -142,7 +142,7 @@ class Throttle:
         return len(self._failures)
 
     def allows(self, sender: Hashable) -> bool:
-        """Tell whether a sender may try."""
+        """Return whether a sender may try."""
         oldest = time.monotonic() - self.window_s
         with self._lock:
             failures = self._failures.get(sender, ())
@@ -223,7 +223,7 @@ class Passwords:
         self._places = threading.BoundedSemaphore(_MAX_WAITING)
 
     def are_set(self) -> bool:
-        """Tell whether any user has a password."""
+        """Return whether any user has a password."""
         with self._database.read() as connection:
             count: int = connection.execute(
                 select(func.count()).select_from(tables.users)
@@ -248,7 +248,7 @@ class Passwords:
         return self._database.write(job)
 
     def check(self, user: str, password: str, sender: str = "") -> bool:
-        """Tell whether a password is the user's.
+        """Return whether a password is the user's.
 
         Failures are counted for each sender and name: nobody's guesses keep others out.
 

@@ -73,7 +73,7 @@ class Executor(ABC):
 
     @abstractmethod
     def status(self, attempt_id: int) -> AttemptStatus:
-        """Tell whether an attempt's runner is at work."""
+        """Return whether an attempt's runner is at work."""
 
     @abstractmethod
     def ship(self, attempt_id: int) -> None:
@@ -88,7 +88,7 @@ class Executor(ABC):
         """
 
     def is_out_of_reach(self, attempt_id: int) -> bool:
-        """Tell whether nobody can kill an attempt's runner, as its machine is lost.
+        """Return whether nobody can kill an attempt's runner, as its machine is lost.
 
         A runner that gives no sign of life has then lost its attempt at once.
         """
@@ -133,7 +133,7 @@ class LocalExecutor(Executor):
         self._processes.start(attempt_id)
 
     def status(self, attempt_id: int) -> AttemptStatus:
-        """Tell whether an attempt's runner is at work."""
+        """Return whether an attempt's runner is at work."""
         if self._processes.is_alive(attempt_id):
             return AttemptStatus.ALIVE
         was_started = self._processes.was_started(attempt_id)

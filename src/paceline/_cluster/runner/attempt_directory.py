@@ -263,7 +263,7 @@ def place_on_each_node(run: RunDirectory) -> None:
 
 
 def sends_checkpoints(spec: AttemptSpec, run: RunDirectory) -> bool:
-    """Tell whether the runner of an attempt sends its checkpoints to the master."""
+    """Return whether the runner of an attempt sends its checkpoints to the master."""
     if spec.num_members > 1:
         return run.read_info().storage_per_node
     return spec.sends_checkpoints

@@ -247,7 +247,7 @@ class AttemptProcesses:
         return self.directory(attempt_id).is_prepared
 
     def is_alive(self, attempt_id: int) -> bool:
-        """Tell whether an attempt's runner is at work."""
+        """Return whether an attempt's runner is at work."""
         child = self._children.get(attempt_id)
         if child is not None:
             if child.is_alive():
@@ -256,7 +256,7 @@ class AttemptProcesses:
         return self.directory(attempt_id).runner_pid() is not None
 
     def was_started(self, attempt_id: int) -> bool:
-        """Tell whether an attempt's entrypoint was ever started here."""
+        """Return whether an attempt's entrypoint was ever started here."""
         return self.directory(attempt_id).was_started
 
     def sign_of_life(self, attempt_id: int) -> object:

@@ -401,7 +401,7 @@ UserName = Annotated[str, Path(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 
 @sign_in_router.get("/session")
 def read_session(master: MasterOf, identity: IdentityOf) -> Session:
-    """Tell who is signed in, and whether a password could sign in; needs no sign-in."""
+    """Return who is signed in, and whether a password could sign in; needs no sign-in."""
     return Session(
         user=None if identity is None else identity.user,
         has_password=master.passwords.are_set(),

@@ -213,7 +213,7 @@ def action_of(master: Master, action: Action) -> Callable[[Transaction, int], No
 
 
 def context_path_exists(master: Master, digest: str) -> bool:
-    """Tell whether a context was uploaded."""
+    """Return whether a context was uploaded."""
     is_digest = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
     return is_digest and (master.home.contexts_path / f"{digest}.tar.gz").is_file()
 

@@ -292,7 +292,7 @@ def _hyperparameter_axes(space: dict[str, Any], rows: list[dict[str, Any]]) -> l
 
 
 def _is_varied_hyperparameter(values: Iterator[Any]) -> bool:
-    """Tell whether there are two different values, and look no further once there are."""
+    """Return whether there are two different values, and look no further once there are."""
     texts = (json.dumps(value, sort_keys=True, default=str) for value in values)
     first = next(texts, None)
     return any(text != first for text in texts)

@@ -82,7 +82,7 @@ _FILE_POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; frame-an
 
 
 def has_web_ui(root: Path = ASSETS_PATH) -> bool:
-    """Tell whether the web UI is built."""
+    """Return whether the web UI is built."""
     return (root / "index.html").is_file()
 
 

@@ -283,7 +283,7 @@ class ReadingThreads:
         return await loop.run_in_executor(self._slow, self._timed, route, make)
 
     def is_slow(self, route: object) -> bool:
-        """Tell whether a read of a route took long lately."""
+        """Return whether a read of a route took long lately."""
         return time.monotonic() < self._slow_until.get(route, 0.0)
 
     def note(self, route: object, seconds: float) -> None:

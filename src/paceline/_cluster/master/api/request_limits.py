@@ -141,7 +141,7 @@ class Connections:
         return {"known": len(self._known), "strangers": num_strangers}
 
     def has_room_for_known(self, address: str) -> bool:
-        """Tell whether an address may add a known connection; drops an idle connection if full.
+        """Return whether an address may add a known connection; drops an idle connection if full.
 
         An address other than loopback has half of the places, so that the code of one trial, which
         has a token, cannot keep all others out.

@@ -302,7 +302,7 @@ def place_in_rows(cursor: str | None, order: str, num_keys: int) -> list[Any] | 
 
 
 def _is_key(value: Any) -> bool:
-    """Tell whether the database can compare to a value."""
+    """Return whether the database can compare to a value."""
     if isinstance(value, str):
         return value.isascii() or value == value.encode(errors="replace").decode()
     return (

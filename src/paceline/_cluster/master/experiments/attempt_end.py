@@ -141,7 +141,7 @@ def _error_of_chief(attempt: Row[Any], end: AttemptEnd) -> str | None:
 
 
 def _is_successful_end(end: AttemptEnd, outcome: str | None) -> bool:
-    """Tell whether the code did its work.
+    """Return whether the code did its work.
 
     A process with gloo threads may abort while Python ends, after all is done and said.
     """
@@ -252,7 +252,7 @@ def _has_stored(transaction: Transaction, attempt: Row[Any]) -> bool:
 def _has_other_node(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], config: ExperimentConfig
 ) -> bool:
-    """Tell whether another suitable node is open, or was open a moment ago."""
+    """Return whether another suitable node is open, or was open a moment ago."""
     connection, wanted = transaction.connection, config.resources
     own, pool = attempt.node_id or LOCAL_NODE, wanted.pool or DEFAULT_POOL
     failing, drained = changes.failing_nodes.all(time.time()), drained_slots(connection)
@@ -276,7 +276,7 @@ def _is_repeated_end(
     end: AttemptEnd,
     error: str | None,
 ) -> bool:
-    """Tell whether an attempt failed in the same way as the previous attempt, without progress.
+    """Return whether an attempt failed in the same way as the previous attempt, without progress.
 
     What was ended by a signal was lost, and may be luckier the next time. If both failed on one
     node, that may be the cause, unless there is no other one.
@@ -361,7 +361,7 @@ def _end_invalid(
 
 
 def _are_newest_invalid(transaction: Transaction, experiment_id: int) -> bool:
-    """Tell whether the newest ended trials all refused their parameters, up to a limit."""
+    """Return whether the newest ended trials all refused their parameters, up to a limit."""
     trials = tables.trials
     query = (
         select(trials.c.stop_reason)

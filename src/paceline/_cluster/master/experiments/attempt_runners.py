@@ -246,7 +246,7 @@ def _told_of(members: list[Member], number: int) -> str:
 
 
 def _have_never_met(members: list[Member], first: int) -> bool:
-    """Tell whether the launchers waited for each other in vain; a kill of the rest is allowed."""
+    """Return whether the launchers waited for each other in vain; a kill of the rest is allowed."""
     exits = [one.exit for one in members if one.exit is not None]
     return _is_in_vain(exits[first]) and all(
         _is_in_vain(end) or end.reason is ExitReason.KILLED for end in exits

@@ -97,13 +97,13 @@ class Leases:
                 lease.seen_version = max(lease.seen_version, seen_version)
 
     def is_over(self, attempt_id: int) -> bool:
-        """Tell whether a runner was silent for too long."""
+        """Return whether a runner was silent for too long."""
         with self._lock:
             lease = self._leases.get(attempt_id)
             return lease is not None and lease.silent_s > self.length_s
 
     def has_seen(self, attempt_id: int, version: int) -> bool:
-        """Tell whether a runner has seen a control version or a later version."""
+        """Return whether a runner has seen a control version or a later version."""
         with self._lock:
             lease = self._leases.get(attempt_id)
             return lease is not None and lease.seen_version >= version

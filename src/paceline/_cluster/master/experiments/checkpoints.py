@@ -141,7 +141,7 @@ def storage_for_others(place: str) -> CheckpointStorage:
 
 
 def is_same_storage(place: str, other: str) -> bool:
-    """Tell whether two paths or URLs name the same storage."""
+    """Return whether two paths or URLs name the same storage."""
     try:
         return place == other or storage_from(place).url == storage_from(other).url
     except (ValueError, RuntimeError):  # such as `~` of nobody
@@ -151,7 +151,7 @@ def is_same_storage(place: str, other: str) -> bool:
 def is_own_storage(
     connection: Connection, experiment_id: int, place: str, *, default_storage: str
 ) -> bool:
-    """Tell whether an experiment keeps its checkpoints in a storage; a run may use any."""
+    """Return whether an experiment keeps its checkpoints in a storage; a run may use any."""
     experiments = tables.experiments
     query = select(experiments).where(experiments.c.id == experiment_id)
     experiment = connection.execute(query).first()
@@ -277,7 +277,7 @@ def note_deleted_files(connection: Connection, uuid: str, resources: Mapping[str
 
 
 def is_checkpoint_gone(connection: Connection, uuid: str, calls: StorageCalls) -> bool:
-    """Tell whether the files of a checkpoint in a directory are gone.
+    """Return whether the files of a checkpoint in a directory are gone.
 
     A directory with nothing in it may be one that is not mounted, which tells nothing; neither does
     one that does not answer.

@@ -63,7 +63,7 @@ _FAILED = frozenset({ExitReason.EXITED.value, ExitReason.START_FAILED.value})
 
 
 def is_failed_start(exit_: dict[str, Any]) -> bool:
-    """Tell whether an attempt could not start for a reason perhaps specific to its node."""
+    """Return whether an attempt could not start for a reason perhaps specific to its node."""
     is_transient = exit_.get("kind") == ErrorKind.TRANSIENT.value
     return bool(exit_["reason"] == ExitReason.START_FAILED.value and not is_transient)
 
@@ -194,17 +194,17 @@ _NUM_LOOKED_AT = 16
 
 
 def is_lost_runner(exit_: dict[str, Any]) -> bool:
-    """Tell whether an attempt ended because its runner died."""
+    """Return whether an attempt ended because its runner died."""
     return bool(exit_["reason"] == ExitReason.RUNNER_LOST.value)
 
 
 def is_not_formed(exit_: dict[str, Any]) -> bool:
-    """Tell whether an attempt ended because its nodes did not come together."""
+    """Return whether an attempt ended because its nodes did not come together."""
     return bool(exit_["reason"] == ExitReason.NOT_FORMED.value)
 
 
 def is_transient_start(exit_: dict[str, Any]) -> bool:
-    """Tell whether an attempt could not start for a transient reason."""
+    """Return whether an attempt could not start for a transient reason."""
     if exit_["reason"] == ExitReason.SHORTAGE.value:
         return True
     is_failed = exit_["reason"] == ExitReason.START_FAILED.value
@@ -212,7 +212,7 @@ def is_transient_start(exit_: dict[str, Any]) -> bool:
 
 
 def is_store_failure(exit_: dict[str, Any]) -> bool:
-    """Tell whether an attempt failed because a storage did not answer."""
+    """Return whether an attempt failed because a storage did not answer."""
     return exit_.get("store") is not None
 
 

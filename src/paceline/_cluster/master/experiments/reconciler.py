@@ -197,7 +197,7 @@ class Reconciler:
             time.sleep(0.05)
 
     def _any_alive(self, runners: list[int]) -> bool:
-        """Tell whether any runner is alive; a runner exits a moment after its last report."""
+        """Return whether any runner is alive; a runner exits a moment after its last report."""
         return any(self._executor.status(id_) is AttemptStatus.ALIVE for id_ in runners)
 
     def _run(self) -> None:

@@ -85,12 +85,12 @@ def describe_missing_metric(
 
 
 def is_single(experiment: Row[Any]) -> bool:
-    """Tell whether the searcher is `single`: a lone trial needs no metric for a choice."""
+    """Return whether the searcher is `single`: a lone trial needs no metric for a choice."""
     return isinstance(config_of(experiment).searcher, SingleSearcher)
 
 
 def others_have_reported(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> bool:
-    """Tell whether trials of the search reported all metrics missing from this trial."""
+    """Return whether trials of the search reported all metrics missing from this trial."""
     searcher = config_of(experiment).searcher
     reported = read_summary(transaction.connection, trial.id).get(_GROUP, {})
     names = [name for name in searcher.judged_metrics or [searcher.metric] if name not in reported]
@@ -117,7 +117,7 @@ def num_validations(connection: Connection, trial_id: int) -> tuple[int, int | N
 
 
 def is_never_finite(connection: Connection, experiment_id: int) -> bool:
-    """Tell whether the searched metric was reported, but never with a finite value."""
+    """Return whether the searched metric was reported, but never with a finite value."""
     experiments, trials = tables.experiments, tables.trials.c
     experiment = connection.execute(
         select(experiments).where(experiments.c.id == experiment_id)

@@ -149,7 +149,7 @@ class Searches:
         return self._load(transaction, experiment_id).search
 
     def is_loaded(self, experiment_id: int) -> bool:
-        """Tell whether a search is at hand; may be asked from any thread."""
+        """Return whether a search is at hand; may be asked from any thread."""
         return experiment_id in self._loaded
 
     def forget(self, experiment_id: int) -> None:

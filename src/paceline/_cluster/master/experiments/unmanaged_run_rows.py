@@ -29,7 +29,7 @@ def experiment_of_run(connection: Connection, run_id: str) -> Row[Any] | None:
 
 
 def is_reported(experiment: Row[Any]) -> bool:
-    """Tell whether only senders who may name no directory have told of a run."""
+    """Return whether only senders who may name no directory have told of a run."""
     return (experiment.external_path or REPORTED).startswith(REPORTED)
 
 
@@ -108,7 +108,7 @@ def reopen_attempt(connection: Connection, attempt: Row[Any]) -> None:
 
 
 def has_news_of_run(connection: Connection, attempt_id: int, batches: Iterable[RunBatch]) -> bool:
-    """Tell whether the batches hold records of an attempt not yet stored."""
+    """Return whether the batches hold records of an attempt not yet stored."""
     marks = tables.journal_marks
     rows = connection.execute(
         select(marks.c.rank, marks.c.sequence).where(marks.c.attempt_id == attempt_id)

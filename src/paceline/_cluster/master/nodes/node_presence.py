@@ -201,7 +201,7 @@ class NodePresence:
             return self._heard[node_id].alive
 
     def is_ready(self, node_id: int) -> bool:
-        """Tell whether a node may get attempts, by its newest poll."""
+        """Return whether a node may get attempts, by its newest poll."""
         with self._lock:
             return self._heard[node_id].is_ready
 
@@ -212,13 +212,13 @@ class NodePresence:
             return heard is not None and heard.has_left
 
     def is_lost(self, node_id: int) -> bool:
-        """Tell whether a node has left or was silent for too long, or is unknown."""
+        """Return whether a node has left or was silent for too long, or is unknown."""
         with self._lock:
             heard = self._heard.get(node_id)
             return heard is None or heard.has_left or self.leases.is_over(node_id)
 
     def is_cut_off(self, node_id: int) -> bool:
-        """Tell whether the connection of a node's newest poll was closed before the answer."""
+        """Return whether the connection of a node's newest poll was closed before the answer."""
         with self._lock:
             heard = self._heard.get(node_id)
             return heard is None or heard.is_cut_off

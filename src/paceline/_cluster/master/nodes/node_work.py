@@ -184,7 +184,7 @@ class NodeExecutor(Executor):
             self._nodes.orders.start(node_id, launch)
 
     def status(self, attempt_id: int) -> AttemptStatus:
-        """Tell whether a runner is at work; `attempt_id` is its number, see `runner_id`.
+        """Return whether a runner is at work; `attempt_id` is its number, see `runner_id`.
 
         What a dead runner leaves on a node is shipped there, so none is gone for the master.
         """
@@ -215,7 +215,7 @@ class NodeExecutor(Executor):
             self._nodes.orders.kill(node_id, split_runner_id(attempt_id)[0])
 
     def is_out_of_reach(self, attempt_id: int) -> bool:
-        """Tell whether a runner's node is lost.
+        """Return whether a runner's node is lost.
 
         While others of its attempt wait for its end, a node whose poll was cut off counts as lost.
         """

@@ -307,7 +307,7 @@ class _PoolSchedule:
         return preempts
 
     def _suffices(self, trial: Waiting, chosen: Sequence[Holding]) -> bool:
-        """Tell whether a trial has room, within the pool's limit too, once these have left."""
+        """Return whether a trial has room, within the pool's limit too, once these have left."""
         freed = sum(one.num_slots for one in chosen)
         if not self._has_room(self._num_staying - freed, trial.num_slots):
             return False

@@ -89,7 +89,7 @@ class FreeSlots:
         return parts
 
     def fits(self, num_slots: int, *, allow_uneven: bool = False) -> bool:
-        """Tell whether `take` would find so many slots."""
+        """Return whether `take` would find so many slots."""
         return self._sizes(num_slots, allow_uneven) is not None
 
     def fits_one(self, num_slots: int) -> bool:
@@ -142,7 +142,7 @@ def _filled(counts: Iterable[tuple[int, int]], num_slots: int) -> Iterator[int]:
 
 
 def fits_nodes(nodes: Iterable[NodeSlots], num_slots: int, *, allow_uneven: bool = False) -> bool:
-    """Tell whether a trial could run on some nodes if they were free."""
+    """Return whether a trial could run on some nodes if they were free."""
     free = FreeSlots()
     for node in nodes:
         free.add(node.node_id, set(node.slots) - node.drained, can_join=node.can_join)

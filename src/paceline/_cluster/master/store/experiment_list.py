@@ -206,7 +206,7 @@ def _joined(statement: Select[Any], query: ExperimentQuery) -> Select[Any]:
 
 
 def _names_best(columns: Sequence[str]) -> bool:
-    """Tell whether any of the columns is of the best trial."""
+    """Return whether any of the columns is of the best trial."""
     return any(name not in _FIELDS for name in columns)
 
 

@@ -40,7 +40,7 @@ class LogFilter:
     until: float | None = None
 
     def matches(self, line: StoredLine) -> bool:
-        """Tell whether a line passes."""
+        """Return whether a line passes."""
         if self.rank is not None and line.rank != self.rank:
             return False
         if self.stream is not None and line.stream != self.stream:
@@ -111,7 +111,7 @@ def read_index_record(content: bytes, record: bytes) -> LogBlock | None:
 
 
 def has_odd_letters(content: bytes) -> bool:
-    """Tell whether bytes hold the Kelvin sign or dotted I, lowercased to ASCII letters."""
+    """Return whether bytes hold the Kelvin sign or dotted I, lowercased to ASCII letters."""
     # Most logs are ASCII, which shows at once; the searches take longer than all the rest.
     return not content.isascii() and any(letter in content for letter in _ODD_LETTERS)
 
@@ -139,7 +139,7 @@ class LogNeedles:
         return (since is None or block.high >= since) and (until is None or block.low <= until)
 
     def may_pass(self, content: bytes) -> bool:
-        """Tell whether a line of these bytes could pass."""
+        """Return whether a line of these bytes could pass."""
         if not self._groups:
             return True
         small = content.lower()
@@ -160,7 +160,7 @@ class _Needle:
         self._has_odd = "k" in self._text or "i" in self._text
 
     def may_be_in(self, content: bytes, small: bytes, has_odd: bool) -> bool:
-        """Tell whether bytes could hold the text; `small` are the same in small ASCII letters."""
+        """Return whether bytes could hold the text; `small` are the same in small ASCII letters."""
         if self._is_ascii:
             return self._bytes in small or (has_odd and self._has_odd)
         return self._text in _fold(content.decode(errors="replace"))

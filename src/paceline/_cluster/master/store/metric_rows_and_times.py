@@ -174,7 +174,7 @@ def metric_numbers_at(
 
 
 def has_points_beyond(connection: Connection, trial_id: int, step: int) -> bool:
-    """Tell whether any attempt of the trial reported something beyond a step."""
+    """Return whether any attempt of the trial reported something beyond a step."""
     query = select(tables.series.c.id).where(
         tables.series.c.trial_id == trial_id, tables.series.c.last_step > step
     )

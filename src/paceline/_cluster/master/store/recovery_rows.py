@@ -103,7 +103,7 @@ def begin_records(database: "Database") -> None:
 
 
 def are_records_begun(connection: Connection) -> bool:
-    """Tell whether the records are complete; if not, the next master writes them anew."""
+    """Return whether the records are complete; if not, the next master writes them anew."""
     meta = tables.meta.c
     return connection.scalar(select(meta.value).where(meta.key == RECORDS_BEGUN)) == _RECORDS
 

@@ -201,7 +201,7 @@ def select_files(
 
 
 def grows(name: str) -> bool:
-    """Tell whether lines are added to a file."""
+    """Return whether lines are added to a file."""
     return _GROWS.fullmatch(name) is not None
 
 

@@ -397,7 +397,7 @@ def _write_records(home: Path, experiments: list[int | None]) -> None:
 
 
 def _is_held(home: Path) -> bool:
-    """Tell whether a master serves the home."""
+    """Return whether a master serves the home."""
     try:
         with open(home / "master.lock", opener=regular_opener) as file:
             try:

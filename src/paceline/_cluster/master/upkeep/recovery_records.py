@@ -383,7 +383,7 @@ def _damaged(name: str, num_damaged: int) -> Finding:
 
 
 def _is_over(connection: Connection, experiment_id: int) -> bool:
-    """Tell whether no attempt of an experiment is at work."""
+    """Return whether no attempt of an experiment is at work."""
     attempts = tables.attempts.c
     query = select(attempts.id).where(
         attempts.experiment_id == experiment_id, attempts.ended_at.is_(None)

@@ -285,7 +285,7 @@ def record_start(
         resumed_from: The checkpoint that it resumes from.
         steps_completed: The steps so far.
         restart_causes: The reasons why the workers of earlier starts ended, see `AttemptStarted`.
-        is_parent_told: Whether the parent process must hear of it; it knows of a run that it has
+        is_parent_told: Whether the parent process must be informed; it knows of a run that it has
             begun itself.
     """
     # World size 0: the record of a run's failed end, not a start of workers.
@@ -342,7 +342,7 @@ def record_metrics(
         group: The group of the metrics.
         steps_completed: The step.
         metrics: The metrics.
-        validation: What of them counts as a validation too, see `MetricsReported`.
+        validation: The metrics that count as a validation too, see `MetricsReported`.
         number: The number of the report, unless it is the step.
     """
     return journal.append(
@@ -384,7 +384,7 @@ def end_journal(
     Args:
         journal: The journal.
         outcome: How it has ended.
-        error: The exception that has ended it, or what `describe_error` says of that.
+        error: The exception that ended the attempt, or its text by `describe_error`.
         is_parent_told: See `record_start`.
     """
     if outcome is Outcome.INVALID_HP:
@@ -442,7 +442,7 @@ def record_failed_end(
         run: The run directory.
         opened: Where the run began.
         generation: The number of a generation that has not begun.
-        error: What has ended the run.
+        error: The error that ended the run.
     """
     try:
         summary = summarize_run(run.path)

@@ -111,7 +111,7 @@ def commit_checkpoint(
 ) -> CheckpointStored:
     """Commit a checkpoint with all its files stored, record the commit, and notify the parent.
 
-    What was reported before is forced to disk first, and the record of the checkpoint at the end.
+    Earlier reports are forced to disk first, the record of the checkpoint at the end.
     After a power cut, a run resumed from the checkpoint lacks no report before it.
 
     A checkpoint whose record waits in memory would be lost with this process, though it is whole.
@@ -183,7 +183,7 @@ class CheckpointParts:
     whole, or after an hour; then training continues, as `StoreFailures` has it.
 
     Args:
-        run: The run directory, which tells what is being written.
+        run: The run directory, which names the checkpoints being written.
         storage: Where the checkpoints are; all ranks must see the same.
         rank: The rank of this process.
         world_size: The number of ranks.
@@ -225,7 +225,7 @@ class CheckpointParts:
         return self._failures.is_newest_lost
 
     def new_series(self) -> str:
-        """Return a UUID from which those of checkpoints follow, see `uuid_of_series`."""
+        """Return a UUID from which the UUIDs of checkpoints follow, see `uuid_of_series`."""
         return new_uuid_of_run(self._run)
 
     @contextmanager
@@ -245,7 +245,7 @@ class CheckpointParts:
             FileExistsError: Another rank has stored another file of the same name.
             CheckpointWriteError: The files cannot be written, for example on a full disk.
         """
-        # The commit takes it back; what a killed group leaves is for others to remove.
+        # The commit takes it back; leftovers of a killed group are for others to remove.
         self._run.note_checkpoint(uuid, self._storage.url, is_part=self._rank != 0)
         if self._rank == 0:
             with self._changed:

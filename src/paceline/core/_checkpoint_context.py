@@ -426,7 +426,7 @@ class CheckpointContext:
                     if is_chief:
                         self._commit(uuid, checked, num_shards=distributed.size)
             except BaseException as error:
-                with suppress(CheckpointError):  # What is left is swept later.
+                with suppress(CheckpointError):  # The next sweep removes the rest.
                     if is_chief and failing_store_of(error) is None:
                         storage.discard(uuid)
                 raise

@@ -208,7 +208,7 @@ def init(
     next attempt there.
 
     Args:
-        distributed: This process's place among several ranks; by default what its launcher says,
+        distributed: This process's place among several ranks; by default from its launcher,
             see `DistributedContext.from_torch_distributed`. Every rank must then call this.
         checkpoint_storage: A directory, a URL, or the mapping of a config; the experiment's
             storage by default, and without a master the run directory, or below the URL that the
@@ -225,10 +225,10 @@ def init(
             by default, and an earlier one keeps its own. It seeds nothing by itself.
         hparams: The hyperparameters of a run without a master, recorded with a new one so that
             they can be shown.
-        trackers: What else shows the run: `Tracker` objects, or names such as "mlflow". They work
+        trackers: Other displays of the run: `Tracker` objects, or names such as "mlflow". They work
             on the chief; other ranks ignore them.
         master: The URL of a master that shows this run live, such as "https://head:8080"; by
-            default what the variable PACELINE_REPORT_TO says. PACELINE_TOKEN or PACELINE_TOKEN_FILE
+            default the variable PACELINE_REPORT_TO. PACELINE_TOKEN or PACELINE_TOKEN_FILE
             has its token. The run needs no answer: records are kept in its directory, and sent when
             the master answers again. Under a master it has no effect.
 

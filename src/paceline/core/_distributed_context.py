@@ -130,7 +130,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 class DistributedContext:
-    """Tell a process its place among the ranks, and exchange small values between them.
+    """Knows the place of a process among the ranks, and exchanges small values between them.
 
     All ranks (of a node, for the `_local` calls) make the same calls in the same order. Each
     message has the name of its call: if ranks make different calls, `CollectiveMismatchError` names
@@ -139,7 +139,7 @@ class DistributedContext:
     Args:
         rank: This process among all, from 0.
         size: The number of processes.
-        local_rank: This process among those of its node, from 0.
+        local_rank: This process among the processes of its node, from 0.
         local_size: The number of processes on this node.
         cross_rank: This node among all, from 0.
         cross_size: The number of nodes.
@@ -198,7 +198,7 @@ class DistributedContext:
         need.
 
         Args:
-            chief_ip: The address of rank 0; by default MASTER_ADDR, else what the launcher tells.
+            chief_ip: The address of rank 0; by default MASTER_ADDR, else the launcher's value.
             timeout_s: How long to wait for missing ranks, in seconds.
 
         Raises:
@@ -401,7 +401,7 @@ class DistributedContext:
         return value
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks about this rank's exception, so none of them waits in vain."""
+        """Report this rank's exception to the other ranks, so none of them waits in vain."""
         if self._transport is not None and not self._is_closed:
             self._transport.fail(error)
             self._close(is_failure=True)

@@ -143,7 +143,7 @@ class KeyValueStore:
         """Wait until all keys are there.
 
         Args:
-            keys: What to wait for.
+            keys: The keys to wait for.
             call: The call that waits, for those who watch this thread.
             explain: Returns the text of the timeout error: which call, and who is missing.
 

@@ -20,16 +20,17 @@ class Launcher:
     """Environment variables of a launcher; of several names, the first variable set counts.
 
     Attributes:
-        name: What it is called.
+        name: The launcher's name.
         rank: The process among all.
         size: The number of processes that were started together.
-        local_rank: The process among those of its node.
+        local_rank: The process among the processes of its node.
         local_size: The number of processes on this node.
         tasks_per_node: The same for all nodes, as "2(x3),1".
         node_rank: The node among all.
         num_nodes: The number of nodes.
-        job: What tells this group from others of the same node.
-        step: What tells it from others of the same job, which may run at the same time.
+        job: The variable that distinguishes this group from others on the same node.
+        step: The variable that distinguishes it from others of the same job, which may run at the
+            same time.
         is_alone_decisive: The size alone shows that this launcher was at work.
         unless: A variable of launchers that run inside this one.
         first_host: Finds the node of rank 0.
@@ -89,8 +90,8 @@ def _lsf_host(environment: Mapping[str, str]) -> str | None:
 # The first launcher that is at work decides. Workers of torchrun and of Paceline may run within a
 # task of another launcher, and an mpirun starts its processes by srun where Slurm has the nodes.
 #
-# Of Slurm's variables those of the step count. The shell of salloc and the script of sbatch have
-# the size of their job, but they are one process; what srun starts is a step of its own.
+# Only Slurm's variables of the step count. The shell of salloc and the script of sbatch have
+# the size of their job, but they are one process; srun starts a step of its own.
 LAUNCHERS = (
     Launcher(
         name="ALPS",
@@ -188,7 +189,7 @@ class LaunchedPlace:
         launcher: The launcher's name.
         rank: This process among all, from 0.
         size: The number of processes, at least 2.
-        local_rank: This process among those of its node, from 0; None if nothing tells it, as
+        local_rank: This process among the processes of its node, from 0; None if unknown, as
             where a script has set RANK and WORLD_SIZE itself.
         local_size: The number of processes on this node; None if the launcher does not set it.
         node_rank: This node among all; None if the launcher does not set it.
@@ -251,7 +252,7 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
     None for a process that works alone: one that no launcher started, or as the only one.
 
     Args:
-        environment: The variables; those of this process by default.
+        environment: The variables; the process's own by default.
 
     Raises:
         ValueError: A variable is missing or no number.
@@ -267,7 +268,7 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
         return None
     outer = launcher
     if launcher.local_rank not in environment:
-        # A script that has set RANK and WORLD_SIZE from what its launcher tells.
+        # A script that has set RANK and WORLD_SIZE from its launcher's variables.
         launcher = _same_place(launcher, environment) or launcher
     node_rank = _optional_from_launcher(launcher, (launcher.node_rank,), environment)
     local_size = _optional_from_launcher(launcher, launcher.local_size, environment)

@@ -106,10 +106,10 @@ def open_run(
             PACELINE_RUNS names.
         seed: The seed of a run without a master; drawn by default.
         hparams: The hyperparameters of a run without a master.
-        is_resumable: Whether what writes here can take up a stored state. Else PACELINE_RESUME is
+        is_resumable: Whether the code here can restore a stored state. Else PACELINE_RESUME is
             not for it, and nothing is said of an earlier run that failed.
-        master: The URL of a master that shows a run without one; by default what
-            PACELINE_REPORT_TO says.
+        master: The URL of a master that shows a run without one; by default the value of
+            PACELINE_REPORT_TO.
         lock: Holds the run's lock until it is closed.
 
     Raises:
@@ -124,7 +124,7 @@ def open_run(
             resume = os.environ.get(RESUME_VARIABLE) or resume
         if number > 1:
             name = f"{name or run_name()}-{number}"
-            # A run directory or checkpoint that is named is that of the first.
+            # A run directory or checkpoint given by name belongs to the first run.
             resume = resume if resume == "auto" else None
         return open_run_by_name(
             name=name,
@@ -139,9 +139,9 @@ def open_run(
         )
     opened = open_run_of_attempt(Path(cluster_path), seed)
     run = RunDirectory(opened.path)
-    # A master that started the attempt hears of it by its runner.
+    # A master that started the attempt gets the records from its runner.
     start_reports = lock.enter_context(reporting(run, None if opened.info.cluster_id else master))
-    # A runner may hold the lock itself; then it is what tells that the run is alive.
+    # A runner may hold the lock itself; then the runner's lock shows that the run is alive.
     if lock.enter_context(run.hold_attempt_lock()):
         start_reports()
     if number > 1:
@@ -219,8 +219,8 @@ def open_run_by_name(
 
     Raises:
         CheckpointError: The object store of a new run does not answer.
-        CheckpointNotFoundError: There is no checkpoint at the URL to resume from, or those of the
-            run to resume are not in its storage.
+        CheckpointNotFoundError: There is no checkpoint at the URL to resume from, or the files of
+            the run to resume are not in its storage.
         ValueError: `name` cannot be part of a file name, `resume` names no run directory, or
             PACELINE_RUNS no storage.
         RuntimeError: The run to resume is still running.
@@ -379,7 +379,7 @@ def join_run(opened: OpenedRun, lock: ExitStack, *, is_chief: bool) -> OpenedRun
     runs are in one directory that all nodes see.
 
     Args:
-        opened: What the chief has opened.
+        opened: The run as the chief has opened it.
         lock: Holds the lock of this rank until it is closed.
         is_chief: Whether this process has opened it, and so holds the run's lock.
     """

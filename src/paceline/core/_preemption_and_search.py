@@ -88,7 +88,7 @@ class SearchDecision:
     waited for until the runner has written the control file again.
 
     Args:
-        control: What the runner tells.
+        control: The runner's decisions.
         generation: The generation of this process's journal.
         metrics: The validation metrics that the search needs to judge a report; None if there is
             no search that stops trials.
@@ -306,7 +306,7 @@ class PreemptContext:
     def is_wanted(self) -> bool:
         """Return whether this process itself knows of a preemption, without asking the chief.
 
-        Like `should_preempt`, it waits for the search's decision on what this process reported.
+        Like `should_preempt`, it waits for the search's decision on the report of this process.
         """
         if not self._is_known():
             self._decision.wait(self._is_known)

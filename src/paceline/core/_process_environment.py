@@ -162,7 +162,7 @@ class ClusterInfo:
         agent_id: The node's name within the cluster.
         slot_ids: The slots that the attempt holds on this node.
         task_id: The trial's run, the same in all its attempts.
-        allocation_id: This attempt of it.
+        allocation_id: The id of this attempt.
         task_type: "TRIAL".
         latest_checkpoint: The UUID of the checkpoint to restore, or None.
         user_data: The config's `data`.
@@ -198,7 +198,7 @@ class ClusterInfo:
     def gpu_uuids(self) -> list[str]:
         """The UUIDs of the attempt's GPUs on this node; empty if no driver reports UUIDs.
 
-        For a device of a GPU that is divided by MIG, it is that of the device.
+        For a device of a GPU that is divided by MIG, it is the UUID of the device.
         """
         # A slot need not be the GPU of the same number: a master may have been given some of them.
         held = names_in_variable()

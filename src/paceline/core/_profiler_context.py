@@ -154,7 +154,7 @@ def _visible_gpus(gpus: list[NvmlDevice], num_processes: int) -> list[NvmlDevice
     """Return the GPUs left to this node's processes by CUDA_VISIBLE_DEVICES.
 
     All of them if the variable names fewer than there are processes: then each process has been
-    given its own, and this one does not see those of the others.
+    given its own, and this one does not see the GPUs of the others.
     """
     names = names_in_variable()
     if names is None:

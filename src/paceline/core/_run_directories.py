@@ -91,9 +91,9 @@ def local_directory(
     """Return a directory of this machine as an absolute path; None for None.
 
     Args:
-        path: What the user gave.
+        path: The user's path.
         name: The name of the argument.
-        contents: What is there in any case, for the error.
+        contents: The guaranteed contents, for the error.
 
     Raises:
         ValueError: It is a URL.
@@ -115,7 +115,7 @@ RESUME_VARIABLE = "PACELINE_RESUME"
 class NewRunStart(NamedTuple):
     """Start of a new run from a checkpoint of another machine's run.
 
-    `seed` is that of the training, if the checkpoint tells.
+    `seed` is the training's seed, if the checkpoint has it.
     """
 
     storage: CheckpointStorage
@@ -398,7 +398,7 @@ def master_to_report_to(given: str | None) -> str | None:
     """Return the URL of the master to report a run to; None without live reports.
 
     Args:
-        given: What the script says; the variable PACELINE_REPORT_TO by default.
+        given: The script's value; the variable PACELINE_REPORT_TO by default.
 
     Raises:
         TypeError: It is no text.

@@ -71,7 +71,7 @@ def check_given_storage(spec: GivenStorage, info: RunInfo) -> None:
     """Refuse a relative path under a master: the directory would go with the attempt.
 
     Args:
-        spec: What the script names.
+        spec: The script's value.
         info: The run.
 
     Raises:
@@ -143,7 +143,7 @@ def check_shared_storage(storage: CheckpointStorage, distributed: DistributedCon
         distributed: Where the ranks meet.
 
     Raises:
-        ValueError: Some ranks do not see what the chief has written there.
+        ValueError: Some ranks do not see the chief's file there.
     """
     root = storage.local_root
     if distributed.cross_size == 1 or root is None or isinstance(storage, NodeStorage):
@@ -201,7 +201,7 @@ def failing_together(distributed: DistributedContext, must: str) -> Iterator[Non
 
     Args:
         distributed: Where the ranks meet.
-        must: What must hold, as the beginning of a sentence for the other ranks.
+        must: The condition, as the beginning of a sentence for the other ranks.
 
     Raises:
         DistributedPeerError: The block of another rank has raised; the message has its error.
@@ -304,7 +304,7 @@ _LANDING_S = 2.0
 def discard_unfinished(run: RunDirectory) -> None:
     """Remove checkpoints begun but not committed or recorded by a run's ended processes.
 
-    What is left of those that they have begun to delete is removed too. Only for whoever knows that
+    Checkpoints whose deletion they have begun are removed completely. Only for whoever knows that
     all of these processes have ended.
 
     Args:

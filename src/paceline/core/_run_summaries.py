@@ -77,8 +77,8 @@ class History:
         last_steps: The last step of each metric group.
         checkpoints: The checkpoints that were stored and not deleted by the run, oldest first.
         completed_length: The length of the last completed search operation, or 0.
-        metadata: What the run was last said to be, by `set_metadata`; None if nothing was.
-        restart_causes: What ended workers that were started again, oldest first.
+        metadata: The run's last metadata, by `set_metadata`; None without any.
+        restart_causes: The reasons for restarts of the workers, oldest first.
         finished: How the last attempt ended, or None if it did not say. Any rank can end it for
             all by invalid hyperparameters.
     """
@@ -267,7 +267,7 @@ class RunSummary:
 
     `last_step` is None before the first metric; `error` is the type and text of the exception
     that ended the last attempt, if the workers could still record it; `created` is in seconds since
-    the epoch. `restart_causes` tells what ended workers that were started again, oldest first.
+    the epoch. `restart_causes` has the reasons for restarts of the workers, oldest first.
     """
 
     name: str

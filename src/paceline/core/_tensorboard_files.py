@@ -27,7 +27,7 @@ class TensorboardFiles:
 
     Args:
         mode: Who writes them.
-        info: What the run is.
+        info: The run's description.
         run_path: The run directory on this node.
         storage: Where the checkpoints are.
         rank: This rank.

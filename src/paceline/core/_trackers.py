@@ -31,7 +31,7 @@ class TrackedRun:
         run_dir: The run directory.
         config: The hyperparameters.
         attempt: Which attempt it is, from 0.
-        tracked_as: What `Tracker.start` has returned in the last attempt, None in the first.
+        tracked_as: The result of `Tracker.start` in the last attempt, None in the first.
     """
 
     run_id: str
@@ -56,7 +56,7 @@ class Tracker(ABC):
 
     Training never waits for a tracker. Its methods are called by one thread, which is not that of
     training, one at a time and in the order start, log, finish. They may block, and may raise: the
-    call is then repeated for some time. What is lost in the end is counted.
+    call is then repeated for some time. Calls lost in the end are counted.
 
     To write one, override the abstract methods, set `name`, and import the library in `__init__`,
     so that a library that is missing is an error where the user makes the tracker.
@@ -64,11 +64,11 @@ class Tracker(ABC):
     Args:
         ranks: Whose metrics: a rank, several of them, or None for all. Those of other ranks than 0
             have names such as "rank_2/loss".
-        groups: Which groups of metrics; None for all, with those of profiling.
+        groups: Which groups of metrics; None for all, the groups of profiling included.
         close_timeout_s: How long the end of a run waits for the tracker, in seconds.
 
     Attributes:
-        name: What the tracker is called in messages and in the run directory.
+        name: The tracker's name in messages and in the run directory.
         num_lost: How many reports and checkpoints the tracker has not taken.
 
     Raises:
@@ -101,7 +101,7 @@ class Tracker(ABC):
             run: The run.
 
         Returns:
-            What the run is called there; the next attempt gets it as `run.tracked_as`.
+            The tracker's name for the run; the next attempt gets it as `run.tracked_as`.
         """
 
     @abstractmethod
@@ -145,7 +145,7 @@ def _as_ranks(ranks: Any) -> frozenset[int] | None:
 
 
 ENTRY_POINTS = "paceline.trackers"
-"""The group of entry points: the name of each is that of a tracker, its object the class."""
+"""The group of entry points: each names a tracker and refers to its class."""
 
 _OWN = {
     "mlflow": "paceline.integrations._trackers:MLflowTracker",
@@ -207,7 +207,7 @@ _INTERVAL_S = 0.5
 # A call with one piece lasts as long as a server takes for it.
 _ENTRIES = 500
 _LONGEST_DELAY_S = 60.0
-# About two minutes, besides what the library itself repeats.
+# About two minutes, besides the library's own retries.
 _NUM_TRIES = 8
 # The end of a run waits for these.
 _TRIES_AT_THE_END = 3
@@ -220,7 +220,7 @@ class TrackingGroup:
 
     Args:
         trackers: The trackers.
-        run: The run directory; what is in its journals already is sent only if an earlier attempt
+        run: The run directory; records already in its journals are sent only if an earlier attempt
             was to send it and has not.
         opened: The attempt that begins.
     """
@@ -392,7 +392,7 @@ class _Tracking:
         """Call the tracker, with retries and delays after failures; return False if all failed.
 
         Args:
-            call: What to call.
+            call: The method to call.
             tries: How often at most; None for as long as the run lasts.
         """
         number = num_at_the_end = 0
@@ -459,7 +459,7 @@ class _Tracking:
             # Atomic rename: a killed process leaves either the old or the new state.
             written.replace(self._path)
         except OSError as error:
-            # On a full disk a later attempt may send some of it twice.
+            # On a full disk a later attempt may send some records twice.
             logger.debug("%s cannot be written: %s", self._path, error)
 
 

@@ -261,9 +261,9 @@ class TrainContext:
         """Record the seconds spent so far on training and other activities; called by trainers.
 
         Args:
-            event: What has happened, as `journal.TimeSpent` says.
+            event: The event, as `journal.TimeSpent` says.
             steps_completed: The number of batches that training has completed.
-            seconds: Sums since the start, by what the time was spent on.
+            seconds: Sums since the start, by activity.
 
         Raises:
             RuntimeError: This process is not the chief.
@@ -275,7 +275,7 @@ class TrainContext:
     def get_experiment_best_validation(self) -> float | None:
         """Return the best known value of the searched metric in the whole experiment.
 
-        It is the better of what the runner last said and what this process reported. Without a
+        It is the better of the runner's newest value and this process's own reports. Without a
         searcher config there is no searched metric, hence None.
         """
         told = self._control.read().best_validation
@@ -320,7 +320,7 @@ class TrainContext:
     def keep_trace(self, name: str, write: Callable[[Path], object]) -> Path:
         """Write a profiler trace among this rank's TensorBoard files; called by trainers.
 
-        It is uploaded if the storage is no directory. What fails is logged.
+        It is uploaded if the storage is no directory. Failures are logged.
 
         Args:
             name: The name of the file; if there is one already, a number is added.

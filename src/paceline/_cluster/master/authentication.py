@@ -164,7 +164,7 @@ class Throttle:
 
 
 def sender_at(peer: tuple[str, int] | None, own: tuple[str, int | None] | None) -> str:
-    """Return a name for the sender at a connection's other end, to tell strangers apart.
+    """Return a name for the sender at a connection's other end, to keep strangers apart.
 
     That is the address, or the network of 64 bits of an IPv6 address, as one sender has all of
     them. All users of this machine have the same address; Linux tells which one it is.
@@ -254,7 +254,7 @@ class Passwords:
 
         Args:
             user: The user's name.
-            password: What was sent.
+            password: The password that was sent.
             sender: Who sent it, as `sender_at` tells.
 
         Raises:

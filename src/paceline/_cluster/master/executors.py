@@ -44,7 +44,7 @@ class ExecutorContext:
         attempts: The directory of attempts, which the executor makes and cleans.
         home: The master's home, where runners on this machine find its address and the contexts.
         master: Where the master answers, for runners elsewhere. A master that is started again can
-            have another address. It has no token: `Launch.spec` has that of the attempt.
+            have another address. It has no token: `Launch.spec` has the attempt's token.
         devices: One entry per slot: "cpu" or the id of a GPU. `AttemptSpec.slot_ids` counts them.
     """
 
@@ -55,9 +55,9 @@ class ExecutorContext:
 
 
 class Executor(ABC):
-    """Start runners and tell how they are.
+    """Starts runners and reports their state.
 
-    Implementations must survive the master: an attempt that was started goes on without it, and a
+    Implementations must survive the master: a started attempt continues without it, and a
     new executor finds it again. Starting an attempt twice must run it once. All methods are called
     from one thread, `status` also from another one while the master stops.
     """
@@ -161,7 +161,7 @@ class LocalExecutor(Executor):
 
 
 ENTRY_POINTS = "paceline.executors"
-"""The group of entry points: the name of each is that of an executor, its object the class."""
+"""The group of entry points: each names an executor and refers to its class."""
 
 _OWN: dict[str, type[Executor]] = {"local": LocalExecutor}
 # Starters of a pool's runners, not executors: named in the error for users looking here.

@@ -100,7 +100,7 @@ class WrongEntry:
 def find_wrong_entries(home: Path) -> list[WrongEntry]:
     """Return the entries of the wrong kind or owner in place of a home's files and directories.
 
-    Nothing is opened. What is missing is not wrong.
+    Nothing is opened. A missing file is no problem.
     """
     owners = {0, os.geteuid(), home.stat().st_uid}
     found = []
@@ -425,10 +425,10 @@ class Home:
     def hold(self) -> Iterator[None]:
         """Create the home if missing, and hold its lock for this process.
 
-        The directory itself is locked as well: a file of it can be removed.
+        The directory itself is locked as well: the lock file can be removed.
 
         Raises:
-            HomeInUseError: Another master has it.
+            HomeInUseError: Another master uses the home.
             HomeUnusableError: It is no directory, cannot be written to, or has something else in
                 the place of a file or directory.
         """
@@ -528,7 +528,7 @@ class SecretStore:
     def keep(self, transaction: Transaction, experiment_id: int, secrets: dict[str, str]) -> None:
         """Replace an experiment's secrets in the file before the commit.
 
-        After a rollback those of before are there again.
+        After a rollback the earlier values are back.
 
         Raises:
             OSError: The file cannot be written.
@@ -561,7 +561,7 @@ class SecretStore:
 
 
 def text_to_store(submitted: str | None, secrets: dict[str, str]) -> str | None:
-    """Return a submitted text without secrets; None if they cannot be told apart."""
+    """Return a submitted text without secrets; None if they cannot be separated."""
     if submitted is None or not secrets:
         return submitted
     return hide_in_text(submitted, secrets.values())

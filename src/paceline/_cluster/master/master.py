@@ -1,4 +1,4 @@
-"""The master: its parts put together; what it counts and measures of itself.
+"""The master put together from its parts, with its counters and measurements.
 
 Also: size of its home.
 """
@@ -186,14 +186,14 @@ class Master:
         home: A prepared home that this process holds.
         devices: One entry per slot: "cpu" or a GPU's id.
         runs: A directory of runs made without a master, to be shown live.
-        executor: The class of what starts the attempts.
+        executor: The class of the executor.
         url: Where the master answers other machines.
         leases: How long runners may give no sign of life; the default leases if None.
         measurements: Where requests are counted; a new one if None.
         is_open: Whether it listens beyond loopback: requests with a token may name any host.
         pools: The pools whose runners this master starts.
         certificate: Its certificate (PEM) if it is asked by TLS. Browsers may name any host then.
-        machine: What is known of its machine and these devices; the least if None.
+        machine: The facts of its machine and these devices; the least if None.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class Master:
         return token
 
     def close(self) -> None:
-        """Stop; running attempts go on without a master."""
+        """Stop; running attempts continue without a master."""
         self.is_closing = True
         self.pool_runners.close()
         self.reconciler.close()

@@ -54,7 +54,7 @@ _CLOSE_DATABASE_S = 2.0
 class EndLimit:
     """Time limit for ending the process: a storage may hang a thread for ever.
 
-    What the master has acknowledged is stored by then: it survives any end.
+    All acknowledged records are stored by then: they survive any end.
 
     Args:
         master: The master.
@@ -72,7 +72,7 @@ class EndLimit:
         timer.start()
 
     def lift(self) -> None:
-        """Let the process go on: the master has ended."""
+        """Let the process continue: the master has ended."""
         with self._lock:
             self._is_over = True
 
@@ -129,7 +129,7 @@ def logging_to_master_log(path: Path) -> Iterator[None]:
     """Write the master's log messages to standard error within the context.
 
     If that is appended to the file `path`, the file is kept small: at 10 MiB its content becomes
-    that of `NAME.1`, in place of what was there, and the file begins anew.
+    that of `NAME.1`, in place of the old file, and the file begins anew.
     """
     handler = _MasterLogHandler(path)
     root = logging.getLogger()
@@ -195,7 +195,7 @@ class _MasterLogHandler(logging.StreamHandler):  # type: ignore[type-arg]
         super().emit(record)
 
     def _rotate_if_large(self) -> None:
-        # No log is worth an error of what logs.
+        # No log is worth an error in its caller.
         with suppress(OSError, ValueError):
             written = os.fstat(self.stream.fileno())
             if written.st_size >= _MAX_BYTES and os.path.samestat(written, self._path.stat()):
@@ -263,7 +263,7 @@ def serve(
     tls_key: Path | None = None,
     pool_file: Path | None = None,
 ) -> None:
-    """Run a master until told to stop: SIGINT, SIGTERM or a shutdown request.
+    """Run a master until an order to stop: SIGINT, SIGTERM or a shutdown request.
 
     The first signal lets the attempts checkpoint and leave; a second one leaves them running.
 
@@ -277,7 +277,7 @@ def serve(
         runs: A directory of runs made without a master, to be shown live; it may be made later.
         set_aside: Move files that the database does not know, and a damaged database with all
             files, into a dated directory below ``set_aside`` in the home.
-        executor: The name of what starts the attempts, see `executor_named`.
+        executor: The name of the executor, see `executor_named`.
         runner_timeout_s: How long a runner may give no sign of life until it counts as lost, in
             seconds; 3 at least. It holds for the runners of nodes as well.
         slow_request_s: Seconds until an answer begins, from which on a request is logged as slow.
@@ -435,7 +435,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""
         await super().startup(sockets)
-        # The event loop has one number for the queue and for what it accepts in a turn.
+        # The event loop has one number for the queue and for the connections accepted in a turn.
         for listener in sockets or ():
             listener.listen(QUEUE_LENGTH)
         if self.started:

@@ -134,7 +134,7 @@ class Series(Message):
     """Points of a series: `y` is null for NaN, infinite and non-numeric values.
 
     `steps` has the batches of the points whatever `x` is. `num_points` counts those in the range
-    before down-sampling, `num_gaps` those of them that are no finite number, `last_step` is the
+    before down-sampling, `num_gaps` the values that are not finite, `last_step` is the
     newest step of all; pass it as `after_step` for what comes later. `smoothed` is there if it was
     asked for: the average at each of the points, made of all points of the series up to there.
     """
@@ -198,9 +198,9 @@ class Experiment(Message):
     """An experiment; `config` is the resolved configuration.
 
     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
-    `values` has the columns that a list was asked for, `notes` is told for a single one only.
-    `num_records_lost` is the sum of its trials' counts. `has_rungs` tells whether its search has
-    rungs to show. `is_unmeasured` tells that its search has ended because no trial reported a
+    `values` has the columns that a list was asked for, `notes` is given for a single experiment
+    only. `num_records_lost` is the sum of its trials' counts. `has_rungs` tells whether its search
+    has rungs to show. `is_unmeasured` tells that its search has ended because no trial reported a
     finite value of the searched metric.
     """
 
@@ -261,7 +261,7 @@ class EditExperiment(Request):
 class ForkExperiment(Request):
     """Request for a new experiment with the code of an existing experiment.
 
-    `config` overrides fields of the existing configuration, or replaces all of it.
+    `config` overrides fields of the existing configuration, or replaces it.
     """
 
     config: dict[str, Any] = Field(default_factory=dict)
@@ -310,7 +310,7 @@ class ColumnNames(Message):
 class AttemptExit(Message):
     """End of an attempt; `outcome` is reported by the training process, None without a report.
 
-    `kind` is that of the error, None if there was none.
+    `kind` is the kind of the error, None if there was none.
     """
 
     reason: ExitReason
@@ -434,12 +434,12 @@ class Trial(Message):
 class TrialTime(Message):
     """Time of a trial up to `until`, in seconds by activity; the shares add up to `total_s`.
 
-    `training_s` is what was trained and kept. `data_wait_s`: the devices were idle, as they waited
-    for data. `checkpoint_s`: training stood still for checkpoints. `lost_s`: work after the last
-    checkpoint before a stop. `start_s`: from the launch of a process to its first step, restarts
-    included. `other_s`: what scripts do between and after trainings. `undivided_s`: attempts that
-    do not tell what they do. `waiting_s`: there was no process. `goodput` is `training_s` as a
-    fraction of all but `waiting_s`; None if that is not known.
+    `training_s` is training whose result was kept. `data_wait_s`: the devices were idle, as they
+    waited for data. `checkpoint_s`: training stood still for checkpoints. `lost_s`: work after the
+    last checkpoint before a stop. `start_s`: from the launch of a process to its first step,
+    restarts included. `other_s`: time of scripts between and after trainings. `undivided_s`:
+    attempts that report no activity. `waiting_s`: there was no process. `goodput` is `training_s`
+    as a fraction of all but `waiting_s`; None if that is not known.
     """
 
     training_s: float

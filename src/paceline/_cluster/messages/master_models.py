@@ -34,7 +34,7 @@ class MasterInfo(Message):
     has_web_ui: bool = True
 
 
-# A runner that still holds on so long after it was told to kill is killed itself; a master that
+# A runner that still holds on so long after the order to kill is killed itself; a master that
 # stops waits so long for them.
 RUNNER_GRACE_S = 30.0
 
@@ -42,8 +42,8 @@ RUNNER_GRACE_S = 30.0
 class Shutdown(Request):
     """Ask the master to stop.
 
-    `keep_trials` leaves running trials to their runners; otherwise they are told to checkpoint and
-    leave, are killed after `timeout_s` seconds, and go on when the master starts again.
+    `keep_trials` leaves running trials to their runners; otherwise they are asked to checkpoint and
+    leave, are killed after `timeout_s` seconds, and resume when the master starts again.
     """
 
     keep_trials: bool = False
@@ -116,7 +116,7 @@ class Node(Message):
 
 
 class DrainNode(Request):
-    """How a node is drained: by default its attempts store a checkpoint and go on elsewhere."""
+    """How a node is drained: by default its attempts store a checkpoint and resume elsewhere."""
 
     finish: bool = False
 
@@ -150,7 +150,7 @@ class Pool(Message):
 
     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
     the master could not start a runner for it, or that one was started and has not registered. It
-    goes once one has registered. `detail` says what nodes that are not there yet wait for.
+    goes once one has registered. `detail` says what missing nodes wait for.
     `num_slots` counts all slots: `num_slots_drained` of them get no attempts, and attempts still
     hold `num_slots_draining` of these.
     """

@@ -22,7 +22,7 @@ MAX_PIECE_BYTES = 4 * 1024 * 1024
 MAX_TIME_S = 253_402_300_799.0
 """The end of the year 9999 in UTC: later times cannot be shown."""
 
-# What a sender may claim.
+# Limits on the claims of a sender.
 Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Sequence = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -32,7 +32,7 @@ class RecordBatch(msgspec.Struct, frozen=True):
     """Consecutive records of a rank's journal, each with its sequence number.
 
     `after` is the number up to which the sender takes the journal as stored, None if it does not
-    say. A master that has less stores nothing of the batch, and its marks tell what it lacks.
+    say. A master that has less stores nothing of the batch, and its marks show the missing records.
     """
 
     generation: Rank
@@ -61,10 +61,10 @@ class Mark(msgspec.Struct, frozen=True):
 class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
     """Master's current wishes for a running attempt; `version` grows with each change.
 
-    `kill_grace_s` is what a kill leaves the processes to react to SIGTERM; with 0 they get none.
+    `kill_grace_s` is the time that a kill leaves for reacting to SIGTERM; with 0 there is none.
     `meeting_port` is where the nodes of an attempt on several nodes meet, on the first of them;
     None until all are there. With `sends_checkpoints`, one of them does not share the checkpoint
-    directory with the master, so all of them send what they store.
+    directory with the master, so all of them send their files.
     """
 
     version: int
@@ -111,9 +111,9 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     any other, `master` names a file with a `MasterAddress`; contexts come from the master then.
     Both are for the executor to fill in. The file may change while the runner is at work.
 
-    `control` is what the master wanted when it started the runner; None has to be asked for.
+    `control` has the master's orders when it started the runner; None asks for them.
     `lease_s` is how long the master waits for a sign of life of the runner, 0 if that is unknown.
-    `mark` names the attempt, or its part on this node, among those of all masters.
+    `mark` names the attempt, or its part on this node, among the attempts of all masters.
 
     `secret_names` are variables whose values lie in the home's file of secrets under
     `experiment_id`. For a runner elsewhere the executor hands them on in the attempt's directory.
@@ -190,10 +190,10 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     `code` is the verdict: 0 when all workers finished their work, even if one of them aborted
     afterwards. `detail` says more where code and signal do not; `is_launch_error` if a launcher has
     said there which rank failed first, and by what. `kind` is that of the error, None if there is
-    none, or if reason and code tell it. `time` is by the clock of the runner's machine, and so is
+    none, or if reason and code show it. `time` is by the clock of the runner's machine, and so is
     `sent_at`, which tells the master how wrong that clock is; None if it is not sent.
     `store` is the storage that the code failed by, because it did not answer.
-    `is_leaving` says that the system told the runner to end, as Slurm tells all processes of a job.
+    `is_leaving` says that the system asked the runner to end, as Slurm asks all processes of a job.
     """
 
     reason: ExitReason
@@ -236,7 +236,7 @@ class RecordReply(msgspec.Struct, frozen=True):
     """Sequence numbers stored by the master for each journal.
 
     With `control`, the search has judged all of the validation reports up to the marks, and
-    `control` is what is wanted since then.
+    `control` has the orders since then.
     """
 
     marks: list[Mark]
@@ -258,7 +258,7 @@ class LogReply(msgspec.Struct, frozen=True):
 class CheckpointFiles(msgspec.Struct, frozen=True, kw_only=True):
     """The files of the commit protocol of a checkpoint, as they are stored.
 
-    `manifest` is the text of `manifest.json`, and `shards` has that of `rank-N.done` by the rank.
+    `manifest` is the text of `manifest.json`, and `shards` has the texts of `rank-N.done` by rank.
     """
 
     manifest: str
@@ -268,7 +268,7 @@ class CheckpointFiles(msgspec.Struct, frozen=True, kw_only=True):
 class CheckpointOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Offer of a checkpoint by a runner, before sending the files and again afterwards.
 
-    `record` is that of the journal. Without it, files of the checkpoint were deleted, and the
+    `record` is the journal's record. Without it, files of the checkpoint were deleted, and the
     manifest is the new one. With `has_failed` the processes of this node have, so those of other
     nodes end, too.
     """
@@ -288,7 +288,7 @@ class CheckpointNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """Files still missing from a checkpoint: bytes already stored, by incomplete file.
 
     With `is_alone`, the other nodes of the attempt have ended and send nothing more: for rank 0's
-    node all of them, for another one that of rank 0.
+    node all of them, for another one only rank 0's.
     """
 
     is_stored: bool
@@ -324,7 +324,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     `key` is a random text in the runner's directory. `python` is the interpreter of the runner.
     `devices` has one entry per slot: "cpu" or the id of a GPU; `device_kind` names the hardware.
     `device_memory_bytes` has the memory of each slot's GPU, 0 if it is unknown; it is empty if none
-    is known. `address` is where other nodes reach this one; empty if the master is to take that of
+    is known. `address` is where other nodes reach this one; empty for the address of
     the connection. `host` is the name of the machine.
     """
 
@@ -358,7 +358,7 @@ class NodePoll(msgspec.Struct, frozen=True, kw_only=True):
     """A node runner's question for work.
 
     `number` grows with each poll of a session. `attempts` are those that have a directory on the
-    node, `alive` those of them with a runner at work. The answer waits up to `wait_s` seconds for
+    node, `alive` the attempts with a runner at work. The answer waits up to `wait_s` seconds for
     another version of the work than `after`. A node that is leaving gets no more attempts.
     """
 
@@ -386,7 +386,7 @@ class NodeLaunch(msgspec.Struct, frozen=True, kw_only=True):
 class NodeWork(msgspec.Struct, frozen=True, kw_only=True):
     """Master's orders for a node: all wanted attempts, new launches, and runners to kill.
 
-    `launches` are those of wanted attempts that the node does not have. `kill` are attempts whose
+    `launches` start wanted attempts that the node does not have. `kill` are attempts whose
     runner must be killed. `strays` tells that attempts which were given away are alive there.
     """
 
@@ -430,8 +430,8 @@ class RawRunBatch(msgspec.Struct, frozen=True):
 class RunRecords(msgspec.Struct, frozen=True, kw_only=True):
     """Further records of a run, earlier attempts first.
 
-    `is_alive` tells that more may follow: the run goes on, or it wrote more than this. `moved`
-    maps checkpoint storages that the journal names to where they are now. A run that goes on is
+    `is_alive` says that more may follow: the run continues, or it wrote more than this. `moved`
+    maps checkpoint storages that the journal names to where they are now. An unfinished run is
     lost if nothing is heard of it for `lease_s` seconds; None waits for ever.
     """
 

@@ -95,7 +95,7 @@ def shown_trial_state(
     Args:
         state: The stored state.
         is_running: Whether an attempt runs.
-        stop_reason: Why it was told to stop, if it was.
+        stop_reason: The reason of the order to stop, if any.
         experiment_state: The stored state of its experiment.
     """
     if state.is_terminal:
@@ -133,7 +133,7 @@ class CheckpointState(str, Enum):
 class ExitReason(str, Enum):
     """Reason for the end of an attempt as seen by its runner.
 
-    SHORTAGE tells that the machine lacked what a start needs: disk space, inodes, open files,
+    SHORTAGE says that the machine lacked something for a start: disk space, inodes, open files,
     processes or memory. NOT_FORMED tells that the nodes of an attempt did not come together.
     """
 

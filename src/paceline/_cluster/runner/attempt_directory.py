@@ -243,8 +243,8 @@ def place_checkpoints(
     an attempt on several nodes, the place follows when all are there: see `place_on_each_node`.
 
     Args:
-        spec: What the master says.
-        info: What the processes of the attempt are to get.
+        spec: The master's description of the attempt.
+        info: The facts for the processes of the attempt.
         run: The run directory of the attempt, which is not made yet.
     """
     if spec.storage_mark is None or _is_seen(spec.storage_mark):

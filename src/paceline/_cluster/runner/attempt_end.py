@@ -85,7 +85,7 @@ def make_attempt_end(
 
 
 def write_attempt_end(directory: AttemptDirectory, end: AttemptEnd) -> None:
-    """Write how the attempt ended; without space on the disk, the master is told all the same."""
+    """Write how the attempt ended; the master gets the report even if the disk is full."""
     try:
         directory.write_end(end)
     except OSError as error:
@@ -97,7 +97,7 @@ def report_failed_start(directory: AttemptDirectory, error: Exception) -> None:
     text = f"The attempt's specification cannot be read: {type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
         directory.mark_started()
-    # The next attempt gets one of its own: a power cut can have taken what was written last.
+    # The next attempt gets a directory of its own: a power cut can have taken the last writes.
     end = make_attempt_end(ExitReason.START_FAILED, detail=text, kind=ErrorKind.TRANSIENT)
     write_attempt_end(directory, end)
     _ship_by_path(directory, end)
@@ -178,7 +178,7 @@ def read_failing_store(run: RunDirectory) -> str | None:
 
 
 def ship_end(shipper: Shipper, end: AttemptEnd, lost: str | None = None) -> None:
-    """Send the rest and the end, or leave them for the next master; `lost` tells of lost output."""
+    """Send the rest and the end, or leave them for the next master; `lost` reports lost output."""
     shipper.note_end(end)
     deadline = time.monotonic() + _LAST_WORDS_S
     backoff = MasterBackoff()

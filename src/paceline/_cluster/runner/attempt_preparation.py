@@ -1,4 +1,4 @@
-"""What an attempt needs to start: packed code, its uv environment; why a start failed (light.
+"""Preparation of an attempt: packed code, its uv environment; why a start failed (light.
 
 Also: client and cli load it).
 """
@@ -238,7 +238,7 @@ def check_archive(path: Path, limits: ArchiveLimits) -> None:
     except ArchiveTooLargeError:
         raise
     except (tarfile.TarError, EOFError, OSError, ValueError, lzma.LZMAError):
-        # Whoever unpacks it says what is wrong with it.
+        # Unpacking reports its faults.
         return
 
 

@@ -194,14 +194,15 @@ class _Forked(StartedRunner):
             os.close(self._watch)
 
 
-# How long an unwanted attempt may take to leave by itself: it has just ended, or hears of it.
+# How long an unwanted attempt may take to leave by itself: it has just ended, or gets the order
+# soon.
 _LEAVE_S = 10.0
 
 
 class AttemptProcesses:
     """Attempts in ``<root>/<attempt id>/``: start, find, kill, clean up; for a single thread.
 
-    What was started goes on without this process, and is found again by the next one.
+    Started runners continue without this process, and the next process finds them again.
 
     Args:
         root: The directory of the attempts' directories.
@@ -228,7 +229,7 @@ class AttemptProcesses:
         path = self.directory(spec.attempt_id).path
         directory = AttemptDirectory.create(path, spec)
         if not directory.was_started:
-            # A power cut may have left a part of what was prepared before.
+            # A power cut may have left a part of an earlier preparation.
             shutil.rmtree(directory.run.path, ignore_errors=True)
         if secrets:
             directory.write_secrets(secrets)

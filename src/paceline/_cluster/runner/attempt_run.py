@@ -383,7 +383,7 @@ class AttemptRun:
         environment = dict(os.environ)
         for name in (*_PRIVATE_VARIABLES, faults.FAULT_VARIABLE):
             environment.pop(name, None)
-        # The runner may be a task of Slurm itself; what it starts is not.
+        # The runner may be a task of Slurm itself; its processes are not.
         forget_launcher(environment)
         if python is not None:
             # Interpreter directory, even if missing here: the command prefix may lead elsewhere.
@@ -395,14 +395,14 @@ class AttemptRun:
         environment[THREADS_MARK] = str(spec.num_threads)
         if spec.gpu_ids:
             if "CUDA_VISIBLE_DEVICES" not in os.environ:
-                # The numbers are then those of nvidia-smi, which CUDA counts in another order.
+                # The numbers then count as nvidia-smi does; CUDA counts in another order.
                 environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpu_ids)
             if "HIP_VISIBLE_DEVICES" in os.environ:
                 # ROCm reads the other one unless there is this one.
                 environment["HIP_VISIBLE_DEVICES"] = environment["CUDA_VISIBLE_DEVICES"]
         if spec.num_shards is not None:
-            # An attempt on another number of slots goes on with the same global batches.
+            # An attempt on another number of slots continues with the same global batches.
             environment[SHARDS_VARIABLE] = str(spec.num_shards)
         environment |= spec.variables | self._secrets
         if THREADS_VARIABLE in spec.variables:

@@ -131,7 +131,7 @@ def without_checkpoint(payload: bytes) -> bytes:
 class CheckpointShipper(ShippingLoop):
     """Sender of the journals' checkpoint records in order, each with its files.
 
-    So the master hears of a checkpoint only once it has all of it. What it has of one is asked
+    So the master gets the record of a checkpoint only after all its files. It is asked for them
     anew after each failure, so nothing is sent twice whoever dies when. The files of the checkpoint
     that is being sent are held by links, so that training can delete it meanwhile. One that was
     deleted before it was begun is left out.
@@ -188,7 +188,7 @@ class CheckpointShipper(ShippingLoop):
             self._missing, self._num_offers = None, 0
         return True
 
-    # ---- what to send --------------------------------------------------------------------
+    # ---- checkpoints to send --------------------------------------------------------------------
 
     def _read_journals(self) -> None:
         for key in self._journals.journal_keys():
@@ -319,7 +319,7 @@ class CheckpointShipper(ShippingLoop):
         return lambda name: (self._outgoing.root / uuid / name).exists()
 
     def _release(self, uuid: str) -> None:
-        # The manifest first: what is left of a directory without one is no checkpoint.
+        # The manifest first: without one, the rest of a directory is no checkpoint.
         (self._outgoing.root / uuid / MANIFEST_NAME).unlink(missing_ok=True)
         shutil.rmtree(self._outgoing.root / uuid, ignore_errors=True)
 
@@ -387,7 +387,7 @@ class ShardShipper(ShippingLoop):
         self._sender = PieceSender(link, self._path, self._storage, member)
         # Checkpoint being sent, with the files missing at the master.
         self._sending: tuple[str, dict[str, int]] | None = None
-        # The ranks whose files have arrived, by checkpoint, and when to ask for news of it.
+        # The ranks whose files have arrived, by checkpoint, and when to ask for its state.
         self._arrived: dict[str, set[int]] = {}
         self._ask_at = 0.0
         self._pauses = MasterBackoff(0.2, 2.0)

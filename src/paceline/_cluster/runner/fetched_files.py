@@ -24,9 +24,9 @@ class RepeatedGet:
 
     Args:
         link: A connection to the master.
-        what: What is read, for the runner's log.
+        what: The name of the file, for the runner's log.
         is_wanted: Asked before each request.
-        tell: Gets each new reason why it cannot be read now.
+        tell: Called with each new reason why the file cannot be read now.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ def fetch_checkpoint(
 ) -> None:
     """Fetch a checkpoint from the master into a storage directory, unless present there.
 
-    What arrived before a failure stays, and the rest follows. Files are compared with the manifest.
+    Files that arrived before a failure stay, and the rest follows. Files are compared with the
+    manifest.
 
     Args:
         link: A connection to the master.
@@ -163,7 +164,7 @@ def fetch_code(
         digest: The SHA-256 of the code.
         target: The file.
         is_wanted: Asked before each piece; if it says no, fetching ends.
-        tell: Gets each new reason why a piece does not arrive, which is asked for again.
+        tell: Called with each new reason why a piece does not arrive; it is requested again.
 
     Returns:
         Whether it is there: False if it is not wanted any more.

@@ -1,7 +1,7 @@
 """Fork server: a process with the runner loaded, for starting runners without delay.
 
 It has one thread and knows nothing of masters. It ends with the one that started it, and its
-runners go on.
+runners continue.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ def serve_runners(control_number: int) -> tuple[Path, bool] | None:
     Args:
         control_number: The descriptor of the socket on which requests arrive: a directory, whether
             to ship only, a file for output and the working directory. The answer is a process id,
-            with a descriptor that tells of the end, or the number and text of an error.
+            with a descriptor that closes at the end, or the number and text of an error.
 
     Returns:
         The directory of an attempt, and whether to ship only; None once nobody asks any more.

@@ -41,7 +41,7 @@ class MasterFollower:
         member: Which of the attempt's nodes this is.
         port: A port that is free here, for an attempt on several nodes.
         sends_checkpoints: Whether this node does not share the checkpoint directory.
-        first: What the master wanted when it started the runner; None has to be asked for.
+        first: The master's orders when it started the runner; None asks for them.
         give_sign: Gives a sign of life that needs no network; called again and again.
         on_return: Called when a master answers after one was away: its database may be another.
     """
@@ -94,12 +94,12 @@ class MasterFollower:
 
     @property
     def kill_reason(self) -> ExitReason | None:
-        """Why the processes were told to end, None if they were not."""
+        """Why the processes were asked to end, None if they were not."""
         return self._kill_reason
 
     @property
     def is_terminating(self) -> bool:
-        """Whether the system has told this runner to end."""
+        """Whether the system has asked this runner to end."""
         return self._is_terminating
 
     @property
@@ -167,10 +167,10 @@ class MasterFollower:
         self._has_left.set()
 
     def pass_on(self, control: AttemptControl | None, judged: tuple[int, int]) -> None:
-        """Tell the processes about a record judged by the search; callable from any thread.
+        """Inform the processes of a record judged by the search; callable from any thread.
 
         Args:
-            control: What the master wants since then, None if that has not changed.
+            control: The master's orders since then, None if that has not changed.
             judged: The generation and the sequence number of the record, of the chief's journal.
         """
         with self._lock:

@@ -58,7 +58,7 @@ class RefusedByMasterError(Exception):
 
     Args:
         status: The HTTP status of the answer.
-        text: The status and what the answer says.
+        text: The status and the answer's text.
         code: The code of the problem in the answer, None if it has none.
     """
 
@@ -149,7 +149,7 @@ class MasterLink:
             if error.status != _BEYOND_THE_END:
                 raise
             return b""
-        # A proxy that knows no ranges has sent all of it.
+        # A proxy that knows no ranges has sent the whole file.
         return content if self._status == _PARTIAL else content[offset : offset + size]
 
     def put(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
@@ -300,7 +300,7 @@ class ShippingLoop(ABC):
     """Loop shipping a single kind of data in its own thread, independent of other kinds.
 
     Args:
-        name: What is sent, for the runner's log.
+        name: The name of the request, for the runner's log.
     """
 
     def __init__(self, name: str) -> None:

@@ -101,8 +101,8 @@ def find_facts(
         name: The node's name with the master.
         num_slots: The number of slots; one per GPU or else CPU core if None.
         pool: The pool that the node belongs to.
-        labels: What else is to be known of it.
-        address: Where other nodes reach it; the master takes that of the connection by default.
+        labels: Further facts about it.
+        address: Where other nodes reach it; by default the address of the connection.
 
     Raises:
         ValueError: There are not so many slots.
@@ -196,14 +196,14 @@ class NodeRunner:
     """Runner serving a node.
 
     One thread polls; all that touches attempts happens in the thread that calls `run`. Between two
-    polls, it starts anew what did not start and ships what dead runners have left.
+    polls, it repeats failed starts and ships the records of dead runners.
 
     Args:
         url: The address of the master.
         token_path: The file that has the runner's token; it is read again after each failure.
         directory: The runner's own directory, which has the attempts. If it has a certificate of
             the master, `master.pem`, no other one is trusted.
-        facts: What this machine is.
+        facts: The facts of this machine.
         idle_timeout_s: After how many seconds without an attempt the runner leaves; None is never.
     """
 
@@ -303,7 +303,7 @@ class NodeRunner:
 
     def _check_cluster(self) -> None:
         path = self._directory / "cluster_id"
-        # Bytes that are no text are damaged, and so of another master.
+        # Bytes that are no text are damaged, and so belong to another master.
         known = path.read_text(errors="replace").strip() if path.exists() else None
         known = known or self._session.cluster_id
         if known != self._session.cluster_id and self._processes.all():
@@ -346,7 +346,7 @@ class NodeRunner:
     def _next_poll(self) -> NodePoll:
         attempts = [id_ for id_ in self._processes.all() if self._processes.is_prepared(id_)]
         is_short = self._has_strays or self._num_signals
-        # After a failure, an answer that says at once what is wanted.
+        # After a failure the orders are unknown: the next answer must come at once.
         wait_s = 0.0 if self._wanted.ids is None else _SHORT_WAIT_S if is_short else _WAIT_S
         # Number of the poll: the master ignores polls arriving after a later poll.
         self._number += 1
@@ -467,7 +467,7 @@ class NodeRunner:
         return f"{len(attempts)} attempt{plural} (trial {', '.join(map(str, sorted(trials)))})"
 
     def _say_that_it_has_left(self) -> None:
-        """Tell the master about the departure, so nothing waits for the lease to expire."""
+        """Report the departure to the master, so nothing waits for the lease to expire."""
         path = f"/nodes/{self._session.node_id}/poll"
         with suppress(UnreachableError, RefusedByMasterError):
             for _ in range(2):

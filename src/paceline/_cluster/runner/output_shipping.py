@@ -38,7 +38,7 @@ class OutputSpool:
     """Number the lines of an attempt and append them to a file.
 
     On a full disk, lines wait in memory for space. Lines for which there is no room are lost and
-    counted, and the attempt goes on.
+    counted, and the attempt continues.
 
     Args:
         path: The file.
@@ -49,7 +49,7 @@ class OutputSpool:
         # The longest first: one may hold another.
         found = {part for secret in secrets for part in secret.splitlines()}
         self._secrets = sorted((s for s in found if len(s) >= _SHORTEST_SECRET), key=len)[::-1]
-        # Unbuffered: what the disk did not take must stay in `_waiting`.
+        # Unbuffered: bytes that the disk did not take must stay in `_waiting`.
         self._file = open_private(path, "ab", buffering=0)
         self._waiting = bytearray()
         self._next_sequence = 0
@@ -161,7 +161,7 @@ class OutputShipper(ShippingLoop):
         directory: The attempt's directory.
         path: Where to send them in the API.
         link: A connection of its own.
-        is_first: Whether nothing was ever sent, so that the master need not be asked what it has.
+        is_first: Whether nothing was ever sent, so that the master need not be asked for its state.
     """
 
     def __init__(

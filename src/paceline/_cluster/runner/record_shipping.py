@@ -105,7 +105,7 @@ OnJudged = Callable[[AttemptControl | None, tuple[int, int]], None]
 class RecordShipper(ShippingLoop):
     """Sender of an attempt's records; unacknowledged records are sent again.
 
-    The master drops what it has already, so nothing is lost or doubled whoever dies when. A single
+    The master drops known records, so nothing is lost or doubled whoever dies when. A single
     record that it refuses, or that it fails with again and again, is set aside, so that it does
     not hold up the rest; the master gets word of it in its place.
 
@@ -113,9 +113,9 @@ class RecordShipper(ShippingLoop):
         directory: The attempt's directory.
         path: Where to send them in the API.
         link: A connection of its own.
-        on_judged: Gets what the master wants, None if that has not changed, and which record of
-            the chief's the search has judged by then: its generation and sequence number.
-        is_first: Whether nothing was ever sent, so that the master need not be asked what it has.
+        on_judged: Called with the master's orders, None if unchanged, and with the chief's
+            newest record that the search has judged: its generation and sequence number.
+        is_first: Whether nothing was ever sent, so that the master need not be asked for its state.
 
     Attributes:
         has_checkpoints: Whether records about checkpoints are sent here too, and not apart.
@@ -175,7 +175,7 @@ class RecordShipper(ShippingLoop):
         return bool(batches)
 
     def ship_lost(self) -> None:
-        """Tell of damage at the ends of journals; raises like `ship_once`.
+        """Report damage at the ends of journals; raises like `ship_once`.
 
         For an attempt whose processes are dead, after all else was sent.
         """
@@ -280,7 +280,7 @@ class RecordShipper(ShippingLoop):
         reply = msgspec.json.decode(self._link.post(self._path, body), type=RecordReply)
         stored = {(mark.generation, mark.rank): mark.sequence for mark in reply.marks}
         if any(_last(batch) > stored.get((batch.generation, batch.rank), -1) for batch in batches):
-            # The master has lost what it had, such as its database. The journals have it.
+            # The master lost its records, for example its database. The journals have them.
             logger.warning("The master lacks records that it had stored; they are sent again.")
             self.forget_positions()
         marks = [(mark.generation, mark.sequence) for mark in reply.marks if mark.rank == _CHIEF]
@@ -316,7 +316,8 @@ class Shipper:
         attempt_id: The attempt's number with the master.
         link: The connection to the master.
         member: Which of the attempt's nodes this is.
-        on_judged: Gets what the master wants once a search has judged records; see `RecordShipper`.
+        on_judged: Called with the master's orders once a search has judged records; see
+            `RecordShipper`.
         is_first: Whether nothing was ever sent for the attempt.
     """
 
@@ -393,7 +394,7 @@ class Shipper:
             loop.doubt_positions()
 
     def ship_records(self) -> None:
-        """Send all records and checkpoints, and tell of damage at the ends of journals.
+        """Send all records and checkpoints, and report damage at the ends of journals.
 
         For an attempt whose processes are dead.
 
@@ -416,7 +417,7 @@ class Shipper:
         return self.output.ship_rest_or_tell(self.records.check_master)
 
     def ship_end(self, end: AttemptEnd) -> None:
-        """Tell the master how the attempt ended; raises like `ship_records`."""
+        """Report the end of the attempt to the master; raises like `ship_records`."""
         self._link.post(self._end_path, encode(replace(end, sent_at=time.time())))
 
     def keep_output(self) -> None:

@@ -44,9 +44,9 @@ class AccessIdentity:
     """Sender of a request.
 
     Attributes:
-        user: The user's name, or that of the token.
+        user: The name of the user, or of the token.
         secret: The secret of a browser's cookie, None for whoever sends a token.
-        scope: What the sender may do.
+        scope: The sender's rights.
         attempt_id: The attempt whose token it is, if it is one's.
         token_id: The id of a program's token, if it is one.
         expires_at: When that token expires, in seconds since the epoch; None for never.
@@ -333,7 +333,7 @@ TokenId = Annotated[int, Path(ge=1, le=2**62)]
 
 @token_router.get("/tokens")
 async def list_tokens(master: MasterOf) -> list[tokens.Token]:
-    """List the tokens, the newest first; the home's own and those of attempts are not among them.
+    """List the tokens, the newest first; without the home's own and those of attempts.
 
     A token that was revoked or has expired is listed for 90 days.
     """

@@ -80,7 +80,7 @@ async def store_records(
     except RefusedError:
         raise
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
-        # Records that cannot be stored now never can: sending them again would go on for ever.
+        # Records that cannot be stored now never can: sending them again would never end.
         message = f"The records cannot be stored: {type(error).__name__}: {error}"
         raise ApiError(422, "invalid_records", message) from error
     # Last record of each batch: records of a rank are in order, so the last is the newest.
@@ -115,7 +115,7 @@ async def store_logs(
             transaction.emit("logs", attempt.experiment_id, trial_id, last=last)
 
         await write_rows(master, tell)
-    # The first look at a file reads all of it.
+    # The first look reads the whole file.
     sequence = await asyncio.to_thread(logs.last_sequence, trial_id, number, member)
     return _json(LogReply(last_sequence=sequence))
 
@@ -156,7 +156,8 @@ async def read_control(
     with master.controls.listen(attempt_id) as changed:
         control = await asyncio.to_thread(_read_control, master, attempt_id)
         is_news = control.version > after or not timeout_s or master.is_closing
-        # Each change is told, so that a request which waited in vain need not look again.
+        # Each change wakes the waiting requests, so that one which waited in vain need not look
+        # again.
         if not is_news and await wait_for(changed, timeout_s):
             control = await asyncio.to_thread(_read_control, master, attempt_id)
     return _json(control)

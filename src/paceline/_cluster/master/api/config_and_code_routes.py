@@ -142,7 +142,7 @@ def read_code(experiment_id: ExperimentId, path: str, master: MasterOf) -> Respo
         message = f"A file to be shown must have at most {_MAX_FILE_BYTES} bytes, but {path!r} has"
         raise ApiError(413, "file_too_large", f"{message} {sizes[path]}.")
     content = _read_file(context, path)
-    # Never as what the name says: a page among the code would run with the reader's sign-in.
+    # Never the type of the name: a page among the code would run with the reader's sign-in.
     kind = "text/plain; charset=utf-8" if _is_text(content) else "application/octet-stream"
     return Response(content, media_type=kind)
 

@@ -87,7 +87,7 @@ def list_trials(
         Query(description="By default the metric's best first, and all else ascending."),
     ] = None,
 ) -> Response:
-    """List an experiment's trials by id unless told otherwise; the first page tells the total."""
+    """List an experiment's trials, by id by default; the first page has the total."""
     with records.database.read() as connection:
         searcher = config_of(experiment_row(connection, experiment_id)).searcher
         conditions = [_trials.experiment_id == experiment_id]
@@ -154,7 +154,7 @@ def read_hyperparameters(
 ) -> Response:
     """Read hyperparameters and a metric of an experiment's trials, the oldest trial first.
 
-    Of more than `limit` trials the best half are told, and others that are spread evenly.
+    Of more than `limit` trials the best half are shown, and others that are spread evenly.
     """
     with records.database.read() as connection:
         experiment = experiment_row(connection, experiment_id)
@@ -327,7 +327,7 @@ def list_experiments(
     order: Literal["asc", "desc"] = "desc",
     brief: Annotated[bool, Query(description="Leave `config` empty.")] = False,
 ) -> Response:
-    """List experiments, newest first unless told otherwise; the first page tells the total."""
+    """List experiments, newest first by default; the first page has the total."""
     after = place_in_rows(cursor, f"{sort_by} {order}", num_keys=2)
     with records.database.read() as connection:
         try:

@@ -89,7 +89,7 @@ def has_web_ui(root: Path = ASSETS_PATH) -> bool:
 class WebUi:
     """ASGI application: files below `root`, else the UI's page with client-side routing.
 
-    Only what the build made is served, so no request here needs a sign-in.
+    Only files of the build are served, so no request here needs a sign-in.
     """
 
     def __init__(self, root: Path = ASSETS_PATH) -> None:

@@ -44,7 +44,7 @@ slot_router = ApiRouter(tags=["master"], route_class=ReadingRoute)
 
 @slot_router.get("/slots")
 def list_slots(master: MasterOf) -> list[Slot]:
-    """List the slots of all nodes and who uses them; those of lost nodes only if used."""
+    """List the slots of all nodes and who uses them; slots of lost nodes only if used."""
     with master.database.read() as connection:
         users = {
             (node_id, slot): row
@@ -156,8 +156,8 @@ def drain_slots(
         transaction: Everything happens in it, or nothing.
         node_id: The node.
         slots: Which of its slots.
-        what: What is drained, for those who are told to leave.
-        finish: Let what runs there end there.
+        what: The drained object, for attempts that are asked to leave.
+        finish: Let running attempts end there.
     """
     connection = transaction.connection
     for slot in set(slots) - drained_slots(connection).get(node_id, frozenset()):
@@ -223,7 +223,7 @@ async def poll_node(
                 return Response(status_code=204)  # to nobody
             # Another session may have begun meanwhile, and another token may be needed.
             _hear_node(master, node_id, poll, identity.token_id)
-            # A node without attempts has nothing to do until it is told so: many idle nodes poll.
+            # A node without attempts has nothing to do until it is informed: many idle nodes poll.
             if changed.is_set() or work.wanted or poll.attempts:
                 work = await asyncio.to_thread(_node_work, master, node_id, poll)
     return _json(work)
@@ -317,7 +317,7 @@ async def forget_node(name: Name, master: MasterOf) -> None:
 
 
 async def _wait(request: Request, changed: asyncio.Event, wait_s: float) -> bool:
-    """Wait for news; tell whether the connection was closed meanwhile."""
+    """Wait for news; return whether the connection was closed meanwhile."""
     news = asyncio.ensure_future(changed.wait())
     closed = asyncio.ensure_future(_await_close(request))
     try:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # After so long without a read it ends.
 _IDLE_S = 60.0
-# How long it may take to load what it needs, on a busy machine.
+# Limit for loading its modules on a busy machine.
 _START_S = 120.0
 # Limit for an unresponsive process: it is ended, and its questions are answered here.
 _LATE_S = 20.0
@@ -229,8 +229,8 @@ class ReadingProcess:
                 asked.set_result(None)
 
 
-# Threads that answer beside the one for quick reads: those of slow reads, which use the processor
-# less than the database and files, and FastAPI's for requests that are no reads.
+# Threads that answer beside the one for quick reads: the threads of slow reads, which use the
+# processor less than the database and files, and FastAPI's for requests that are no reads.
 NUM_THREADS = 8
 _NUM_SLOW = 3
 # A route that took so long once is a slow one for a while, in seconds.

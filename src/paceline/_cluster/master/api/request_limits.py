@@ -74,7 +74,7 @@ class ConnectionLimits:
     def for_files(cls, num_files: int) -> "ConnectionLimits":
         """Return limits reserving a third of the process's files for the rest of the master.
 
-        Of few files, the rest of the master gets what it needs.
+        If files are few, the rest of the master comes first.
         """
         num_files = max(_FEWEST_FILES, min(num_files, (num_files - _OWN_FILES) * 3 // 2))
         num_strangers, num_known = min(num_files // 8, _MAX_STRANGERS), num_files * 3 // 8
@@ -356,7 +356,7 @@ class ConnectionConfig(uvicorn.Config):
 _MIB = 1024 * 1024
 MAX_CONTEXT_BYTES = 95 * _MIB
 _MAX_CONFIG_BYTES = 8 * _MIB
-# A runner sends a thousand records of each rank at once, and halves what is refused.
+# A runner sends a thousand records of each rank at once, and halves a refused batch.
 _MAX_RECORDS_BYTES = 256 * _MIB
 # The list of a checkpoint's files, twice.
 _MAX_MANIFEST_BYTES = 64 * _MIB
@@ -531,7 +531,7 @@ _UNMATCHED = "other"
 class RequestCounting:
     """ASGI middleware: measures each request of the API until its answer begins.
 
-    It stands before all others, so that what they refuse is counted as well.
+    It stands before all others, so that their refusals are counted as well.
     """
 
     def __init__(self, app: ASGIApp, measurements: Measurements) -> None:

@@ -99,7 +99,8 @@ class ApiError(Exception):
 def problem(status: int, code: str, detail: str) -> Response:
     """Return a problem as a response."""
     body = Problem(title=_TITLES.get(status, "Error"), status=status, code=code, detail=detail)
-    # Details quote what was sent, which may be text that UTF-8 cannot hold: escaped, it always can.
+    # Details quote the request, which may contain text that UTF-8 cannot hold: escaped, it always
+    # can.
     content = json.dumps(body.model_dump())
     return Response(content, status_code=status, media_type="application/problem+json")
 

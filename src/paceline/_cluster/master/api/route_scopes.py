@@ -127,7 +127,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "PUT /attempts/{attempt_id}/checkpoints/{uuid}/pieces",
     ),
 }
-# The route looks whether the code is that of the attempt.
+# The route checks that the code belongs to the attempt.
 _OPEN_TO_ATTEMPTS = "GET /contexts/{digest}"
 _RANKS = (RouteScope.PUBLIC, RouteScope.READ, RouteScope.SUBMIT, RouteScope.ADMIN)
 

@@ -278,7 +278,7 @@ def _is_repeated_end(
 ) -> bool:
     """Return whether an attempt failed in the same way as the previous attempt, without progress.
 
-    What was ended by a signal was lost, and may be luckier the next time. If both failed on one
+    An attempt ended by a signal was lost, and may succeed the next time. If both failed on one
     node, that may be the cause, unless there is no other one.
     """
     if end.reason is not ExitReason.EXITED or end.code is None or end.code >= _BY_SIGNAL:

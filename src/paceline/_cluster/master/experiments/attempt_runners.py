@@ -53,7 +53,7 @@ class AttemptRunner:
 
 
 def runners_of_attempt(attempt: Row[Any]) -> list[AttemptRunner]:
-    """Return the runners to watch: a single runner, or those of the members still running."""
+    """Return the runners to watch: a single runner, or the runners of members still at work."""
     members = read_members(attempt)
     return [
         AttemptRunner(
@@ -83,7 +83,7 @@ def note_begun(
     """Record the presence of a member's runner; once all are present, publish the meeting port.
 
     Args:
-        changes: Writes what follows.
+        changes: Writes the changes that follow.
         transaction: The transaction.
         attempt_id: The attempt.
         member: Which of its runners.
@@ -128,7 +128,7 @@ def end_runner(
     """Record the end of an attempt's runner and apply its effects; repeated calls change nothing.
 
     Args:
-        changes: Writes what follows.
+        changes: Writes the changes that follow.
         transaction: The transaction.
         attempt_id: The attempt.
         member: Which of its runners.
@@ -209,7 +209,7 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
             # Nothing has failed but the network between the nodes.
             detail = f"{_name(members, number)}: {end.detail}"
             return _without_process(end, ExitReason.RUNNER_LOST, detail)
-        # The launcher was lost by what happened on its own node.
+        # The launcher was lost by an event on its own node.
         first, end = number, own
     # The process of the store's error may be on another node than the one that ended first.
     store = next((one.exit.store for one in members if one.exit and one.exit.store), None)
@@ -227,7 +227,7 @@ def _without_process(end: AttemptEnd, reason: ExitReason, detail: str) -> Attemp
 
 def _why_failed(members: list[Member], first: int, end: AttemptEnd) -> str:
     """Return the node and the cause of an attempt's failure."""
-    # The launchers agree on what failed first, and say on which node. One on a full disk may
+    # The launchers agree on the first failure and its node. One on a full disk may
     # not be able to say anything.
     others = "" if end.detail else _told_of(members, first)
     told = _NODE.match(end.detail or others)

@@ -36,7 +36,7 @@ DEFAULT_LEASE_S = 60.0
 LEAST_LEASE_S = 3.0
 
 _TICK_S = 0.5
-# A runner asks what is wanted at least so often within one lease.
+# A runner asks for orders at least so often within one lease.
 _RENEWALS = 3
 
 
@@ -53,7 +53,7 @@ class Leases:
     process could hear: it is measured on the event loop that takes the requests, so that no runner
     is late because the master was stopped, suspended or busy. Leases are not stored: a master that
     starts gives each runner a new one. The number of an attempt is its fencing token, as no other
-    attempt of the trial has it and what has ended is refused.
+    attempt of the trial has it and ended attempts are refused.
 
     Args:
         length_s: How long a runner may be silent, in seconds.
@@ -143,7 +143,7 @@ def read_attempt(connection: Connection, attempt_id: int) -> Row[Any]:
 
 
 def live_attempts(connection: Connection) -> list[Row[Any]]:
-    """Return the attempts to look after; those of unmanaged experiments have no runner."""
+    """Return the attempts to look after; attempts of unmanaged experiments have no runner."""
     attempts, experiments = tables.attempts, tables.experiments
     # Asked of each attempt that is live: a join would begin with the experiments, which are many.
     is_unmanaged = (
@@ -193,7 +193,7 @@ def read_control_of(connection: Connection, attempt_id: int) -> AttemptControl:
         should_preempt=attempt.preempt_reason is not None,
         preempt_timeout_s=timeout_s,
         should_kill=attempt.should_kill,
-        # A user who kills means now; a master that shuts down wants the trial to go on later.
+        # A user who kills means now; a master that shuts down wants the trial to resume later.
         kill_grace_s=0.0 if trial.state in _KILLED else _SHUTDOWN_GRACE_S,
         operation_length=trial.target_length,
         operations_closed=trial.operations_closed,

@@ -46,7 +46,7 @@ class CheckpointPlace(NamedTuple):
 
     Attributes:
         storage: The storage that its record names.
-        own: That of its experiment; None for a run without a master, which may use any.
+        own: The storage of its experiment; None for a run without a master, which may use any.
         origin: The `origin` that its manifest must have; None if any will do, and none as well.
         run_dir: For a run without a master, its directory: in directories, the checkpoint must
             belong to the owner of the run.
@@ -79,7 +79,7 @@ class CheckpointPlace(NamedTuple):
     def opened(self, uuid: str) -> CheckpointStorage:
         """Return the storage.
 
-        Files in directories are those of one user, whoever else can write there.
+        Files in directories belong to one user, whoever else can write there.
 
         Raises:
             RefusedError: It is not the storage of the experiment, or a directory that the run of
@@ -218,7 +218,7 @@ def delete_matching_files(
     """Delete the files matching the patterns, and return the sizes of the remaining files.
 
     Returns:
-        What is left, empty if all files matched; None, with a logged line, if it failed.
+        The files left, empty if all matched; None, with a logged line, if it failed.
 
     Raises:
         RefusedError: They are not the master's to delete.

@@ -60,7 +60,7 @@ def overridden_config(experiment: Row[Any], overrides: dict[str, Any]) -> Experi
     """Return the config of a continued experiment after applying overrides.
 
     Raises:
-        RefusedError: The overrides change what a continued experiment keeps.
+        RefusedError: The overrides change fields that a continued experiment keeps.
         paceline.config.ConfigError: The overrides do not fit.
     """
     if config_of(experiment).searcher.name != "single":
@@ -124,7 +124,7 @@ class Commands:
     ) -> int:
         """Create an experiment with its first trials and return its id.
 
-        Values that are not shown, `***` in the configuration, are those of the experiment
+        Values that are not shown, `***` in the configuration, are the values of the experiment
         `secrets_from`.
 
         Raises:
@@ -267,7 +267,7 @@ class Commands:
     ) -> int:
         """Create an experiment with the code of another experiment, and return its id.
 
-        `config` overrides fields of the other's configuration, or replaces all of it.
+        `config` overrides fields of the other's configuration, or replaces it.
 
         Raises:
             NotFoundError: There is no such experiment.
@@ -291,10 +291,10 @@ class Commands:
     def continue_experiment(
         self, transaction: Transaction, experiment_id: int, overrides: dict[str, Any]
     ) -> None:
-        """Reopen an ended experiment: its trials go on from their latest checkpoints.
+        """Reopen an ended experiment: its trials resume from their latest checkpoints.
 
-        A `single` experiment goes on in any case, with overrides if given; `random` and `grid`
-        experiments go on with the trials that did not complete, and with those that their search
+        A `single` experiment continues in any case, with overrides if given; `random` and `grid`
+        experiments continue with the trials that did not complete, and with those that their search
         has yet to create.
 
         Raises:
@@ -376,7 +376,7 @@ class Commands:
     def _reveal(
         self, connection: Connection, config: ExperimentConfig, secrets_from: int | None
     ) -> dict[str, Any]:
-        """Return a resolved configuration with all values, those of another experiment included."""
+        """Return a resolved configuration with all values, also those of another experiment."""
         if secrets_from is None:
             return reveal_secrets(config.to_json(), {}, {})
         source = config_of(self._changes.experiment(connection, secrets_from)).environment

@@ -343,7 +343,7 @@ def _user_of_checkpoints(connection: Connection, experiment_id: int) -> int | No
     checkpoints, trials, attempts = tables.checkpoints.c, tables.trials, tables.attempts
 
     def is_ours(uuid: ColumnElement[Any]) -> ColumnElement[bool]:
-        # Looked up by its name: an experiment may have many checkpoints, but few trials go on.
+        # Looked up by its name: an experiment may have many checkpoints, but few trials continue.
         return (
             select(checkpoints.uuid)
             .where(checkpoints.uuid == uuid, checkpoints.experiment_id == experiment_id)

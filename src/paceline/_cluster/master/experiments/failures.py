@@ -46,7 +46,7 @@ _BY_CHANCE = re.compile(
 def cause_of_end(exit_: dict[str, Any]) -> tuple[int | None, str | None]:
     """Return the exit code and the comparable error text of a stored end.
 
-    A launcher names the rank that failed first; what rank 0 says may only answer it.
+    A launcher names the rank that failed first; the error of rank 0 may only follow from it.
     """
     told = exit_.get("error") or exit_.get("detail")
     if exit_.get("is_launch_error"):
@@ -224,7 +224,7 @@ def num_in_a_row(
 ) -> int:
     """Return how many of a trial's newest attempts ended in some way, `limit` at most.
 
-    One that stored a checkpoint is the first of a row: what was in the way before has passed.
+    One that stored a checkpoint is the first of a row: the earlier obstacle has passed.
     """
     attempts, checkpoints = tables.attempts, tables.checkpoints
     has_stored = exists().where(
@@ -256,8 +256,8 @@ def start_delay_after(num_shortages: int) -> float:
 def nodes_in_start_delay(connection: Connection, now: float) -> dict[int, float]:
     """Return the nodes resting after recent transient start failures, with the ends of the rests.
 
-    What one attempt lacked on a node, such as space on its disk, the next one would lack as well,
-    whatever its trial. Other nodes have it.
+    A shortage on a node, such as a full disk, would hit the next attempt as well,
+    whatever its trial. Other nodes may be fine.
     """
     resting = {}
     failed = {
@@ -299,7 +299,7 @@ def _failed_lately(
         attempts.trial_id, attempts.node_id, attempts.members, attempts.ended_at, attempts.exit
     ).where(
         attempts.ended_at > now - _LONGEST_PAUSE_S,
-        # Attempts of runs made without a master tell nothing of a node.
+        # Attempts of runs made without a master say nothing about a node.
         attempts.run_attempt.is_(None),
         attempts.exit.is_not(None),
     )
@@ -319,7 +319,7 @@ def _node_rests_until(connection: Connection, now: float, node_id: int) -> float
     query = (
         select(attempts.node_id, attempts.members, attempts.ended_at, attempts.exit)
         .where(
-            # The node of an attempt on several is that of rank 0.
+            # An attempt on several nodes counts at the node of rank 0.
             is_own | attempts.members.is_not(None),
             attempts.run_attempt.is_(None),
             attempts.state != AttemptState.PENDING.value,

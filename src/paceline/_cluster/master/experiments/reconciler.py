@@ -166,7 +166,7 @@ class Reconciler:
         self._wakeup.set()
 
     def close(self) -> None:
-        """Stop making passes; attempts go on."""
+        """Stop making passes; attempts continue."""
         self._is_closing = True
         self.wake()
         self._thread.join()
@@ -175,8 +175,9 @@ class Reconciler:
     def drain(self, timeout_s: float) -> None:
         """Start no more attempts, let all checkpoint and exit, then kill the rest in the end.
 
-        The trials stay active: they go on when a master starts on this home again. With a database
-        that stores nothing more, nothing is changed, and the attempts go on without a master.
+        The trials stay active: they continue when a master starts on this home again. With a
+        database that stores nothing more, nothing is changed, and the attempts continue without a
+        master.
         """
         if self._database.failure is not None:
             return
@@ -215,7 +216,7 @@ class Reconciler:
                 try:
                     step()
                 except DatabaseLostError:
-                    # The database has told of it, and decides nothing more.
+                    # The database has reported the failure, and decides nothing more.
                     return
                 except Exception:
                     logger.exception("A step of the reconciler failed; the next pass tries again.")

@@ -1,4 +1,4 @@
-"""Checks of records, which are claims: what no training process writes could break every list."""
+"""Checks of records, which are claims: a forged record could break every list."""
 
 import msgspec
 
@@ -73,7 +73,7 @@ def check_record(record: AnyRecord, number: int = 0) -> None:
         for name, seconds in record.seconds.items():
             _check_range(f"seconds[{name!r:.200}]", seconds, MAX_TIME_S)
     elif isinstance(record, RecordsDropped):
-        # Dropped records have numbers before that of this record.
+        # Dropped records have smaller numbers than this record.
         _check_range("count", record.count, number)
 
 

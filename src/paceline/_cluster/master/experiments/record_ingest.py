@@ -65,7 +65,7 @@ from paceline._cluster.messages.states import AttemptState
 
 Numbered = Sequence[tuple[int, AnyRecord]]
 
-# How many lines a trial's log has on what is lost; the count goes on.
+# Limit on a trial's log lines about lost records; counting continues.
 _MAX_TOLD = 20
 _MISSING = "damaged or missing in the journal"
 
@@ -172,7 +172,7 @@ class RecordIngest:
         """Store the records beyond the marks and return the new marks.
 
         Records, marks and the search decisions that follow are one transaction: after a crash
-        between any two instructions, either all of it is there or nothing.
+        between any two instructions, either everything is there or nothing.
 
         Raises:
             NotFoundError: There is no such attempt.
@@ -190,7 +190,7 @@ class RecordIngest:
         for batch in batches:
             mark = marks.get((batch.generation, batch.rank), -1)
             if batch.after is not None and batch.after > mark:
-                continue  # the marks in the answer have the runner send what is missing
+                continue  # by the marks in the answer the runner sends the missing records
             fresh = [(number, record) for number, record in batch.records if number > mark]
             if not fresh:
                 continue
@@ -263,7 +263,7 @@ class RecordIngest:
             elif isinstance(record, (AlertRaised, StoreChecked)):
                 self._take_notice(transaction, attempt, rank, record)
             elif isinstance(record, EarlyExitReported) and record.reason == _INVALID_HP:
-                # Any rank decides for all by it.
+                # The message of any rank decides for all ranks.
                 _update_attempt(
                     transaction.connection, attempt.id, early_exit=_INVALID_HP, outcome=_INVALID_HP
                 )

@@ -79,7 +79,7 @@ def plan_retention(
 
     Args:
         candidates: The checkpoints; of two at one step of a trial, the newer one comes first.
-        policy: What to keep.
+        policy: The rules of retention.
         smaller_is_better: Whether smaller values of the metric are better.
         protected: Those that are needed.
         now_s: The present time, in seconds since the epoch.
@@ -118,7 +118,7 @@ def next_planning_s(
 
     Args:
         candidates: Those that are kept now.
-        policy: What to keep.
+        policy: The rules of retention.
         smaller_is_better: As for `plan_retention`.
         protected: Those that are needed.
 
@@ -159,7 +159,7 @@ faults.register("master.retention.deleted")
 # Longer than any pause between two writes of a checkpoint that is still being written.
 _LEFTOVER_AGE_S = 3600.0
 RETRY_S = 600.0
-"""After how long what could not be deleted is tried again."""
+"""Seconds until a failed deletion is tried again."""
 # After so many failures a storage is left alone: each may take as long as a store that does not
 # answer is waited for.
 _MAX_FAILURES = 3
@@ -174,11 +174,11 @@ def sweep_checkpoints(
     """Apply the experiment's retention policy: delete files, then mark the rows.
 
     While it runs, this does nothing unless the config asks for it. Deleting twice is harmless, so
-    a crash in between only means that it is done again. What could not be deleted is tried again
+    a crash in between only means that it is done again. Failed deletions are tried again
     some minutes after the end of the experiment.
 
     Args:
-        changes: What tells trials which checkpoints are being deleted.
+        changes: Informs trials of checkpoints being deleted.
         database: The database.
         experiment_id: The experiment.
         failures: How often each storage has failed in the last minutes; this adds to it.
@@ -225,7 +225,7 @@ def _delete_in_sweep(
     """Delete checkpoints by UUID, except those needed by trials by now.
 
     Args:
-        changes: What tells trials which checkpoints are being deleted.
+        changes: Informs trials of checkpoints being deleted.
         database: The database.
         places: Where they lie, by UUID.
         failures: How often deleting has failed, by storage; this adds to it.
@@ -337,7 +337,7 @@ def _plan_sweep(
 
 
 def _needed_among(connection: Connection, uuids: list[str]) -> set[str]:
-    """Return those of the given checkpoints needed by a trial now or later."""
+    """Return the given checkpoints that a trial needs now or later."""
     needed: set[str] = set()
     # SQLite takes so many parameters of a query, and no more.
     for start in range(0, len(uuids), _DELETED_AT_ONCE):
@@ -472,7 +472,7 @@ class Retention:
             try:
                 self.make_pass()
             except DatabaseLostError:
-                # The database has told of it.
+                # The database has reported it already.
                 return
             except Exception:
                 logger.exception("Checkpoints could not be deleted; the next pass tries again.")

@@ -42,8 +42,8 @@ class RunsWatcher:
 
     Args:
         directory: It holds run directories, or is one; it may be made later.
-        database: Where what they write goes.
-        unmanaged: What takes it up.
+        database: The database for their records.
+        unmanaged: The ingest of unmanaged runs.
     """
 
     def __init__(self, directory: Path, database: Database, unmanaged: Unmanaged) -> None:
@@ -147,7 +147,7 @@ class RunsWatcher:
 
     def _take_up(self, run: "_Run") -> None:
         run.note_look()
-        # Asked before reading: what a dead run wrote is all there.
+        # Asked before reading: all that a dead run wrote is there.
         is_alive = run.directory.is_alive()
         num_left = _TURN_BYTES
         while num_left > 0 and not self._stopping.is_set():

@@ -43,7 +43,7 @@ class Cluster:
 
     Attributes:
         pausing_nodes: The nodes that get nothing for a moment, and until when.
-        failing_nodes: Those of them on which several trials failed.
+        failing_nodes: The nodes on which several trials failed.
         returning: Nodes that are not open, but were a moment ago.
         pausing_trials: The same of trials.
         failed_on: Of trials whose last attempts failed, the nodes of these.

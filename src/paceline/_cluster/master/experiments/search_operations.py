@@ -166,7 +166,7 @@ class SearchOperations:
         """Feed an input to the search and carry out the resulting operations.
 
         Once the experiment is stopping or its search has ended, inputs are ignored. If the search's
-        method fails, the experiment does; what trials have reported is stored all the same.
+        method fails, the experiment does; the trials' reports are stored all the same.
 
         Raises:
             SearchMethodError: The method fails to start.
@@ -192,7 +192,7 @@ class SearchOperations:
         if not _takes_inputs(row):
             return
         try:
-            # All of it is decided before anything is carried out, which may lead to more inputs.
+            # All operations are decided before any is carried out, which may lead to more inputs.
             decided = self._searches.catch_up(transaction, experiment_id)
         except SearchMethodError as error:
             self._fail_search(transaction, experiment_id, error)

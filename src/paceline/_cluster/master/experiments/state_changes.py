@@ -57,7 +57,7 @@ _BRIEF_TRIAL = select(*(each for each in tables.trials.c if each.name not in _LA
 
 
 class StateChanges:
-    """Set states, and tell whoever waits for the outcome.
+    """Set states, and wake whoever waits for the outcome.
 
     All methods run in the writer thread, inside the transaction they are given.
 
@@ -208,7 +208,7 @@ class StateChanges:
                 self.stop_trial(transaction, trial, wanted, reason)
 
     def tell_missed_exits(self, transaction: Transaction, experiment_id: int) -> None:
-        """Tell a search about trials ended while the experiment was stopping."""
+        """Report to a search the trials ended while the experiment was stopping."""
         search = self.searches.peek(transaction, experiment_id)
         assert search is not None
         running = {view.request_id for view in search.trials() if view.exit_reason is None}
@@ -347,7 +347,7 @@ class StateChanges:
         error: str | None = None,
         kind: ErrorKind | None = None,
     ) -> None:
-        """Move a trial to a terminal state and tell the search; `kind` is the kind of `error`."""
+        """Move a trial to a terminal state and inform the search; `kind` is the kind of `error`."""
         self.set_trial_state(transaction, trial, state, reason=reason, error=error, kind=kind)
         faults.reach("master.trial.ended")
         given = Exited(request_id=trial.request_id, reason=exit_reason or search_exit(state))

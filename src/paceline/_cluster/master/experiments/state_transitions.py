@@ -97,7 +97,7 @@ class NotFoundError(LookupError):
 class SearchEnd(str, Enum):
     """End of a search; REOPENED leaves the outcome to the continued trials.
 
-    UNMEASURED is that of a search in which no trial has reported a finite value of its metric.
+    UNMEASURED stands for a search in which no trial has reported a finite value of its metric.
     """
 
     COMPLETED = "completed"
@@ -174,8 +174,8 @@ class AttemptFacts:
 
     Attributes:
         was_asked_to_stop: The master had asked for preemption or a kill.
-        acknowledged: The code was told to checkpoint and leave, and saw it.
-        kind: That of the attempt's error, None if there was none.
+        acknowledged: The code was asked to checkpoint and leave, and saw the request.
+        kind: The kind of the attempt's error, None if there was none.
         retries: How often a transient error was followed by another attempt.
         num_runners_lost: Attempts in a row, this one the last, whose runner died; those before one
             that stored a checkpoint do not count.
@@ -186,7 +186,7 @@ class AttemptFacts:
         num_store_failures: Attempts in a row, this one the last, that failed so.
         num_failed_starts: Attempts in a row, this one the last, that could not start for another
             reason.
-        has_other_nodes: There are nodes besides that of the attempt, which may be better.
+        has_other_nodes: There are nodes besides the attempt's node, which may be better.
         where: The node of the attempt in words, such as ` on the node 'box'`, if there are several.
         is_repeated: The attempt before it failed the same way, and this one stored no checkpoint.
     """
@@ -225,7 +225,7 @@ class ExitDecision:
 
     Attributes:
         state: The trial's next state; ACTIVE means that it wants another attempt.
-        search_exit: What the search is told, None while the trial goes on.
+        search_exit: The exit reported to the search, None while the trial continues.
         restarts: The trial's counter of restarts after this.
         retries: The trial's counter of retries after this, None if it does not change.
         stop_reason: Why the trial was stopped, None if that does not change.
@@ -263,7 +263,8 @@ def judge_exit(facts: AttemptFacts) -> ExitDecision:
                 " on another node if one is large enough (not counted as a restart).",
             )
         return _failed_exit(facts, f"The attempt could not start{facts.where}: {facts.text}")
-    # A trial that goes on is killed only by a master that shuts down and would wait no longer.
+    # A trial that is to continue is killed only by a master that shuts down and would wait no
+    # longer.
     if facts.reason in (ExitReason.PREEMPTION_TIMEOUT, ExitReason.KILLED):
         return ExitDecision(
             state=TrialState.ACTIVE,

@@ -133,9 +133,9 @@ class StorageCalls:
         """Return the call's result; a pending call for the same purpose is reused, not repeated.
 
         Args:
-            purpose: What is wanted of the storage, in a word.
+            purpose: The purpose of the call, in a word.
             storage: The storage.
-            call: What asks it.
+            call: The call.
 
         Raises:
             StoragePendingError: The storage has not answered yet. Ask again.
@@ -341,7 +341,7 @@ def _one_line(text: str) -> str:
 def _failures_of_waiting_trials(connection: Connection) -> list[_Failure]:
     """Return the failures of trials last ended by a storage without an answer.
 
-    The next attempt says by itself what it finds, but not in its first moments.
+    The next attempt reports its own findings, but not in its first moments.
     """
     trials, attempts = tables.trials.c, tables.attempts.c
     query = (

@@ -1,4 +1,4 @@
-"""Searches as input log and snapshot; what they show of their rungs."""
+"""Searches as input log and snapshot; views of their rungs."""
 
 import json
 import logging
@@ -139,7 +139,7 @@ class Searches:
             )
 
     def note_progress(self, transaction: Transaction, experiment_id: int, told: Progressed) -> None:
-        """Tell a search how far a trial is; this decides nothing and is not stored."""
+        """Report a trial's progress to a search; this decides nothing and is not stored."""
         search = self.peek(transaction, experiment_id)
         if search is not None:
             search.apply(told)
@@ -211,8 +211,8 @@ def load_search(connection: Connection, experiment_id: int) -> LoadedSearch:
     except SearchMethodError as error:
         if num_inputs == 0:
             raise
-        # An error in code that worked before is that of another version: all is kept until one
-        # that works is back. A method that is not installed was told of when the master started.
+        # An error in code that worked before comes from another version: all is kept until one
+        # that works is back. A missing method was reported when the master started.
         if not isinstance(config_of(row).searcher, MissingSearcher):
             logger.warning("The search of experiment %d waits: %s", experiment_id, error)
         search = None
@@ -266,7 +266,7 @@ def _as_json(operations: list[Operation] | None) -> Any:
 
 
 MAX_RUNG_ENTRIES = 1000
-# A view is made again after so many times what it took to make, however many inputs come.
+# A view is made again after so many times the seconds of making it, however many inputs come.
 _REST = 20
 
 

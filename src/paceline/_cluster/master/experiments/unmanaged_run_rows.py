@@ -29,7 +29,7 @@ def experiment_of_run(connection: Connection, run_id: str) -> Row[Any] | None:
 
 
 def is_reported(experiment: Row[Any]) -> bool:
-    """Return whether only senders who may name no directory have told of a run."""
+    """Return whether only senders who may name no directory have reported a run."""
     return (experiment.external_path or REPORTED).startswith(REPORTED)
 
 
@@ -99,7 +99,7 @@ def reopen_attempt(connection: Connection, attempt: Row[Any]) -> None:
     """Reopen an attempt ended by assumption: new records have come.
 
     It looked dead: its lock cannot be seen from another machine, for example. Or its chief has
-    ended, and other ranks have more to say: its end stays told then.
+    ended, and other ranks have more to say: its end stays recorded then.
     """
     reopened: dict[str, Any] = {} if attempt.outcome is not None else {"exit": None}
     update_attempt(
@@ -181,7 +181,7 @@ def end_of_run(
         has_begun: Whether there is an attempt at all.
         outcome: How the newest attempt said that it ended, None if it did not.
         error: The error that it named.
-        vanished: What to say if it did not tell how it ended.
+        vanished: The text for an attempt that recorded no end.
         left_out: Why nothing more can be read of the run, so that it cannot be resumed either; None
             if it can.
     """

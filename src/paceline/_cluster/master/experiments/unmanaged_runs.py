@@ -2,7 +2,7 @@
 
 A run is an experiment with one trial. Each start of its script is an attempt of that trial, counted
 from 1 as all attempts are; so is each generation, as rows are superseded attempt by attempt.
-Nothing here is scheduled: states follow from what the journals say and whether the run is alive.
+Nothing here is scheduled: states follow from the journals and whether the run is alive.
 """
 
 import time
@@ -58,7 +58,7 @@ from paceline._cluster.messages.states import (
 )
 from paceline.config._environment_and_secrets import without_secrets
 
-# A journal without its first line tells no step from which it went on, so it supersedes nothing.
+# A journal without its first line has no step of resumption, so it supersedes nothing.
 _SUPERSEDES_NOTHING = 2**62
 
 
@@ -119,9 +119,9 @@ class Unmanaged:
             transaction: Everything happens in it, or nothing.
             run_id: The run, which was registered before.
             batches: Records by journal, earlier attempts first.
-            is_alive: Whether more may follow: the run goes on, or it wrote more than this.
+            is_alive: Whether more may follow: the run continues, or it wrote more than this.
             moved: Checkpoint storages that the journals name, and where they are now.
-            lease_s: How long nothing may be heard of the run while it goes on; None is for ever.
+            lease_s: Limit on silence of an unfinished run in seconds; None is for ever.
             is_trusted: Whether the sender may name directories that the master opens.
 
         Raises:
@@ -281,7 +281,7 @@ class Unmanaged:
             values["started_at"] = started_at
         update_attempt(connection, attempt.id, **values)
         if known and attempt.number < max(row.number for row in known.values()):
-            # Late records may lie beyond the step from which a later attempt went on.
+            # Late records may lie beyond the step from which a later attempt resumed.
             recompute_best(self._changes, transaction, self._changes.trial(connection, trial_id))
 
     def _begin_attempt(

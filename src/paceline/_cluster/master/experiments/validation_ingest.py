@@ -122,7 +122,7 @@ def take_validation(
     trial = changes.brief_trial(connection, attempt.trial_id)
     searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
     if report.validation is True and searcher.metric not in report.metrics:
-        # A train function may report much besides what is searched for.
+        # A train function may report much besides the searched metric.
         return
     transaction.emit(
         "validation",
@@ -195,7 +195,7 @@ def end_unmeasured(
         changes: Changes the states.
         transaction: The transaction.
         trial: The trial at which that was seen.
-        problem: What is missing.
+        problem: The missing part.
     """
     changes.end_search(transaction, trial.experiment_id, SearchEnd.UNMEASURED)
     changes.fail_experiment(transaction, trial.experiment_id, f"Trial {trial.id}: {problem}")

@@ -62,7 +62,7 @@ class Transfers:
     """Take checkpoints from runners on nodes, and give them out; for any thread.
 
     An attempt sends only checkpoints of its own trial, and until one is whole it lies apart from
-    those of all others. It reads what its trial may start from.
+    those of all others. It reads the checkpoints that its trial may start from.
 
     Args:
         database: The master's database.
@@ -86,7 +86,7 @@ class Transfers:
             NotFoundError: There is no such attempt.
             RefusedError: The attempt has ended, or the checkpoint belongs to another trial.
             CheckpointError: The files are damaged, or cannot be written.
-            ValueError: A name cannot be that of a file.
+            ValueError: A name is not valid for a file.
         """
         with self._database.read() as connection:
             attempt = read_attempt(connection, attempt_id)
@@ -159,7 +159,7 @@ class Transfers:
             RefusedError: The attempt has not offered the checkpoint to this master.
             BlockingIOError: Another request writes to the file now.
             CheckpointWriteError: The disk is full or broken.
-            ValueError: The checkpoint has no such file, or not so many bytes of it.
+            ValueError: The checkpoint has no such file, or the file has fewer bytes.
         """
         incoming = self._uploads.get(attempt_id, uuid, member)
         with self._changes.storage_calls.noted(incoming.storage_url):

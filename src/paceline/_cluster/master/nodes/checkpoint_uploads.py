@@ -265,5 +265,5 @@ class WaitingCheckpoints:
         try:
             self._database.write(job).result()
         except Exception as error:
-            # The log may be on the same disk; then the end of the wait is told there.
+            # The log may be on the same disk; then the end of the wait is logged there.
             logger.warning("Trial %d: %s (not in its log: %s)", one.trial_id, text, error)

@@ -32,7 +32,7 @@ class _Heard:
     ever: set[int] = field(default_factory=set)
     # The newest poll when the node was doubted: only a later one tells that it stays.
     doubted: int = -1
-    # Attempts that ended while the node had them, of which it was told.
+    # Attempts that ended while the node had them, and whose end it knows.
     told: frozenset[int] = frozenset()
 
 
@@ -63,7 +63,7 @@ class NodePresence:
     def begin(self, node_id: int, session: int, *, has_left: bool = False) -> None:
         """Start expecting the polls of a node, or of its new session.
 
-        A poll of the session before is answered, and its sender told that it is over.
+        A poll of the session before gets the answer that its session is over.
 
         Args:
             node_id: The node.
@@ -181,7 +181,7 @@ class NodePresence:
         with self._lock:
             return self._versions.get(node_id, 0)
 
-    # ---- what others ask ----------------------------------------------------------------
+    # ---- queries of other parts ----------------------------------------------------------------
 
     def has_attempt(self, node_id: int, attempt_id: int) -> bool:
         """Return whether a node's newest poll reports an attempt."""

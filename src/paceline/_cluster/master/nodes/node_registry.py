@@ -57,7 +57,8 @@ class RegisteredNode:
     """Node in its stored form.
 
     Args:
-        seen_at: When a master last heard of it before it was lost or left, or it registered.
+        seen_at: The time of its last sign of life before it was lost or left, or of its
+            registration.
         has_left: It has said that it leaves, and has not come back.
     """
 
@@ -140,7 +141,7 @@ def check_node_of_token(token: StoredToken | None, facts: NodeFacts) -> None:
 
     Args:
         token: The token of the runner; None is the home's own.
-        facts: What the runner says.
+        facts: The runner's own facts.
 
     Raises:
         NodeRefusedError: The token is for another node.
@@ -162,7 +163,7 @@ def check_pool_of_token(
 
     Args:
         token: The token of the runner; None is the home's own.
-        facts: What the runner says.
+        facts: The runner's own facts.
         pools: The settings of the pools, whose labels choose among the nodes that name none.
 
     Raises:
@@ -192,8 +193,8 @@ def check_key_of_bound(known: NodeFacts, facts: NodeFacts) -> None:
     """Refuse another machine the name of a node with a bound token, even if the node is lost.
 
     Args:
-        known: What the runner said that has registered the node.
-        facts: What this one says.
+        known: The facts of the runner that registered the node.
+        facts: The facts of this runner.
 
     Raises:
         NodeRefusedError: It has another directory.
@@ -215,8 +216,8 @@ def check_owner_of_name(
     """Refuse a present node's name to another machine, or to a sender with another token.
 
     Args:
-        known: What the runner said that has registered the node.
-        facts: What this one says.
+        known: The facts of the runner that registered the node.
+        facts: The facts of this runner.
         token: Its token; None is the home's own.
         has_other_token: Whether the node belongs to another token, which can still be used.
 
@@ -256,8 +257,8 @@ def check_pool_of_known(
 
     Args:
         token: The token of the runner; None is the home's own.
-        known: What the runner said that has registered the node.
-        facts: What this one says.
+        known: The facts of the runner that registered the node.
+        facts: The facts of this runner.
         pools: The settings of the pools.
 
     Raises:
@@ -340,7 +341,7 @@ class Nodes(Machines):
         """Register a node, or a node's new session; the future raises `NodeRefusedError`.
 
         Args:
-            facts: What the node's runner says.
+            facts: The facts of the node's runner.
             token_id: The token of the runner; None is the home's own.
         """
         check_node_version(facts)
@@ -371,7 +372,7 @@ class Nodes(Machines):
         """Handle a poll: renew the node's lease, and store its reported attempts.
 
         Raises:
-            NodeRefusedError: Another session has begun, or the token is that of another node.
+            NodeRefusedError: Another session has begun, or the token belongs to another node.
             UnknownNodeError: There is no such node.
         """
         with self._lock:
@@ -417,7 +418,7 @@ class Nodes(Machines):
         self.presence.tell_of_ended(keep)
         self.orders.clean(keep)
 
-    # ---- what others see ----------------------------------------------------------------
+    # ---- views for other parts ----------------------------------------------------------------
 
     def get(self, node_id: int) -> RegisteredNode | None:
         """Return a node, None if there is none of this id."""
@@ -432,7 +433,7 @@ class Nodes(Machines):
     def seen_at(self, node_id: int) -> float | None:
         """Return a node's last contact with this or an earlier master in epoch seconds.
 
-        Of what was heard by masters before, only what preceded a loss is stored.
+        From earlier masters, only the sign of life before a loss is stored.
         """
         with self._lock:
             node, heard_at = self._nodes.get(node_id), self.presence.heard_at(node_id)

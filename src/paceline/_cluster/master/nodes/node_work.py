@@ -50,7 +50,7 @@ def work_for(
     An attempt that began there and is there no more is never started again. A node that leaves
     starts none.
     """
-    # First, so that what changes while the database is read is told by the next answer.
+    # First, so that changes during the read of the database reach the next answer.
     version = nodes.presence.version(node_id)
     with database.read() as connection:
         live = _live_on_node(connection, node_id)
@@ -186,7 +186,7 @@ class NodeExecutor(Executor):
     def status(self, attempt_id: int) -> AttemptStatus:
         """Return whether a runner is at work; `attempt_id` is its number, see `runner_id`.
 
-        What a dead runner leaves on a node is shipped there, so none is gone for the master.
+        The node ships a dead runner's records, so no runner there is gone for the master.
         """
         node_id = self._place(attempt_id)
         if node_id == LOCAL_NODE:
@@ -328,7 +328,7 @@ class LostNodes:
     def _forgettable(self, now: float) -> list[RegisteredNode]:
         """Return the nodes lost for so long as to be forgotten.
 
-        One whose token can no longer be used, as that of a job that has ended, is waited for less.
+        One whose token can no longer be used, as after the end of a job, is waited for less.
         Drained ones stay, so that they come back as such. Those that a token is for stay as well,
         as long as it can be used: by it, no other machine gets their name.
         """

@@ -61,7 +61,7 @@ class Policy(ABC):
     def candidates(self, trial: Waiting) -> Iterator[_Level]:
         """Yield preemptible attempts for a trial, in levels.
 
-        Those of a level are preempted only if those before do not suffice. Within a level those
+        A level is preempted only if the levels before do not suffice. Within a level those
         that should leave first come first.
         """
         del trial

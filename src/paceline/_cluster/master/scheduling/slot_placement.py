@@ -158,7 +158,7 @@ def choose_victims(
 ) -> tuple[Holding, ...] | None:
     """Return attempts to preempt for room on a single node; None if there are none.
 
-    Attempts of a level are chosen only if those of the levels before do not suffice. Then there
+    Attempts of a level are chosen only if the levels before do not suffice. Then there
     are as few as possible, and of equally few those that come first.
     """
     on_node: dict[int, list[tuple[int, int, Holding]]] = defaultdict(list)

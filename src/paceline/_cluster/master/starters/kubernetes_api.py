@@ -183,8 +183,8 @@ _CLOSE_S = 10.0
 class WatchedObjects:
     """Thread listing objects, then following their changes in a stream, again and again.
 
-    Whatever ends a stream, the objects are listed again: a change that a stream did not tell is
-    missed until then only. The list is at least as new as the last change that was told.
+    Whatever ends a stream, the objects are listed again: a change that a stream lacked is
+    missed until then only. The list is at least as new as the last change in the stream.
 
     Args:
         api: How the cluster is reached.
@@ -198,7 +198,7 @@ class WatchedObjects:
         self._plural = kind.rpartition("/")[2]
         self._params = params
         self._objects: dict[str, dict[str, Any]] = {}
-        # Version 0 is what the server has at hand; without one it asks its database.
+        # Version 0 means the server's cached list; without one it asks its database.
         self._version = "0"
         self._may_watch = True
         self._changed = threading.Condition()
@@ -216,7 +216,7 @@ class WatchedObjects:
         """Return the objects as they are now. If a stream was cut, wait for the next list.
 
         Raises:
-            StarterError: The server refuses to tell them, or did not tell them in time.
+            StarterError: The server refuses the list, or did not send it in time.
         """
         with self._changed:
             if self._thread.ident is None:
@@ -231,7 +231,7 @@ class WatchedObjects:
                 return self._is_current or self._num_lists > num_lists
 
             def is_refused() -> bool:
-                # A list that began before this call may be refused for what was true then.
+                # A list that began before this call may be refused for a reason of that time.
                 is_refusal = self._error is not None and self._error.is_refusal
                 return is_refusal and not self._is_wanted
 

@@ -46,10 +46,10 @@ class KubernetesOptions(Section):
         queue: The local queue of Kueue; None starts without Kueue.
         namespace: The namespace of all objects.
         kubeconfig: The file that says how the cluster is reached; by default the usual one, or
-            else that of the pod that the master runs in.
+            else the pod's own, if the master runs in a pod.
         context: A context of that file.
         service_account: The service account of the pods.
-        resources: What each pod requests and is limited to, such as `{nvidia.com/gpu: 4}`.
+        resources: The requests and limits of each pod, such as `{nvidia.com/gpu: 4}`.
         node_selector: Labels that a node must have.
         tolerations: Taints of nodes that do not matter, as Kubernetes takes them.
         grace_period: Seconds between SIGTERM and SIGKILL, in which trials store checkpoints.
@@ -294,7 +294,7 @@ def _indexed_job(num_pods: int, pod: dict[str, Any]) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": num_pods,
         "parallelism": num_pods,
-        # The master asks for other pods, with other tokens; those of the group go on.
+        # The master asks for other pods, with other tokens; the pods of the group continue.
         "backoffLimitPerIndex": 0,
         "template": pod,
     }

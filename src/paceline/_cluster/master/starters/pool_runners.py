@@ -57,7 +57,7 @@ class PoolDefinition(Section):
     """Definition of a pool: the way to start its runners.
 
     Attributes:
-        starter: The name of what starts them, see `starter_named`.
+        starter: The name of the starter, see `starter_named`.
         url: The address of the master for them; by default the one that it listens on.
         max_runners: How many there may be.
         slots: The slots of each, None for one per GPU or else CPU core. Then one is expected.
@@ -148,8 +148,8 @@ def missing_runners(
 ) -> tuple[list[int], set[str]]:
     """Return the number of runners to start together for each group lacking runners.
 
-    A group gets idle runners first. The rest of it must start together, as those that wait one by
-    one might never be there at once.
+    A group gets idle runners first. Its other runners must start together, as runners that wait one
+    by one might never be there at once.
 
     Args:
         groups: How many runners each group needs.
@@ -193,14 +193,14 @@ _TOKEN_LIFE_S = 90 * 24 * 3600.0
 class PoolRunners:
     """Thread starting runners for waiting trials, and cancelling runners no longer needed.
 
-    What there is comes anew from the starters and the nodes in each pass, so another master goes
-    on with the runners of this one.
+    The state comes anew from the starters and the nodes in each pass, so another master
+    takes over the runners of this one.
 
     Args:
         pools: The definitions of the pools and their starters, by name.
         nodes: The nodes that have registered.
         tokens: Where the runners' tokens are made.
-        needs_of: Returns what the waiting trials of each pool lack.
+        needs_of: Returns the needs of the waiting trials of each pool.
         address: Where the master answers, unless a pool names another address.
     """
 
@@ -229,7 +229,7 @@ class PoolRunners:
         ]
         # Runners that were started and have not registered, with the time until when they may.
         self._starting: dict[str, dict[str, float]] = {name: {} for name in pools}
-        # Runners that have registered: one that is still told of, but no node any more, leaves.
+        # Runners that have registered: a runner that is still listed, but no node any more, leaves.
         self._registered: dict[str, set[str]] = {name: set() for name in pools}
         # Pools whose runners were looked at once: an earlier master may have met some.
         self._looked_at: set[str] = set()
@@ -237,7 +237,8 @@ class PoolRunners:
         # master has asked for, nobody knows: they count as one group.
         self._group_of: dict[str, dict[str, str]] = {name: {} for name in pools}
         self._rest_until = dict.fromkeys(pools, 0.0)
-        # Why a pass failed last, and which runners have not registered, with what is said of them.
+        # Why a pass failed last, and which runners have not registered, with the state that their
+        # starter reports.
         self._no_starts: dict[str, str] = {}
         self._absent: dict[str, tuple[set[str], str]] = {}
         self._waits: dict[str, str | None] = dict.fromkeys(pools)
@@ -250,7 +251,7 @@ class PoolRunners:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop; runners go on."""
+        """Stop; runners continue."""
         self._closing.set()
         for _, starter in self._pools.values():
             starter.close()

@@ -70,8 +70,8 @@ def _run_guarded(command: list[str], directory: str) -> "str | None":
 
 
 def _environment_of_runner() -> dict[str, str]:
-    # Ray's own variables are for its processes; only what leads to the cluster is for others. The
-    # number of threads is what Ray gives its actors, not the user's wish.
+    # Ray's own variables are for its processes; only the cluster's address is for others. The
+    # number of threads comes from Ray for its actors, not the user's wish.
     kept = {
         name: value
         for name, value in os.environ.items()

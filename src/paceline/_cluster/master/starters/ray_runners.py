@@ -29,7 +29,7 @@ def make_runner_actor_class() -> Any:
         """Actor of a runner: both end together, and a group's last actor removes the group.
 
         Args:
-            order: What the guard is told.
+            order: The guard's order.
             guard: The text of the guard, see `ray_guard.py`.
             group: The names of the actors that start together.
             namespace: Their namespace.

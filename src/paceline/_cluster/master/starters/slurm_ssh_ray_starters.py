@@ -46,8 +46,8 @@ class SlurmOptions(Section):
         time_limit: The time limit of each job, as Slurm takes it.
         gpus_per_node: GPUs of each runner.
         cpus_per_node: CPU cores of each runner.
-        signal_before: How many seconds before its time limit a job is told to end, so that its
-            trials store checkpoints.
+        signal_before: How many seconds before its time limit a job gets the signal to end, so that
+            its trials store checkpoints.
         sbatch_options: Further arguments of `sbatch`.
     """
 
@@ -105,7 +105,7 @@ class SlurmStarter(Starter):
         if len(orders) == 1:
             self.start(orders[0])
             return
-        # Slurm itself tells the steps of a signal, and srun passes on what it gets.
+        # Slurm itself signals the steps, and srun passes on its own signals.
         lines = ["#!/bin/sh", "trap '' TERM"]
         for number, order in enumerate(orders):
             step = [
@@ -259,7 +259,7 @@ class SshOptions(Section):
 class SshStarter(Starter):
     """SSH starter: a runner on each host.
 
-    It belongs to no connection: it goes on without this master, and the next one finds it as it
+    It belongs to no connection: it continues without this master, and the next one finds it as it
     polls. A second one on a host ends at once, as the first one holds the directory.
     """
 
@@ -351,7 +351,7 @@ class RayOptions(Section):
 class RayStarter(Starter):
     """Ray starter: an actor for each runner, a placement group for runners starting together.
 
-    Another process talks to Ray. The actors are detached: they go on without it and without this
+    Another process talks to Ray. The actors are detached: they continue without it and without this
     master, unless it has started the cluster.
     """
 

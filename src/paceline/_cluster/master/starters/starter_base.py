@@ -28,8 +28,8 @@ class RunnerOrder:
         name: The name of its node.
         url: Where the master answers.
         token: Its own token, for a node of this name in this pool. It must be in no command line.
-        node_key: What a starter that may start the runner in another directory by the same token
-            puts there into the file `node_key`, so that the master knows the node again.
+        node_key: The key of a starter that may start the runner in another directory by the same
+            token puts there into the file `node_key`, so that the master knows the node again.
         certificate: The certificate of the master (PEM) if it has one, for the file `master.pem`
             in the directory of the runner.
         command: The command line of the runner, without `--name`, `--dir` and `--token-file`.
@@ -53,17 +53,17 @@ class Starter(ABC):
 
     A runner registers as a node, asks for attempts, and leaves when it was idle for long enough.
     So a starter only starts it, says which ones there are, and cancels those that still wait.
-    Implementations must survive the master: `runners` tells of what an earlier one has started.
+    Implementations must survive the master: `runners` also lists the runners of an earlier master.
     """
 
     Options: type[Section] = Section
     """The fields of `options` in the definition of a pool."""
 
     knows_all = True
-    """Whether a runner that `runners` does not tell of has ended."""
+    """Whether a runner that `runners` does not list has ended."""
 
     module: str | None = None
-    """What must be installed beside Paceline, an extra of the same name as the starter."""
+    """The needed installation beside Paceline, an extra of the same name as the starter."""
 
     def __init__(self, pool: str, cluster_id: str, directory: str, options: Section) -> None:
         self.pool = pool
@@ -107,7 +107,7 @@ class Starter(ABC):
         """Return the names of waiting and running runners, each with whether the runner runs.
 
         Raises:
-            StarterError: They cannot be told now.
+            StarterError: They cannot be listed now.
         """
 
     def log_of(self, name: str) -> str:
@@ -157,7 +157,7 @@ class RequestProgram:
     """Program answering requests, a line for each, from the first request until `close`.
 
     Args:
-        name: What it talks to, for messages.
+        name: The other side's name, for messages.
         command: Its command line. It must end when its input is closed.
     """
 

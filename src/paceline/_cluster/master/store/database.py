@@ -36,7 +36,7 @@ class DatabaseLostError(DatabaseUnavailableError):
 class DatabaseFiles:
     """Identities of the open database's files, compared with the files at their paths.
 
-    SQLite goes on with files that were deleted: changes would be stored where nobody finds them.
+    SQLite continues on deleted files: changes would be stored where nobody finds them.
 
     Args:
         path: The path of the database.
@@ -128,7 +128,7 @@ def make_engine(files: DatabaseFiles, *, writes: bool) -> Engine:
         "sqlite://",
         creator=files.open,
         json_serializer=_dump_json,
-        # An error of a statement is logged: it must not hold what was to be stored.
+        # An error of a statement is logged: it must not hold the values to store.
         hide_parameters=True,
         json_deserializer=load_json,
         **pool,
@@ -250,7 +250,7 @@ class Database:
     """SQLite in WAL mode.
 
     All changes go through `write`, in one thread: jobs that wait are committed together, the
-    urgent ones first. Each job is all or nothing. Reads go on beside it and see the last commit.
+    urgent ones first. Each job is all or nothing. Reads continue beside it and see the last commit.
     """
 
     def __init__(self, path: Path) -> None:
@@ -264,7 +264,8 @@ class Database:
             check_stored_version(path)
             self._prepare_schema()
             self._files.note_logs()
-            # Kept open: where a process runs out of descriptors, what was committed can be forced.
+            # Kept open: where a process runs out of descriptors, commits can still be forced to
+            # disk.
             self._log = self._log_path.open("rb", buffering=0)
         except BaseException:
             self._writer_engine.dispose()
@@ -413,7 +414,7 @@ class Database:
                 # Callbacks undo in-memory effects of jobs whose own savepoints had succeeded.
                 job.transaction.rolled_back()
             for job in jobs:
-                # Whoever waits may have given up at this moment, or was told before.
+                # The waiting caller may have given up at this moment, or has its answer already.
                 with suppress(InvalidStateError):
                     job.future.set_exception(error)
             return
@@ -456,7 +457,8 @@ class Database:
             transaction.rolled_back()
             job.future.set_exception(error)
             if not _is_in_transaction(connection):
-                # A full disk ends the transaction itself: what other jobs wrote is gone as well.
+                # A full disk ends the transaction itself: the writes of other jobs are gone as
+                # well.
                 raise DatabaseUnavailableError(
                     f"The database cannot be written: {getattr(error, 'orig', error)}."
                 ) from error

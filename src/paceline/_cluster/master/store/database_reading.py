@@ -55,7 +55,7 @@ def _reader(path: Path) -> Engine:
 def copy_database(source: Path, target: Path) -> None:
     """Copy a database with SQLite's online backup: a single consistent state, forced to disk.
 
-    Whoever writes to it goes on meanwhile. Nothing else is in the copy's directory afterwards.
+    Writers continue meanwhile. Nothing else is in the copy's directory afterwards.
 
     Args:
         source: The database; its log beside it belongs to it.
@@ -118,7 +118,7 @@ Words = NDArray[np.uint32]
 def find_log_damage(database: Path) -> str | None:
     """Describe the unreadable part of a database's WAL; None if the log is intact.
 
-    For a database that nobody has open. What a killed process has not finished is no damage.
+    For a database that nobody has open. An unfinished write of a killed process is no damage.
     """
     path = database.with_name(f"{database.name}-wal")
     try:

@@ -134,7 +134,7 @@ class ExperimentQuery:
 class Listed:
     """A row of the list: the experiment, its values by column, and its place in the order.
 
-    What is stored as JSON is text in `experiment`.
+    Columns stored as JSON are text in `experiment`.
     """
 
     experiment: Row[Any]

@@ -48,7 +48,7 @@ class Order:
     is_rest_descending: bool | None = None
     """None for the direction of the first key."""
     is_missing_descending: bool | None = None
-    """The direction among rows without the first key; None for that of the rest."""
+    """The direction among rows without the first key; None for the direction of the rest."""
 
     def read(
         self,
@@ -96,7 +96,7 @@ class Order:
         is_tie_beyond = and_(
             first == value, _beyond_page(self.keys[1:], place[1:], self._is_rest_descending)
         )
-        # The first condition says nothing new, but an index can be entered by it.
+        # The first condition says nothing new, but lets SQLite enter an index.
         return and_(
             is_among, or_(_beyond_page(self.keys[:1], place[:1], self.is_descending), is_tie_beyond)
         )
@@ -221,7 +221,7 @@ LISTED_TRIAL_COLUMNS = (
     ),
     *(type_coerce(_trials[name], Text).label(name) for name in _JSON_COLUMNS),
 )
-"""What a list shows of trials; what is stored as JSON is text."""
+"""The columns of trials in a list; JSON columns are text."""
 
 
 def encode_trials(
@@ -231,8 +231,8 @@ def encode_trials(
 
     Args:
         connection: The database.
-        rows: What `LISTED_TRIAL_COLUMNS` are of the trials; more columns may stand behind.
-        cache: What was encoded before.
+        rows: The trials' `LISTED_TRIAL_COLUMNS`; more columns may follow.
+        cache: Trials encoded before.
     """
     facts = trial_facts(connection, rows)
     return [_encode_trial(row, facts[row.id], cache) for row in rows]

@@ -41,7 +41,7 @@ _line_decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 class LogFile:
     """Log file of an attempt with its index; holds counters, but no open file.
 
-    `lock` guards what changes it; lines that are there can be read without. The id of each
+    `lock` guards changes; existing lines can be read without it. The id of each
     damaged line that is met goes to `on_damaged`.
     """
 
@@ -175,7 +175,7 @@ class LogFile:
     ) -> Iterator[tuple[bytes, int, LogNeedles, LogBlock | None]]:
         """Yield the bytes of each block and the number of its first line.
 
-        Where no line can pass, there are no bytes, but what the index says.
+        Where no line can pass, the bytes are left out, and the index entry stands for them.
         """
         with self.lock:
             num_lines, starts = self.num_lines, [*self._starts, self._size]
@@ -291,12 +291,12 @@ def _open_to_read(path: Path) -> BinaryIO:
 
 
 def numbered_of_member(entry: LogEntry, member: int) -> LogEntry:
-    """Return a line with its number among those of all members."""
+    """Return a line with its number among the lines of all members."""
     return msgspec.structs.replace(entry, sequence=entry.sequence + member * _LINES_OF_MEMBER)
 
 
 def own_sequence(sequence: int) -> int:
-    """Return a line's number among those of its member; -1 stays."""
+    """Return a line's number among the lines of its member; -1 stays."""
     return sequence if sequence < 0 else sequence % _LINES_OF_MEMBER
 
 

@@ -51,7 +51,7 @@ def config_of(experiment: Row[Any]) -> ExperimentConfig:
     """
     stored: dict[str, Any] = experiment.config
     known = _cache.get(experiment.id)
-    # Rows are read for each report; comparing takes a fraction of what checking takes.
+    # Rows are read for each report; comparing takes a fraction of the time of checking.
     if known is not None and known[0] == stored:
         return known[1]
     config = read_stored_config(stored)
@@ -69,7 +69,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         name: The name of the node.
         slots: The slots that the attempt holds there.
         begun_at: When its runner said that it is there, in seconds since the epoch.
-        port: A port that is free there; all meet at that of the first member.
+        port: A port that is free there; all meet at the port of the first member.
         exit: How it ended.
         ended_at: When the master heard so, in seconds since the epoch.
         is_lost: Nobody can reach its node any more.
@@ -161,8 +161,8 @@ def experiment_model(
     """Return the API model of an experiment from its row and counts.
 
     Args:
-        row: The row, or what has its columns.
-        counts: What is counted of the experiment.
+        row: The row, or an object with its columns.
+        counts: The experiment's counts.
         config: The configuration that is shown.
         values: The columns that a list shows besides, if any.
     """
@@ -257,8 +257,8 @@ def trial_model(row: Any, facts: TrialFacts, **details: Any) -> Trial:
     """Return the API model of a trial from its row and facts.
 
     Args:
-        row: The row, or what has its columns.
-        facts: What other tables tell of it.
+        row: The row, or an object with its columns.
+        facts: Facts about the trial in other tables.
         details: The fields that a list leaves out.
     """
     return Trial(

@@ -62,7 +62,7 @@ def add_metrics(
 ) -> list[Conflict]:
     """Store the metric reports of an attempt, and return the conflicting values.
 
-    A report at or before the step from which the attempt resumed must agree with what is there:
+    A report at or before the step from which the attempt resumed must agree with the stored one:
     identical values are dropped, others are returned as conflicts, and new keys are stored.
     """
     columns: dict[tuple[str, str], Points] = {}
@@ -99,7 +99,7 @@ def read_rows(
 ) -> list[MetricRow]:
     """Return visible rows in step order, those beyond `after_step`, at most `limit`.
 
-    What is read and held grows with the rows returned, not with what lies beyond them.
+    Reading and memory grow with the rows returned, not with the rows beyond.
     """
     selection = Selection(trial_id=trial_id, group=group, after_step=after_step)
     loaded: list[tuple[SeriesPiece, Points]] = []
@@ -127,7 +127,7 @@ def read_rows(
 def iter_points(connection: Connection, selection: Selection) -> Iterator[tuple[int, float, Any]]:
     """Yield the visible (step, time, value) of a metric in step order, each step once.
 
-    What is held grows with the chunks that overlap, not with the series.
+    Memory grows with the chunks that overlap, not with the series.
     """
     held: dict[int, tuple[tuple[int, int, int], float, Any]] = {}
     for first_step, pieces in visible_series_pieces(connection, selection):

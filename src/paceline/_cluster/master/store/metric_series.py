@@ -163,7 +163,7 @@ def visible_series_pieces(
     """Yield (first step, pieces from there on) in order of the first steps.
 
     Only where points lie is read here, and no further than the caller iterates; the points
-    themselves are for `load_series_points`. What later attempts supersede is left out.
+    themselves are for `load_series_points`. Points that later attempts supersede are left out.
     """
     limits = visible_series_limits(connection, selection.trial_id)
     chunked: dict[int, SeriesPiece] = {}
@@ -174,7 +174,7 @@ def visible_series_pieces(
             continue
         first_step = row.first_step
         if row.chunked_steps is not None:
-            # Steps may come out of order, so only the tail's steps tell where it begins.
+            # Steps may come out of order, so only the tail's own steps show where it begins.
             first_step = min(array("q", row.chunked_steps), default=None)
         piece = SeriesPiece(
             attempt=row.attempt, series_id=row.id, key=row.key, chunk_id=_TAIL,
@@ -448,7 +448,7 @@ _SMALL = 1e-4
 def smooth_at(curve: Curve, steps: "Integers", time_constant: float) -> "Floats":
     """Return a curve's exponential moving average with respect to steps, at some of its steps.
 
-    It is the mean of the lines between the points up to a step, where the weight of what lies
+    It is the mean of the lines between the points up to a step, where the weight of the points
     before falls to 1/e every `time_constant` steps:
 
         S(t) = integral of f(u) exp((u - t) / T) du / integral of exp((u - t) / T) du

@@ -1,7 +1,8 @@
 """Rows for the recovery records beside the database, and the triggers for noting changes.
 
-Triggers note the rows whose lasting columns change, whoever changes them. What changes often and
-follows from the rest, such as progress, is not noted; metrics are, once their attempt has ended.
+Triggers note the rows whose lasting columns change, whoever changes them. Columns that change often
+and follow from the rest, such as progress, are not noted; metrics are, once their attempt has
+ended.
 """
 
 import base64
@@ -128,7 +129,7 @@ def _note_all(transaction: "Transaction") -> None:
 
 
 def note_experiment(connection: Connection, experiment_id: int | None) -> None:
-    """Have all rows of an experiment recorded anew, or those of the cluster for None."""
+    """Have all rows of an experiment, or of the cluster for None, recorded anew."""
     connection.execute(
         insert(tables.unrecorded).values(
             experiment_id=experiment_id, kind=ALL, row_id=experiment_id or 0

@@ -76,7 +76,7 @@ _SWEEP_EVERY = 1000
 def once(connection: Connection, key: str, create: Callable[[], int]) -> int:
     """Return the stored result for a request key seen within a day, else call `create`.
 
-    The key is stored in the transaction of what is created.
+    The key is stored in the transaction of the creation.
     """
     meta = tables.meta
     name = _PREFIX + key

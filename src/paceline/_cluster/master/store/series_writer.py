@@ -80,13 +80,13 @@ def attempts_with_series(connection: Connection, trial_id: int) -> list[int]:
 
 MAX_GROUPS = 1000
 MAX_NAMES = 1000
-"""So many groups of a trial are told, and so many names; of each group one at least."""
+"""Limits on the listed groups and names of a trial; each group shows at least one name."""
 
 
 def first_metric_names(connection: Connection, trial_id: int) -> tuple[dict[str, set[str]], bool]:
     """Return the first names of a trial's metrics by group, and whether there are more.
 
-    What is read grows with what is returned.
+    Reading grows with the result.
     """
     series = tables.series.c
     found: dict[str, set[str]] = {}

@@ -57,7 +57,7 @@ users = Table(
     Column("changed_at", Float, nullable=False),
 )
 
-# Sign-ins of browsers. Only a digest is kept, so nobody who reads the database can sign in by it.
+# Sign-ins of browsers. Only a digest is kept, so no reader of the database can sign in with it.
 sign_ins = Table(
     "sign_ins",
     metadata,
@@ -212,7 +212,7 @@ experiments = Table(
     Column("forked_from", BigInteger),
     # The sum of its trials' counts.
     Column("num_records_lost", BigInteger, nullable=False, default=0, server_default="0"),
-    # Null is what the configuration says; the place is null in the order of arrival. See
+    # Null takes the configuration's value; a null place means the order of arrival. See
     # `pool_policies.py` in `scheduling`.
     Column("priority", Integer),
     Column("weight", Float),
@@ -220,9 +220,9 @@ experiments = Table(
     # Lease of a live-reported run made without a master: seconds of allowed silence;
     # null means no limit.
     Column("report_lease_s", Float),
-    # Null is what the configuration says; 0 is no limit.
+    # Null takes the configuration's value; 0 is no limit.
     Column("max_slots", Integer),
-    # The commit of its code and what was not committed, as whoever submitted it said.
+    # The commit of its code and the uncommitted changes, as the submitter reported them.
     Column("source", JSON(none_as_null=True)),
     Index("ix_experiments_state", "state"),
     Index("ix_experiments_retention", "retention_done"),
@@ -310,12 +310,12 @@ attempts = Table(
     Column("run_attempt", Integer),
     Column("run_generation", Integer),
     Column("last_record_at", Float),
-    # The node that it was placed on, or that of rank 0; null is the master's own machine.
+    # The attempt's node, or the node of rank 0; null is the master's own machine.
     Column("node_id", BigInteger),
     # Parts of an attempt on several nodes (see `Member`), and the port for their rendezvous.
     Column("members", JSON(none_as_null=True)),
     Column("meeting_port", Integer),
-    # The digest of what its chief ran in.
+    # The digest of its chief's environment.
     Column("environment", String),
     # The name of its node, for when that is forgotten.
     Column("node_name", String),

@@ -214,8 +214,8 @@ def _full_text(num_bytes: int) -> str:
     )
 
 
-# A line's place among those of other trials: its time, made to agree with the order of the lines of
-# its own trial.
+# A line's place among the lines of other trials: its time, made to agree with the order of the
+# lines of its own trial.
 _Entry = tuple[float, int, int, StoredLine]
 
 
@@ -232,7 +232,7 @@ def merge_lines(
 
     `trials` gives trials with the time at which they began, in that order; or, for
     `newest_first`, with the time at which they ended, the latest first (infinity for those that
-    go on). No line counts as older or newer than that, whatever the clock of its node said, so a
+    resume). No line counts as older or newer than that, whatever the clock of its node said, so a
     trial's log is opened only once the merge has reached it.
     """
     sign = -1.0 if newest_first else 1.0

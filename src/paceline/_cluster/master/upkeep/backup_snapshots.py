@@ -40,7 +40,7 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     """Content list of a backup.
 
     `created` is in seconds since the epoch, `files` maps relative POSIX paths to their entries,
-    `left_out` says what the home has that the backup has not.
+    `left_out` lists files of the home that the backup lacks.
     """
 
     version: int = BACKUP_VERSION
@@ -148,7 +148,7 @@ def _unreadable(path: Path, error: Exception) -> BackupError:
 DATABASE = "master.sqlite"
 CHECKPOINTS = "checkpoints"
 
-# Nobody finds them in a backup: who gets hold of one must not get into a master by it.
+# Nobody finds them in a backup: a stolen backup must not open a master.
 _SECRET = re.compile(r"secret|token|password|key", re.IGNORECASE)
 # Files never backed up: state of a running master, derived files, and copies. The newest
 # attempt is noted again with the next attempt, and a restored database writes its own records.

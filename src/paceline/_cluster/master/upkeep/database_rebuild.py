@@ -118,7 +118,7 @@ def _load_into_database(
         "UPDATE trials SET num_attempts = (SELECT coalesce(max(number), 0) FROM attempts"
         " WHERE trial_id = trials.id)"
     )
-    # Runners that are at work take no version that is older than what they were told last.
+    # Running runners accept no version older than their last one.
     connection.execute(
         "UPDATE attempts SET control_version = control_version + ? WHERE ended_at IS NULL",
         (_VERSIONS,),
@@ -206,7 +206,7 @@ class _JudgedBefore(StateChanges):
 def _rebuild_from_journals(transaction: Transaction, home: Path) -> None:
     """Apply the reports of running attempts up to the last input of their search.
 
-    What they reported later is sent by their runners, as to any master that lacks it.
+    Later reports are sent by their runners, as to any master that lacks them.
     """
     attempts, connection = tables.attempts, transaction.connection
     ingest = RecordIngest(_JudgedBefore(LogStore(home / "logs")))
@@ -239,7 +239,7 @@ def _batches_for_rebuild(run: Path, judged: dict[tuple[int, int], int]) -> Itera
                 entries = [entry for entry in reader.read(_BATCH) if entry.sequence <= last]
                 records = [(entry.sequence, entry.decode()) for entry in entries]
             except (JournalVersionError, msgspec.DecodeError, OSError):
-                break  # its runner sends what it can, and tells of the rest
+                break  # its runner sends the rest, and reports lost records
             if not records:
                 break
             yield RecordBatch(key.generation, key.rank, records)

@@ -188,7 +188,7 @@ class _BackupWork:
         self._files: dict[str, BackedUp] = {}
 
     def copy(self, *, checkpoints: bool) -> Content:
-        # The database comes first: what is newer than it is left to the next backup.
+        # The database comes first: newer files are left to the next backup.
         created = time.time()
         copy = self._part / DATABASE
         copy_database(self._home / DATABASE, copy)
@@ -316,7 +316,7 @@ def follow_home(
 ) -> Iterator[BackupResult]:
     """Make and yield a backup after each change of the home; each replaces the last backup.
 
-    A backup that fails is told of and tried again: the one before it stays.
+    A failed backup is reported and tried again: the one before it stays.
 
     Args:
         backup: Whose directory this process holds.

@@ -209,7 +209,7 @@ def fix(home: Path, *, is_quick: bool = False) -> CheckResult:
 
     A missing or damaged database is made from the records and journals. Rows that differ from
     their record get its values. Records that are damaged are written anew. Checkpoints that are
-    gone count as deleted. What a fix replaces is kept in ``set_aside`` in the home.
+    gone count as deleted. Files that a fix replaces are kept in ``set_aside`` in the home.
 
     Raises:
         HomeInUseError: A master serves the home.
@@ -326,7 +326,7 @@ def _log_damage(home: Path) -> str | None:
     try:
         return find_log_damage(home / DATABASE)
     except OSError:
-        return None  # another check says what is in its place
+        return None  # another check names the object in its place
 
 
 def _mend_database(home: Path, finding: Finding) -> Finding:
@@ -405,5 +405,5 @@ def _is_held(home: Path) -> bool:
             except OSError:
                 return True
     except OSError:
-        pass  # another check says what is in its place
+        pass  # another check names the object in its place
     return False

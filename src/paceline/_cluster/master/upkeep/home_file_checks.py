@@ -30,9 +30,9 @@ class Finding:
         kind: ``home``, ``database``, ``record``, ``context``, ``log``, ``journal`` or
             ``checkpoint``.
         where: The file or the row, by name.
-        problem: What is wrong with it.
-        fix: What was done, None if nothing was.
-        hint: What to do, None if that is said elsewhere.
+        problem: The problem.
+        fix: The action taken, None if none.
+        hint: The advice, None if given elsewhere.
     """
 
     kind: str
@@ -209,7 +209,7 @@ def _listed(root: Path) -> list[str]:
     try:
         return list(DirectoryStorage(root).list())
     except (CheckpointError, OSError):
-        return []  # another check says what is in its place
+        return []  # another check names the object in its place
 
 
 def _checkpoint_problem(

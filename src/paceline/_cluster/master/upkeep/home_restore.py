@@ -57,7 +57,7 @@ class RestoredAccess:
     """Tokens and passwords of a backup after the restore.
 
     Attributes:
-        old_home: The home that told what was revoked and changed since; None if there was none.
+        old_home: The home with the newer revocations and changes; None if there was none.
         tokens: Those that were neither revoked nor expired in the backup.
         voided_passwords: The users whose passwords were removed.
     """
@@ -155,8 +155,8 @@ def settle_access(
 
     Args:
         connection: The database.
-        old: What was revoked and changed since; what it does not know is revoked. If None, all is
-            revoked but what is to be kept.
+        old: Newer revocations and changes; tokens that it does not know are revoked. If None, all
+            are revoked except those to keep.
         keep: The names of tokens that are kept without an old home, or `ALL_TOKENS`.
         keep_passwords: Whether passwords are kept without an old home.
     """
@@ -260,7 +260,7 @@ def restore(
         home: The home to make: missing, empty, or with checkpoints only.
         old_home: The home of before, which tells the tokens that were revoked since the backup and
             the passwords of now.
-        keep_tokens: Without it: the names of the tokens that go on to open the home, or ``all``.
+        keep_tokens: Without it: the names of the tokens that stay valid, or ``all``.
             The others are revoked, as one of them may have been since the backup.
         keep_passwords: Without it: whether passwords are kept.
 
@@ -432,7 +432,7 @@ def _move_checkpoints(connection: sqlite3.Connection, home: Path, result: Restor
 def _mark_started(directory: Path) -> None:
     """Mark a running attempt as started: the attempt ends, and its trial resumes in another.
 
-    What its journals say is taken over before.
+    The records in its journals are taken over before.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     (directory / "started").touch(mode=0o600)

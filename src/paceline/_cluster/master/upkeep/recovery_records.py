@@ -128,12 +128,12 @@ _REST = 4.0
 class Recorder:
     """Thread writing changed rows to the records, after their transactions.
 
-    The database holds what is yet to be written, so that a kill loses nothing of it. A disk that
+    The database holds the rows yet to be written, so that a kill loses none. A disk that
     is full holds up the records and nothing else.
 
     Args:
         database: The database.
-        home: The home that has it.
+        home: The home of the record.
     """
 
     def __init__(self, database: Database, home: Path) -> None:
@@ -199,7 +199,7 @@ def write_some(database: Database, home: Path, after: int = 0) -> int:
 
     Args:
         database: The database.
-        home: The home that has it.
+        home: The home of the record.
         after: The last change that was written.
 
     Returns:

@@ -405,7 +405,7 @@ export interface paths {
         };
         /**
          * Read Session
-         * @description Tell who is signed in, and whether a password could sign in; needs no sign-in.
+         * @description Return who is signed in, and whether a password could sign in; needs no sign-in.
          */
         get: operations["read_session_api_v1_session_get"];
         put?: never;
@@ -525,7 +525,7 @@ export interface paths {
         };
         /**
          * List Tokens
-         * @description List the tokens, the newest first; the home's own and those of attempts are not among them.
+         * @description List the tokens, the newest first; without the home's own and those of attempts.
          *
          *     A token that was revoked or has expired is listed for 90 days.
          */
@@ -714,7 +714,7 @@ export interface paths {
         };
         /**
          * List Slots
-         * @description List the slots of all nodes and who uses them; those of lost nodes only if used.
+         * @description List the slots of all nodes and who uses them; slots of lost nodes only if used.
          */
         get: operations["list_slots_api_v1_slots_get"];
         put?: never;
@@ -758,7 +758,7 @@ export interface paths {
         };
         /**
          * List Experiments
-         * @description List experiments, newest first unless told otherwise; the first page tells the total.
+         * @description List experiments, newest first by default; the first page has the total.
          */
         get: operations["list_experiments_api_v1_experiments_get"];
         put?: never;
@@ -892,7 +892,7 @@ export interface paths {
          * Read Hyperparameters
          * @description Read hyperparameters and a metric of an experiment's trials, the oldest trial first.
          *
-         *     Of more than `limit` trials the best half are told, and others that are spread evenly.
+         *     Of more than `limit` trials the best half are shown, and others that are spread evenly.
          */
         get: operations["read_hyperparameters_api_v1_experiments__experiment_id__hyperparameters_get"];
         put?: never;
@@ -1112,7 +1112,7 @@ export interface paths {
         };
         /**
          * List Trials
-         * @description List an experiment's trials by id unless told otherwise; the first page tells the total.
+         * @description List an experiment's trials, by id by default; the first page has the total.
          */
         get: operations["list_trials_api_v1_experiments__experiment_id__trials_get"];
         put?: never;
@@ -1539,7 +1539,7 @@ export interface components {
          * AttemptExit
          * @description End of an attempt; `outcome` is reported by the training process, None without a report.
          *
-         *     `kind` is that of the error, None if there was none.
+         *     `kind` is the kind of the error, None if there was none.
          */
         AttemptExit: {
             reason: components["schemas"]["ExitReason"];
@@ -1792,7 +1792,7 @@ export interface components {
         };
         /**
          * DrainNode
-         * @description How a node is drained: by default its attempts store a checkpoint and go on elsewhere.
+         * @description How a node is drained: by default its attempts store a checkpoint and resume elsewhere.
          */
         DrainNode: {
             /**
@@ -1840,7 +1840,7 @@ export interface components {
          * ExitReason
          * @description Reason for the end of an attempt as seen by its runner.
          *
-         *     SHORTAGE tells that the machine lacked what a start needs: disk space, inodes, open files,
+         *     SHORTAGE says that the machine lacked something for a start: disk space, inodes, open files,
          *     processes or memory. NOT_FORMED tells that the nodes of an attempt did not come together.
          * @enum {string}
          */
@@ -1850,9 +1850,9 @@ export interface components {
          * @description An experiment; `config` is the resolved configuration.
          *
          *     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
-         *     `values` has the columns that a list was asked for, `notes` is told for a single one only.
-         *     `num_records_lost` is the sum of its trials' counts. `has_rungs` tells whether its search has
-         *     rungs to show. `is_unmeasured` tells that its search has ended because no trial reported a
+         *     `values` has the columns that a list was asked for, `notes` is given for a single experiment
+         *     only. `num_records_lost` is the sum of its trials' counts. `has_rungs` tells whether its search
+         *     has rungs to show. `is_unmeasured` tells that its search has ended because no trial reported a
          *     finite value of the searched metric.
          */
         Experiment: {
@@ -1969,7 +1969,7 @@ export interface components {
          * ForkExperiment
          * @description Request for a new experiment with the code of an existing experiment.
          *
-         *     `config` overrides fields of the existing configuration, or replaces all of it.
+         *     `config` overrides fields of the existing configuration, or replaces it.
          */
         ForkExperiment: {
             /** Config */
@@ -2459,7 +2459,7 @@ export interface components {
          *
          *     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
          *     the master could not start a runner for it, or that one was started and has not registered. It
-         *     goes once one has registered. `detail` says what nodes that are not there yet wait for.
+         *     goes once one has registered. `detail` says what missing nodes wait for.
          *     `num_slots` counts all slots: `num_slots_drained` of them get no attempts, and attempts still
          *     hold `num_slots_draining` of these.
          */
@@ -2640,7 +2640,7 @@ export interface components {
          * @description Points of a series: `y` is null for NaN, infinite and non-numeric values.
          *
          *     `steps` has the batches of the points whatever `x` is. `num_points` counts those in the range
-         *     before down-sampling, `num_gaps` those of them that are no finite number, `last_step` is the
+         *     before down-sampling, `num_gaps` the values that are not finite, `last_step` is the
          *     newest step of all; pass it as `after_step` for what comes later. `smoothed` is there if it was
          *     asked for: the average at each of the points, made of all points of the series up to there.
          */
@@ -2767,8 +2767,8 @@ export interface components {
          * Shutdown
          * @description Ask the master to stop.
          *
-         *     `keep_trials` leaves running trials to their runners; otherwise they are told to checkpoint and
-         *     leave, are killed after `timeout_s` seconds, and go on when the master starts again.
+         *     `keep_trials` leaves running trials to their runners; otherwise they are asked to checkpoint and
+         *     leave, are killed after `timeout_s` seconds, and resume when the master starts again.
          */
         Shutdown: {
             /**
@@ -2999,12 +2999,12 @@ export interface components {
          * TrialTime
          * @description Time of a trial up to `until`, in seconds by activity; the shares add up to `total_s`.
          *
-         *     `training_s` is what was trained and kept. `data_wait_s`: the devices were idle, as they waited
-         *     for data. `checkpoint_s`: training stood still for checkpoints. `lost_s`: work after the last
-         *     checkpoint before a stop. `start_s`: from the launch of a process to its first step, restarts
-         *     included. `other_s`: what scripts do between and after trainings. `undivided_s`: attempts that
-         *     do not tell what they do. `waiting_s`: there was no process. `goodput` is `training_s` as a
-         *     fraction of all but `waiting_s`; None if that is not known.
+         *     `training_s` is training whose result was kept. `data_wait_s`: the devices were idle, as they
+         *     waited for data. `checkpoint_s`: training stood still for checkpoints. `lost_s`: work after the
+         *     last checkpoint before a stop. `start_s`: from the launch of a process to its first step,
+         *     restarts included. `other_s`: time of scripts between and after trainings. `undivided_s`:
+         *     attempts that report no activity. `waiting_s`: there was no process. `goodput` is `training_s`
+         *     as a fraction of all but `waiting_s`; None if that is not known.
          */
         TrialTime: {
             /** Training S */

@@ -161,6 +161,7 @@ _BYTES = {
 }
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
+# Larger integers are not exact in programs that read JSON numbers as floats.
 _MAX = 2**53 - 1
 
 SIZE_PATTERN = rf"^[0-9]+(\.[0-9]+)? ?({'|'.join(_BYTES)})$"
@@ -201,6 +202,7 @@ def _number(value: object, units: dict[str, int]) -> float | None:
     return value if value <= _MAX else None
 
 
+# Python's integers have no limit: the mask makes the arithmetic that of 64 bits.
 _MASK = (1 << 64) - 1
 
 
@@ -244,6 +246,7 @@ def text_of(error: BaseException) -> str:
     """
     try:
         return str(error)
+    # A user's `__str__` may raise anything.
     except Exception:
         return "<exception str() failed>"
 

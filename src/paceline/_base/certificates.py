@@ -11,6 +11,7 @@ from typing import Any
 
 CA_FILE_VARIABLE = "PACELINE_CA_FILE"
 
+# The probe only improves an error's text, so it must not take long.
 _PROBE_S = 5.0
 _CERTIFICATE = re.compile(
     r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL | re.ASCII
@@ -165,6 +166,7 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, An
         client.wrap_bio(to_client, to_server),
         server.wrap_bio(to_server, to_client, server_side=True),
     ]
+    # Bounded: more rounds than a handshake needs, where a fault could make it endless.
     for _ in range(4):
         for end in ends:
             with suppress(ssl.SSLWantReadError):

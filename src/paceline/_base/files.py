@@ -31,6 +31,7 @@ def replacing_atomically(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
         mode: The permissions of the new file, before the umask.
     """
     written = path.with_name(temporary_name(path.name))
+    # Made here, with O_EXCL: the writer meets no link or file of somebody else under this name.
     os.close(os.open(written, _NEW_FILE, mode))
     try:
         yield written
@@ -84,6 +85,7 @@ def sync_directory(path: Path) -> None:
     Raises:
         OSError: The disk refuses to, or the directory cannot be read.
     """
+    # The fsync of a file does not cover its name: a power cut could take the entry.
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -228,9 +230,11 @@ def open_directory_below(directory: int, name: str) -> int:
         OSError: The directory cannot be opened.
         ValueError: The path is absolute, or leaves the directory.
     """
+    # A descriptor of its own: the caller keeps `directory`.
     current = _open(".", _DIRECTORY, directory, name)
     try:
         for part in _parts(name):
+            # Part by part: O_NOFOLLOW guards only the last part of a path.
             below = _open(part, _DIRECTORY | os.O_NOFOLLOW, current, name)
             os.close(current)
             current = below
@@ -288,6 +292,7 @@ def regular_opener(path: str, flags: int) -> int:
         NotRegularFileError: Something else is there.
         OSError: The file cannot be opened.
     """
+    # A pipe or terminal in the file's place must neither block nor become the controlling terminal.
     flags |= os.O_NONBLOCK | os.O_NOCTTY
     descriptor = _open(path, flags, None, path, mode=0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 logger = logging.getLogger(__name__)
 
+# A program may hang for ever in a driver that is in trouble.
 _LIMIT_S = 20.0
 # A process that hangs in a driver may not end even when it is killed.
 _KILL_S = 2.0
@@ -28,7 +29,7 @@ def run_gpu_program(name: str, *arguments: str) -> str:
     try:
         return ask_gpu_program([program, *arguments], name)
     except subprocess.TimeoutExpired:
-        pass  # told already
+        pass  # logged already
     except subprocess.CalledProcessError as error:
         told = f"{error.stderr}\n{error.output}".split("\n")
         why = next((line.strip() for line in told if line.strip()), "nothing was said")
@@ -74,6 +75,7 @@ def ask_gpu_program(command: list[str], what: str) -> str:
 def _end_process(process: "subprocess.Popen[str]") -> None:
     """End a process and give its pipes up, in bounded time."""
     process.kill()
+    # A process stuck in the driver ignores even SIGKILL for a while.
     with suppress(subprocess.TimeoutExpired):
         process.wait(_KILL_S)
     for pipe in (process.stdout, process.stderr):
@@ -286,6 +288,7 @@ def main() -> None:
 def _name_or_nothing(device: NvmlDevice) -> str:
     try:
         return device.name()
+    # A GPU without a readable name is usable all the same.
     except Exception:
         return ""
 
@@ -464,6 +467,7 @@ def num_visible_gpus() -> int:
 
     CUDA gives a process one MIG device at most, unless the variable names several.
     """
+    # Asked only if the script has imported torch: the import would take seconds.
     torch = sys.modules.get("torch")
     if torch is not None:
         return int(torch.cuda.device_count())

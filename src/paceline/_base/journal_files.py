@@ -124,6 +124,7 @@ class JournalReader:
         with ExitStack() as stack:
             try:
                 journal = stack.enter_context(self._opened())
+            # The writer makes the journal with its first record.
             except (FileNotFoundError, NotADirectoryError, PermissionError):
                 return entries
             self._read(journal, entries, max_entries, max_bytes)
@@ -205,6 +206,7 @@ class JournalReader:
                     self._note_damage(self._num_scanned)
         if self._is_overlong:
             return False
+        # The line began in an earlier chunk: it is read again from its start.
         if self._num_scanned:
             chunk = os.pread(file.fileno(), self._num_scanned + end + 1, self._offset)
             end = chunk.rfind(b"\n")
@@ -261,11 +263,13 @@ class JournalReader:
             is_whole = int(checksum, 16) == zlib.crc32(body)
         except ValueError:
             is_whole = False
+        # The header of each segment has this number.
         if is_whole and number == b"-1":
             self._check_version(payload)
             return None
         if is_whole and _SEQUENCE.fullmatch(number):
             sequence = int(number)
+            # A forged number far ahead would hide all later records.
             if sequence <= self._last_sequence + 1 + MAX_GAP:
                 return Entry(sequence, payload)
         self._note_damage(len(line))
@@ -300,6 +304,7 @@ def _locate_segment(journal: int, last_sequence: int) -> str | None:
 
 
 SEGMENT_BYTES = 16 * 1024 * 1024
+# Metrics must not fill the memory while the disk is full.
 PENDING_BYTES = 8 * 1024 * 1024
 # How long the end of a process waits for disk space for its last records.
 CLOSE_PATIENCE_S = 10.0
@@ -455,6 +460,7 @@ class JournalWriter:
 
     def close(self) -> None:
         """Write pending records, if the disk takes them in some seconds, and close the file."""
+        # Without the lock, which `flush` takes by itself.
         self.flush(self._close_patience_s)
         with self._lock:
             num_lost = len(self._kept) + len(self._droppable) + self._num_dropped
@@ -472,6 +478,7 @@ class JournalWriter:
         try:
             if self._file_descriptor < 0 or self._segment_size >= self._segment_bytes:
                 self._open_segment(sequence)
+            # The torn line ends with a line end of its own, so that readers skip only that one.
             data = b"\n" + line if self._is_line_torn else line
             written = os.write(self._file_descriptor, data)
             self._segment_size += written

@@ -18,7 +18,9 @@ from typing import Any, TextIO, TypeVar
 LOOPBACK = "127.0.0.1"
 LOOPBACK_HOSTS = (LOOPBACK, "localhost", "::1")
 
+# Linux's number (sockios.h) of a question for the IPv4 address of an interface.
 _SIOCGIFADDR = 0x8915
+# IFNAMSIZ without the zero at the end.
 _NAME_BYTES = 15
 # Addresses of documents: nothing is sent there, but the system says by which way it would go.
 _FAR_AWAY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
@@ -63,6 +65,7 @@ def address_for_others(*, is_ipv6: bool = False) -> str:
     family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Connecting a UDP socket sends nothing: it only looks up the route.
             probe.connect((_FAR_AWAY[family], 9))
             return str(probe.getsockname()[0])
     except OSError:
@@ -79,6 +82,7 @@ def _interface_of_ipv4(wanted: bytes) -> str | None:
             try:
                 found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
             except OSError:
+                # An interface without an IPv4 address.
                 continue
             if found == wanted:
                 return name
@@ -159,6 +163,7 @@ def with_available_store(make: Callable[[bool], T]) -> T:
     except RuntimeError as error:
         if "without libuv" not in str(error) or os.environ.get(_VARIABLE) == "0":
             raise
+    # The variable also counts for the stores that torch makes by itself later.
     os.environ[_VARIABLE] = "0"
     return make(False)
 
@@ -170,6 +175,7 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+# Python runs signal handlers only between calls, so each wait returns this often.
 SLICE_S = 0.1
 
 

@@ -111,12 +111,14 @@ HEARTBEAT_LIMIT_S = 60.0
 # A run's first file that is so much younger than the run was copied without its time.
 _COPIED_S = 60.0
 
+# Whoever asks whether a run is alive holds its lock for a moment.
 _LOCK_TRIES = 6
 _LOCK_PAUSE_S = 0.02
 # Ends the note of a checkpoint that another process commits.
 _PART = ".part"
 # Longer numbers were counted by nobody, and a database has no place for them.
 _JOURNAL_NAME = re.compile(r"a([0-9]{1,9})\.g([0-9]{1,9})\.r([0-9]{1,9})")
+# A forged file must not fill the memory of a reader, such as a master.
 _MAX_INFO_BYTES = 64 * 2**20
 
 
@@ -414,6 +416,7 @@ class RunDirectory:
             is_copy = written_s - self.read_info().created > _COPIED_S
         except (OSError, ValueError):
             return None
+        # Times in a copied directory say nothing about the run's processes.
         return None if is_copy else beat
 
     def _kept_beat_path(self, attempt: int) -> Path:

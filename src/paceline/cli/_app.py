@@ -97,6 +97,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+# 128 + SIGINT, as shells report it.
 _INTERRUPTED = 130
 
 

@@ -83,6 +83,7 @@ def _follow_home(made: "Backup", home: Path, every: float, keep: int | None, *, 
     from paceline._cluster.master.upkeep.home_backup import follow_home
 
     stop = threading.Event()
+    # The signal ends the loop, not the backup under way.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     for result in follow_home(made, home, every, stop, lambda error: report_error(str(error))):

@@ -207,6 +207,7 @@ def _export_in_runs_here(checkpoint: str) -> "tuple[CheckpointStorage, str] | No
         try:
             storage = storage_at(summary.path)
         except StorageNotInstalledError:
+            # The missing package matters only for the run that has the checkpoint.
             if summary.latest_checkpoint and summary.latest_checkpoint.startswith(checkpoint):
                 raise
             continue
@@ -375,6 +376,7 @@ def _download_from_store(url: str, output: Path | None) -> Path:
     try:
         storage.download(uuid, target)
     except BaseException:
+        # A part would look like a whole checkpoint.
         shutil.rmtree(target, ignore_errors=True)
         raise
     return target

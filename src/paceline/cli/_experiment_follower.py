@@ -71,6 +71,7 @@ def format_log_line(line: "LogLine", *, timestamps: bool = False, show_trial: bo
     return prefix + terminal_text(line.text)
 
 
+# 128 + SIGINT, as shells report it.
 _INTERRUPTED = 130
 _PROGRESS_STEP = 0.1
 # A restart of the master takes a moment that is not worth a line.
@@ -203,6 +204,7 @@ class ExperimentFollower:
             if event is None:
                 self._note_connection(self._stream.is_connected)
                 self._note_wait()
+                # The end may have come before this connection, whose stream then lacks it.
                 if self._stream.is_current and self._experiment.reload().state.is_terminal:
                     return
                 continue

@@ -200,6 +200,7 @@ def _signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     """Pass signals to the script, the judge of their meaning; Ctrl-C comes from the terminal."""
     passed = (signal.SIGTERM, signal.SIGUSR1)
     old = {number: signal.getsignal(number) for number in (*passed, signal.SIGINT)}
+    # The terminal sends Ctrl-C to the script as well.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in passed:
         signal.signal(number, lambda received, _: _pass_signal_on(process.pid, received))

@@ -166,6 +166,7 @@ def _leave_hanging_threads() -> None:
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
+                # `os._exit` writes no buffers.
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(0)
@@ -241,6 +242,7 @@ def _announce_master(home: Path, stop: threading.Event) -> None:
 
     while not stop.wait(_FILE_POLL_S):
         file = read_master_file(home)
+        # The file may be an earlier master's.
         if file is not None and file.pid == os.getpid():
             typer.echo(f"The master runs at {file.shown_url} (home {home}). Ctrl-C stops it.")
             if not _writes_to_log(home):

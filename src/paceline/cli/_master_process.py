@@ -311,6 +311,7 @@ def _process(pid: int) -> "psutil.Process | None":
 
     try:
         process = psutil.Process(pid)
+        # A zombie has ended; its parent has not asked for its code yet.
         return None if process.status() == psutil.STATUS_ZOMBIE else process
     except psutil.NoSuchProcess:
         return None

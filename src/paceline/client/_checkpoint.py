@@ -144,6 +144,7 @@ class Checkpoint:
     def _fetch_from_master(self, target: Path) -> None:
         for name, size in sorted(self.data.resources.items()):
             relative = PurePosixPath(name)
+            # The names come from the master: none may lead outside of `target`.
             if relative.is_absolute() or ".." in relative.parts:
                 raise DownloadError(
                     f"File names of a checkpoint must stay inside it, but got {name!r}."

@@ -383,6 +383,7 @@ class RunSync:
 
     def _kept_reply(self) -> "RunReply | None":
         """Return the last reply while the master needs no news of the run; None if due."""
+        # The master must hear of the run well before its lease expires.
         if self._lease_s is None or time.monotonic() > self._last_at + self._lease_s / 3:
             return None
         return self._last

@@ -393,12 +393,14 @@ class Experiment:
         files = self._session.get(f"{of}/files", list[CodeFile])
         for file in files:
             place = target / file.path
+            # The names come from the master: none may lead outside of `target`.
             if not place.resolve().is_relative_to(target.resolve()):
                 raise DownloadError(f"A file must lie in the code, but {file.path!r} does not.")
             place.parent.mkdir(parents=True, exist_ok=True)
             self._session.stream_to_file(f"{of}/files/{quote(file.path)}", place)
         target.mkdir(parents=True, exist_ok=True)
         text = config.resolved_yaml if config.submitted is None else config.submitted
+        # The code may have a file of this name itself.
         if not (target / "config.yaml").exists():
             (target / "config.yaml").write_text(text, encoding="utf-8")
         return len(files)
@@ -539,6 +541,7 @@ class Experiment:
         from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         path = f"experiments/{self.id}/{verb}"
+        # A repeated request must not reopen the experiment twice.
         has_key = verb == "continue"
         self.data = self._session.call("POST", path, ExperimentData, body=body, has_key=has_key)
         return self

@@ -227,6 +227,7 @@ class HttpSession:
         with self._lock:
             opened = self._left + ([] if self._pool is None else [self._pool.http])
             self._left, self._pool = [], None
+        # Outside of the lock: closing may wait for the network.
         for http in opened:
             http.close()
 
@@ -349,6 +350,7 @@ class HttpSession:
         try:
             with self.http().stream("GET", path) as response, target.open("wb") as file:
                 if not response.is_success:
+                    # The problem is in the body, which a stream has not read yet.
                     response.read()
                     raise_for_problem(response)
                 for chunk in response.iter_bytes(1024 * 1024):

@@ -168,6 +168,7 @@ def hide_in_text(text: str, values: Iterable[str] = ()) -> str | None:
     except ConfigError:
         return None
     shown, end = [], 0
+    # An aliased node stands there twice: spans within hidden ones are skipped.
     for start, stop, hidden in sorted(set(_secret_spans(root))):
         if start >= end:
             shown += [text[end:start], f'"{hidden}"', "\n" * text[start:stop].endswith("\n")]
@@ -278,6 +279,7 @@ def _read_secrets(value: Any) -> Any:
         problems = [replace(problem, value=HIDDEN) for problem in found]
         message, allowed = "must be a map or a list", "a map NAME: value, or a list of NAME=value"
         whole = Problem(path="", value=HIDDEN, message=message, allowed=allowed)
+        # The cause would show the values.
         raise refused_parts(problems or [whole]) from None
 
 

@@ -179,6 +179,7 @@ def _check_absolute(value: str) -> str:
 AbsolutePath = Annotated[str, text_field(_check_absolute)]
 
 
+# Deeper or larger values could exhaust the stack or the memory of a reader.
 _MAX_DEPTH = 64
 _MAX_NODES = 200_000
 

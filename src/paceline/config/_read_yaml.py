@@ -103,6 +103,7 @@ class _StrictLoader(_LimitedLoader):
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # yaml itself silently keeps the last of two equal keys.
         seen: dict[tuple[str, str], int] = {}
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":merge"):

@@ -378,6 +378,7 @@ class _Registry:
         return self._sections
 
     def load(self) -> bool:
+        # Several threads may meet an unknown method at once.
         with self._lock:
             if self._has_all:
                 return False

@@ -323,6 +323,7 @@ def _merge_fields(
     result = dict(low)
     for key, value in high.items():
         below = result.get(key)
+        # Null means that this config leaves the field to the lower one.
         if value is None and below is not None:
             continue
         result[key] = value if below is None else _merge_values(below, value, (*path, key))

@@ -193,6 +193,7 @@ class ScriptTimes:
         if self._is_counting:
             with self._lock:
                 self._begin()
+                # A report of an earlier step, as after a rollback, must not turn the account back.
                 if steps_completed > self._steps_completed:
                     self._steps_completed = steps_completed
                 self._account.report(self._steps_completed, 0.0)
@@ -201,6 +202,7 @@ class ScriptTimes:
     def spent_on(self, what: str) -> Iterator[None]:
         """Count the time of a block."""
         is_main = threading.current_thread() is threading.main_thread()
+        # Blocks of other threads run beside training, whose time would count twice.
         if not self._is_counting or not is_main:
             yield
             return

@@ -135,6 +135,7 @@ def commit_checkpoint(
     )
     journal.append(record)
     if not journal.flush(_RECORD_PATIENCE_S):
+        # A checkpoint without a record would never be found again, nor deleted.
         delete_checkpoint(run, storage, journal, uuid)
         raise CheckpointWriteError(_cannot_be_recorded(journal, uuid))
     journal.sync()
@@ -295,6 +296,7 @@ class CheckpointParts:
             self._is_closed = False
             self._pending.append((uuid, metadata, num_parts))
             if self._world_size == 1:
+                # No other rank can be late, so no thread is needed.
                 try:
                     self._commit_next()
                 except BaseException:

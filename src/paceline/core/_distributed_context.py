@@ -47,6 +47,7 @@ class CallName(NamedTuple):
 
 def name_of_call(operation: str) -> CallName:
     """Return the name of an exchange begun by the caller of the calling module."""
+    # Frames instead of `inspect.stack`, which reads source files: this runs at each exchange.
     module = sys._getframe(1).f_globals["__name__"]
     frame: FrameType | None = sys._getframe(1)
     caller, function = "", f"distributed.{operation}"
@@ -293,6 +294,7 @@ class DistributedContext:
             timeout_s=timeout_s,
         )
         if None in (place.local_size, place.node_rank, place.num_nodes):
+            # The launcher did not say which ranks share a node: they find out together.
             context._agree_on_nodes(place.node_rank)
         return context
 
@@ -509,6 +511,7 @@ class DistributedContext:
         try:
             check_same_call(name, self.local_rank if is_local else self.rank, others)
         except CollectiveMismatchError as error:
+            # The other ranks would wait for this one until their timeout.
             self._open_transport().fail(error)
             raise
 

@@ -55,6 +55,7 @@ class RankLiveness:
 
 def _own_place_of_rank() -> str:
     """Return an identifier shared by all processes able to look each other up by process id."""
+    # Containers on one machine count their processes separately.
     try:
         namespace = os.readlink("/proc/self/ns/pid")
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -81,8 +82,10 @@ def _has_ended(pid: int) -> bool:
 
 
 _FAILED_KEY = "failed"
+# Pauses grow: ranks in step meet soon, and a late rank must not cost a core.
 _FIRST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.01
+# Each check is a request of its own, so not every look includes it.
 _FAILURE_CHECK_S = 0.2
 _HOST_STAYS_S = 1.0
 _LEAVE_S = 10.0
@@ -216,6 +219,7 @@ class KeyValueStore:
             self._store.add("left", 1)
             if not self._is_host:
                 return
+            # The store ends with its host: the last calls of other ranks must come through first.
             deadline = time.monotonic() + (_LEAVE_AFTER_FAILURE_S if is_failure else _LEAVE_S)
             while self._store.add("left", 0) < self._size and time.monotonic() < deadline:
                 if self._store.check([_FAILED_KEY]):
@@ -223,6 +227,7 @@ class KeyValueStore:
                     time.sleep(_LONGEST_PAUSE_S)
                 time.sleep(_LONGEST_PAUSE_S)
         except RuntimeError:
+            # The host has left already.
             return
 
     def _call(self, function: Callable[[], Any]) -> Any:

@@ -65,6 +65,7 @@ def first_host_of(node_list: str) -> str:
     depth, end = 0, len(node_list)
     for index, letter in enumerate(node_list):
         depth += {"[": 1, "]": -1}.get(letter, 0)
+        # A comma within brackets separates numbers of one name.
         if letter == "," and depth == 0:
             end = index
             break

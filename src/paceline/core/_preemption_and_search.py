@@ -58,6 +58,7 @@ class ControlFile:
             status = os.stat(self._path)
         except FileNotFoundError:
             return self._control
+        # The file is replaced as a whole: a new inode or time means new content.
         identity = (status.st_ino, status.st_mtime_ns)
         if identity != self._identity or not self._is_settled:
             self._take(identity)
@@ -128,6 +129,8 @@ class SearchDecision:
             steps_completed: The step of the report.
             metrics: All that was reported of that step, encoded.
         """
+        # The search judges only reports with all its metrics; a wait for another one would never
+        # end.
         if self._metrics is None or not all(_is_number(metrics.get(n)) for n in self._metrics):
             return
         with self._lock:
@@ -346,6 +349,7 @@ class SignalWatch:
         Args:
             numbers: SIGTERM, SIGUSR1 or both.
         """
+        # Python allows handlers in the main thread only.
         if not _is_main_thread():
             logger.warning(
                 "`should_preempt()` was first called outside the main thread, so SIGTERM and"
@@ -400,6 +404,7 @@ class SignalWatch:
             previous(number, frame)
 
     def _second_action(self, number: int) -> Any:
+        # A second Ctrl-C leaves at once, as in any script.
         if number == signal.SIGINT:
             return self._previous[number]
         return self._handle_again if self._is_supervised else signal.SIG_DFL
@@ -563,6 +568,7 @@ class SearcherContext:
         if not self._is_managed:
             length = self._max_length or 1
             return length if length > self._completed_length else _END
+        # Shorter than the timeout of the other ranks, who wait for this answer.
         deadline = time.monotonic() + min(_LONGEST_SILENCE_S, self._distributed.timeout_s / 4)
         while time.monotonic() < deadline:
             control = self._control.read()

@@ -20,6 +20,7 @@ from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory, R
 MAX_DIFF_BYTES = 100_000
 DIFF_VARIABLE = "PACELINE_RECORD_DIFF"
 
+# git may hang on a network file system; a record without its answer does.
 _GIT_LIMIT_S = 5.0
 _NVIDIA = Path("/proc/driver/nvidia")
 _AMD_DRIVER = Path("/sys/module/amdgpu/version")

@@ -102,6 +102,7 @@ class SystemSampler:
         now = time.monotonic()
         before = self._counters.get(name)
         self._counters[name] = (now, count)
+        # A counter that falls was reset, for example by a driver that was loaded again.
         if before is None or now <= before[0] or count < before[1]:
             return {}
         return {name: (count - before[1]) / (now - before[0])}
@@ -285,12 +286,14 @@ class _SamplingThread(threading.Thread):
             self._write()
             self._sampler.close()
         except Exception:
+            # Metrics are an extra: a driver's error must not end training.
             logger.exception("The system metrics of this node end here.")
 
     def finish(self) -> None:
         """Take a last sample and end."""
         self._stopping.set()
         self.join(_JOIN_S)
+        # The thread may hang in the driver, and must not report later.
         with self._lock:
             self._is_given_up = True
         if self.is_alive():

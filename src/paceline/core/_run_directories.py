@@ -361,6 +361,7 @@ class _Heartbeats:
                         self._runs[run] = now + _INTERVAL_S
                     else:
                         run.end_heartbeat()
+                # Under the lock: a run added now starts a new thread.
                 if not self._runs:
                     self._has_thread = False
                     return
@@ -488,5 +489,6 @@ def _await_end(stream: IO[bytes]) -> None:
     deadline = time.monotonic() + _END_LIMIT_S
     while (left_s := deadline - time.monotonic()) > 0:
         readable, _, _ = select.select([stream], [], [], left_s)
+        # An empty read: the other process has closed the stream.
         if readable and not os.read(stream.fileno(), 1024):
             return

@@ -178,6 +178,7 @@ def _write_mark(root: Path) -> str | None:
 
 
 def _is_seen(path: Path) -> bool:
+    # NFS shows another machine's new file only after its attribute cache expires.
     deadline = time.monotonic() + _PATIENCE_S
     while not _is_there(path):
         if time.monotonic() > deadline:

@@ -406,6 +406,7 @@ def _latest_known(run: RunDirectory, info: RunInfo, history: History) -> str | N
 def latest_checkpoint(storage: CheckpointStorage, history: History) -> tuple[str | None, int]:
     """Return the newest existing checkpoint and its step; None and 0 without any."""
     for stored in reversed(history.checkpoints):
+        # Files can be deleted by hand, without a record.
         if storage.exists(stored.uuid):
             return stored.uuid, stored.steps_completed
     return None, 0
@@ -585,6 +586,7 @@ def _times_of(run: RunDirectory, keys: list[JournalKey]) -> AttemptTimes:
                 break
         sessions.append(session)
     ended_at = max(times, default=0.0)
+    # A killed attempt's last heartbeat is later than its last record.
     if not has_finished and (beat := run.last_beat(keys[0].attempt)) is not None:
         ended_at = max(ended_at, beat)
     return AttemptTimes(created_at=min(times, default=0.0), ended_at=ended_at, sessions=sessions)

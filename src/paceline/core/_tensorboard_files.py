@@ -54,6 +54,7 @@ class TensorboardFiles:
         place = run_path / "tensorboard"
         if info.trial is not None and info.cluster_id:
             self._key = f"tensorboard/{info.cluster_id}/trial_{info.trial.trial_id}"
+            # A directory needs no upload: files are written there at once.
             if storage.local_root is not None:
                 place = storage.local_root / self._key
         own = [f"rank_{rank}"] if rank else []
@@ -102,6 +103,7 @@ class TensorboardFiles:
                 if selector is not None and not selector(relative):
                     continue
                 name = relative if mangler is None else Path(mangler(relative, self._rank))
+                # Taken before the upload: lines written meanwhile count as a change.
                 facts = file.stat()
                 stamp = facts.st_mtime_ns, facts.st_size
                 if self._uploaded.get(name.as_posix()) != stamp:
@@ -125,6 +127,7 @@ class TensorboardFiles:
         """
         stem, _, suffix = name.partition(".")
         path, number = self.path / name, 1
+        # Another attempt may have written a trace of the same name.
         while path.exists():
             number += 1
             path = self.path / f"{stem}-{number}.{suffix}"
@@ -145,6 +148,7 @@ class TensorboardFiles:
                     writer.close()
                 except OSError as error:
                     self._give_up(error)
+        # Outside of the lock, which `upload` takes.
         if writer is not None:
             self.upload_quietly()
 

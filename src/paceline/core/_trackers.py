@@ -243,6 +243,7 @@ class TrackingGroup:
             error: The exception that has ended it, as text.
         """
         began = time.monotonic()
+        # All get the order first, so that their time limits run at once.
         for tracking in self._all:
             tracking.end(outcome, error)
         for tracking in self._all:

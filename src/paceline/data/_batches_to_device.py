@@ -130,6 +130,7 @@ def data_length(data: TorchData) -> int:
 @lru_cache(maxsize=64)
 def _can_move_on(kind: Hashable) -> bool:
     """Return whether a type's own `to` can leave the copy to the device, as a tensor's can."""
+    # The method takes any arguments, and passes them to the tensors.
     if kind is PackedSequence:
         return True
     try:

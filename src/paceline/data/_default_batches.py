@@ -34,6 +34,7 @@ def collate_samples(samples: Any) -> Any:
     try:
         return _default_collate(samples)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        # torch's own error does not say which sample differs, nor in what.
         reason = _batch_reason("a sample", list(samples))
         if reason is None:
             raise

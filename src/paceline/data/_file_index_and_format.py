@@ -301,6 +301,7 @@ def load_index(place: FileLocation, pattern: str, file_format: FileFormat) -> Fi
     if beside is not None and (beside.kind, beside.pattern) == (file_format.kind, pattern):
         return FileIndex(beside)
     found = _find_indexed_files(place, pattern)
+    # The name depends on the files found, so changed files never meet an old index.
     kept = _kept_path(place, pattern, file_format, found)
     known = _decode_index(kept.read_bytes()) if kept.is_file() else None
     if known is not None:
@@ -309,6 +310,7 @@ def load_index(place: FileLocation, pattern: str, file_format: FileFormat) -> Fi
     try:
         DirectoryLocation(kept.parent).write(kept.name, index.encode())
     except OSError as error:
+        # Without it only the next start is slower.
         logger.info("The index of %s is not kept, as %s cannot be written.", place.url, error)
     return index
 

@@ -91,6 +91,7 @@ def _start(function: Callable[[], Any], ended: _Ended) -> bool:
         ended.put((time.monotonic() - begun, answer, error))
 
     try:
+        # A daemon: a read that hangs must not keep the process from ending.
         threading.Thread(target=run, name="paceline-store-read", daemon=True).start()
     except RuntimeError:
         return False
@@ -139,6 +140,7 @@ class DiskCache:
                 open_regular_below(directory, _name(key)) as file,
             ):
                 data = read_limited(file, self._limit_bytes)
+                # The cache removes the pieces that were used longest ago.
                 os.utime(file.fileno())
         except OSError:
             return None
@@ -180,6 +182,7 @@ def _pieces(directory: int) -> list[tuple[int, int, str]]:
     """Return when each was used last, its size and its name."""
     found = []
     for name in os.listdir(directory):
+        # Other processes remove pieces of the same cache.
         with suppress(OSError):
             facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
             found.append((facts.st_mtime_ns, facts.st_size, name))
@@ -268,6 +271,7 @@ class DirectoryLocation(FileLocation):
             try:
                 stat = os.stat(self._file(name))
             except OSError:
+                # Removed meanwhile, or a link to nothing.
                 continue
             if S_ISREG(stat.st_mode):
                 found.append(self._found(name, stat))
@@ -400,6 +404,7 @@ class ObjectLocation(FileLocation):
                     self._has_answered = True
                     return answer
                 except CheckpointCorruptError:
+                    # Damage does not pass.
                     raise
                 except CheckpointError as error:
                     file = self.name_of(name)
@@ -543,6 +548,7 @@ def _first_wild(pattern: str) -> int:
 def _glob_matcher(pattern: str) -> Callable[[str], bool]:
     """Return a function to match keys against a pattern, with the semantics of `glob`."""
     text = re.escape(pattern)
+    # The longer ones first: `**` is not two `*`.
     for wild, meaning in (
         (r"\*\*/", "(?:[^/]+/)*"),
         (r"\*\*", ".*"),

@@ -138,10 +138,13 @@ class ChunkCache:
         while True:
             with self._lock:
                 if not self._num_due():
+                    # Under the lock: `_start_threads` must count only threads that take another
+                    # piece.
                     self._threads.discard(threading.current_thread())
                     return
                 chunk = self._expected.popleft()
                 if chunk in self._kept or chunk in self._under_way:
+                    # The training has read it itself meanwhile.
                     continue
                 self._under_way[chunk] = Future()
                 self._num_busy += 1

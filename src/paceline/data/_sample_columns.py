@@ -239,10 +239,12 @@ def _column_as_array(values: Any) -> Any:
         return numpy()
     if not isinstance(values, (list, tuple)):
         return values
+    # Lists of unequal lengths make no array.
     with suppress(ValueError):
         array = np.array(values)
         if array.dtype.kind in "biuf":
             return array
+    # `np.array` would turn nested lists into further axes.
     array = np.empty(len(values), dtype=object)
     array[:] = values
     return array

@@ -72,6 +72,7 @@ def is_iterable_only(data: Any) -> bool:
     Raises:
         TypeError: They cannot be read at all.
     """
+    # Compared by name: torch is not imported just to ask.
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(data).__mro__}
     if "torch.utils.data.dataset.IterableDataset" in kinds:
         return True

@@ -63,6 +63,8 @@ class LoaderSignals:
         self._passed: set[int] = set()
 
     def __call__(self, worker: int) -> None:
+        # Signals to the whole process group are for the main process, which ends its workers
+        # itself.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._let_pass)
         if self._then is not None:

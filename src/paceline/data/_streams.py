@@ -119,6 +119,7 @@ class _WebDatasetShards(StreamPieces):
         self.name = f"the {type(data).__name__}"
 
     def read(self, piece: int, epoch: int) -> Iterable[Any]:
+        # Copies, as the user's pipeline keeps all its shards.
         pipeline = copy.copy(self._data)
         shards = copy.copy(self._data.pipeline[0])
         shards.urls = [shards.urls[piece]]

@@ -75,6 +75,7 @@ class ParquetFormat(FileFormat):
                     pa.PythonFile(FileSegments(file, pieces)), metadata=metadata
                 )
             with opened:
+                # Several threads read files already.
                 table = opened.read_row_group(number, columns=self._columns, use_threads=False)
         except DataError:
             raise
@@ -188,6 +189,7 @@ def _batches(source: Any) -> Any:
     try:
         return _FileBatches(pa.ipc.open_file(source))
     except pa.ArrowInvalid:
+        # Arrow's stream format has no footer.
         source.seek(0)
         return pa.ipc.open_stream(source)
 

@@ -260,6 +260,7 @@ class OwnBuilds(Outputs):
         try:
             yield
         finally:
+            # The user's code may have set another loader.
             if isinstance(self.training_dataloader, CountedLoader):
                 self.training_dataloader = loader
 
@@ -277,6 +278,7 @@ class OwnBuilds(Outputs):
         self._save_dir = Path(self.configs.model_save_dir)
         if self.rank == 0:
             self._save_dir.mkdir(parents=True, exist_ok=True)
+        # From here on all ranks write there.
         self.barrier()
 
     def barrier(self) -> None:

@@ -219,6 +219,7 @@ def _parameter_group(model: nn.Module, group: Mapping[str, Any], scale: float) -
     try:
         found: Any = model.get_submodule(name)
     except AttributeError:
+        # A parameter of the model itself is no module.
         found = getattr(model, name, None)
     if isinstance(found, nn.Module):
         parameters = list(found.parameters())

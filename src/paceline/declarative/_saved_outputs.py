@@ -161,6 +161,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], prefix: str = 
         ValueError: It holds no weights, or weights of another model.
     """
     try:
+        # A full pickle could run any code, and the file may come from anywhere.
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise FileNotFoundError(
@@ -345,6 +346,7 @@ class Outputs(Step):
             return
         kept = self.configs.pretrained_model_path
         found = [path for pattern in (*_WRITTEN, *_DRAWN) for path in self._save_dir.glob(pattern)]
+        # The weights to begin with are an input, not an earlier run's output.
         found = [path for path in found if kept is None or path.absolute() != Path(kept).absolute()]
         if not found:
             return

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MAX_SEED = 2**32 - 1
 _TRIAL_SEEDS = 2**31
+# The state of a Mersenne Twister.
 _NUM_WORDS = 624
 
 

@@ -142,6 +142,7 @@ class Search:
         with self._guard("snapshot"):
             state = self._method.snapshot()
             try:
+                # NaN and infinity are no JSON, so a stored snapshot could not be read again.
                 json.dumps(state, allow_nan=False)
             except (TypeError, ValueError) as error:
                 raise ValueError(_why_no_json(state, "snapshot()") or str(error)) from error

@@ -413,6 +413,7 @@ def keep_count(num_entries: int, divisor: Fraction) -> int:
 def rung_units(num_rungs: int, max_time: int, divisor: Fraction) -> tuple[int, ...]:
     """Return the absolute training time of each rung's decision, shortest first."""
     units = []
+    # Exact: rounding errors of floats could shift a rung by a unit.
     time = Fraction(max_time)
     for _ in range(num_rungs):
         units.append(max(int(time), 1))

@@ -70,10 +70,12 @@ class PatientCalls:
                     raise
                 passed_s = time.monotonic() - began
                 left_s = patience_s - passed_s
+                # A short silence is not worth a line.
                 if left_s <= 0 or passed_s >= _REPORTED_AFTER * try_s:
                     self.note_trouble(error, max(left_s, 0.0))
                 if left_s <= 0:
                     raise
+                # Random: many ranks must not ask a recovering store at the same moment.
                 time.sleep(min(_random.uniform(pause_s / 2, pause_s), left_s))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE * try_s)
             else:

@@ -239,6 +239,7 @@ class BucketStorage(ObjectStorage):
         """Return a piece of an object with an ETag."""
         if not mark or not size:
             return self.read(key, offset, size)
+        # The store refuses if the object was replaced since: pieces of two versions must not mix.
         options: Any = {"range": (offset, offset + size), "if_match": mark}
         with self._errors(f"{key!r} must be read"):
             try:
@@ -428,6 +429,7 @@ class AzureStorage(BucketStorage):
         try:
             self._tried(lambda client: obstore.delete(client, key))
         except (NotFoundError, FileNotFoundError) as error:
+            # An object that is gone already is fine, a missing bucket is not.
             if self._missing in str(error):
                 raise
 

@@ -271,6 +271,7 @@ def _is_mark_of_owner(markers: int, uuid: str, directory: int) -> bool:
     owner = os.fstat(directory).st_uid
     try:
         with open_regular_below(markers, uuid, owners=[owner]) as file:
+            # Another user can make a hard link to a file of this owner.
             is_alone = os.fstat(file.fileno()).st_nlink == 1
             return is_alone and read_limited(file, len(uuid)) == uuid.encode()
     except OSError:
@@ -297,6 +298,7 @@ def restored(storage: CheckpointStorage, uuid: str) -> Iterator[Path]:
     except CheckpointNotFoundError:
         raise
     except (CheckpointError, ValueError, FileNotFoundError) as error:
+        # A deletion during the read looks like damage.
         if storage.exists(uuid):
             raise
         raise _gone(f"{uuid} in {storage.url!r}", "it was deleted meanwhile") from error

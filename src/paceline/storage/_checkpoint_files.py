@@ -264,6 +264,7 @@ def decode_manifest(data: bytes, uuid: str) -> Manifest:
         raise _damaged(uuid, MANIFEST_NAME, str(error)) from error
     if manifest.uuid != uuid:
         raise _damaged(uuid, MANIFEST_NAME, f"it names checkpoint {manifest.uuid!r}")
+    # Others may be able to write to the storage: the paths are claims.
     for path in (*manifest.files, *manifest.deleted):
         if path.startswith("/") or ".." in path.split("/") or "\0" in path:
             raise _damaged(uuid, MANIFEST_NAME, f"it names the file {path!r} outside")
@@ -562,6 +563,7 @@ def write_durably_below(
         file.flush()
         os.fsync(file.fileno())
         faults.reach("storage.before_rename")
+    # The rename lasts only with its directory.
     os.fsync(directory)
 
 

@@ -437,6 +437,7 @@ def wanted(checkpoints: Sequence[Kept], rules: RetentionRules, *, now_s: float =
     """
     if rules.latest is None and rules.best is None and rules.age_s is None:
         return {kept.uuid for kept in checkpoints}
+    # A slice from `-latest` would keep all for 0.
     found = {kept.uuid for kept in checkpoints[max(len(checkpoints) - (rules.latest or 0), 0) :]}
     found |= best_of(checkpoints, rules.best or 0)
     if rules.age_s is not None:
@@ -473,6 +474,7 @@ def beyond_bytes(
     """
     gone: set[str] = set()
     total = sum(kept.num_bytes for kept in checkpoints)
+    # The best ones go last.
     for kept in sorted(checkpoints, key=lambda kept: kept.uuid in best):
         if total <= num_bytes:
             break

@@ -127,6 +127,7 @@ class DirectoryStorage(CheckpointStorage):
                     _durable_files.move_files_up(own.descriptor, directory.descriptor, entries)
                     own.remove()
                     faults.reach("storage.before_done")
+                    # Last: the done file vouches for files in their place.
                     _write_done(directory, rank, entries)
             except BaseException:
                 own.remove()
@@ -185,6 +186,7 @@ class DirectoryStorage(CheckpointStorage):
         with suppress(OSError, CheckpointCorruptError), self._opened(uuid) as directory:
             if directory.has(MANIFEST_NAME):
                 return
+            # A directory that somebody has put in its place is not ours to empty.
             if made is None or os.path.samestat(made, directory.facts):
                 empty_directory(directory.descriptor)
                 with opened_directory(self._root) as root:
@@ -360,6 +362,7 @@ class DirectoryStorage(CheckpointStorage):
             with _durable_files.durable_write_errors(manifest.uuid, self._root):
                 with self._opened(manifest.uuid) as directory:
                     directory.write(MANIFEST_NAME, encode_with_checksum(manifest))
+                # A power cut could otherwise take the checkpoint's own entry.
                 sync_directory(self._root)
         except BaseException:
             self.discard(manifest.uuid)

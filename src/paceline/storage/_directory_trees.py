@@ -84,6 +84,7 @@ def made_below(directory: int, name: str) -> Iterator[int]:
     """
     part, _, rest = name.partition("/")
     if part:
+        # Other ranks make the same directory at the same time.
         with suppress(FileExistsError):
             os.mkdir(part, dir_fd=directory)
     with opened_below(directory, part) as below:
@@ -103,6 +104,7 @@ def empty_directory(directory: int) -> None:
         OSError: Something cannot be removed.
     """
     for found in walk_below(directory, owner=os.fstat(directory).st_uid):
+        # Others may remove the same leftovers.
         with suppress(FileNotFoundError):
             if stat.S_ISDIR(found.facts.st_mode):
                 os.rmdir(found.name, dir_fd=found.parent)

@@ -184,6 +184,7 @@ class IncomingCheckpoint:
             with _durable_files.durable_write_errors(uuid, self._storage.root):
                 with _opened_incoming(self._storage.root) as (above, incoming):
                     place = f"{self._sender}/{uuid}"
+                    # A single rename: nobody ever sees a part of the checkpoint.
                     os.rename(place, uuid, src_dir_fd=incoming, dst_dir_fd=above)
                 sync_directory(self._storage.root)
         self.forget()
@@ -301,6 +302,7 @@ def _write_all(descriptor: int, data: bytes) -> int:
     left = memoryview(data)
     while left:
         num_written = os.write(descriptor, left)
+        # Writing nothing again and again would never end.
         if not num_written:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         left = left[num_written:]

@@ -235,6 +235,7 @@ class ObjectStorage(CheckpointStorage):
             with self.store_shard(uuid, rank) as path:
                 yield path
         except FileExistsError:
+            # The committed checkpoint is another one's, and stays.
             raise
         except BaseException as error:
             with suppress(CheckpointError):  # The next sweep removes the rest.
@@ -517,6 +518,7 @@ class ObjectStorage(CheckpointStorage):
                 continue
             stored = self.objects(f"{uuid}/")
             if f"{uuid}/{MANIFEST_NAME}" in {each.key for each in stored}:
+                # A crash right after the commit left the mark.
                 self.remove([markers.key(uuid)])
             elif markers.is_left(mark, stored, older_than_s):
                 self.discard(uuid)

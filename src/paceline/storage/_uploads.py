@@ -273,6 +273,7 @@ class BackgroundCalls:
         except BaseException as raised:  # raised by the next call of a method
             error = raised
         with self._changed:
+            # The first error counts: later ones follow from it.
             self._error = self._error or error
             self._num_running -= 1
             self._changed.notify_all()

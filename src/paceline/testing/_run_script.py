@@ -104,6 +104,7 @@ def prepare_script_directory(script: Script, directory: Path) -> None:
     """Make a run's directory, with links to the files the script may read by relative paths."""
     directory.mkdir(parents=True)
     for entry in script.links.iterdir() if script.links is not None else ():
+        # A link to a directory above this one would contain itself.
         if entry.name != "paceline_runs" and entry.absolute() not in directory.absolute().parents:
             (directory / entry.name).symlink_to(entry.absolute())
 
@@ -139,6 +140,7 @@ def start_script(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
+            # The end of its whole process group must not hit this process.
             start_new_session=True,
         )
         try:
@@ -164,9 +166,11 @@ def _wait_for_script(
 def _pause_script(pid: int, directory: Path) -> bool:
     """Request a pause of a stopped process and continue the process; return whether stopped."""
     path = find_run(directory)
+    # The process may end meanwhile.
     with suppress(psutil.NoSuchProcess):
         if path is None or psutil.Process(pid).status() != psutil.STATUS_STOPPED:
             return False
+        # Before it continues, so that it meets the request at once.
         RunDirectory(path).write_control(Control(should_preempt=True))
         os.kill(pid, signal.SIGCONT)
     return True

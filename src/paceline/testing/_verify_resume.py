@@ -224,6 +224,7 @@ def _check_command(command: Sequence[str], num_workers: int) -> None:
 def _straight_facts(script: Script, directory: Path) -> RunFacts:
     """Return the facts of the straight run in a directory; run the script there if needed."""
     directory.parent.mkdir(parents=True, exist_ok=True)
+    # Tests in parallel share the straight run: the first one makes it.
     with directory.with_name(f".{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not directory.exists():

@@ -225,8 +225,10 @@ class AttemptDirectory:
         try:
             with open(lock_path, opener=regular_opener) as file:
                 try:
+                    # A shared lock: two who ask at once must not take each other for the runner.
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except OSError:
+                    # The holder has written its number, or is about to.
                     text = file.read()
                     return int(text) if text else 0
                 return None

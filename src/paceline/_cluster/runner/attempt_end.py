@@ -40,6 +40,7 @@ def end_leftovers(directory: AttemptDirectory) -> None:
         mark = directory.read_spec().mark
     except (OSError, msgspec.DecodeError):
         return
+    # Processes that left their session or lost their parent still have the mark.
     if mark is not None and (num_ended := end_marked(mark)):
         logger.warning("%d processes that the attempt had left were ended.", num_ended)
 
@@ -71,6 +72,7 @@ def make_attempt_end(
     default. `kind` follows from reason and code by default, and from a `store` that did not answer.
     """
     if store is not None:
+        # A store without an answer may come back, and is no fault of the code.
         kind = ErrorKind.TRANSIENT
     return AttemptEnd(
         reason=reason,
@@ -105,6 +107,7 @@ def report_failed_start(directory: AttemptDirectory, error: Exception) -> None:
 
 def ship_leftover_reports(directory: AttemptDirectory) -> None:
     """Send an earlier runner's leftover reports, and end its remaining processes."""
+    # Processes first: they could still write records.
     end_leftovers(directory)
     discard_unfinished(directory.run)
     end = read_end(directory)
@@ -151,6 +154,7 @@ def _read_finish(run: RunDirectory, key: JournalKey) -> AttemptFinished | None:
     finish = None
     try:
         for entry in run.reader(key):
+            # Most records need no decoding to see that they are others.
             if _FINISHED in entry.payload and isinstance(record := entry.decode(), AttemptFinished):
                 finish = record
     except Exception as error:
@@ -193,6 +197,7 @@ def ship_end(shipper: Shipper, end: AttemptEnd, lost: str | None = None) -> None
                 shipper.keep_output()
             return
         except UnreachableError as error:
+            # The next answer may come from another master, with other marks.
             shipper.forget_positions()
             if time.monotonic() > deadline:
                 logger.info("The master is away (%s); the next one will ship the rest.", error)

@@ -352,6 +352,7 @@ def _run_uv(
     reader.start()
     while (code := _wait(process)) is None:
         if is_unwanted():
+            # The whole group: uv's children hold the pipe as well.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             break

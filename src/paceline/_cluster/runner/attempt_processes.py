@@ -254,6 +254,7 @@ class AttemptProcesses:
             if child.is_alive():
                 return True
             self._children.pop(attempt_id, None)
+        # A process before this one may have started the runner.
         return self.directory(attempt_id).runner_pid() is not None
 
     def was_started(self, attempt_id: int) -> bool:

@@ -133,6 +133,7 @@ def run_attempt(directory: AttemptDirectory) -> None:
     with directory.hold_lock() as is_mine:
         if not is_mine:
             return
+        # An entrypoint starts once: a second runner only reports.
         if directory.was_started or read_end(directory) is not None:
             ship_leftover_reports(directory)
             return
@@ -195,6 +196,8 @@ class AttemptRun:
         self._follower.stop()
         self._group.close()
         discard_unfinished(self._directory.run)
+        # Written before anything is sent: if this runner is killed, the next one reports the same
+        # end.
         write_attempt_end(self._directory, end)
         faults.reach("runner.ended")
         lost = None if self._spool is None else self._spool.finish()

@@ -97,6 +97,7 @@ class PieceSender:
                 reply = self._link.put(f"{self._path}/{uuid}/pieces?{query}", data, digest)
             except RefusedByMasterError as error:
                 if error.code == "unknown_upload":
+                    # The master has dropped the upload: the checkpoint is offered anew.
                     return None
                 if error.code != "damaged_piece" or number == _MAX_TRIES - 1:
                     raise

@@ -195,5 +195,6 @@ def _fetch_once(fetch: RepeatedGet, path: str, target: Path) -> str | None:
             file.write(data)
             hasher.update(data)
             size += len(data)
+            # A short piece is the last one.
             if len(data) < MAX_PIECE_BYTES:
                 return hasher.hexdigest()

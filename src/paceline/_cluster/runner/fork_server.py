@@ -20,6 +20,7 @@ from typing import Any
 
 from paceline._training.workers.processes.worker_process import prepare_start
 
+# Numbers of Linux's prctl.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 # An idle host keeps memory for nobody.

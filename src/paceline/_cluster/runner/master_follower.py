@@ -144,6 +144,7 @@ class MasterFollower:
         while lease_s and not self.has_lost:
             with self._lock:
                 heard_at = max(self._heard_at, since)
+            # Half of the lease is left to end the processes before another runner begins.
             if time.monotonic() < heard_at + lease_s / 2:
                 return
             self._has_lost.wait(backoff.next_s())
@@ -174,6 +175,7 @@ class MasterFollower:
             judged: The generation and the sequence number of the record, of the chief's journal.
         """
         with self._lock:
+            # Threads may come here in another order than their answers.
             self._judged = max(judged, self._judged or judged)
             if control is None:
                 self._write()
@@ -255,6 +257,7 @@ class MasterFollower:
             self._write()
 
     def _take(self, control: AttemptControl) -> None:
+        # Answers may overtake each other.
         if control.version < self._version:
             return
         self._version = control.version
@@ -302,6 +305,7 @@ class MasterFollower:
         """Kill the processes within `timeout_s`, including the grace time after SIGTERM."""
         with self._lock:
             kill_at = time.monotonic() + timeout_s
+            # The earliest deadline counts.
             if kill_at >= self._kill_at or self._is_over.is_set():
                 return
             if self._kill_timer is not None:
@@ -313,6 +317,7 @@ class MasterFollower:
             )
 
     def _kill(self, reason: ExitReason, grace_s: float) -> None:
+        # An order to kill outweighs a timeout.
         if self._kill_reason is None or reason is ExitReason.KILLED:
             self._kill_reason = reason
         with self._lock:
@@ -334,6 +339,7 @@ class MasterFollower:
 def _start_timer(
     delay_s: float, function: Callable[..., None], *arguments: object
 ) -> threading.Timer:
+    # Timers refuse longer delays.
     timer = threading.Timer(min(delay_s, threading.TIMEOUT_MAX), function, arguments)
     timer.daemon = True
     timer.start()

@@ -226,6 +226,7 @@ class MasterLink:
             self._url = address.url
             self._connection = _open(url.scheme, url.netloc, address.certificate)
         self._connection.timeout = timeout_s
+        # `timeout` counts for new sockets only.
         if self._connection.sock is not None:
             self._connection.sock.settimeout(timeout_s)
         return self._connection

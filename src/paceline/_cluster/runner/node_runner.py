@@ -332,10 +332,12 @@ class NodeRunner:
             poll = self._questions.get()
             path = f"/nodes/{self._session.node_id}/poll"
             try:
+                # The master may hold the answer back for `wait_s`.
                 reply = self._link.post(path, encode(poll), timeout_s=poll.wait_s + 10)
                 self._answers.put(msgspec.json.decode(reply, type=NodeWork))
                 pauses.reset()
             except Exception as error:
+                # The pause is in this thread, as the other one looks after attempts meanwhile.
                 time.sleep(pauses.next_s())
                 self._answers.put(error)
 
@@ -380,6 +382,7 @@ class NodeRunner:
             try:
                 answer = self._answers.get(timeout=_TICK_S)
             except queue.Empty:
+                # Failed starts are repeated although the master is silent.
                 self._wanted.look_after({}, [])
                 continue
             if isinstance(answer, NodeWork):
@@ -470,6 +473,7 @@ class NodeRunner:
         """Report the departure to the master, so nothing waits for the lease to expire."""
         path = f"/nodes/{self._session.node_id}/poll"
         with suppress(UnreachableError, RefusedByMasterError):
+            # The second poll reports the cleaned attempts.
             for _ in range(2):
                 poll = msgspec.structs.replace(self._next_poll(), wait_s=0.0)
                 reply = self._link.another().post(path, encode(poll), timeout_s=_LEAVE_S)

@@ -67,6 +67,7 @@ class OutputSpool:
             data = seal_line(json.dumps((self._next_sequence, *fields)).encode())
             self._next_sequence += 1
             if self._waiting and len(self._waiting) + len(data) > _MAX_WAITING_BYTES:
+                # The disk may have space again.
                 self._write()
             if self._waiting and len(self._waiting) + len(data) > _MAX_WAITING_BYTES:
                 self._num_lost += 1
@@ -125,6 +126,7 @@ class SpoolReader:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
+                # A line without an end is still being written.
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
@@ -203,6 +205,7 @@ class OutputShipper(ShippingLoop):
             except Exception as error:
                 trouble = error
             self.forget_positions()
+            # Raises unless the master works: only then is the output to blame.
             check_master()
             if time.monotonic() > deadline:
                 break

@@ -86,6 +86,7 @@ class RefusedRecords:
             place = f"it cannot be set aside ({error})"
         shown = record.decode(errors="replace")[:_SHOWN_CHARACTERS]
         reason = f"{why}, so {place}: {shown}"
+        # A record in its place leaves no gap in the numbers.
         self._replaced[batch.generation, batch.rank, sequence] = msgspec.Raw(
             encode_record(RecordLost(time=time.time(), reason=reason))
         )
@@ -227,6 +228,7 @@ class RecordShipper(ShippingLoop):
         except RefusedByMasterError as error:
             if not error.is_about_content:
                 raise
+            # Halving finds the refused record in few requests.
             self._send_halves(batches, error)
         except MasterFailedError as error:
             self._send_halves(batches, error)

@@ -74,6 +74,7 @@ class AttemptTokens:
             row = connection.execute(query).first()
         if row is None or (row.ended_at is not None and row.ended_at < time.time() - _AFTER_END_S):
             return False
+        # Attempts pile up over the years, so the memory of them begins anew.
         if len(self._looked_at) >= _MAX_LOOKS:
             self._looked_at.clear()
         self._looked_at[attempt_id] = time.monotonic()
@@ -115,6 +116,7 @@ class SignInLinks:
     def redeem(self, token: str) -> bool:
         """Consume a token; return False for an unknown, used or expired token."""
         with self._lock:
+            # Under the lock, so that a link works once.
             expires_at = self._expiry.pop(token, None)
         return expires_at is not None and time.time() < expires_at
 
@@ -154,6 +156,7 @@ class Throttle:
             failures = self._failures.setdefault(sender, deque(maxlen=self.max_failures))
             failures.append(time.monotonic())
             self._failures.move_to_end(sender)
+            # Senders can be invented without end.
             while len(self._failures) > _MAX_SENDERS:
                 self._failures.popitem(last=False)
 
@@ -181,6 +184,7 @@ def sender_at(peer: tuple[str, int] | None, own: tuple[str, int | None] | None) 
         return str(address) if user is None else f"{address} user {user}"
     if address.version == 4:
         return str(address)
+    # A socket for both kinds shows IPv4 senders as IPv6 addresses.
     mapped = address.ipv4_mapped
     return str(mapped or ipaddress.ip_network((address, 64), strict=False))
 
@@ -243,6 +247,7 @@ class Passwords:
             values = {"name": user, "password_hash": hashed, "changed_at": time.time()}
             connection.execute(insert(users).values(**values))
             connection.execute(delete(sign_ins).where(sign_ins.c.user == user))
+            # A power cut must not bring the old password back.
             transaction.force()
 
         return self._database.write(job)
@@ -267,6 +272,7 @@ class Passwords:
                 f" {self._by_name.window_s:.0f} s. Hint: wait a minute, or sign in by the link that"
                 " `paceline login` prints."
             )
+        # argon2 takes memory and a core: checks run singly, and few may wait.
         if not self._places.acquire(blocking=False):
             raise TooManyAttemptsError("Many passwords wait to be checked. Hint: try again.")
         try:

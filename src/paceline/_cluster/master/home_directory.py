@@ -352,6 +352,7 @@ class Home:
 
     def make_directories(self) -> None:
         """Create the standard directories of a home."""
+        # `mkdir` leaves the mode of an existing directory.
         self.path.chmod(0o700)
         checkpoints = self.path / "checkpoints"
         for path in (self.contexts_path, self.attempts_path, self.logs_path, checkpoints):

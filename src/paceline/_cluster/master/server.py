@@ -81,6 +81,7 @@ class EndLimit:
             if self._is_over:
                 return
             self._is_over = True
+            # A broken log must not keep the process alive.
             with suppress(Exception):
                 logger.error(
                     "The master did not end within %g s of its own, and is ended now. All that it"
@@ -91,6 +92,7 @@ class EndLimit:
             is_closed = self._close_database()
             with suppress(Exception):
                 sys.stderr.flush()
+            # A normal exit would wait for the hanging threads.
             os._exit(0 if is_closed else 1)
 
     def _close_database(self) -> bool:
@@ -222,6 +224,7 @@ def _without_known_traceback(
     if place not in raised_at:
         raised_at.add(place)
         return record
+    # Other handlers get the record unchanged.
     shown = copy.copy(record)
     error = record.exc_info[1]
     shown.msg = f"{record.getMessage()} ({type(error).__name__}: {error}; as before)"

@@ -187,6 +187,7 @@ async def _decode(request: Request, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(await request.body(), type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
+        # Deeply nested JSON exhausts the decoder's stack.
         raise ApiError(422, "invalid_request", str(error)) from error
 
 
@@ -255,6 +256,7 @@ async def store_run_records(
 ) -> Response:
     """Store journal records of a run; known records are dropped."""
     body = await _decode(request, RunRecords)
+    # A whole run in one transaction would hold up all other writers.
     parts = [*in_parts(sorted(body.batches, key=place_of_batch), _MAX_AT_ONCE)]
     try:
         for part in parts:

@@ -74,9 +74,11 @@ async def delete_checkpoint(
 ) -> Checkpoint:
     """Delete a checkpoint's files, or those matching patterns; the checkpoint stays listed."""
     view, place = await asyncio.to_thread(_read_with_place, uuid, master)
+    # First: no trial may choose the checkpoint from now on.
     await write_rows(master, lambda transaction: _withdraw_unused(transaction, master, uuid))
     calls = master.changes.storage_calls
     try:
+        # A storage that hangs must not hold a thread of the API.
         left = await asyncio.wrap_future(
             in_own_thread(lambda: _delete_checkpoint_files(calls, place, uuid, glob))
         )
@@ -145,6 +147,7 @@ def _verified_pieces(
         file = storage.open_file(manifest.uuid, name)
     except (FileNotFoundError, NotADirectoryError):
         return iter(()), {name: "is missing"}
+    # The check and the content use one descriptor: nobody can replace the file in between.
     reason = problem_of_file(file, manifest.files[name])
     if reason is not None:
         file.close()

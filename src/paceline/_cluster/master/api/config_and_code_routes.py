@@ -202,6 +202,7 @@ def _is_text(content: bytes) -> bool:
         content.decode()
     except UnicodeDecodeError:
         return False
+    # Zeros are valid UTF-8, but no text.
     return b"\0" not in content
 
 
@@ -239,6 +240,7 @@ async def _receive_context(request: Request, path: Path) -> str:
     with open_private(path, "wb") as file:
         async for piece in request.stream():
             digest.update(piece)
+            # A slow disk must not hold up the event loop.
             await asyncio.to_thread(file.write, piece)
         file.flush()
         await asyncio.to_thread(os.fsync, file.fileno())

@@ -338,6 +338,7 @@ def _remove_leftovers(master: Master, experiment_id: int, leftovers: Leftovers) 
         *(AttemptDirectory(attempts / str(number)).remove_kept for number in leftovers.attempt_ids),
     ]
     for remove in removals:
+        # A file that stays must not keep the others.
         try:
             remove()
         except OSError as error:

@@ -341,6 +341,7 @@ def list_experiments(
                 sort_by=sort_by,
                 is_descending=order == "desc",
             )
+            # One more row shows whether there is a further page.
             listed = list_rows(connection, query, after=after, limit=limit + 1)
             total = None
             if cursor is None:

@@ -343,6 +343,7 @@ class Readers:
                     answer = await self._process.answer(endpoint, others)
                     threads.note(endpoint, answer.seconds)
                     return Response(answer.body, media_type=answer.media_type)
+            # A process that failed once is not asked again for this request.
             can_leave = False
         return await threads.answer_slow(endpoint, make)
 

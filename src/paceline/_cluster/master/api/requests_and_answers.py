@@ -280,6 +280,7 @@ def position_in_rows(cursor: str | None, default: list[Any]) -> list[Any]:
         decoded = decode_cursor(cursor)
     except ValueError as error:
         raise ApiError(400, "invalid_cursor", str(error)) from error
+    # Exact types: `True` is an `int` for isinstance.
     if [type(item) for item in decoded] != [type(item) for item in default]:
         raise ApiError(400, "invalid_cursor", f"`cursor` {cursor!r} belongs to another list.")
     return decoded

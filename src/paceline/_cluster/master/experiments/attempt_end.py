@@ -106,6 +106,7 @@ def end_attempt(
     if decision.note:
         changes.note(transaction, trial.id, attempt.number, decision.level, decision.note)
     _follow_end(changes, transaction, trial, experiment, decision)
+    # Effects outside of the database wait for the commit, as the transaction may fail.
     transaction.after_commit(partial(changes.failing_stores.forget, attempt_id))
     transaction.after_commit(changes.wakeups.wake)
     faults.reach("master.attempt.ended")

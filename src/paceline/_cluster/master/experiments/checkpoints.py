@@ -107,6 +107,7 @@ class CheckpointPlace(NamedTuple):
         owner = self._owner_of_run(self.run_dir, uuid)
         if owner == os.geteuid():
             return storage
+        # All files must be the owner's: links to files of others are refused.
         return DirectoryStorage(storage.root, has_one_owner=True, owner=owner)
 
     def _owner_of_run(self, run_dir: str, uuid: str) -> int:
@@ -290,6 +291,7 @@ def is_checkpoint_gone(connection: Connection, uuid: str, calls: StorageCalls) -
     root = Path(place)
 
     def is_gone() -> bool:
+        # An empty directory may be a file system that is not mounted.
         return any(root.iterdir()) and not storage_for_others(place).exists(uuid)
 
     try:
@@ -557,6 +559,7 @@ def _new_names(storage: DirectoryStorage, since_s: float) -> list[str]:
                 is_directory = entry.is_dir(follow_symlinks=False)
                 changed_s = entry.stat(follow_symlinks=False).st_mtime
             except OSError:
+                # Removed meanwhile.
                 continue
             if is_directory and changed_s >= since_s - _SLACK_S:
                 found.append(entry.name)

@@ -182,6 +182,7 @@ class Reconciler:
         if self._database.failure is not None:
             return
         with self._database.read() as connection:
+            # Remembered now: a runner outlives the end of its attempt by a moment.
             left = [
                 runner.id
                 for attempt in live_attempts(connection)

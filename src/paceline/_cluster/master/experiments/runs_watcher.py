@@ -89,6 +89,7 @@ class RunsWatcher:
             try:
                 self.scan()
             except Exception:
+                # The next scan may succeed, so the thread stays.
                 logger.exception("The runs in %s could not be read.", self._directory)
             has_more = any(run.tail.has_more for run in self._runs.values())
             if self._stopping.wait(0.0 if has_more else _SCAN_S):

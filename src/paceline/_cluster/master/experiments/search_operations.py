@@ -231,6 +231,7 @@ class SearchOperations:
         except SearchMethodError as error:
             self._fail_search(transaction, experiment_id, error)
             return
+        # Smaller changes are not worth a write.
         if progress is None or abs(progress - row.progress) < 0.001:
             return
         connection.execute(

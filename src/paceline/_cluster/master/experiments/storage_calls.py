@@ -101,6 +101,7 @@ class StorageCalls:
         def look() -> None:
             while not is_done.wait(_SILENT_S):
                 with self.noted(storage), suppress(OSError):
+                    # Any request shows whether the storage answers.
                     os.statvfs(storage)
 
         if "://" not in storage:
@@ -125,6 +126,7 @@ class StorageCalls:
         future = self._start(storage, call)
         if future is not None and wait({future}, _PATIENCE_S).done:
             return future.result()
+        # Each call to a storage that hangs holds a thread for good.
         with self._lock:
             self._rests_until[storage] = time.monotonic() + _REST_S
         return default

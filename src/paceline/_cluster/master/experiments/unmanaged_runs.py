@@ -193,6 +193,7 @@ class Unmanaged:
         attempts = attempts_of_run(connection, trial.id)
         newest = attempts[-1] if attempts else None
         for attempt in attempts:
+            # A later attempt shows that an earlier one is over.
             is_over = attempt is not newest or attempt.outcome is not None or not is_alive
             if is_over and attempt.state != AttemptState.ENDED.value:
                 self._end_attempt(transaction, attempt, left_out or vanished)
@@ -336,6 +337,7 @@ class Unmanaged:
             exit=stored,
         )
         told = attempt.exit or {}
+        # The attempt was reopened and ended as before: no news.
         if told and (told["outcome"], told["error"]) == (attempt.outcome, error):
             return
         transaction.emit(

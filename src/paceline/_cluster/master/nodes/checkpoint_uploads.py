@@ -159,6 +159,7 @@ class OpenUploads:
             if "://" not in places[experiment_id]
         }
         with self._lock:
+            # Uploads that began meanwhile count.
             self._roots = roots | self._roots
         self._knows_earlier = True
         root = DirectoryStorage(self._default_storage).root
@@ -172,6 +173,7 @@ class OpenUploads:
 
         def is_wanted(sender: str) -> bool:
             number = sender.removeprefix(prefix)
+            # Names without the prefix belong to other masters.
             return number == sender or (number.isdecimal() and int(number) in live)
 
         with self._lock:

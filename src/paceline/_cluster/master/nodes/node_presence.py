@@ -74,6 +74,7 @@ class NodePresence:
             before = self._heard.get(node_id)
             ever = set() if before is None else before.ever
             self._heard[node_id] = _Heard(session=session, has_left=has_left, ever=ever)
+            # Higher than the versions of an earlier master, for which the node may still wait.
             self._versions.setdefault(node_id, int(time.time()))
             self.leases.end(node_id)
             self.leases.begin(node_id)

@@ -377,6 +377,7 @@ class Nodes(Machines):
         """
         with self._lock:
             node = self._nodes.get(node_id)
+            # A session beyond the stored one: the database was restored from a backup.
             if node is None or node.key != poll.key or poll.session > node.session:
                 raise UnknownNodeError(f"There is no node {node_id} with this key.")
             if node.token_id != token_id:

@@ -202,6 +202,7 @@ def _fewest_victims(
             break
         others = sorted((size for _, size, _ in attempts[index + 1 :]), reverse=True)
         most = sum(others[: number - len(chosen) - 1])
+        # An early attempt is taken if the later ones can give the rest.
         if attempt[1] + most >= missing:
             chosen.append(attempt)
             missing -= attempt[1]
@@ -228,6 +229,7 @@ def _needed_victims(
     chosen: list[Holding], suffices: Callable[[Sequence[Holding]], bool]
 ) -> list[Holding]:
     needed = list(chosen)
+    # The last ones are spared first.
     for one in reversed(chosen):
         others = [other for other in needed if other is not one]
         if suffices(others):

@@ -246,6 +246,7 @@ class WatchedObjects:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
+            # Wakes the thread out of its read.
             _shut(self._response)
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
@@ -270,6 +271,7 @@ class WatchedObjects:
                 self._is_current, self._error = False, error
                 self._trouble = error or self._trouble
                 self._changed.notify_all()
+            # Streams that ended at once lead to a pause.
             num_short = 0 if time.monotonic() - began > _SHORT_S else num_short + 1
             if num_short > 1:
                 self._pause(min(_FIRST_PAUSE_S * 2 ** min(num_short - 2, 10), _LONGEST_PAUSE_S))
@@ -316,6 +318,7 @@ class WatchedObjects:
         except ApiError as error:
             if error.status != _FORBIDDEN:
                 raise
+            # A role without `watch` may still be able to list.
             self._may_watch = False
             logger.warning("%s are listed again and again. %s", self._plural, error)
         finally:

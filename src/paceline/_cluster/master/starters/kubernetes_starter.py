@@ -102,6 +102,7 @@ class KubernetesStarter(Starter):
             with suppress(StarterError):
                 self._api.call("DELETE", SECRETS, name)
             raise
+        # Kubernetes removes the Secret together with its owner.
         owner = {
             "apiVersion": job_set["apiVersion"],
             "kind": job_set["kind"],

@@ -168,6 +168,7 @@ def missing_runners(
             continue
         fitting = [name for name, num_free in free.items() if num_free >= size]
         if fitting:
+            # The smallest group that fits leaves larger ones to larger trials.
             group = min(fitting, key=free.__getitem__)
             free[group] -= size
             awaited.add(group)
@@ -319,6 +320,7 @@ class PoolRunners:
             self._make_pass(name, need)
             self._no_starts.pop(name, None)
         except StarterError as error:
+            # A starter that is being closed fails in any case.
             if self._closing.is_set():
                 return
             self._rest_until[name] = time.monotonic() + _REST_S

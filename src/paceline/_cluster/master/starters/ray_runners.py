@@ -96,6 +96,7 @@ def make_runner_actor_class() -> Any:
             except (ValueError, ray.exceptions.RayActorError):
                 return False
             except ray.exceptions.GetTimeoutError:
+                # A silent runner may still be at work.
                 return True
 
     return PacelineRunner

@@ -192,6 +192,7 @@ class SlurmStarter(Starter):
         directory = self._place(order.name)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # A file, as all users of a node can see command lines.
             with open_private(directory / "token", "w") as file:
                 file.write(order.token)
             if order.certificate is not None:
@@ -277,6 +278,7 @@ class SshStarter(Starter):
         name = shlex.quote(order.name)
         place = '"$d"'
         certificate = 'cat > "$d/master.pem"' if order.certificate else 'rm -f "$d/master.pem"'
+        # The token is moved into place: a runner that reads it again never meets a part.
         script = (
             f"umask 077; d={_shell_path(self.directory)}/{name}; mkdir -p {place}"
             ' && IFS= read -r t && printf %s "$t" > "$d/token.new" && mv "$d/token.new" "$d/token"'
@@ -285,6 +287,7 @@ class SshStarter(Starter):
             ' </dev/null >>"$d/runner.log" 2>&1 &'
         )
         host = self._hosts()[order.name]
+        # BatchMode lets ssh fail where it would ask for a password.
         command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"]
         command += [*self.options.ssh_options, "--", host, script]
         try:

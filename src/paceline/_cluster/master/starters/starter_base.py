@@ -208,6 +208,7 @@ class RequestProgram:
             process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             process.kill()
+        # A pending request fails with the process, and gives the lock back.
         with self._asking:
             if self._process is not None:
                 self._end()

@@ -70,6 +70,7 @@ class DatabaseFiles:
         """
         self.check()
         address = f"file:{quote(str(self.path.absolute()))}?mode=rw"
+        # The engine's pool hands a connection to several threads, one after the other.
         return sqlite3.connect(address, uri=True, timeout=30, check_same_thread=False)
 
     def check(self) -> None:
@@ -235,6 +236,7 @@ class Transaction:
             try:
                 action()
             except Exception:
+                # The transaction is committed: the other actions must follow all the same.
                 logger.exception("An action after a transaction failed.")
 
 

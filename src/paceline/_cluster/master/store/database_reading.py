@@ -96,6 +96,7 @@ def check_copy(path: Path) -> None:
     Raises:
         DatabaseDamagedError: Some are damaged.
     """
+    # `immutable`: SQLite takes no locks and makes no files beside the copy.
     address = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
     try:
         with closing(sqlite3.connect(address, uri=True)) as connection:

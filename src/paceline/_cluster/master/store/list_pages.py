@@ -200,6 +200,7 @@ class EncodingCache:
         if num_bytes > _LIMIT_BYTES:
             return
         with self._lock:
+            # The next lists fill the cache again, so no order of use is kept.
             if self._num_bytes + num_bytes > _LIMIT_BYTES:
                 self._kept.clear()
                 self._num_bytes = 0

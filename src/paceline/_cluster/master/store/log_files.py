@@ -178,6 +178,7 @@ class LogFile:
         Where no line can pass, the bytes are left out, and the index entry stands for them.
         """
         with self.lock:
+            # The file only grows, so these bounds stay valid without the lock.
             num_lines, starts = self.num_lines, [*self._starts, self._size]
             blocks = list(self._blocks)
         needles = LogNeedles(only)
@@ -324,6 +325,7 @@ def num_damaged_lines(path: Path) -> int:
     with _open_to_read(path) as file:
         for line in file:
             try:
+                # A line without an end is still being written.
                 if line.endswith(b"\n"):
                     _parse_log_line(line)
             except _DAMAGE:

@@ -370,6 +370,7 @@ def decode_cursor(cursor: str) -> list[Any]:
         ValueError: The cursor was made elsewhere.
     """
     try:
+        # `encode_cursor` drops the padding.
         position = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
     except (ValueError, RecursionError) as error:
         raise ValueError(

@@ -68,6 +68,7 @@ def add_metrics(
     columns: dict[tuple[str, str], Points] = {}
     conflicts: list[Conflict] = []
     reports = list(records)
+    # A first attempt repeats no steps.
     repeated = [r for r in reports if attempt > 1 and r.steps_completed <= resumed_steps]
     known = _known_metric_values(connection, trial_id, attempt, repeated)
     for record in reports:

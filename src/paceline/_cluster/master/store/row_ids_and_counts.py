@@ -47,6 +47,7 @@ def new_id(connection: Connection, table: Table) -> int:
     meta = tables.meta
     kept = connection.execute(select(meta.c.value).where(meta.c.key == _key(table))).scalar()
     newest: int | None = connection.execute(select(func.max(table.c.id))).scalar()
+    # Rows restored from records may lie beyond the stored id.
     return max(int(kept or 0), newest or 0) + 1
 
 

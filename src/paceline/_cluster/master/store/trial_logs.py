@@ -129,6 +129,7 @@ class LogStore:
                     bounds = (num_lines - end, num_lines - done) if newest_first else (done, end)
                     block = list(file.lines(*bounds))
                     yield block[::-1] if newest_first else block
+                    # Small at first, as most readers need few lines.
                     done, size = end, min(2 * size, BLOCK_LINES)
 
     def matching(

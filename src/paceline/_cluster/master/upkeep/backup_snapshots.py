@@ -131,6 +131,7 @@ def read_backup_content(path: Path) -> Content:
         content = msgspec.json.decode(data, type=Content)
     except msgspec.DecodeError as error:
         raise _unreadable(path, error) from error
+    # A forged backup must not write outside of the home.
     for name in content.files:
         if name.startswith("/") or ".." in name.split("/"):
             raise _unreadable(path, ValueError(f"it names the file {name!r} outside"))

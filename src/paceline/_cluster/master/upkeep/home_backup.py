@@ -222,6 +222,7 @@ class _BackupWork:
         if before is not None and before.entry == entry and self._link(DATABASE):
             self._files[DATABASE] = before
             return
+        # Later backups share the file by links, so nobody must change it.
         copy.chmod(0o400)
         self._note(DATABASE, entry, entry.size, 0)
 
@@ -234,9 +235,11 @@ class _BackupWork:
                 before.source_size,
                 before.source_time_ns,
             )
+            # Unchanged files are links to the earlier backup.
             if is_same and before is not None and self._link(name):
                 self._files[name] = before
                 return
+            # A growing file may end within a line.
             limit = whole_lines(source) if grows(name) else None
             entry = copy_file(source, target, durable=True, num_bytes=limit)
         except FileNotFoundError:

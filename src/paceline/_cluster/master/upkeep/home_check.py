@@ -192,9 +192,11 @@ def check(home: Path, *, is_quick: bool = False) -> CheckResult:
             " Hint: `--home` names the home of the master."
         )
     result = CheckResult(master_runs=_is_held(home))
+    # Before the database is opened: SQLite silently drops a damaged log.
     damage = None if result.master_runs else _log_damage(home)
     result.findings = _look_at_home(home, is_quick=is_quick)
     if result.findings and result.master_runs:
+        # A master at work changes the home meanwhile: a finding counts if it stays.
         time.sleep(_SECOND_LOOK_S)
         again = set(_look_at_home(home, is_quick=is_quick))
         result.findings = [finding for finding in result.findings if finding in again]
@@ -401,6 +403,7 @@ def _is_held(home: Path) -> bool:
     try:
         with open(home / "master.lock", opener=regular_opener) as file:
             try:
+                # A shared lock: two checks must not take each other for a master.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:
                 return True

@@ -103,6 +103,7 @@ def append_recovery_rows(
         OSError: It cannot be written.
     """
     path.parent.mkdir(mode=0o700, exist_ok=True)
+    # A torn line at the end is cut off, or it would spoil the next row.
     end = whole_lines(path) if path.exists() and not anew else 0
     with os.fdopen(regular_opener(str(path), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC), "r+b") as file:
         file.truncate(end)
@@ -147,6 +148,7 @@ class Recorder:
         """Start the thread; in a home of an earlier version, all rows are recorded first."""
         begin_records(self._database)
         self._database.on_commit(lambda _: self._changed.set())
+        # Rows may wait from before the start.
         self._changed.set()
         self._thread.start()
 
@@ -166,6 +168,7 @@ class Recorder:
         while last := write_some(self._database, self._home, last):
             if not self._is_long():
                 continue
+            # Most of the time belongs to the writer of the database.
             if self._closing.wait(_REST * (time.monotonic() - began)):
                 return
             began = time.monotonic()

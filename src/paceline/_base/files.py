@@ -150,9 +150,9 @@ class NotRegularFileError(OSError):
 def opened_directory(path: Path | str) -> Iterator[int]:
     """Yield a descriptor of a directory; links in its own path are followed, once.
 
-    Not followed are links by which another user would lead this process to what is its own: those
-    of neither root nor this process's user, to a directory of this user; for root, to a directory
-    that does not belong to the owner of the link.
+    Links by which another user would lead this process to its own files are not followed: links
+    of neither root nor this process's user, to a directory of this user; for root, links to a
+    directory that does not belong to the owner of the link.
 
     Raises:
         NotRegularFileError: There is such a link in the path.

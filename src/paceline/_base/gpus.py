@@ -89,13 +89,13 @@ class KnownGpu:
 
     Attributes:
         id: Its value in CUDA_VISIBLE_DEVICES: a number or a UUID.
-        uuid: Its UUID; empty if nobody tells.
+        uuid: Its UUID; empty if unknown.
         name: The product name and the MIG profile; the names of all GPUs if it may be any of
-            them; empty if nobody tells.
-        memory_bytes: All of its memory; 0 if nobody tells.
+            them; empty if unknown.
+        memory_bytes: Its whole memory; 0 if unknown.
         is_mig: Whether it is a MIG device.
-        number: Its number as nvidia-smi counts, or that of the GPU that it is a device of; empty if
-            nobody tells.
+        number: Its number as nvidia-smi counts, or the number of its GPU for a MIG device; empty if
+            unknown.
     """
 
     id: str
@@ -145,7 +145,7 @@ def _name(asic: Any) -> str:
 
 
 def _size(vram: Any) -> int:
-    """Return bytes: amd-smi tells `{"value": 196592, "unit": "MB"}`, or a text in old releases.
+    """Return bytes: amd-smi prints `{"value": 196592, "unit": "MB"}`, or a text in old releases.
 
     Its MB are of 1,048,576 bytes.
     """
@@ -233,7 +233,7 @@ class NvmlDevice:
 
     def power_w(self) -> float:
         """Return the power draw in watts."""
-        # NVML tells milliwatts.
+        # NVML reports milliwatts.
         return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1000
 
     def mig_devices(self) -> "list[NvmlDevice] | None":

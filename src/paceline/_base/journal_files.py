@@ -113,7 +113,7 @@ class JournalReader:
         Args:
             max_entries: The limit of entries.
             max_bytes: The number of bytes after which no further chunk or line is read; `has_more`
-                tells that entries may be left.
+                says that entries may be left.
 
         Raises:
             JournalVersionError: A segment was written in another format version.

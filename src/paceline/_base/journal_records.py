@@ -23,10 +23,10 @@ class AttemptStarted(Record, frozen=True, kw_only=True, tag="attempt_started"):
     """A rank began its part of an attempt.
 
     Rows of earlier attempts beyond `steps_completed` are superseded: it is the step of the
-    checkpoint that was handed to the attempt, 0 without one, and the last step where a driver goes
-    on recording. `environment` describes the chief's software and hardware. `restart_causes` is
-    empty unless workers were started again after a failure: what ended those before them, one
-    sentence for each start since the last one that was recorded.
+    checkpoint that was handed to the attempt, 0 without one, and the last step where a driver
+    continues to record. `environment` describes the chief's software and hardware.
+    `restart_causes` has a sentence for each restart of workers after a failure since the last
+    recorded start: the end of the workers before.
     """
 
     attempt: int
@@ -45,7 +45,7 @@ class MetricsReported(Record, frozen=True, kw_only=True, tag="metrics", omit_def
     """Metrics of a group at a step.
 
     `validation` says which metrics of a train function's report count as a validation too, for
-    searches: all if True, nothing if False, else these metrics. `number` is that of the report,
+    searches: all if True, nothing if False, else these metrics. `number` is the report's number,
     unless it is the step.
     """
 

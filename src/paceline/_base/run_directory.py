@@ -534,7 +534,7 @@ class RunTail:
         Args:
             max_entries: The limit of entries.
             max_bytes: The number of bytes after which no further chunk or line is read: then
-                `has_more` tells whether there may be more.
+                `has_more` says whether there may be more.
 
         Raises:
             JournalVersionError: A journal was written in another format version.

@@ -194,7 +194,7 @@ def _up_in_background(
             raise CommandError(
                 f"The home {str(home)!r} must have no master to start one {differences[0]}, but one"
                 f" runs at {file.shown_url}. Hint: stop it with `paceline down` (`--keep-trials`"
-                " lets trials go on), or choose another `--home`."
+                " lets trials continue), or choose another `--home`."
             )
         typer.echo(f"A master runs already at {file.shown_url} (process {file.pid}).")
         _tell_sign_in_link(home, file)
@@ -348,7 +348,7 @@ def down(
 
 
 def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
-    """Say how many trials run without a master, if any do; by default, those of this machine."""
+    """Print the number of trials that run without a master, by default on this machine."""
     from paceline.cli._console_output import num_trials_text
     from paceline.cli._master_process import count_running_attempts
 

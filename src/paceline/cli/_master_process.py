@@ -246,8 +246,8 @@ def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: flo
     from paceline.client._client import Client
     from paceline.client._http_session import MasterUnreachableError, read_token
 
-    # A master that does not answer cannot be asked; one that does gets the time it was promised,
-    # that for what it kills then, and a moment for its own end. A signal before would leave trials.
+    # A master that does not answer cannot be asked; one that does gets the promised time,
+    # the time of its kills, and a moment for its own end. An earlier signal would leave trials.
     patience_s = 0.0
     token = None
     try:

@@ -189,7 +189,7 @@ def restart_without_token() -> None:
 
 
 def _can_restart() -> bool:
-    """Return whether the arguments of this process are those of the command."""
+    """Return whether the arguments of this process belong to the command."""
     arguments = sys.argv[1:]
     first = len(sys.orig_argv) - len(arguments)
     return is_paceline_command.get() and sys.orig_argv[first:] == arguments

@@ -53,8 +53,8 @@ class ClusterClient:
         Args:
             node: The name of its node; `local` is the master's own machine.
             slot: Its number on the node.
-            finish: A trial that runs there ends there; otherwise it stores a checkpoint and goes
-                on elsewhere.
+            finish: A trial that runs there ends there; otherwise it stores a checkpoint and
+                resumes elsewhere.
 
         Raises:
             ApiError: There is no such slot.

@@ -108,7 +108,7 @@ class _Reporter:
         self._pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 2)
         if why != self._last_said:
             self._say(
-                f"{why} The run {self._sync.name} goes on; its records are kept in {self._path}."
+                f"{why} The run {self._sync.name} continues; its records are kept in {self._path}."
             )
             self._last_said = why
 

@@ -405,7 +405,7 @@ class ExperimentConfig(Section):
                 "`records_per_epoch` has no effect: an epoch is as long as the data set is."
             )
         if getattr(self.searcher, "stop_once", None) is not None:
-            found.append("`searcher.stop_once` has no effect: a stopped trial never goes on.")
+            found.append("`searcher.stop_once` has no effect: a stopped trial never continues.")
         if self.checkpoint_bytes_per_hour and self.min_checkpoint_period != CONTINUOUS:
             found.append(
                 "`checkpoint_bytes_per_hour` has no effect without `min_checkpoint_period:"

@@ -43,8 +43,8 @@ MISSING: Final = _Missing.NOTHING
 class Problem:
     """Problem of a config: the place, the value, and the reason.
 
-    `path` is dotted from the top of the config (`searcher.max_trials`), `value` is what stands
-    there (`MISSING` when nothing does), `message` continues a sentence that starts with the path,
+    `path` is dotted from the top of the config (`searcher.max_trials`), `value` is the value
+    there (`MISSING` without one), `message` continues a sentence that starts with the path,
     `allowed` lists the valid values and `hint` the fix; both may be empty. The text of a
     problem leaves out `allowed` where the message says it already.
     """

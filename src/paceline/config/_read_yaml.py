@@ -41,7 +41,7 @@ class _Size(NamedTuple):
 class _LimitedLoader(yaml.SafeLoader):
     """Safe loader with limits: documents too large or too deep are refused.
 
-    An alias counts as what it stands for: a few lines of aliases of aliases can stand for more
+    An alias counts as its expansion: a few lines of aliases of aliases can stand for more
     values than any memory holds. Nothing is expanded to count it.
     """
 

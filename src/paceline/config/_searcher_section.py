@@ -253,7 +253,7 @@ class _Halving(Searcher):
     max_concurrent_trials: NonNegative = Field(
         default=16, description="Trials that run at once; 0 derives it from the rungs."
     )
-    stop_once: bool | None = without_effect("a stopped trial never goes on")
+    stop_once: bool | None = without_effect("a stopped trial never continues")
 
     @model_validator(mode="before")
     @classmethod

@@ -17,7 +17,7 @@ class PreemptMode(Enum):
 
     - `WorkersAskChief`: all ranks call equally often, and all get the same answer. A signal to any
       of them counts.
-    - `ChiefOnly`: the chief alone calls, and tells the others in its own way.
+    - `ChiefOnly`: the chief alone calls, and informs the others in its own way.
     - `WorkersAskMaster`: any rank calls, as often as it likes, and does not wait for the others.
       One may know sooner than another one. A signal counts for the rank that gets it.
     """

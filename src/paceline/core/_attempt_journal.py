@@ -168,8 +168,8 @@ class TimeAccount:
 class ScriptTimes:
     """Time account of a script without a trainer, from its first report on.
 
-    It knows the steps that the script reports. What the script does between its reports and
-    checkpoints counts as training. A block within a thread other than the main one counts nothing,
+    It knows the steps that the script reports. Time between reports and checkpoints counts as
+    training. A block within a thread other than the main one counts nothing,
     as training may continue beside it.
 
     Args:

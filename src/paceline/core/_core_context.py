@@ -261,7 +261,7 @@ def init(
             master=master,
             lock=lock,
         )
-        # The chief decides, and tells every rank.
+        # The chief decides, and informs every rank.
         opened = distributed.broadcast(place() if distributed.rank == 0 else None)
         assert opened is not None
         check_given_storage(checkpoint_storage, opened.info)

@@ -299,7 +299,7 @@ class DistributedContext:
         return context
 
     def _agree_on_nodes(self, node_rank: int | None) -> None:
-        """Derive the node's ranks from an exchange, where the launcher tells only a part.
+        """Derive the node's ranks from an exchange, where the launcher sets only a part.
 
         Args:
             node_rank: The number of this process's node, as far as the launcher reports it.

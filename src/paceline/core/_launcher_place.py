@@ -97,7 +97,7 @@ LAUNCHERS = (
     Launcher(
         name="ALPS",
         rank="ALPS_APP_PE",
-        # Set by the user, like the number for each node; see `_launcher_place.py`.
+        # Set by the user, like the number for each node.
         size="WORLD_SIZE",
         local_rank="LOCAL_RANK",
         local_size=("LOCAL_WORLD_SIZE",),
@@ -215,7 +215,7 @@ class LaunchedPlace:
         """Return the process's number on its node.
 
         Raises:
-            ValueError: Nothing tells it.
+            ValueError: Nothing sets it.
         """
         if self.local_rank is None:
             raise ValueError(
@@ -319,7 +319,7 @@ def _with_place_of_alps(
     if "ALPS_APP_PE" not in environment or "RANK" in environment:
         return environment
     if any(one.is_at_work(environment) for one in LAUNCHERS if one.size != "WORLD_SIZE"):
-        return environment  # such as Cray's MPI, which tells more
+        return environment  # such as Cray's MPI, which sets more
     if "WORLD_SIZE" not in environment and num_of_mpi is not None:
         environment = {**environment, "WORLD_SIZE": str(num_of_mpi)}
         if "LOCAL_WORLD_SIZE" not in environment:

@@ -187,10 +187,10 @@ class PreemptContext:
     all must call equally often: each call takes the answer of all, so a signal to any rank counts.
     `core.init(preempt_mode=)` has other ways, see `PreemptMode`.
 
-    Where a search may stop the trial, the first call after a validation report waits for what the
-    search decides on it, `DECISION_TIMEOUT_S` at most. If the decision does not come in time, later
-    calls do not wait until something comes from the master again. Without such a search, and after
-    any other report, no call waits.
+    Where a search may stop the trial, the first call after a validation report waits for the
+    search's decision on it, `DECISION_TIMEOUT_S` at most. If the decision does not come in time,
+    later calls do not wait until something comes from the master again. Without such a search, and
+    after any other report, no call waits.
     """
 
     def __init__(
@@ -559,7 +559,7 @@ class SearcherContext:
         """Return the next operation's length on every rank, or the mark of the end."""
         while True:
             answer = self._wait_for_runner() if self._distributed.rank == 0 else _WAIT
-            # While the chief waits it tells so: silence would look like a dead rank.
+            # The chief reports its wait again and again: silence would look like a dead rank.
             answer = self._distributed.broadcast(answer)
             if answer != _WAIT:
                 return answer

@@ -35,7 +35,7 @@ def describe_environment(*, with_source: bool) -> dict[str, Any]:
         with_source: Whether to record the git repository that the process works in.
     """
     machine = os.uname()
-    # `platform` tells the same, but takes a tenth of a second.
+    # `platform` has the same facts, but takes a tenth of a second.
     found: dict[str, Any] = {
         "paceline": paceline.__version__,
         "python": {
@@ -131,7 +131,7 @@ def _packages_of_environment(paths: tuple[str, ...]) -> dict[str, str]:
 
 @cache
 def _gpus_of_environment() -> dict[str, Any]:
-    """Return the driver and the models of this machine's GPUs, as the kernel tells them."""
+    """Return the driver and the models of this machine's GPUs, as the kernel reports them."""
     found: dict[str, Any] = {}
     try:
         lines = (_NVIDIA / "version").read_text().splitlines()

@@ -174,7 +174,7 @@ def starting_point(url: str, storage: CheckpointStorage | None) -> NewRunStart:
     if storage is not None and storage.url != found.url:
         raise ValueError(
             f"A checkpoint to resume from must be in the `checkpoint_storage` {storage.url!r}, but"
-            f" got {url!r}. Hint: leave `checkpoint_storage` out, and the run goes on there."
+            f" got {url!r}. Hint: leave `checkpoint_storage` out, and the run continues there."
         )
     metadata = found.manifest(uuid).metadata
     steps, seed = metadata.get("steps_completed"), metadata.get("seed")
@@ -226,7 +226,7 @@ def run_to_resume(
     run = newest_run_named(root, name)
     if run is None:
         elsewhere = (
-            f" To go on with a run of another machine, set {RESUME_VARIABLE} to the URL of its"
+            f" To resume a run of another machine, set {RESUME_VARIABLE} to the URL of its"
             " checkpoint."
         )
         hint = elsewhere if os.environ.get(RUNS_VARIABLE) else ""
@@ -248,7 +248,7 @@ def tell_of_earlier_run(run: RunDirectory, name: str) -> None:
     uuid, steps = latest_checkpoint(storage_of_run(run, run.read_info()), history)
     found = f"its latest checkpoint is {uuid} at step {steps}" if uuid else "it has no checkpoint"
     logger.warning(
-        "The last run %r (%s) %s at step %d; %s. This start begins a new run. To go on with that"
+        "The last run %r (%s) %s at step %d; %s. This start begins a new run. To resume that"
         " one instead, set %s=%s%s.",
         name,
         run.path,
@@ -300,7 +300,7 @@ def tell_of_changes(info: RunInfo, hparams: Mapping[str, Any] | None) -> None:
     ]
     if changed:
         logger.warning(
-            "The run %r goes on with other hyperparameters than it began with, which stay on"
+            "The run %r resumes with other hyperparameters than it began with, which stay on"
             " record: %s.",
             info.name,
             "; ".join(changed),

@@ -59,7 +59,7 @@ _INVALID_HP = "invalid_hp"
 class MetricsRow(NamedTuple):
     """Metrics of a report as recorded in a journal; later rows of the same step add metrics.
 
-    `is_superseded` tells that a later attempt went back to an earlier step.
+    `is_superseded` says that a later attempt went back to an earlier step.
     """
 
     attempt: int
@@ -487,7 +487,7 @@ def _refuse_other_storage(stored: CheckpointStored, storage: CheckpointStorage) 
     if is_there:
         raise CheckpointNotFoundError(
             f"The newest checkpoint of the run, {stored.uuid} of step {stored.steps_completed},"
-            f" must be in {storage.url!r} to go on, but it is in {stored.storage!r}. Hint: pass"
+            f" must be in {storage.url!r} to resume, but it is in {stored.storage!r}. Hint: pass"
             f" that as `checkpoint_storage`, or copy what is in it to {storage.url!r} first."
         )
 

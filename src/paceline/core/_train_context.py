@@ -229,8 +229,8 @@ class TrainContext:
     def get_metadata(self) -> dict[str, Any]:
         """Return the metadata last set by `set_metadata`, in this attempt or an earlier attempt.
 
-        On another node than the chief's without a shared run directory, it is what earlier
-        attempts have set.
+        On another node than the chief's without a shared run directory, only earlier attempts
+        count.
         """
         metadata = self._metadata
         if metadata is None:

@@ -22,8 +22,8 @@ _LEFT_ALONE = (str, bytes, int, float, complex, type(None))
 def to_device(data: TorchData, device: torch.device, warned: set[type] | None = None) -> TorchData:
     """Return `data` with every tensor on a device; NumPy arrays become tensors.
 
-    Containers keep their type, and values with a `to` method of their own move themselves. What
-    cannot be moved is returned as it is, with one warning per type.
+    Containers keep their type, and values with a `to` method of their own move themselves.
+    Other values are returned unchanged, with one warning per type.
 
     Args:
         data: Nested data.

@@ -452,9 +452,9 @@ def read(
 ) -> Dataset:
     """Return the data set of files.
 
-    An index of the files says how many samples each has. It is made once: whatever lies beside the
-    files by `write_index` is taken, else what was kept in the cache directory for files of the same
-    size and time.
+    An index of the files says how many samples each has. It is made once: an index that
+    `write_index` has put beside the files is taken, else the one in the cache directory for files
+    of the same size and time.
 
     Args:
         url: A path, a directory, a glob such as "data/**/*.parquet", or the URL of one, such as

@@ -333,8 +333,8 @@ class DirectoryLocation(FileLocation):
 class ObjectLocation(FileLocation):
     """Objects below a prefix of an object store, read by the checkpoint storage client.
 
-    A store that fails or does not answer is asked again, for 300 seconds or what
-    PACELINE_DATA_TIMEOUT_S says.
+    A store that fails or does not answer is asked again, for PACELINE_DATA_TIMEOUT_S
+    seconds, 300 by default.
     """
 
     def __init__(self, url: str, storage: ObjectStorage) -> None:

@@ -345,8 +345,8 @@ def make_seeded_shard(indices: Sequence[int], seed: int) -> SeededShard:
 class SeededShardDataset(torch.utils.data.Dataset[Any]):
     """Map-style data set, for loader processes to reseed themselves before every shard.
 
-    What a loader's worker processes draw then depends on the shard alone, not on which worker got
-    it or where the epoch was begun. Other attributes are those of the user's data set.
+    The random numbers of a loader's worker processes then depend on the shard alone, not on the
+    worker or the place where the epoch began. Other attributes come from the user's data set.
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -300,7 +300,7 @@ class ShardedData:
             if self._partitions is None:
                 raise CheckpointMismatchError(
                     f"The stream must have a piece for each of {self.num_shards} shards, as when"
-                    " the checkpoint was saved, but can only be read whole now. Hint: go on with"
+                    " the checkpoint was saved, but can only be read whole now. Hint: resume with"
                     " the same files, or with a checkpoint of the end of an epoch."
                 )
             self._partitions.load_state(state)
@@ -392,7 +392,7 @@ class ShardedData:
         if getattr(sampler, "is_endless", False):
             raise ValueError(
                 "A loader's sampler must end, as an epoch does, but this one repeats for ever."
-                " Hint: leave the repeating out; training goes on to the next epoch by itself."
+                " Hint: leave the repeating out; training continues with the next epoch by itself."
             )
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)

@@ -222,8 +222,8 @@ class WholeStream:
     def iterate(self, epoch: int, start_batch: int) -> Iterator[list[Any]]:
         """Return all shards of each global batch.
 
-        What the stream draws comes from generators of its own, seeded by (seed, epoch). What lies
-        before `start_batch` is read at once and dropped, unless `load_state` has put the stream
+        The stream draws from generators of its own, seeded by (seed, epoch). Batches before
+        `start_batch` are read at once and dropped, unless `load_state` has put the stream
         there.
 
         Args:
@@ -415,7 +415,7 @@ class PartitionedStream:
                 raise CheckpointMismatchError(
                     f"The stream must be the one that the checkpoint was saved with, but"
                     f" {self._pieces.name} had {stored} {what} then and has {present} now."
-                    " Hint: go on with the same files and batches, or with a checkpoint of the end"
+                    " Hint: resume with the same files and batches, or with a checkpoint of the end"
                     " of an epoch."
                 )
         self._num_processes = state["strands"]

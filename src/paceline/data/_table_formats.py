@@ -257,8 +257,8 @@ def line_ends(data: bytes, *, has_quotes: bool) -> "np.ndarray[tuple[int], np.dt
     ends = np.flatnonzero(characters == _NEWLINE)
     if has_quotes and b'"' in data:
         quotes = np.flatnonzero(characters == _QUOTE)
-        # A quote within quotes is doubled, so that an odd number of them stands before what is
-        # quoted.
+        # A quote within quotes is doubled, so that an odd number of quotes stands before
+        # quoted text.
         ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
     return ends
 

@@ -346,7 +346,7 @@ class BuiltTrainer(OwnBuilds):
         if directory is None:
             return None
         if self._is_managed:
-            logger.warning("`checkpoint_dir` has no effect: the master decides what to go on from.")
+            logger.warning("`checkpoint_dir` has no effect: the master chooses the checkpoint.")
             return None
         stored = read_state(directory, distributed)
         if self.configs.random_seed not in (None, stored.seed):

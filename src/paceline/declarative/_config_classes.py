@@ -96,7 +96,7 @@ class Config(OptionContainer):
         data_label_separation_index: The number of items of a sample that are inputs; labels
             follow. None if there are no labels.
         leading_sample_axis: Whether every tensor of a sample has a first axis of size 1 for the
-            samples of a batch. None looks at the first sample, and the log tells.
+            samples of a batch. None looks at the first sample, and logs the result.
         debug: Not read; free for subclasses, as `trainer.debug`.
         cpu_only: Whether GPUs are left alone.
         random_seed: The seed; drawn and recorded by default.

@@ -99,7 +99,7 @@ class StepScaler:
         """Refuse to unscale.
 
         Raises:
-            RuntimeError: Always; the message tells how to clip.
+            RuntimeError: Always; the message says how to clip.
         """
         raise RuntimeError(
             "`self.grad_scaler.unscale_` must not be called, as gradients are complete with the"

@@ -118,7 +118,7 @@ def check_finite_weights(model: torch.nn.Module, num_batches: int) -> None:
         if not torch.isfinite(values).all():
             raise NonFiniteError(
                 f"The training loss must be finite, but `run_training_epoch` left `{name}` NaN or"
-                f" infinite after {num_batches} batches. Hint: go on from the last checkpoint with"
+                f" infinite after {num_batches} batches. Hint: resume from the last checkpoint with"
                 " a smaller learning rate or gradient clipping; stop_on_nan=False trains on.",
                 batch=num_batches,
             )
@@ -225,7 +225,7 @@ class Trainer(BuiltTrainer):
             self.set_earlier_files_aside()
             if self.current_epoch >= self.num_epochs:
                 self._say(
-                    "All %d epochs are trained already; a larger `num_epochs` goes on.",
+                    "All %d epochs are trained already; a larger `num_epochs` continues.",
                     self.num_epochs,
                 )
             while self.current_epoch < self.num_epochs and not self._is_patience_over():

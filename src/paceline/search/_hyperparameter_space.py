@@ -377,7 +377,7 @@ def _check_fields(
 
 def _check_number(path: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Comparing tells NaN and infinities, and integers too large for a float, without overflow.
+    # A comparison finds NaN and infinities, and integers too large for a float, without overflow.
     if not is_number or not abs(value) <= sys.float_info.max:
         raise SpaceError(
             path,

@@ -223,7 +223,7 @@ class Search:
         if self._is_started:
             raise ValueError(
                 "`Started` must be given once, but the search has already started.\n"
-                "Hint: after a restart, restore the snapshot and go on with the next input."
+                "Hint: after a restart, restore the snapshot and continue with the next input."
             )
         self._is_started = True
         with self._guard("start"):
@@ -319,7 +319,7 @@ def replay(
     """Return the operations following each of the stored inputs.
 
     Raises:
-        ValueError: If the configuration is not valid or the inputs are not those of a search.
+        ValueError: If the configuration is not valid or the inputs do not belong to a search.
     """
     search = Search(config, hyperparameters, seed)
     return [search.apply(input) for input in inputs]

@@ -236,7 +236,7 @@ class TrialView:
     exit_reason: ExitReason | None
     """None while the trial has not ended."""
     progress: float
-    """From 0 to 1, as the trial tells; 1 once it has ended."""
+    """From 0 to 1, as the trial reports; 1 once it has ended."""
 
 
 class TrialMaker:
@@ -336,7 +336,7 @@ class SearchConfig(ABC):
 
     Attributes:
         metric: The validation metric that is searched for.
-        smaller_is_better: Whether smaller values of it are better.
+        smaller_is_better: Whether smaller values of the metric are better.
         kind: The name of the method.
     """
 

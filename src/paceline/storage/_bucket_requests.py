@@ -121,7 +121,7 @@ _STORE_NAME = re.compile(r"^Generic \w+ error: ")
 
 def words_of(text: str) -> str:
     """Return the first line of an error, with the store's own message from an XML answer."""
-    # After it, the client tells the same once more.
+    # After it, the client repeats the same text.
     text = text.partition("\n\nDebug source:")[0]
     if said := _SAID.findall(text):
         told = (html.unescape(each.strip().splitlines()[0]) for each in said if each.strip())

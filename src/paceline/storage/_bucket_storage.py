@@ -325,7 +325,7 @@ class BucketStorage(ObjectStorage):
         except FileExistsError:
             raise
         except (BaseError, OSError) as error:
-            # Either status can mean that the object is missing.
+            # Either error can mean that the object is missing.
             is_missing = isinstance(error, (NotFoundError, FileNotFoundError))
             if is_missing and not writes and self._missing not in str(error):
                 raise FileNotFoundError(str(error)) from error
@@ -395,7 +395,7 @@ _CONFIGURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY must be t
 class AzureStorage(BucketStorage):
     """Keep checkpoints as blobs below a prefix of a container.
 
-    The account and credentials are those of the environment: AZURE_STORAGE_ACCOUNT_NAME and
+    The account and credentials come from the environment: AZURE_STORAGE_ACCOUNT_NAME and
     AZURE_STORAGE_ACCOUNT_KEY (or another credential that obstore reads there, such as
     AZURE_STORAGE_SAS_KEY), and AZURE_STORAGE_ENDPOINT for your own server.
     """
@@ -446,9 +446,9 @@ _RENEW = "renew the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_S
 class S3Storage(BucketStorage):
     """Keep checkpoints as objects below a prefix of a bucket.
 
-    Credentials, region and server are those of the environment: AWS_ACCESS_KEY_ID,
-    AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL, else what the machine
-    itself has been given by AWS, else, where boto3 is installed, what it finds.
+    Credentials, region and server come from the environment: AWS_ACCESS_KEY_ID,
+    AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL, else the role
+    that AWS gave the machine, else, where boto3 is installed, the credentials that boto3 finds.
     """
 
     scheme = "s3"

@@ -342,7 +342,7 @@ def failing_as_write(what: str) -> Iterator[None]:
     """Turn failures of a storage read during a commit into write errors.
 
     Args:
-        what: What is looked for, as "whether ...".
+        what: The question, as "whether ...".
 
     Raises:
         CheckpointWriteError: The body has raised an error that says nothing of the checkpoint.

@@ -162,8 +162,8 @@ class OpenMarkers:
                 self._store.remove([*there])
             if key not in there:
                 raise CheckpointError(
-                    f"A store must list what was put, but there is no {key!r}: the age of what is"
-                    " left there cannot be told."
+                    f"A store must list what was put, but there is no {key!r}: the age of its"
+                    " leftovers is not known."
                 )
             self._now = there[key].changed
         return self._now

@@ -402,7 +402,7 @@ def _compare_metrics(straight: RunFacts, resumed: RunFacts) -> Iterator[Differen
 
 
 def _same_in_runs(left: Any, right: Any) -> bool:
-    # The shortest text of a float that gives the same float again tells all of its bits that
+    # The shortest text of a float that gives the same float again shows all of its bits that
     # count, a NaN's and the sign of zero among them.
     return repr(left) == repr(right)
 

@@ -217,8 +217,8 @@ _GOOD_PART = 0.6
 class Fault:
     """Interruption of a run, at a step or at a fault point.
 
-    A step is a batch where Paceline trains, and for a script with a loop of its own what it
-    reports as `steps_completed`. Without a step and a point a step is chosen that lies about 60 %
+    A step is a batch where Paceline trains, and for a script with its own loop one
+    report of `steps_completed`. Without a step and a point a step is chosen that lies about 60 %
     into the run, for a kill at least three steps after a checkpoint.
 
     Attributes:

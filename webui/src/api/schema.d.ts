@@ -1479,10 +1479,10 @@ export interface components {
          * Attempt
          * @description Execution of a trial on slots.
          *
-         *     `nodes` are those that it runs on, the one of rank 0 first; `slots` are those of that one.
-         *     `restarts` is how often its workers were started again within it, `last_restart_cause` what
-         *     ended them the last time. Of a run without a master, each start is an attempt; these are told
-         *     of the start that followed.
+         *     `nodes` are its nodes, the node of rank 0 first; `slots` are its slots on that node.
+         *     `restarts` counts the restarts of its workers within it, `last_restart_cause` is the reason of
+         *     the last one. In a run without a master, each start is an attempt, and these fields belong to
+         *     the start that followed.
          */
         Attempt: {
             /** Id */
@@ -1521,7 +1521,7 @@ export interface components {
          * AttemptEnvironment
          * @description Environment of an attempt as reported by its chief; None if the chief has not reported.
          *
-         *     `source` is that of the experiment's code, or of the directory of a run without a master.
+         *     `source` describes the experiment's code, or the directory of a run without a master.
          */
         AttemptEnvironment: {
             /** Number */
@@ -1841,7 +1841,7 @@ export interface components {
          * @description Reason for the end of an attempt as seen by its runner.
          *
          *     SHORTAGE says that the machine lacked something for a start: disk space, inodes, open files,
-         *     processes or memory. NOT_FORMED tells that the nodes of an attempt did not come together.
+         *     processes or memory. NOT_FORMED says that the nodes of an attempt did not come together.
          * @enum {string}
          */
         ExitReason: "exited" | "killed" | "preemption_timeout" | "start_failed" | "shortage" | "runner_lost" | "not_formed";
@@ -1851,8 +1851,8 @@ export interface components {
          *
          *     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
          *     `values` has the columns that a list was asked for, `notes` is given for a single experiment
-         *     only. `num_records_lost` is the sum of its trials' counts. `has_rungs` tells whether its search
-         *     has rungs to show. `is_unmeasured` tells that its search has ended because no trial reported a
+         *     only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says whether its search
+         *     has rungs to show. `is_unmeasured` says that its search has ended because no trial reported a
          *     finite value of the searched metric.
          */
         Experiment: {
@@ -2082,7 +2082,7 @@ export interface components {
          * LogPage
          * @description Page of a trial's output; `next_cursor` is the `after` of the next page, None on the last.
          *
-         *     `num_damaged` is how many lines of what was read were found damaged so far; they are left out.
+         *     `num_damaged` counts the damaged lines found so far; they are left out.
          */
         LogPage: {
             /** Items */
@@ -2699,8 +2699,8 @@ export interface components {
          *
          *     `x` is "batches", "time" (seconds since the epoch) or the name of a metric of the same group;
          *     `x_min` and `x_max` cut all series, inclusive. `smoothing_steps` asks for the exponential moving
-         *     average with respect to batches: the weight of what lies before falls to 1/e every so many of
-         *     them, however often the metric was reported.
+         *     average with respect to batches: the weight of earlier points falls to 1/e every so many
+         *     batches, however often the metric was reported.
          */
         SeriesRequest: {
             /** Series */
@@ -2724,7 +2724,7 @@ export interface components {
         };
         /**
          * Session
-         * @description Who is signed in, None for nobody; `has_password` tells whether a password could sign in.
+         * @description Who is signed in, None for nobody; `has_password` says whether a password could sign in.
          *
          *     `scope` is "read", "submit", "admin", or "attempt" for the token of one attempt.
          */
@@ -2893,8 +2893,8 @@ export interface components {
          *     `num_records_lost` counts what its processes reported and the master lacks: records that were
          *     damaged, or that could not be stored. The trial's log names them. `restarts` are those that
          *     `max_restarts` counts; `retries` followed transient errors. `error_kind` is the kind of `error`.
-         *     `metadata` is what its code
-         *     last gave to `set_metadata`, and `alerts` are the newest 20, oldest first (details only).
+         *     `metadata` is its code's last
+         *     `set_metadata`, and `alerts` are the newest 20, oldest first (details only).
          */
         Trial: {
             /** Id */
@@ -4711,7 +4711,7 @@ export interface operations {
     read_hyperparameters_api_v1_experiments__experiment_id__hyperparameters_get: {
         parameters: {
             query?: {
-                /** @description GROUP/NAME; its best value of each trial is told. */
+                /** @description GROUP/NAME; its best value of each trial is listed. */
                 metric?: string | null;
                 limit?: number;
             };

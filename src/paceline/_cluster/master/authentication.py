@@ -170,7 +170,7 @@ def sender_at(peer: tuple[str, int] | None, own: tuple[str, int | None] | None) 
     """Return a name for the sender at a connection's other end, to keep strangers apart.
 
     That is the address, or the network of 64 bits of an IPv6 address, as one sender has all of
-    them. All users of this machine have the same address; Linux tells which one it is.
+    them. All users of this machine have the same address; Linux knows the user of a connection.
 
     Args:
         peer: Address and port of the other end.

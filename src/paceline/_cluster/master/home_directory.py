@@ -62,7 +62,7 @@ _BACKUP = "move it away, and take what it held from a backup (`paceline backup` 
 # Hints for entries of the wrong kind in place of the home's files.
 _FILES = {
     "token": f"{_AGAIN}: sign in again, and copy it where it is used",
-    "attempt_key": f"{_AGAIN}: attempts that run are lost, and their trials go on in other ones",
+    "attempt_key": f"{_AGAIN}: attempts that run are lost, and their trials continue in others",
     "cluster_id": "move it away. The database has a copy",
     "secrets.json": _SECRETS,
     "pools.yaml": "move it away, or put the pools there again",
@@ -79,7 +79,7 @@ _FILES = {
 }
 _DIRECTORIES = {
     "contexts": f"{_BACKUP}; experiments whose code is gone have to be forked",
-    "attempts": f"{_BACKUP}; what runs is lost, and its trials go on from their checkpoints",
+    "attempts": f"{_BACKUP}; what runs is lost, and its trials resume from checkpoints",
     "logs": _BACKUP,
     "checkpoints": _BACKUP,
     "records": "move it away. The master writes the records of the database anew",
@@ -212,7 +212,7 @@ def _find_unknown_files(home: Path, known: KnownFiles) -> list[_UnknownFiles]:
         if path.name.split(".")[0] not in known.contexts
     ]
     attempts = _numbered(home / "attempts", r"(\d+)(?:\..*)?", known.newest_attempt)
-    # The directory of an attempt is removed at its end; this file still tells its id.
+    # The directory of an attempt is removed at its end; this file still has its id.
     newest = newest_attempt(home / "attempts")
     if newest > known.newest_attempt:
         attempts[home / "attempts" / NEWEST_NAME] = newest
@@ -345,7 +345,7 @@ class Home:
         _ensure_secret(
             self._attempt_key_path,
             "Attempts that run have tokens of the old one: they end once their runner counts as"
-            " lost, and their trials go on in other attempts.",
+            " lost, and their trials continue in other attempts.",
         )
         if not _read_id(self._id_path):
             self._write_id(str(uuid.uuid4()))

@@ -274,7 +274,7 @@ def serve(
         home: The directory of all state.
         host: The address to listen on: a loopback address, or any with `tls_cert` or with
             `unencrypted`.
-        port: The port, 0 for any free one; `master.json` in the home tells which.
+        port: The port, 0 for any free one; `master.json` in the home has it.
         num_slots: The number of slots of this machine; one per GPU or else CPU core if None. With
             0, trials run on other nodes only.
         runs: A directory of runs made without a master, to be shown live; it may be made later.

@@ -37,7 +37,7 @@ class Request(Message):
 class Page(Message, Generic[Item]):
     """Page of a list; `next_cursor` is the `cursor` of the next page, None on the last page.
 
-    `total` is the number of items on all pages, where the list tells it.
+    `total` is the number of items on all pages, where the list gives it.
     """
 
     items: list[Item]
@@ -118,8 +118,8 @@ class SeriesRequest(Request):
 
     `x` is "batches", "time" (seconds since the epoch) or the name of a metric of the same group;
     `x_min` and `x_max` cut all series, inclusive. `smoothing_steps` asks for the exponential moving
-    average with respect to batches: the weight of what lies before falls to 1/e every so many of
-    them, however often the metric was reported.
+    average with respect to batches: the weight of earlier points falls to 1/e every so many
+    batches, however often the metric was reported.
     """
 
     series: list[SeriesOf] = Field(min_length=1, max_length=1000)
@@ -199,8 +199,8 @@ class Experiment(Message):
 
     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
     `values` has the columns that a list was asked for, `notes` is given for a single experiment
-    only. `num_records_lost` is the sum of its trials' counts. `has_rungs` tells whether its search
-    has rungs to show. `is_unmeasured` tells that its search has ended because no trial reported a
+    only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says whether its search
+    has rungs to show. `is_unmeasured` says that its search has ended because no trial reported a
     finite value of the searched metric.
     """
 
@@ -332,10 +332,10 @@ class AttemptNode(Message):
 class Attempt(Message):
     """Execution of a trial on slots.
 
-    `nodes` are those that it runs on, the one of rank 0 first; `slots` are those of that one.
-    `restarts` is how often its workers were started again within it, `last_restart_cause` what
-    ended them the last time. Of a run without a master, each start is an attempt; these are told
-    of the start that followed.
+    `nodes` are its nodes, the node of rank 0 first; `slots` are its slots on that node.
+    `restarts` counts the restarts of its workers within it, `last_restart_cause` is the reason of
+    the last one. In a run without a master, each start is an attempt, and these fields belong to
+    the start that followed.
     """
 
     id: int
@@ -358,7 +358,7 @@ class Attempt(Message):
 class AttemptEnvironment(Message):
     """Environment of an attempt as reported by its chief; None if the chief has not reported.
 
-    `source` is that of the experiment's code, or of the directory of a run without a master.
+    `source` describes the experiment's code, or the directory of a run without a master.
     """
 
     number: int
@@ -386,8 +386,8 @@ class Trial(Message):
     `num_records_lost` counts what its processes reported and the master lacks: records that were
     damaged, or that could not be stored. The trial's log names them. `restarts` are those that
     `max_restarts` counts; `retries` followed transient errors. `error_kind` is the kind of `error`.
-    `metadata` is what its code
-    last gave to `set_metadata`, and `alerts` are the newest 20, oldest first (details only).
+    `metadata` is its code's last
+    `set_metadata`, and `alerts` are the newest 20, oldest first (details only).
     """
 
     id: int
@@ -597,7 +597,7 @@ class LogLine(Message):
 class LogPage(Message):
     """Page of a trial's output; `next_cursor` is the `after` of the next page, None on the last.
 
-    `num_damaged` is how many lines of what was read were found damaged so far; they are left out.
+    `num_damaged` counts the damaged lines found so far; they are left out.
     """
 
     items: list[LogLine]

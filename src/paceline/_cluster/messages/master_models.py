@@ -315,7 +315,7 @@ class HomeToken(Message):
 
 
 class Session(Message):
-    """Who is signed in, None for nobody; `has_password` tells whether a password could sign in.
+    """Who is signed in, None for nobody; `has_password` says whether a password could sign in.
 
     `scope` is "read", "submit", "admin", or "attempt" for the token of one attempt.
     """

@@ -118,9 +118,9 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     `secret_names` are variables whose values lie in the home's file of secrets under
     `experiment_id`. For a runner elsewhere the executor hands them on in the attempt's directory.
 
-    With `uses_uv` the runner installs what `uv.lock` in the code names, and runs in that.
+    With `uses_uv` the runner installs the packages of `uv.lock` in the code, and runs with them.
 
-    `has_prefix` tells that `entrypoint` begins with a program of the user that runs the rest.
+    `has_prefix` says that `entrypoint` begins with a program of the user that runs the rest.
 
     `token` opens the routes of this attempt and no other.
 
@@ -189,9 +189,9 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
 
     `code` is the verdict: 0 when all workers finished their work, even if one of them aborted
     afterwards. `detail` says more where code and signal do not; `is_launch_error` if a launcher has
-    said there which rank failed first, and by what. `kind` is that of the error, None if there is
-    none, or if reason and code show it. `time` is by the clock of the runner's machine, and so is
-    `sent_at`, which tells the master how wrong that clock is; None if it is not sent.
+    named there the rank that failed first, and its error. `kind` is the kind of the error, None
+    without an error, or if reason and code show it. `time` is by the clock of the runner's machine,
+    and so is `sent_at`, which shows the master how wrong that clock is; None if it is not sent.
     `store` is the storage that the code failed by, because it did not answer.
     `is_leaving` says that the system asked the runner to end, as Slurm asks all processes of a job.
     """
@@ -312,7 +312,7 @@ LOCAL_NAME = "local"
 """The name of the master's own machine among the nodes."""
 
 DEFAULT_POOL = "default"
-# Nodes whose runners a master starts have it, with the name of the starter.
+# Label of nodes whose runners a master starts: the name of the starter.
 STARTER_LABEL = "starter"
 
 NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
@@ -387,7 +387,7 @@ class NodeWork(msgspec.Struct, frozen=True, kw_only=True):
     """Master's orders for a node: all wanted attempts, new launches, and runners to kill.
 
     `launches` start wanted attempts that the node does not have. `kill` are attempts whose
-    runner must be killed. `strays` tells that attempts which were given away are alive there.
+    runner must be killed. `strays` says that attempts which were given away are alive there.
     """
 
     version: int

@@ -134,7 +134,7 @@ class ExitReason(str, Enum):
     """Reason for the end of an attempt as seen by its runner.
 
     SHORTAGE says that the machine lacked something for a start: disk space, inodes, open files,
-    processes or memory. NOT_FORMED tells that the nodes of an attempt did not come together.
+    processes or memory. NOT_FORMED says that the nodes of an attempt did not come together.
     """
 
     EXITED = "exited"

@@ -241,7 +241,7 @@ def _judged_end(
 
 
 def _end_without_word(run: RunDirectory) -> AttemptEnd:
-    """Return the end of an attempt without a stored end, as far as the journal tells.
+    """Return the end of an attempt without a stored end, as far as the journal shows.
 
     An error of the code counts as the loss of the runner, as it may come from that: the code cannot
     print any more.

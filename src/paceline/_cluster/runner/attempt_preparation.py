@@ -45,7 +45,7 @@ _DISTURBANCES = {
     errno.EHOSTUNREACH,
     errno.ENETUNREACH,
 }
-# Python tells by its text alone that the system gave it no thread.
+# The text of Python's error alone says that the system gave it no thread.
 _NO_THREAD = "can't start new thread"
 
 

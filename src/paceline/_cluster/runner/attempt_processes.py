@@ -429,4 +429,4 @@ class WantedAttempts:
             sent = msgspec.structs.replace(end, sent_at=time.time())
             MasterLink(lambda: address).post(path, encode(sent))
         except (UnreachableError, RefusedByMasterError) as failure:
-            logger.error("The end of attempt %d cannot be told: %s", attempt_id, failure)
+            logger.error("The end of attempt %d cannot be reported: %s", attempt_id, failure)

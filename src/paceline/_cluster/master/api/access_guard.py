@@ -100,8 +100,8 @@ class Guard:
 
     Requests for the web UI are handed to `web`, all others to `app`. Host and Origin are checked
     because a browser sends requests of any page to loopback; such a page can neither choose the
-    Host header nor hide its Origin. Pages of another port may send the cookie with what a GET
-    shows or downloads, so what the browser says of their origin is checked as well.
+    Host header nor hide its Origin. Pages of another port may send the cookie with a GET, so
+    the origin that the browser reports is checked as well.
     """
 
     def __init__(self, app: ASGIApp, master: Master, web: ASGIApp) -> None:

@@ -148,7 +148,7 @@ def read_hyperparameters(
     experiment_id: ExperimentId,
     records: RecordsOf,
     metric: Annotated[
-        str | None, Query(description="GROUP/NAME; its best value of each trial is told.")
+        str | None, Query(description="GROUP/NAME; its best value of each trial is listed.")
     ] = None,
     limit: Annotated[int, Query(ge=1, le=_LARGEST_TABLE)] = _LARGEST_TABLE,
 ) -> Response:

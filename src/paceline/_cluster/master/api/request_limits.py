@@ -45,7 +45,7 @@ class ConnectionLimits:
 
     A connection is a stranger's until a request on it carries the token or a sign-in. Strangers
     have a number of their own, so that all of them together keep nobody out who is known. A
-    deadline holds for the whole of what it names: sending a byte now and then moves none.
+    deadline holds for the whole request or answer: sending a byte now and then moves none.
 
     `stranger_idle_s` and `known_idle_s` are the seconds for a request to be there with all of its
     headers, from the connection's start or from the answer before. `stranger_request_s` is for the

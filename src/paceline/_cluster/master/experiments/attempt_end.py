@@ -65,7 +65,7 @@ faults.register("master.attempt.ended")
 
 NO_RUNNER = "the runner died"
 _FAILED_OUTCOME = "error"
-# A shell tells by such a code that its command was ended by a signal.
+# A shell reports the end of its command by a signal as such a code.
 _BY_SIGNAL = 128
 # Prefix of `OSError` texts, set by Python; the words after the prefix may be Paceline's own.
 _FULL_DISK = tuple(f"[Errno {number}]" for number in (errno.ENOSPC, errno.EDQUOT))

@@ -280,7 +280,7 @@ def note_deleted_files(connection: Connection, uuid: str, resources: Mapping[str
 def is_checkpoint_gone(connection: Connection, uuid: str, calls: StorageCalls) -> bool:
     """Return whether the files of a checkpoint in a directory are gone.
 
-    A directory with nothing in it may be one that is not mounted, which tells nothing; neither does
+    A directory with nothing in it may not be mounted, which says nothing; neither does
     one that does not answer.
     """
     checkpoints = tables.checkpoints

@@ -395,7 +395,7 @@ class Commands:
                 "unmanaged",
                 f"Experiment {experiment_id} must be managed by this master for that, but it only"
                 f" shows the run in {run_dir!r}. Hint: stop the run's own process"
-                " (SIGTERM lets it store a checkpoint), and go on with it by"
+                " (SIGTERM lets it store a checkpoint), and resume it by"
                 f" PACELINE_RESUME={run_dir}.",
             )
         return row
@@ -436,6 +436,6 @@ def _check_can_reopen(experiment: Row[Any], searcher: Searcher) -> None:
         raise RefusedError(
             "search_cannot_reopen",
             f"The search of experiment {experiment.id} ({searcher.name}) cannot be reopened, as"
-            " it has made its decisions. Hint: `paceline trial continue` goes on with one of"
+            " it has made its decisions. Hint: `paceline trial continue` resumes one of"
             " its trials.",
         )

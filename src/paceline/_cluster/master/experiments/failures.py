@@ -334,7 +334,7 @@ def _node_rests_until(connection: Connection, now: float, node_id: int) -> float
             continue
         exit_ = exits[node_id]
         if exit_ is not None and exit_["reason"] == ExitReason.KILLED.value and len(exits) > 1:
-            continue  # Another node had failed, which tells nothing of this one.
+            continue  # Another node had failed, which says nothing about this one.
         if exit_ is None or not is_transient_start(exit_):
             break
         num_shortages += 1

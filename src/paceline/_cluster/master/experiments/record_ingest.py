@@ -409,7 +409,7 @@ def _with_validations(
     """Return the records, with a validation added for each train function report so marked.
 
     Other ranks than the chief are not judged, and a run without this master has no search: their
-    reports stay what they are. A report whose `validation` is still True is told as the validation
+    reports stay unchanged. A report whose `validation` is still True is shown as the validation
     beside it.
     """
     if not any(isinstance(each, MetricsReported) and each.validation for each in records):

@@ -120,7 +120,7 @@ class RunsWatcher:
             self._failing.pop(path, None)
         except _UNUSABLE as error:
             logger.warning("The run directory %s is left out: %s", path, error)
-            # Stamp of `run.json`: the directory is tried again only after a change of it.
+            # Stamp of `run.json`: the directory is tried again only after this file changes.
             self._skipped[path] = _changed_at(path) or 0
             self._failing.pop(path, None)
             self._leave_out(path, f"The directory of the run cannot be read: {error}")

@@ -129,7 +129,7 @@ class Transfers:
     ) -> CheckpointNeeds:
         """Return the missing files of a node other than rank 0's; raises like `offer`.
 
-        They lie where those of the other nodes do. The offer of rank 0's node stores them all.
+        They lie beside the files of the other nodes. The offer of rank 0's node stores them all.
         """
         with self._database.read() as connection:
             attempt = read_attempt(connection, attempt_id)

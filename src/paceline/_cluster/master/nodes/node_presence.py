@@ -30,7 +30,7 @@ class _Heard:
     alive: frozenset[int] = frozenset()
     # Attempts reported in any session with this master.
     ever: set[int] = field(default_factory=set)
-    # The newest poll when the node was doubted: only a later one tells that it stays.
+    # The newest poll when the node was doubted: only a later one shows that it stays.
     doubted: int = -1
     # Attempts that ended while the node had them, and whose end it knows.
     told: frozenset[int] = frozenset()

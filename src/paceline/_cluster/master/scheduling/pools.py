@@ -51,7 +51,7 @@ class NodeSlots:
 
     The same holds for a single slot that is drained. One that is pausing will be open again in a
     moment: a trial that needs it waits, and holds up no other.
-    `can_join` tells that other nodes reach it, so
+    `can_join` says that other nodes reach it, so
     that trials on several nodes may use it. `only_pool` is the one that it may be in.
     """
 
@@ -67,7 +67,7 @@ class NodeSlots:
 
 
 Part = tuple[int, tuple[int, ...]]
-"""The id of a node, and slots of it."""
+"""The id of a node, and some of its slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,7 +76,7 @@ class SlurmStarter(Starter):
 
     The directory of the pool must be one that the nodes share with the machine of the master. The
     batch script of one runner becomes it, so that every signal of Slurm reaches it. Several are
-    steps of their job, by which Slurm tells which ones still run.
+    steps of their job, by which Slurm knows the ones still running.
     """
 
     Options = SlurmOptions

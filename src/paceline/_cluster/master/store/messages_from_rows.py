@@ -71,7 +71,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         begun_at: When its runner said that it is there, in seconds since the epoch.
         port: A port that is free there; all meet at the port of the first member.
         exit: How it ended.
-        ended_at: When the master heard so, in seconds since the epoch.
+        ended_at: When the master learned of it, in seconds since the epoch.
         is_lost: Nobody can reach its node any more.
         sends_checkpoints: It does not share the checkpoint directory with the master.
     """

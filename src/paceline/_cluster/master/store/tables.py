@@ -323,7 +323,7 @@ attempts = Table(
     Column("restart_causes", JSON(none_as_null=True)),
     UniqueConstraint("trial_id", "number"),
     Index("ix_attempts_state", "state"),
-    # Holds all that tells in which order an experiment's trials began.
+    # Covers the order in which an experiment's trials began.
     Index("ix_attempts_began", "experiment_id", "number", "created_at", "trial_id"),
     # Indexes for recent failures, and for the last attempts on a node.
     Index("ix_attempts_ended", "ended_at"),

@@ -56,7 +56,7 @@ from paceline._cluster.runner.attempt_directory import SecretFileError, read_sec
 _STARTS = "the master makes a new one when it starts"
 _SECRETS = {
     "token": f"{_STARTS}: sign in again, and copy it where it is used",
-    "attempt_key": f"{_STARTS}: attempts that run are lost, and their trials go on in other ones",
+    "attempt_key": f"{_STARTS}: attempts that run are lost, and their trials continue in others",
 }
 _FORK = "fork the experiment with its secrets"
 
@@ -265,7 +265,7 @@ def _look_at_home(home: Path, *, is_quick: bool) -> list[Finding]:
     if any(name.startswith(DATABASE) for name in unusable):
         return findings
     if not unusable.isdisjoint(_HOME_DIRECTORIES):
-        # The check of the database as a whole compares it with what they hold.
+        # The check of the whole database compares it with the contents of these directories.
         return findings
     problem = _database_problem(home, is_quick=is_quick)
     if problem is not None:

@@ -258,7 +258,7 @@ def restore(
     Args:
         source: A backup, or a directory of backups, whose newest is taken.
         home: The home to make: missing, empty, or with checkpoints only.
-        old_home: The home of before, which tells the tokens that were revoked since the backup and
+        old_home: The home of before, which has the tokens that were revoked since the backup and
             the passwords of now.
         keep_tokens: Without it: the names of the tokens that stay valid, or ``all``.
             The others are revoked, as one of them may have been since the backup.

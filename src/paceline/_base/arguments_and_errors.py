@@ -1,7 +1,4 @@
-"""Checks of arguments, quantities as people write them, combined seeds.
-
-Also: and the base of exceptions.
-"""
+"""Checks of arguments, quantities as people write them, combined seeds, the base of exceptions."""
 
 import math
 import re

@@ -1,7 +1,4 @@
-"""Files shared with others: atomic writes, regular files, no links, private files, secrets.
-
-Also: and secrets with a checksum.
-"""
+"""Files shared with others: atomic writes, regular files without links, private files, secrets."""
 
 import errno
 import os
@@ -47,7 +44,7 @@ def replacing_below(
 ) -> Iterator[IO[bytes]]:
     """Yield a new file to write; the file replaces `name` when the block ends.
 
-    Nothing that others put into the directory meanwhile is written to.
+    Files that others put into the directory meanwhile are never written to.
 
     Args:
         directory: The descriptor of the directory.

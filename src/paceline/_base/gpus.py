@@ -337,8 +337,8 @@ def nvidia_gpus() -> list[KnownGpu]:
 def _gpus_by_nvml() -> list[KnownGpu] | None:
     """Return the GPUs reported by NVML; None if NVML cannot be asked.
 
-    Another process asks, as a driver may hang in a call that nothing ends. It takes 0.1 s, which a
-    machine without a driver is spared.
+    Another process asks, as a driver may hang in a call that nothing ends. This takes 0.1 s, and is
+    left out on a machine without a driver.
     """
     if not any(map(os.path.exists, _DRIVER_FILES)):
         return None
@@ -481,7 +481,7 @@ def num_visible_gpus() -> int:
 def names_in_variable(variable: str = CUDA_VARIABLE) -> list[str] | None:
     """Return the GPUs named by a variable, by number or UUID; None if not set.
 
-    Those behind an entry that names none, such as -1, are hidden.
+    GPUs behind an entry without a GPU, such as -1, are hidden.
     """
     value = os.environ.get(variable)
     if value is None:

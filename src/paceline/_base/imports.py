@@ -1,7 +1,4 @@
-"""Imports by name: lazy names, entry points of installed packages, optional libraries.
-
-Also: libraries that may be missing.
-"""
+"""Imports by name: lazy names, entry points of installed packages, optional libraries."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module

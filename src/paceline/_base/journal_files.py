@@ -157,7 +157,7 @@ class JournalReader:
     def finish(self, *, is_complete: bool = False) -> list[Entry]:
         """Return entries in the place of damaged lines at the end; each is reported once.
 
-        For a journal that was read to its end and whose writer writes no more.
+        Call this for a journal that was read to its end and whose writer has ended.
 
         Args:
             is_complete: Whether the writer is known to be dead, so that a last line without its
@@ -419,7 +419,7 @@ class JournalWriter:
     def sync(self) -> None:
         """Wait until the appended records are on disk, so they survive a power cut.
 
-        A disk that does not take it is no error of whoever reports; it is logged.
+        A failure of the disk is logged, and is no error for the caller.
         """
         # A thread that finds nothing left to force still waits for the thread that forces it.
         with self._syncing:

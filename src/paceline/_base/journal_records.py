@@ -1,7 +1,4 @@
-"""Records of a journal: types and JSON form, metric values, and the accounting of time.
-
-Also: and the time that they account for.
-"""
+"""Records of a journal: types, JSON form, metric values, and the accounting of time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -26,7 +23,7 @@ class AttemptStarted(Record, frozen=True, kw_only=True, tag="attempt_started"):
     checkpoint that was handed to the attempt, 0 without one, and the last step where a driver
     continues to record. `environment` describes the chief's software and hardware.
     `restart_causes` has a sentence for each restart of workers after a failure since the last
-    recorded start: the end of the workers before.
+    recorded start, with the reason.
     """
 
     attempt: int
@@ -152,7 +149,7 @@ class SearchInputTaken(Record, frozen=True, kw_only=True, tag="search_input"):
     """Input taken by a search without a master; the inputs in order determine the whole search.
 
     `input` is the JSON of one of `paceline.search`. If it is a report, `number` is the number of
-    the report in its trial and `metrics` is all of it.
+    the report in its trial and `metrics` has all its metrics.
     """
 
     input: dict[str, Any]

@@ -1,7 +1,4 @@
-"""Process and network: cores, waits with signals, terminal text, addresses, ports, TCPStore.
-
-Also: ports, TCPStore.
-"""
+"""Process and network: cores, waits with signals, terminal text, addresses, ports, TCPStore."""
 
 import os
 import queue
@@ -118,7 +115,7 @@ class PortReservation:
     """Holds a free port until rank 0 listens there.
 
     On Linux the port stays bound (without listening) for the life of the reservation: no other
-    process is given it, while rank 0, whose store allows address reuse, can listen on it. Elsewhere
+    process gets it, while rank 0, whose store allows address reuse, can listen on it. Elsewhere
     the port is only known to have been free.
     """
 

@@ -41,7 +41,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `trial` is None for a run without a master. `attempt` is the attempt that the processes belong
     to when a runner or launcher made the directory; a run without a master counts its attempts by
-    their journals. `seed` and `hparams` are those of a run without a master, if they are known.
+    their journals. `seed` and `hparams` belong to a run without a master, if they are known.
     `judged_metrics` names the validation metrics that a search needs to judge a report; None if
     there is no search that stops trials, or a master that does not set `Control.judged`.
     `metadata` holds the values that earlier attempts of the trial set. `container_slot_counts` are
@@ -265,7 +265,7 @@ class RunDirectory:
     def note_checkpoint(self, uuid: str, storage: str, *, is_part: bool = False) -> None:
         """Note a checkpoint being written, for the cleanup after a killed process.
 
-        A full disk is no error: then nobody knows of it.
+        A full disk is no error: the note is then missing.
 
         Args:
             uuid: The checkpoint.
@@ -334,7 +334,7 @@ class RunDirectory:
     def hold_attempt_lock(self) -> Iterator[bool]:
         """Hold the lock marking the run as alive; yield False if another process holds the lock.
 
-        The operating system releases it when the process dies, however it dies.
+        The operating system releases the lock at any end of the process.
         """
         with open(self._lock_path, "w", opener=regular_opener) as file:
             is_ours = _try_lock(file, fcntl.LOCK_EX)
@@ -565,7 +565,7 @@ class RunTail:
     def finish(self) -> list[tuple[JournalKey, list[Entry]]]:
         """Return entries in the place of damaged lines at the ends of journals, each once.
 
-        For a run that is over and of which everything was read.
+        Call this for a run that has ended and was read completely.
         """
         found = [(key, reader.finish()) for key, reader in sorted(self._readers.items())]
         return [(key, entries) for key, entries in found if entries]

@@ -110,7 +110,7 @@ class FollowOptions:
 class ExperimentFollower:
     """Follower of an experiment: its event feed, and the printed position in each trial's log.
 
-    A follower from now sees all that happens after it was made.
+    A follower from now sees all events after its creation.
     """
 
     def __init__(

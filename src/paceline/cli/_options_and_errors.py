@@ -180,7 +180,7 @@ is_paceline_command: ContextVar[bool] = ContextVar("is_paceline_command", defaul
 def restart_without_token() -> None:
     """Restart this process without the user's token if the environment has a token.
 
-    It keeps its number, its arguments and its open files. Call it before anything is begun.
+    The process keeps its id, its arguments and its open files. Call this before any other work.
     """
     if not os.environ.get(_TOKEN_VARIABLE) or not _can_restart():
         return

@@ -1,6 +1,6 @@
-"""Experiment config: the frozen model, with its sections for hyperparameters, resources.
+"""Experiment config: the frozen model.
 
-Also: reproducibility and profiling.
+Its sections are hyperparameters, resources, reproducibility and profiling.
 """
 
 import math

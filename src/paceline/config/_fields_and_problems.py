@@ -1,6 +1,6 @@
-"""Fields of config sections: base class, lengths, periods, maps.
+"""Fields of config sections, and problems reported together.
 
-Also: older fields (ignored or refused), and problems reported together.
+The fields: base class, lengths, periods, maps, and older fields that are ignored or refused.
 """
 
 import json

@@ -53,7 +53,7 @@ class Searcher(Section):
     """Base of the searcher sections: the fields and properties common to all search methods.
 
     A subclass is the section of one method: its `name` is a literal with a default, its fields are
-    the options of the method. `searcher_sections` finds those of other packages.
+    the options of the method. `searcher_sections` finds the sections of other packages.
 
     Attributes:
         wants_reports: Whether the method judges trials by their reports, so that these must have

@@ -1,7 +1,4 @@
-"""Plain data in, a config or all its problems out; merging of two configs.
-
-Also: the published JSON Schema.
-"""
+"""Validation of configs, merging of two configs, and the published JSON Schema."""
 
 import copy
 import dataclasses

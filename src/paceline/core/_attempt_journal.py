@@ -1,7 +1,4 @@
-"""Journal of a process in an attempt: its start, end, notices to its parent, and time account.
-
-Also: and the account of its time.
-"""
+"""Journal of a process in an attempt: start, end, notices to its parent, and time account."""
 
 import json
 import logging

@@ -114,7 +114,7 @@ def commit_checkpoint(
     Earlier reports are forced to disk first, the record of the checkpoint at the end.
     After a power cut, a run resumed from the checkpoint lacks no report before it.
 
-    A checkpoint whose record waits in memory would be lost with this process, though it is whole.
+    A whole checkpoint would be lost with this process if its record still waited in memory.
 
     Raises:
         CheckpointCorruptError: A shard is missing, or two shards disagree about a file.
@@ -181,7 +181,7 @@ class CheckpointParts:
     They are committed in their order, each when all ranks have stored their part. A thread of the
     chief looks for the parts while there is something to wait for; its error is raised by the next
     `check` or `finish`. A checkpoint that a rank could not store is given up when a later one is
-    whole, or after an hour; then training continues, as `StoreFailures` has it.
+    whole, or after an hour; then `StoreFailures` decides whether training continues.
 
     Args:
         run: The run directory, which names the checkpoints being written.

@@ -68,7 +68,7 @@ class ContextParts:
 class Context:
     """API of a training script, made by `core.init()`: reports, checkpoints, preemption, ranks.
 
-    Use it as a context manager, so that the way in which the script ends is recorded.
+    Use it as a context manager, so that the end of the script is recorded.
     """
 
     def __init__(self, parts: ContextParts) -> None:

@@ -1,7 +1,4 @@
-"""Small exchanges between the ranks of an attempt, with call names to detect mismatches.
-
-Also: and the names by which ranks notice different ones.
-"""
+"""Small exchanges between the ranks of an attempt, with call names to detect mismatches."""
 
 import os
 import pickle
@@ -216,8 +213,8 @@ class DistributedContext:
     ) -> "DistributedContext":
         """Make the context from Horovod, after `hvd.init()`.
 
-        Horovod tells the place and carries the address of rank 0 to the others. Exchanges then go
-        over a store of rank 0, as with other launchers.
+        Horovod knows the ranks' places, and sends the address of rank 0 to the others. Exchanges
+        then use a store of rank 0, as with other launchers.
 
         Args:
             hvd: Horovod's module, such as `horovod.torch`.

@@ -1,7 +1,4 @@
-"""Place given to a process by an outer launcher (torchrun, srun, mpirun), and a meeting point.
-
-Also: meeting point.
-"""
+"""Place given to a process by an outer launcher (torchrun, srun, mpirun), and a meeting point."""
 
 import hashlib
 import os

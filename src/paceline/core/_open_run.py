@@ -107,7 +107,7 @@ def open_run(
         seed: The seed of a run without a master; drawn by default.
         hparams: The hyperparameters of a run without a master.
         is_resumable: Whether the code here can restore a stored state. Else PACELINE_RESUME is
-            not for it, and nothing is said of an earlier run that failed.
+            not for it, and an earlier run that failed is not mentioned.
         master: The URL of a master that shows a run without one; by default the value of
             PACELINE_REPORT_TO.
         lock: Holds the run's lock until it is closed.

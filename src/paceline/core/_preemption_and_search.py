@@ -1,7 +1,4 @@
-"""Preemption, and the search's operations and decisions.
-
-Also: as the runner's last message tells them.
-"""
+"""Preemption, and the search's operations and decisions, from the runner's control file."""
 
 import logging
 import os

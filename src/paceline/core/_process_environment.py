@@ -1,7 +1,4 @@
-"""Environment of a process: interpreter, packages, machine, `ClusterInfo`.
-
-Also: and deterministic switches.
-"""
+"""Environment of a process: interpreter, packages, machine, `ClusterInfo`, determinism."""
 
 import os
 import subprocess

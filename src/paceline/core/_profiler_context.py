@@ -1,7 +1,4 @@
-"""System metrics of a node: processors, memory, disk, network and GPUs.
-
-Also: sampled while training runs.
-"""
+"""System metrics of a node during training: processors, memory, disk, network and GPUs."""
 
 import logging
 import operator

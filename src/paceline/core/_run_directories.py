@@ -1,7 +1,4 @@
-"""Directories of runs without a master: names, earlier runs, settings, heartbeats.
-
-Also: and live reports.
-"""
+"""Directories of runs without a master: names, earlier runs, settings, heartbeats, reports."""
 
 import logging
 import os

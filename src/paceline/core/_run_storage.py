@@ -1,7 +1,4 @@
-"""Checkpoint storage of a run: named by a script, checked on all nodes and ranks, cleaned up.
-
-Also: agreed between ranks, swept.
-"""
+"""Checkpoint storage of a run: named by a script, agreed between ranks, checked, swept."""
 
 import logging
 import os
@@ -136,7 +133,7 @@ _LOOK_INTERVAL_S = 0.05
 def check_shared_storage(storage: CheckpointStorage, distributed: DistributedContext) -> None:
     """Refuse a directory not visible to all machines; all ranks call together.
 
-    No checkpoint of theirs would ever be whole, which would show only after the training.
+    Their checkpoints would never be complete, which would show only after the training.
 
     Args:
         storage: Where all ranks are to store their parts of checkpoints.
@@ -305,8 +302,8 @@ _LANDING_S = 2.0
 def discard_unfinished(run: RunDirectory) -> None:
     """Remove checkpoints begun but not committed or recorded by a run's ended processes.
 
-    Checkpoints whose deletion they have begun are removed completely. Only for whoever knows that
-    all of these processes have ended.
+    Checkpoints whose deletion they have begun are removed completely. Call this only once all of
+    these processes have ended.
 
     Args:
         run: The run directory of the processes.

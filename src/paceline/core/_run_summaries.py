@@ -1,7 +1,4 @@
-"""Summaries of runs without a master, and the history of their attempts.
-
-Also: read from their journals.
-"""
+"""Summaries of runs without a master, and the history of their attempts, from the journals."""
 
 import logging
 import os
@@ -525,7 +522,7 @@ def newest_run_named(
 def _newest_by_directory_name(root: Path, name: str) -> list[tuple[RunInfo, Path]]:
     """Return the runs of a name with the latest times in the names of their directories, reversed.
 
-    A clock that was set back, as at the end of summer time, changes the order of a few.
+    A clock set back, as at the end of summer time, changes the order of a few runs.
     """
     named = []
     for entry in os.listdir(root):

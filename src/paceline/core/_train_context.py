@@ -289,7 +289,7 @@ class TrainContext:
     def get_tensorboard_path(self) -> Path | None:
         """Return this rank's directory of TensorBoard files, or None in `TensorboardMode.OFF`.
 
-        Whatever writes there shows in TensorBoard, such as a `SummaryWriter` or a torch profiler.
+        Files written there show in TensorBoard, for example of a `SummaryWriter` or profiler.
         """
         return self._tensorboard.make_path()
 

@@ -93,8 +93,8 @@ def mover_to(device: torch.device, warned: set[type] | None = None) -> Callable[
 def release_device_memory() -> None:
     """Free GPU memory of earlier trainings in this process, held by reference cycles alone.
 
-    Such as those that torch's schedulers make. Python looks for cycles when it has made many
-    objects, and knows nothing of how full a GPU is.
+    Torch's schedulers make such cycles. Python looks for cycles after it has made many objects,
+    and does not know how full a GPU is.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         gc.collect()

@@ -364,7 +364,7 @@ def _by_chunk(chunks: Any, rows: Any) -> Iterator[tuple[int, Any]]:
 def _note_loaded(num_bytes: int) -> None:
     """Return freed memory to the system each time this process has loaded enough bytes.
 
-    Each thread would keep its own. Threads may miscount a little.
+    Without this, each thread would keep its own. Threads may miscount a little.
     """
     global _loaded_bytes  # memory belongs to the process, not to a source
     _loaded_bytes += num_bytes

@@ -1,7 +1,4 @@
-"""Order of samples by seed and epoch, shards of a worker, seeded shards.
-
-Also: random number generators (torch).
-"""
+"""Order of samples by seed and epoch, shards of a worker, random number generators (torch)."""
 
 import random
 import sys
@@ -31,7 +28,7 @@ def shuffled_indices(num_samples: int, seed: int, epoch: int) -> Sequence[int]:
 def shards_of_worker(num_shards: int, rank: int, world_size: int) -> range:
     """Return the shards of a worker, in order; each shard belongs to a single worker.
 
-    The first workers get one more where it does not divide; workers beyond the number of shards
+    The first workers get one more if the number is no multiple; workers beyond the number of shards
     get none.
     """
     whole, rest = divmod(num_shards, world_size)

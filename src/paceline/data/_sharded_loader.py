@@ -49,8 +49,7 @@ class LoaderSignals:
     """`worker_init_fn` of a loader process: the first stop signal is ignored.
 
     Such signals often go to all processes of a job, and the last batches must still be served. A
-    second one is meant. So is that by which a program that exits ends its loaders' processes, or a
-    loader one that does not leave.
+    second signal counts, and so does the signal by which a program or a loader ends the processes.
 
     Args:
         then: The user's `worker_init_fn`.
@@ -84,7 +83,7 @@ class LoaderSignals:
 def _has_loader_ended(frame: FrameType | None) -> bool:
     """Return whether the loader has asked this process to end, by torch's own event.
 
-    The event is not asked itself, as its lock may be held by the code that the signal interrupts.
+    The event itself is not read: the interrupted code may hold its lock.
     """
     while frame is not None and frame.f_code.co_name != _WORKER_LOOP:
         frame = frame.f_back
@@ -206,7 +205,7 @@ class ShardedData:
     def known_order(self, epoch: int) -> EpochOrder | None:
         """Return an epoch's order, or None if not decided before the epoch begins.
 
-        A sampler of the user's own may depend on what happens until then.
+        A user's sampler may depend on earlier events.
         """
         if self.is_iterable or not (epoch in self._cached or self._is_order_ours()):
             return None
@@ -366,7 +365,7 @@ class ShardedData:
     ) -> Sequence[Sequence[int]] | None:
         """Return the shards of an epoch in the data set's own order, or None if no own order.
 
-        Such a data set lies in files: an order of all samples would read all of them at once.
+        Such a data set lies in files: an order over all samples would read all files at once.
         """
         plan = getattr(self._loader.dataset, "epoch_order", None)
         if plan is None or is_shuffled is None:

@@ -40,8 +40,8 @@ class StreamPieces(ABC):
 def stream_pieces(data: Any) -> StreamPieces | None:
     """Return an iterable data set in pieces, or None if only readable as a whole.
 
-    Pieces are had of streams of Hugging Face and of all others that have `num_shards` and
-    `shard(num_shards=, index=)`, and of WebDataset's pipelines over a list of shards.
+    Streams of Hugging Face, all others with `num_shards` and `shard(num_shards=, index=)`, and
+    WebDataset's pipelines over a list of shards have pieces.
 
     Args:
         data: The iterable data set.

@@ -97,7 +97,7 @@ _TYPES = ("loss", "val_loss", "test_loss")
 class LossTracker(dict[str, Any]):
     """Losses by epoch, in lists by name.
 
-    `loss`, `val_loss` and `test_loss` are totals, and with `_<name>` behind them those of each
+    `loss`, `val_loss` and `test_loss` are totals, and with `_<name>` behind them the losses of each
     prediction and regularizer; `train_acc_<name>`, `val_acc_<name>` and `test_acc_<name>` are
     accuracies, `epochs` the epochs, and `lrs` the learning rates after each batch.
     `best_val_loss` is the least total of validations, `epoch_best_val_loss` its epoch, and

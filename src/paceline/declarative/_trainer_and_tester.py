@@ -204,7 +204,7 @@ class Trainer(BuiltTrainer):
         """Train to the last epoch, and write the final model; its files are there for all ranks.
 
         When the run is asked to leave, by a signal, Ctrl-C or a master, the state is stored and
-        this returns; `is_finished` tells. In the test mode of `paceline experiment create`, one
+        this returns with `is_finished` False. In the test mode of `paceline experiment create`, one
         batch is trained, one validated, and a checkpoint stored.
 
         Returns:

@@ -153,7 +153,7 @@ class Step:
     def train_plainly(self, data_and_labels: Any) -> tuple[Tensor, list[Tensor], list[Any]]:
         """Take a step as the methods of this class do, if none is overridden, at less cost.
 
-        Their calls would take a good part of the step of a small model.
+        Such calls would take a large part of a small model's step.
 
         Args:
             data_and_labels: The loader's batch.

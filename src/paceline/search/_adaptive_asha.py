@@ -1,7 +1,4 @@
-"""Adaptive ASHA: rungs, asynchronous halving brackets.
-
-Also: and the division of a search among brackets.
-"""
+"""Adaptive ASHA: rungs, asynchronous halving, and the division of a search among brackets."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Hyperparameter space: kinds of hyperparameters, parsing, grid points.
-
-Also: and samples from the search's random stream.
-"""
+"""Hyperparameter space: kinds, parsing, grid points, and samples from the random stream."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Base class of search methods: configuration, inputs, operations, views of brackets.
-
-Also: and errors.
-"""
+"""Base class of search methods: configuration, inputs, operations, brackets, errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Directories of checkpoints: opened once without links, marks of unfinished ones.
-
-Also: and deletion while reading.
-"""
+"""Directories of checkpoints: opened once without links, marked while open, deleted safely."""
 
 import errno
 import os

@@ -383,7 +383,7 @@ def digest_stream(file: Any, num_bytes: int | None = None) -> FileEntry:
 def seal_files(directory: int, names: Sequence[str]) -> dict[str, FileEntry]:
     """Force files to disk, forbid writes to them, and return their sizes and digests.
 
-    The disk is asked for several at once, as it takes them almost as quickly as one.
+    Several files are forced at once, as a disk takes them almost as quickly as one.
 
     Args:
         directory: The descriptor of the directory.
@@ -474,7 +474,7 @@ def copy_stream(
 def move_files_up(own: int, directory: int, entries: Mapping[str, FileEntry]) -> None:
     """Move a rank's files to where the checkpoint has them.
 
-    If two ranks do so at once with one name, the commit finds out.
+    If two ranks use one name at the same time, the commit notices.
 
     Args:
         own: The descriptor of the rank's directory.
@@ -658,7 +658,7 @@ _NEW_PREFIX = "paceline-new-"
 def temporary_directory() -> Iterator[Path]:
     """Yield an empty directory below TMPDIR; remove the leftovers of killed processes.
 
-    Whoever uses one holds a lock on it, which the system takes back from a process that ends.
+    A process that uses one holds its lock, which the system releases when the process ends.
     """
     root = Path(tempfile.gettempdir())
     _remove_left(root)

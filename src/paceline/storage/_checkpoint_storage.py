@@ -76,7 +76,7 @@ class CheckpointStorage(ABC):
     def in_a_hurry(self) -> "CheckpointStorage":
         """Return this storage, from now on giving up soon on a silent server.
 
-        For work that is done again later, and that must not hold up other work.
+        Use it for work that is repeated later, and must not hold up other work.
         """
         return self
 
@@ -258,7 +258,7 @@ class CheckpointStorage(ABC):
         """Delete the selected files of a checkpoint, and return its new manifest.
 
         The other files stay as they are. The new manifest is written first, so a crash leaves
-        files that nobody names, until the whole checkpoint is deleted.
+        unnamed files behind, until the whole checkpoint is deleted.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.

@@ -98,7 +98,7 @@ def made_below(directory: int, name: str) -> Iterator[int]:
 def empty_directory(directory: int) -> None:
     """Remove all that is below a directory; links are removed, not their targets.
 
-    Directories of another user stay: who shares the storage can have moved them there.
+    Directories of another user stay: a user who shares the storage may have moved them there.
 
     Raises:
         OSError: Something cannot be removed.

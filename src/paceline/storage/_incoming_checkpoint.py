@@ -43,9 +43,9 @@ class IncomingCheckpoint:
     """Gathers a checkpoint's files below ``<root>/.incoming/<sender>/<uuid>/``, then commits.
 
     Files can be sent in any order. Files received before a crash are kept, and sending resumes from
-    there. A commit compares every file with the manifest and moves the directory to its place, so
-    that it is as if this machine had stored the checkpoint. For any thread and process. Nobody else
-    can change received files, whoever may write to the storage.
+    there. A commit compares every file with the manifest and moves the directory to its place, as
+    if this machine had stored the checkpoint. Safe in any thread and process. Other users who may
+    write to the storage cannot change received files.
 
     Args:
         storage: Where the checkpoint is to be.

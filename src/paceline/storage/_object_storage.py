@@ -77,7 +77,7 @@ class StoredObject(NamedTuple):
     """Object in a store: key, size in bytes, and last change in seconds since the epoch.
 
     The size counts the bytes read. Times are by the clock of the store.
-    The mark is another one for another content, such as an ETag; empty where the store has none.
+    The mark, such as an ETag, changes with the content; empty where the store has none.
     """
 
     key: str

@@ -1,7 +1,4 @@
-"""Uploads to an object store: files hashed as they are read, a rank's shard.
-
-Also: and calls in the background.
-"""
+"""Uploads to an object store: files hashed as they are read, a rank's shard, background calls."""
 
 import math
 import os
@@ -214,7 +211,7 @@ def limit_hint(what: str) -> str:
 class BackgroundCalls:
     """Runs calls in daemon threads, so no call keeps a process from ending.
 
-    Where there can be no further thread, a call runs in the caller's thread. Leaving a `with` block
+    At the limit of threads, a call runs in the caller's thread. Leaving a `with` block
     waits for all calls.
 
     Args:

@@ -34,7 +34,7 @@ class AttemptTokens:
     """Make and check the tokens of attempts.
 
     A token is computed from the attempt's id by a key that only the master has, so that starting
-    an attempt stores nothing, and a master that was started again knows the tokens of before.
+    an attempt stores nothing, and a restarted master knows the earlier tokens.
 
     Args:
         database: The master's database.
@@ -169,8 +169,8 @@ class Throttle:
 def sender_at(peer: tuple[str, int] | None, own: tuple[str, int | None] | None) -> str:
     """Return a name for the sender at a connection's other end, to keep strangers apart.
 
-    That is the address, or the network of 64 bits of an IPv6 address, as one sender has all of
-    them. All users of this machine have the same address; Linux knows the user of a connection.
+    The name is the address, or the /64 network of an IPv6 address, as one sender owns the whole
+    network. All users of this machine have the same address; Linux knows the user of a connection.
 
     Args:
         peer: Address and port of the other end.

@@ -83,8 +83,8 @@ class Executor(ABC):
     def kill_runner(self, attempt_id: int) -> None:
         """Kill an unresponsive or disobedient runner; its processes end with the runner.
 
-        One that cannot be reached must end by itself once it is: the master refuses all that it
-        sends for an attempt that has ended (409, `attempt_over`).
+        An unreachable runner must end by itself once it is reachable: the master refuses its
+        requests for an ended attempt (409, `attempt_over`).
         """
 
     def is_out_of_reach(self, attempt_id: int) -> bool:

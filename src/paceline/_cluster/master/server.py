@@ -158,7 +158,7 @@ class _Window:
 class _MasterLogHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes at most 20 messages a minute from each place in the code, and counts the others.
 
-    Of an error that comes again, the traceback is written once a minute.
+    The traceback of a repeated error is written once a minute.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Pydantic models: base class, pages and errors; experiments, trials, checkpoints, metrics.
+"""Pydantic models: base class, pages, errors, experiments, trials, checkpoints, metrics.
 
-Also: hyperparameters, configs, searches, logs.
+Further models: hyperparameters, configs, searches, logs.
 """
 
 from typing import Any, Generic, Literal, TypeVar

@@ -1,6 +1,6 @@
-"""Plain structs between runner and master: attempts, nodes.
+"""Plain structs between runner and master: attempts, nodes, runs without a master.
 
-Also: runs without a master (msgspec only, never pydantic: the runner loads it).
+The runner loads this module, so it uses msgspec alone: pydantic takes long to load.
 """
 
 from collections.abc import Iterable, Iterator

@@ -75,8 +75,8 @@ class _Process(msgspec.Struct):
 class AttemptDirectory:
     """``attempt.json``, ``run/``, ``context/``, ``output.jsonl``, ``exit.json`` and markers.
 
-    The lock is held by the runner for as long as it lives: it says who is at work, also to a
-    master that started later. `started` is written before the entrypoint starts and never removed,
+    The runner holds the lock for its whole life, so that a later master also finds the process at
+    work. `started` is written before the entrypoint starts and never removed,
     so that an attempt is never run twice.
     """
 

@@ -1,6 +1,6 @@
-"""End of an attempt: finding its cause, storing the end, and telling the master.
+"""End of an attempt: finding its cause, storing the end, and reporting it to the master.
 
-Also: imported late by attempt_processes).
+`attempt_processes` imports this module late.
 """
 
 import contextlib
@@ -228,8 +228,8 @@ def _judged_end(
 ) -> AttemptEnd:
     """Return the end with the errors of the attempt's reports and output added.
 
-    Records that were set aside are named and change nothing else, nor does output that cannot be
-    stored. Where the reports as a whole cannot be stored, the attempt has failed.
+    Records set aside and output that cannot be stored are named, and change nothing else. If the
+    reports as a whole cannot be stored, the attempt has failed.
     """
     details = [end.detail, shipper.set_aside, shipper.unsent, output_error]
     if rest_error is not None:
@@ -243,8 +243,8 @@ def _judged_end(
 def _end_without_word(run: RunDirectory) -> AttemptEnd:
     """Return the end of an attempt without a stored end, as far as the journal shows.
 
-    An error of the code counts as the loss of the runner, as it may come from that: the code cannot
-    print any more.
+    An error of the code counts as the loss of the runner, which may have caused it: the code could
+    not print any more.
     """
     finish = read_attempt_finish(run)
     if finish is None:

@@ -1,6 +1,6 @@
-"""Preparation of an attempt: packed code, its uv environment; why a start failed (light.
+"""Preparation of an attempt: packed code, its uv environment, reasons of a failed start.
 
-Also: client and cli load it).
+This module must stay light, as the client and the CLI load it.
 """
 
 import bz2

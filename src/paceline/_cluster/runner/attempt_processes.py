@@ -1,6 +1,6 @@
-"""Attempts of a machine: a directory and a runner process for each attempt.
+"""Attempts of a machine: a directory and a runner process for each wanted attempt.
 
-Also: which of them the master wants (loaded by the master: no workers).
+The master loads this module, so it must not load the workers.
 """
 
 import json

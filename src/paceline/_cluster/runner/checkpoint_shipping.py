@@ -133,9 +133,9 @@ class CheckpointShipper(ShippingLoop):
     """Sender of the journals' checkpoint records in order, each with its files.
 
     So the master gets the record of a checkpoint only after all its files. It is asked for them
-    anew after each failure, so nothing is sent twice whoever dies when. The files of the checkpoint
-    that is being sent are held by links, so that training can delete it meanwhile. One that was
-    deleted before it was begun is left out.
+    anew after each failure, so nothing is sent twice after any crash. The files of the checkpoint
+    that is being sent are held by links, so that training can delete it meanwhile. A
+    checkpoint deleted before its turn is left out.
 
     Args:
         directory: The attempt's directory.

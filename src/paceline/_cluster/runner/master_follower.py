@@ -133,8 +133,7 @@ class MasterFollower:
     def await_permission(self, lease_s: float, since: float) -> None:
         """Wait until the attempt certainly still belongs to this runner.
 
-        A runner that was held up may have lost it. One that was not need not ask, and starts
-        without a master.
+        A runner that was held up may have lost it. Other runners start without asking a master.
 
         Args:
             lease_s: How long the master waits for a sign of life, in seconds; 0 if that is unknown.

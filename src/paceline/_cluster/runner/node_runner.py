@@ -195,7 +195,7 @@ class NodeStoppedError(Exception):
 class NodeRunner:
     """Runner serving a node.
 
-    One thread polls; all that touches attempts happens in the thread that calls `run`. Between two
+    One thread polls; only the thread that calls `run` touches attempts. Between two
     polls, it repeats failed starts and ships the records of dead runners.
 
     Args:

@@ -106,9 +106,9 @@ OnJudged = Callable[[AttemptControl | None, tuple[int, int]], None]
 class RecordShipper(ShippingLoop):
     """Sender of an attempt's records; unacknowledged records are sent again.
 
-    The master drops known records, so nothing is lost or doubled whoever dies when. A single
-    record that it refuses, or that it fails with again and again, is set aside, so that it does
-    not hold up the rest; the master gets word of it in its place.
+    The master drops known records, so no crash loses or doubles any. A single record that it
+    refuses, or that it fails with again and again, is set aside, so that the others pass; the
+    master gets a `RecordLost` in its place.
 
     Args:
         directory: The attempt's directory.

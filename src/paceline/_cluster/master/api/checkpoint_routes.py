@@ -363,7 +363,7 @@ async def _do_transfer(
 ) -> Result:
     """Run a long transfer job in its own thread, and keep the attempt's lease meanwhile.
 
-    `stored` is the checkpoint that it stores, or a part of.
+    `stored` is the checkpoint being stored, in whole or in part.
     """
     # Thread of its own, not from the small pool of request threads: the storage may hang.
     task = asyncio.wrap_future(in_own_thread(job))

@@ -80,7 +80,8 @@ def list_slots(master: MasterOf) -> list[Slot]:
 def all_drained(master: Master, connection: Connection) -> dict[int, frozenset[int]]:
     """Return the slots closed to attempts, by node.
 
-    They are single ones, and all of nodes that are drained, or not in the pool of their token.
+    These are single drained slots, and all slots of nodes that are drained or outside the pool of
+    their token.
     """
     drained = drained_slots(connection)
     for node in _nodes_in_pools(master, master.nodes.all(), read_pools(connection)):

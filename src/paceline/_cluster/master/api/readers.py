@@ -53,7 +53,7 @@ main()
 def state_of_sources() -> str:
     """Return a digest of the installed package's state at the time of the first call.
 
-    A package that is replaced while the master runs would have the second process another version.
+    After an upgrade of the package under a running master, the versions would differ.
     """
     root = Path(paceline.__file__).parent
     found = sorted(
@@ -89,8 +89,8 @@ def length_of(head: bytes) -> int:
 class ReadingProcess:
     """Handle of the second process for the event loop of the first.
 
-    Python runs one thread at a time, so one process answers with one core. The second one answers
-    its questions one after the other. It has a socket to this process, whose end is its own.
+    Python runs one thread at a time, so one process answers with one core. The second process
+    answers its questions one after the other, over a socket, and ends with this process.
 
     Args:
         database_path: The database, which this process has open.
@@ -258,8 +258,8 @@ class _Waiting(NamedTuple):
 class ReadingThreads:
     """Threads answering reads: a single thread for quick routes, others for slow routes.
 
-    Python runs one thread at a time. Two that are busy and the event loop take turns, which makes
-    every answer later and their number smaller. But quick reads must not wait for slow ones.
+    Python runs one thread at a time. Two busy threads and the event loop take turns, so all
+    answers come later. But quick reads must not wait for slow ones.
     """
 
     def __init__(self) -> None:
@@ -307,8 +307,8 @@ class ReadingThreads:
 class Readers:
     """Where reads are answered: by threads, and by a second process while many wait for them.
 
-    Quick reads wait in one line. The second process is given those that it can answer, some at a
-    time. The thread takes the others, and those as well while few wait: it shares Python's lock
+    Quick reads wait in one line. The second process gets the reads that it can answer, some at a
+    time. The thread takes the other reads, and all of them while few wait: it shares Python's lock
     with the event loop, which every answer needs.
 
     Args:

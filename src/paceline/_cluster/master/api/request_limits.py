@@ -44,7 +44,7 @@ class ConnectionLimits:
     """Limits on the number and duration of connections.
 
     A connection is a stranger's until a request on it carries the token or a sign-in. Strangers
-    have a number of their own, so that all of them together keep nobody out who is known. A
+    have a limit of their own, so that all of them together keep out no known sender. A
     deadline holds for the whole request or answer: sending a byte now and then moves none.
 
     `stranger_idle_s` and `known_idle_s` are the seconds for a request to be there with all of its
@@ -52,12 +52,12 @@ class ConnectionLimits:
     rest of a stranger's request and its answer; there is none for others, as uploads and streams
     may take long.
 
-    A stranger's connection that has to go for another one is not read any more and is closed
-    `dropped_s` seconds later: whoever opens a new one for each that is closed would otherwise keep
-    the process busy with that alone. `num_dropped` of them are held so.
+    A stranger's connection that makes room for another one is no longer read, and is closed
+    `dropped_s` seconds later: a sender that replaces each closed connection at once would keep the
+    process busy. At most `num_dropped` connections wait in this way.
 
-    `num_per_address` holds for the strangers of each address but loopback, which all of the machine
-    share. Those who are known are many at the address of a node with many attempts.
+    `num_per_address` holds for the strangers of each address but loopback, which all users of
+    the machine share. Known connections are not counted: a node with many attempts has many.
     """
 
     num_strangers: int
@@ -475,7 +475,8 @@ class _LimitedBody:
     async def send(self, message: Message) -> None:
         """Send a piece of the answer; after a refusal the body's rest is dropped before its end.
 
-        A client that sends all before it reads would otherwise find the connection broken.
+        A client that sends its whole request before it reads would otherwise see a broken
+        connection.
         """
         is_end = message["type"] == "http.response.body" and not message.get("more_body", False)
         if not self.is_refused or not is_end:

@@ -1,7 +1,4 @@
-"""Helpers shared by several routes.
-
-Also: errors as application/problem+json.
-"""
+"""Helpers shared by several routes, and errors as application/problem+json."""
 
 import asyncio
 import functools

@@ -144,7 +144,7 @@ def _error_of_chief(attempt: Row[Any], end: AttemptEnd) -> str | None:
 def _is_successful_end(end: AttemptEnd, outcome: str | None) -> bool:
     """Return whether the code did its work.
 
-    A process with gloo threads may abort while Python ends, after all is done and said.
+    A process with gloo threads may abort while Python ends, after all its work.
     """
     has_aborted = end.signal == signal.SIGABRT or end.code == 128 + signal.SIGABRT
     return end.code == 0 or (has_aborted and outcome in ("completed", "preempted"))

@@ -52,8 +52,8 @@ class Leases:
     A runner renews its lease by each request. The time that counts is the time in which this
     process could hear: it is measured on the event loop that takes the requests, so that no runner
     is late because the master was stopped, suspended or busy. Leases are not stored: a master that
-    starts gives each runner a new one. The number of an attempt is its fencing token, as no other
-    attempt of the trial has it and ended attempts are refused.
+    starts gives each runner a new one. The number of an attempt is its fencing token, as it is
+    unique in the trial and ended attempts are refused.
 
     Args:
         length_s: How long a runner may be silent, in seconds.

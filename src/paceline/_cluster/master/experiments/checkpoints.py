@@ -358,7 +358,7 @@ def store_checkpoint(
 def check_owner(connection: Connection, attempt: Row[Any], uuid: str) -> None:
     """Refuse a UUID that only checkpoints of another trial have.
 
-    Who sees a new checkpoint in a storage could name it before its own trial does.
+    A process that sees a new checkpoint in a storage could name it before its own trial does.
 
     Raises:
         RefusedError: It is one.
@@ -443,8 +443,8 @@ def usable_checkpoint(
 ) -> tuple[str, int] | None:
     """Return a trial's newest usable checkpoint; checkpoints without files become deleted.
 
-    A power cut can take a checkpoint of which the database has heard, if it comes before the
-    disk has it.
+    A power cut can take a checkpoint that the database knows already, if its files have not reached
+    the disk.
     """
     connection = transaction.connection
     while (latest := latest_checkpoint(connection, trial_id, changes.being_deleted)) is not None:
@@ -500,8 +500,8 @@ def remove_unknown_checkpoints(
 ) -> None:
     """Remove unrecorded checkpoints of an ended experiment, stored while an attempt was killed.
 
-    Their records can come no more. Touched are those alone whose manifest names an ended attempt of
-    the experiment, in its storage, if that is a directory. Earlier ones may be of a time that the
+    Their records can no longer come. Only checkpoints whose manifest names an ended attempt of the
+    experiment are touched, and only in a directory. Earlier checkpoints may be from a time that the
     database has lost: `paceline home check` lists them.
 
     Args:

@@ -71,8 +71,8 @@ def is_failed_start(exit_: dict[str, Any]) -> bool:
 def nodes_of_failed_attempts(connection: Connection) -> dict[int, frozenset[int]]:
     """Return the nodes of the latest consecutive failures, for each waiting trial with any.
 
-    An attempt that stored a checkpoint ends the row, as its node is good for the trial. So does one
-    on several nodes, of which any may be the cause.
+    An attempt that stored a checkpoint ends the row, as its node is good for the trial. So does an
+    attempt on several nodes: any of them may be the cause.
     """
     trials, attempts, checkpoints = tables.trials.c, tables.attempts.c, tables.checkpoints.c
     running = select(attempts.trial_id).where(attempts.state.in_(LIVE_ATTEMPTS))
@@ -224,7 +224,7 @@ def num_in_a_row(
 ) -> int:
     """Return how many of a trial's newest attempts ended in some way, `limit` at most.
 
-    One that stored a checkpoint is the first of a row: the earlier obstacle has passed.
+    An attempt that stored a checkpoint is the first of a row: the earlier obstacle has passed.
     """
     attempts, checkpoints = tables.attempts, tables.checkpoints
     has_stored = exists().where(
@@ -276,8 +276,8 @@ def nodes_in_start_delay(connection: Connection, now: float) -> dict[int, float]
 def trials_in_start_delay(connection: Connection, now: float) -> dict[int, float]:
     """Return the trials resting after repeated losses or failures, with the ends of the rests.
 
-    A trial is tried again at once after the first time. One whose nodes did not come together, or
-    whose storage did not answer, rests after that, too.
+    After its first failure a trial is tried again at once, unless its nodes did not come together
+    or its storage did not answer.
     """
     resting: dict[int, float] = {}
     ends = ((is_lost_runner, 1), (is_not_formed, 0), (is_store_failure, 0))

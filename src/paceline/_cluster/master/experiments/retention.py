@@ -72,7 +72,7 @@ def plan_retention(
 ) -> list[str]:
     """Return the UUIDs of the checkpoints to delete.
 
-    Kept is the union of: the best of the experiment, the best and the latest of each trial, the
+    Kept are the union of: the best of the experiment, the best and the latest of each trial, the
     young ones, and the protected ones. A checkpoint without a metric is not among the best. If
     they are too many bytes, the oldest go, and the best after all others; the protected ones and
     the newest of all stay.
@@ -409,7 +409,7 @@ _CLOSE_S = 5.0
 class Retention:
     """Thread to apply retention policies, woken by changes and once a second.
 
-    A thread of its own, as nothing else may wait for a store that is slow to delete, or hangs.
+    A separate thread: nothing else may wait for a store that deletes slowly or hangs.
     """
 
     def __init__(self, database: Database, changes: StateChanges) -> None:

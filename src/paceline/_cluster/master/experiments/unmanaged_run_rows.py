@@ -99,7 +99,7 @@ def reopen_attempt(connection: Connection, attempt: Row[Any]) -> None:
     """Reopen an attempt ended by assumption: new records have come.
 
     It looked dead: its lock cannot be seen from another machine, for example. Or its chief has
-    ended, and other ranks have more to say: its end stays recorded then.
+    ended, and other ranks still report: its end stays recorded then.
     """
     reopened: dict[str, Any] = {} if attempt.outcome is not None else {"exit": None}
     update_attempt(

@@ -103,8 +103,8 @@ class OpenUploads:
     def close(self, attempt_id: int, uuid: str) -> None:
         """Forget the upload of a stored checkpoint, and earlier uploads given up by the sender.
 
-        Ranks commit checkpoints in their order. One that a node has begun to send before this one,
-        and that is not stored, was given up.
+        Ranks commit checkpoints in order. An earlier upload of the same node that is still open
+        was given up.
         """
         with self._lock:
             for member in {key[2] for key in self._open if key[:2] == (attempt_id, uuid)}:

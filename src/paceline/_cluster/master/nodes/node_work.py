@@ -47,8 +47,8 @@ def work_for(
 ) -> NodeWork:
     """Return the work for a polling node, and end the attempts lost by the node.
 
-    An attempt that began there and is there no more is never started again. A node that leaves
-    starts none.
+    An attempt that began on the node and is gone from it is never started again. A node that
+    leaves starts none.
     """
     # First, so that changes during the read of the database reach the next answer.
     version = nodes.presence.version(node_id)
@@ -328,9 +328,9 @@ class LostNodes:
     def _forgettable(self, now: float) -> list[RegisteredNode]:
         """Return the nodes lost for so long as to be forgotten.
 
-        One whose token can no longer be used, as after the end of a job, is waited for less.
-        Drained ones stay, so that they come back as such. Those that a token is for stay as well,
-        as long as it can be used: by it, no other machine gets their name.
+        A node whose token is no longer usable, as after the end of a job, is forgotten sooner.
+        Drained nodes stay, so that they come back as drained. Nodes with a usable token
+        stay as well: it keeps other machines from their name.
         """
         return [
             node

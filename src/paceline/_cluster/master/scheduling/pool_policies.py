@@ -61,8 +61,8 @@ class Policy(ABC):
     def candidates(self, trial: Waiting) -> Iterator[_Level]:
         """Yield preemptible attempts for a trial, in levels.
 
-        A level is preempted only if the levels before do not suffice. Within a level those
-        that should leave first come first.
+        A level is preempted only if the levels before do not suffice. Within a level, the
+        order is the order of leaving.
         """
         del trial
         return iter(())
@@ -83,8 +83,8 @@ class FifoPolicy(Policy):
 class PriorityPolicy(Policy):
     """The most important first, and within a priority first come, first served.
 
-    Attempts make room for trials of a more important priority. Of those that may, the least
-    important are asked, of these as few as possible, and the youngest.
+    Attempts make room for trials of a more important priority. Among these, the least important
+    leave, as few as possible, and the youngest first.
     """
 
     def __init__(self, holding: Iterable[Holding]) -> None:

@@ -49,8 +49,8 @@ class PoolSettings:
 class NodeSlots:
     """Slots of a node; a closed node keeps its attempts and gets no new attempts.
 
-    The same holds for a single slot that is drained. One that is pausing will be open again in a
-    moment: a trial that needs it waits, and holds up no other.
+    The same holds for a single drained slot. A pausing node will be open again in a moment: a trial
+    that needs it waits, and holds up no other.
     `can_join` says that other nodes reach it, so
     that trials on several nodes may use it. `only_pool` is the one that it may be in.
     """
@@ -197,7 +197,8 @@ def needs_of(
 ) -> dict[str, PoolNeed]:
     """Return each pool's unmet need for nodes; pools without need are absent.
 
-    The limits of experiments count: of one that may use three more slots, trials for three do.
+    The limits of experiments count: if an experiment may use three more slots, only trials for
+    three slots count.
     """
     used: Counter[int] = Counter()
     num_trials: Counter[int] = Counter()
@@ -239,7 +240,7 @@ def pool_of(named: str, labels: Mapping[str, str], pools: Mapping[str, PoolSetti
 def in_pools(nodes: Iterable[NodeSlots], pools: Mapping[str, PoolSettings]) -> list[NodeSlots]:
     """Return the nodes with the pools chosen by their labels.
 
-    One that labels put into another pool than the only one that it may be in gets nothing there.
+    A node gets nothing in a pool that its labels choose but its token excludes.
     """
     return [_in_pool(node, pool_of(node.pool, node.labels, pools)) for node in nodes]
 

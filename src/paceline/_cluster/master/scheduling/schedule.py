@@ -74,9 +74,9 @@ def decide(
 
     The trials of one pool come in the order in which they get slots. A trial that does not fit
     holds up the trials of its pool behind it, so that a large one is never starved by small ones;
-    one that only its experiment's own limit of slots or trials holds back does not, and neither
-    does one that fits no nodes of its pool even if they are free (they may be fewer than before).
-    One that waits for another node than that on which it failed holds up that one node.
+    a trial that only its experiment's own limit of slots or trials holds back does not, and neither
+    does a trial too large for all nodes of its pool (which may have shrunk). A trial that waits for
+    another node than that of its failure holds up one node.
     """
     holding = list(holding)
     used_by: Counter[int] = Counter()

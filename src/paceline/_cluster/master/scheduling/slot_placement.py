@@ -158,8 +158,8 @@ def choose_victims(
 ) -> tuple[Holding, ...] | None:
     """Return attempts to preempt for room on a single node; None if there are none.
 
-    Attempts of a level are chosen only if the levels before do not suffice. Then there
-    are as few as possible, and of equally few those that come first.
+    Attempts of a level are chosen only if the levels before do not suffice. Then as
+    few as possible are chosen, and among equally few the first ones.
     """
     on_node: dict[int, list[tuple[int, int, Holding]]] = defaultdict(list)
     gained: dict[int, int] = defaultdict(int)

@@ -266,8 +266,8 @@ class PoolRunners:
     def failure(self, pool: str) -> str | None:
         """Return the reason for missing runners of a pool, as a sentence; None without failure.
 
-        It is a sentence with the reason. None if that is not so, once a later start goes well, or
-        once one has registered.
+        The reason is a sentence; None without a failure, after a later successful start, or once a
+        runner has registered.
         """
         return self._no_starts.get(pool) or self._absent.get(pool, (set(), None))[1]
 
@@ -486,7 +486,7 @@ class PoolRunners:
     def _registered_before(self, pool: str, known: Mapping[str, bool]) -> set[str]:
         """Return the running runners registered with an earlier master.
 
-        They have done so since their token was made: names come again.
+        They have registered since their token was made: names are used again.
         """
         made_at = {
             token.name.removeprefix(_TOKEN_PREFIX): token.created_at

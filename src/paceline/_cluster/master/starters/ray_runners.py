@@ -1,6 +1,6 @@
 """Process of a master for talking to a Ray cluster: answers requests, a line for each.
 
-Also: must not load the master).
+This module must not load the master.
 """
 
 import json
@@ -109,7 +109,7 @@ class RayRunners:
     """Runners of a pool on a Ray cluster.
 
     Each group has a placement group, whose name has the names of its runners, and an actor for each
-    of them. They belong to no process, so that they are there for the next master.
+    of them. They are detached, so the next master finds them.
 
     Args:
         options: `address` of the cluster, None to start one on this machine; `namespace`, `pool`,

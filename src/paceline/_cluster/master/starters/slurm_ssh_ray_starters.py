@@ -74,9 +74,9 @@ class SlurmOptions(Section):
 class SlurmStarter(Starter):
     """Slurm starter: a job for each runner or group, each runner on its own node.
 
-    The directory of the pool must be one that the nodes share with the machine of the master. The
-    batch script of one runner becomes it, so that every signal of Slurm reaches it. Several are
-    steps of their job, by which Slurm knows the ones still running.
+    The nodes must share the directory of the pool with the machine of the master. The
+    batch script of a single runner replaces itself by the runner, so that every signal of Slurm
+    reaches it. Several runners are steps of their job, so Slurm knows the ones still running.
     """
 
     Options = SlurmOptions

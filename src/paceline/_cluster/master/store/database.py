@@ -66,7 +66,7 @@ class DatabaseFiles:
         """Open a connection to the existing database; a missing file is not created again.
 
         Raises:
-            DatabaseLostError: A file is not the one of before.
+            DatabaseLostError: A file was replaced by another one.
         """
         self.check()
         address = f"file:{quote(str(self.path.absolute()))}?mode=rw"
@@ -434,8 +434,8 @@ class Database:
     def _force_log(self) -> None:
         """Force the WAL file to disk: commits are in the log, or were forced at a checkpoint.
 
-        Without this, a commit survives the end of the process, and a power cut only from SQLite's
-        next checkpoint on.
+        Without this, a commit survives the end of the process, but a power cut only after SQLite's
+        next checkpoint.
         """
         try:
             _force(self._log.fileno())

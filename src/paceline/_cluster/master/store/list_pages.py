@@ -138,8 +138,8 @@ def sample_trials(
 
     The rows have id, state, hyperparameters as JSON, completed steps and best metric.
 
-    Of more trials half are those with the best metric, and the others are chosen by a hash of their
-    ids, so that they are spread evenly and mostly the same at the next call.
+    Of more trials, half have the best metrics. A hash of the ids chooses the others, so that they
+    are spread evenly and mostly the same at the next call.
     """
     trials = tables.trials.c
     everyone = _SAMPLED.where(trials.experiment_id == experiment_id)

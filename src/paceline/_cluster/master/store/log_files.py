@@ -159,8 +159,8 @@ class LogFile:
     ) -> Iterator[tuple[StoredLine | None, float]]:
         """Yield matching lines with their times, and (None, time) for all other lines.
 
-        Of a block that is skipped one time stands for all: the greatest one, or the least one if
-        the newest come first.
+        A skipped block has one time for all lines: the greatest, or the least if the newest come
+        first.
         """
         for content, first, _, known in self._blocks_for(only, 0, newest_first):
             if known is not None:
@@ -271,8 +271,8 @@ class LogFile:
     def _newest_sequence(self, file: BinaryIO, member: int) -> int:
         """Return the newest sequence number of a member's runner, or -1.
 
-        Numbers grow line by line, so the last one counts. A larger one before it is damaged, and
-        would have all that is shipped from now on look known.
+        Numbers grow line by line, so the last one counts. A larger number before it is damaged:
+        with it, all lines shipped later would look known.
         """
         bounds = [*self._starts, self._size]
         for begin, end in reversed(list(pairwise(bounds))):

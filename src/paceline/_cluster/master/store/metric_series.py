@@ -162,8 +162,8 @@ def visible_series_pieces(
 ) -> Iterator[tuple[int, list[SeriesPiece]]]:
     """Yield (first step, pieces from there on) in order of the first steps.
 
-    Only where points lie is read here, and no further than the caller iterates; the points
-    themselves are for `load_series_points`. Points that later attempts supersede are left out.
+    Only the places of points are read here, and no further than the caller iterates;
+    `load_series_points` reads the points. Points that later attempts supersede are left out.
     """
     limits = visible_series_limits(connection, selection.trial_id)
     chunked: dict[int, SeriesPiece] = {}
@@ -355,7 +355,7 @@ def sample_curve(curve: Curve, max_points: int) -> Curve:
     """Return about `max_points` points of the same look: with extremes, both ends, and gaps.
 
     The span is cut into equal parts and the least and the greatest value of each is kept, so a
-    spike of one point shows however long the series is. Of many gaps some are kept.
+    spike of one point shows in the longest series. Some of many gaps are kept.
     """
     import numpy as np
     from tsdownsample import MinMaxDownsampler

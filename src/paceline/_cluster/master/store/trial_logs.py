@@ -48,7 +48,7 @@ class LogStore:
     def append(self, trial_id: int, attempt: int, entries: list[LogEntry], member: int = 0) -> int:
         """Store the new entries and return the id of the attempt's newest line.
 
-        A log that is as large as may be says so once, and takes no more lines. Each node of an
+        A log at its size limit says so once, and takes no more lines. Each node of an
         attempt counts its own lines.
         """
         entries = [numbered_of_member(entry, member) for entry in entries] if member else entries
@@ -229,7 +229,7 @@ def merge_lines(
 ) -> Iterator[tuple[int, StoredLine]]:
     """Yield (trial id, line) of many trials by time, keeping the line order within each trial.
 
-    With a filter, the lines are those that pass of the whole, in its order.
+    With a filter, the lines that pass keep the order of all lines.
 
     `trials` gives trials with the time at which they began, in that order; or, for
     `newest_first`, with the time at which they ended, the latest first (infinity for those that

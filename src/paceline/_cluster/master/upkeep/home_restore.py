@@ -252,13 +252,13 @@ def restore(
 ) -> RestoreResult:
     """Make a home from a backup.
 
-    The database comes last, so a restore that was cut off is never taken for a home. It is made
-    good by a second one. All browsers are signed out.
+    The database comes last, so an interrupted restore is never taken for a home. A second restore
+    completes it. All browsers are signed out.
 
     Args:
         source: A backup, or a directory of backups, whose newest is taken.
         home: The home to make: missing, empty, or with checkpoints only.
-        old_home: The home of before, which has the tokens that were revoked since the backup and
+        old_home: The earlier home, which has the tokens that were revoked since the backup and
             the passwords of now.
         keep_tokens: Without it: the names of the tokens that stay valid, or ``all``.
             The others are revoked, as one of them may have been since the backup.

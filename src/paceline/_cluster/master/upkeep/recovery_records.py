@@ -74,7 +74,7 @@ def recorded_experiments(home: Path) -> list[int]:
 def read_record(path: Path) -> Iterator[tuple[int, RecordedRow | None]]:
     """Yield the number of each line, from 1, and its row; None for a damaged line.
 
-    A last line without its end is being written, or was cut off: it is left out.
+    A last line without its end is incomplete, and is left out.
     """
     with open(path, "rb", opener=regular_opener) as file:
         for number, line in enumerate(file, 1):
@@ -97,7 +97,7 @@ def append_recovery_rows(
 ) -> None:
     """Add rows to a record; `number` orders the changes.
 
-    A line that was cut off by a crash is cut away first.
+    A line torn by a crash is removed first.
 
     Raises:
         OSError: It cannot be written.
@@ -129,8 +129,8 @@ _REST = 4.0
 class Recorder:
     """Thread writing changed rows to the records, after their transactions.
 
-    The database holds the rows yet to be written, so that a kill loses none. A disk that
-    is full holds up the records and nothing else.
+    The database holds the rows yet to be written, so that a kill loses none. A full
+    disk holds up only the records.
 
     Args:
         database: The database.
@@ -303,7 +303,7 @@ Key = tuple[str, tuple[Any, ...]]
 def check_records(home: Path, connection: Connection, report: Report) -> list[int | None]:
     """Compare each experiment's rows in the database with its record.
 
-    Experiments of which something is yet to be recorded are left out.
+    Experiments with rows yet to be recorded are left out.
 
     Returns:
         The experiments whose record is damaged or lacks something.

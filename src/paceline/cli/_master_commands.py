@@ -348,7 +348,7 @@ def down(
 
 
 def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
-    """Print the number of trials that run without a master, by default on this machine."""
+    """Print the number of trials running without a master, by default on this machine."""
     from paceline.cli._console_output import num_trials_text
     from paceline.cli._master_process import count_running_attempts
 

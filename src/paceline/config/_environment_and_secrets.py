@@ -177,7 +177,7 @@ def hide_in_text(text: str, values: Iterable[str] = ()) -> str | None:
 
 
 def hide_values(text: str, values: Iterable[str]) -> str:
-    """Return a text with the values of secrets as `***`, but for such as stand there by chance."""
+    """Return a text with the values of secrets as `***`, except values too short to be certain."""
     for value in values:
         if len(value) >= _SHORTEST_FOUND:
             text = text.replace(value, HIDDEN)

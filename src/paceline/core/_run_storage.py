@@ -353,7 +353,7 @@ def _discard(unfinished: Mapping[str, str], unrecorded: set[str]) -> set[str]:
 
 
 def origin_of_run(run: RunDirectory) -> str:
-    """Return the attempt of a master that a run is; empty without a master."""
+    """Return the run's attempt in a master's terms; empty without a master."""
     info = run.read_info()
     if info.trial is None or not info.cluster_id:
         return ""
@@ -361,6 +361,6 @@ def origin_of_run(run: RunDirectory) -> str:
 
 
 def new_uuid_of_run(run: RunDirectory) -> str:
-    """Return a UUID for a new checkpoint, which a master takes from this trial alone."""
+    """Return a UUID for a new checkpoint; a master accepts the UUID from this trial alone."""
     info = run.read_info()
     return new_uuid(info.cluster_id, None if info.trial is None else info.trial.trial_id)

@@ -389,7 +389,7 @@ class NewDirectory(CheckpointDirectory):
             return _durable_files.seal_files(self.descriptor, check_file_names(sorted(names)))
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it, as far as possible."""
+        """Remove the directory with its contents, as far as possible."""
         with suppress(OSError):
             empty_directory(self.descriptor)
             os.rmdir(self.path.name, dir_fd=self._parent)
@@ -397,7 +397,7 @@ class NewDirectory(CheckpointDirectory):
 
 @contextmanager
 def made_directory(parent: int, path: Path, *, exist_ok: bool = False) -> Iterator[NewDirectory]:
-    """Yield a directory in another one; it is made.
+    """Make a directory in another directory, and yield the new directory.
 
     Args:
         parent: The descriptor of the other one.

@@ -621,7 +621,7 @@ def _hint(number: int, root: Path) -> str:
 
 
 def _is_about(error: Exception, root: Path) -> bool:
-    """Tell whether an error is about a file below or above `root`, or does not say about which."""
+    """Return whether an error is about a file below or above `root`, or an unnamed file."""
     name = getattr(error, "filename", None)
     if not isinstance(name, (str, os.PathLike)):
         return True

@@ -151,7 +151,7 @@ class DirectoryStorage(CheckpointStorage):
 
     @contextmanager
     def _made(self, uuid: str, *, exist_ok: bool) -> Iterator[NewDirectory]:
-        """Yield the directory of a checkpoint, which is made."""
+        """Make and yield the directory of a checkpoint."""
         path = self._path(uuid)
         self._make_root()
         with _durable_files.naming_files_below(self._root):

@@ -61,14 +61,14 @@ def walk_below(
 
 
 def files_below(directory: int) -> list[str]:
-    """Return the relative POSIX paths of all that is below a directory but directories, sorted."""
+    """Return the sorted relative POSIX paths of everything below a directory except directories."""
     return sorted(
         found.path for found in walk_below(directory) if not stat.S_ISDIR(found.facts.st_mode)
     )
 
 
 def no_regular_file(name: str) -> ValueError:
-    """Return the error for something in a checkpoint that is neither file nor directory."""
+    """Return the error for a checkpoint's entry being neither file nor directory."""
     return ValueError(
         f"A checkpoint must consist of regular files and directories, but {name!r} is a link or a"
         " special file. Hint: copy what it refers to."
@@ -77,7 +77,7 @@ def no_regular_file(name: str) -> ValueError:
 
 @contextmanager
 def made_below(directory: int, name: str) -> Iterator[int]:
-    """Yield a descriptor of a directory below another one; it is made if there is none.
+    """Yield a descriptor of a directory below another directory; make the directory if missing.
 
     Raises:
         OSError: It cannot be made, or a part of the path is a link or a file.
@@ -96,7 +96,7 @@ def made_below(directory: int, name: str) -> Iterator[int]:
 
 
 def empty_directory(directory: int) -> None:
-    """Remove all that is below a directory; links are removed, not their targets.
+    """Remove everything below a directory; links are removed, not their targets.
 
     Directories of another user stay: a user who shares the storage may have moved them there.
 
@@ -113,7 +113,7 @@ def empty_directory(directory: int) -> None:
 
 
 def remove_below(directory: int, name: str) -> None:
-    """Remove a directory below another one, with all that is in it.
+    """Remove a directory below another directory, with its contents.
 
     Raises:
         NotRegularFileError: A link is there; it stays.

@@ -320,7 +320,7 @@ class ObjectStorage(CheckpointStorage):
         faults.reach("storage.after_done")
 
     def _send(self, key: str, file: Path, timeout_s: float) -> FileEntry:
-        """Store a file within a time, if the store can limit it, and return its size and digest."""
+        """Store a file within a time, where the store has limits, and return size and digest."""
         entry = _durable_files.digest_file(file)
         self.put(key, file)
         return entry

@@ -1,4 +1,4 @@
-"""Home of a master: entries, secrets, address; files that a lost database leaves."""
+"""Home of a master: entries, secrets, address, files left by a lost database."""
 
 import errno
 import fcntl

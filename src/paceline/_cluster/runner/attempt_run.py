@@ -1,4 +1,4 @@
-"""One attempt from preparation to its reported end; where the nodes of an attempt meet."""
+"""Run of an attempt from preparation to the reported end, and the meeting point of its nodes."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""HTTP connection to the master; loop that sends again and again."""
+"""HTTP connection to the master, and the base of loops sending again and again."""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""The application: routes put together; page that documents the API."""
+"""The application: all routes, and the page with the API's documentation."""
 
 import asyncio
 import base64

@@ -356,7 +356,7 @@ def store_checkpoint(
 
 
 def check_owner(connection: Connection, attempt: Row[Any], uuid: str) -> None:
-    """Refuse a UUID that only checkpoints of another trial have.
+    """Refuse the UUID of another trial's checkpoint.
 
     A process that sees a new checkpoint in a storage could name it before its own trial does.
 

@@ -1,4 +1,4 @@
-"""Checks of records, which are claims: a forged record could break every list."""
+"""Checks of records: a forged record could break every list."""
 
 import msgspec
 
@@ -30,7 +30,7 @@ _NON_FINITE = [{NON_FINITE_KEY: text} for text in NON_FINITE]
 
 
 def check_run_info(info: RunInfo) -> None:
-    """Refuse a run with a value that cannot be; raises like `check_record`."""
+    """Refuse a run with an impossible value; raises like `check_record`."""
     _check_range("created", info.created, MAX_TIME_S)
     for name, value in (("hparams", info.hparams), ("metadata", info.metadata)):
         _check_depth(name, value)
@@ -40,7 +40,7 @@ def check_run_info(info: RunInfo) -> None:
 
 
 def check_record(record: AnyRecord, number: int = 0) -> None:
-    """Refuse a record with a value that cannot be.
+    """Refuse a record with an impossible value.
 
     Args:
         record: The record.

@@ -337,7 +337,7 @@ def _plan_sweep(
 
 
 def _needed_among(connection: Connection, uuids: list[str]) -> set[str]:
-    """Return the given checkpoints that a trial needs now or later."""
+    """Return the given checkpoints needed by a trial now or later."""
     needed: set[str] = set()
     # SQLite takes so many parameters of a query, and no more.
     for start in range(0, len(uuids), _DELETED_AT_ONCE):

@@ -106,7 +106,7 @@ class RunsWatcher:
         return {path for path, stamp in stamps.items() if self._skipped.get(path) != stamp}
 
     def _known(self) -> set[Path]:
-        """Return the run directories here of which the database has open runs."""
+        """Return the run directories here with open runs in the database."""
         with self._database.read() as connection:
             rows = open_runs_of_directories(connection)
         paths = {Path(row.external_path) for row in rows}
@@ -165,7 +165,7 @@ class RunsWatcher:
                 return
 
     def _leave_out(self, path: Path, reason: str) -> None:
-        """Follow a run no longer, and end it if it has not ended."""
+        """Stop following a run, and end the run unless ended before."""
         run = self._runs.pop(path, None)
         run_id = None if run is None else run.run_id
         if any(other.run_id == run_id for other in self._runs.values()):

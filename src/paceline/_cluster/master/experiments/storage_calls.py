@@ -92,7 +92,7 @@ class StorageCalls:
 
     @contextmanager
     def watched(self, storage: str) -> Iterator[None]:
-        """Note if a storage stops to answer within the block, which may take long anyway.
+        """Record a storage's silence within a block; the block itself may take long.
 
         The file system of a directory is asked now and then.
         """
@@ -335,7 +335,7 @@ class FailingStores:
 
 
 def _one_line(text: str) -> str:
-    """Return text of a job as a part of one line, which cannot pass for others."""
+    """Return a job's text without line ends, so nobody takes a part for another line."""
     line = " ".join(text.split())
     return line if len(line) <= _MAX_TEXT else f"{line[:_MAX_TEXT]}..."
 

@@ -49,7 +49,7 @@ def check_sender(experiment: Row[Any], *, is_trusted: bool) -> None:
 
 
 def open_runs_of_directories(connection: Connection) -> list[Row[Any]]:
-    """Return the experiments that have not ended, of runs whose directories a master follows."""
+    """Return the unfinished experiments of runs with directories followed by a master."""
     experiments = tables.experiments
     states = (ExperimentState.ACTIVE.value, ExperimentState.PAUSED.value)
     query = select(experiments).where(

@@ -161,7 +161,7 @@ class Unmanaged:
     def leave_out(
         self, transaction: Transaction, path: str, reason: str, *, run_id: str | None = None
     ) -> None:
-        """End the run of a directory that cannot be read; it continues once new records come.
+        """End the run of an unreadable directory; new records let the run continue.
 
         Args:
             transaction: Everything happens in it, or nothing.

@@ -1,4 +1,4 @@
-"""Pools.yaml, registry of starters, runners that pools lack."""
+"""The file `pools.yaml`, the registry of starters, and the missing runners of pools."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Backup while the master runs, backups that follow."""
+"""Backups of a home, also while the master runs, once or after each change."""
 
 import fcntl
 import os

@@ -445,7 +445,7 @@ AnyBatch = TypeVar("AnyBatch", RecordBatch, RunBatch)
 
 
 def in_parts(batches: Iterable[AnyBatch], most: int) -> Iterator[list[AnyBatch]]:
-    """Yield the batches in order, in parts of limited record counts; at least a single part."""
+    """Yield the batches in order, in parts of at most `most` records; at least a single part."""
     part: list[AnyBatch] = []
     room = most
     for batch in batches:

@@ -2890,7 +2890,7 @@ export interface components {
          *
          *     `started_at` is when its first attempt began to run, after it had waited for slots.
          *     `experiment_state` is the stored state of its experiment.
-         *     `num_records_lost` counts what its processes reported and the master lacks: records that were
+         *     `num_records_lost` counts records that the master lacks: those that were
          *     damaged, or that could not be stored. The trial's log names them. `restarts` are those that
          *     `max_restarts` counts; `retries` followed transient errors. `error_kind` is the kind of `error`.
          *     `metadata` is its code's last

@@ -1,6 +1,6 @@
 """The master put together from its parts, with its counters and measurements.
 
-Also: size of its home.
+The size of the home is one of the measurements.
 """
 
 import logging

@@ -245,7 +245,7 @@ class Connection(HttpToolsProtocol):
         return sender_at(self.client, self.server)
 
     def data_received(self, data: bytes) -> None:
-        """Refuse what is still incomplete beyond the limit, as the parser keeps all of it."""
+        """Refuse an incomplete head beyond the limit, as the parser keeps the whole head."""
         self._num_incomplete += len(data)
         super().data_received(data)
         if self._num_incomplete > MAX_HEADER_BYTES and not self.transport.is_closing():

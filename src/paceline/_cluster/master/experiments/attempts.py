@@ -205,7 +205,7 @@ def read_control_of(connection: Connection, attempt_id: int) -> AttemptControl:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSources:
-    """What the launch data of attempts come from, besides the database.
+    """Sources of the launch data of attempts, besides the database.
 
     Attributes:
         cluster_id: The identity of the master's home.

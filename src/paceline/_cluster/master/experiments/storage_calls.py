@@ -253,7 +253,7 @@ class StorageMarks:
         return StorageMark(str(path), self._text)
 
     def _warn_of_renames(self, storage: str, mode: int) -> None:
-        """Log once that others can replace what is in a storage."""
+        """Warn once about a storage with files replaceable by others."""
         if not mode & stat.S_IWOTH or mode & stat.S_ISVTX or storage in self._warned_of:
             return
         self._warned_of.add(storage)

@@ -1,4 +1,4 @@
-"""Open uploads, and checkpoints that wait for space."""
+"""Open uploads, and checkpoints waiting for space."""
 
 import logging
 import threading

@@ -485,7 +485,7 @@ class Nodes(Machines):
             ]
 
     def possible_slots(self) -> list[NodeSlots]:
-        """Return the slots of all machines that are there, are lost, or may be started."""
+        """Return the slots of all present, lost and startable machines."""
         # Address as evidence of joining: mutual reachability is known for present nodes only.
         others = [
             node.slots(can_join=bool(node.facts.address), only_pool=self.only_pool(node))

@@ -1,4 +1,4 @@
-"""Machines with slots: where attempts run, and what there is of them."""
+"""Machines with slots for attempts, and their inventory."""
 
 import sys
 from collections.abc import Iterable
@@ -59,5 +59,5 @@ class Machines:
         return []
 
     def possible_slots(self) -> list[NodeSlots]:
-        """Return the slots of all machines that are there or may come."""
+        """Return the slots of all present and expected machines."""
         return self.slots()

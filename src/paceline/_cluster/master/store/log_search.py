@@ -1,4 +1,4 @@
-"""Filters of log lines, and which blocks and lines of a log file can match them."""
+"""Filters of log lines, and the blocks and lines of a log file able to match."""
 
 import json
 import math
@@ -134,7 +134,7 @@ class LogNeedles:
         self._only = only
 
     def is_in_time(self, block: LogBlock) -> bool:
-        """Tell whether a line of a block can have a time that passes."""
+        """Return whether a line of a block can have a matching time."""
         since, until = self._only.since, self._only.until
         return (since is None or block.high >= since) and (until is None or block.low <= until)
 

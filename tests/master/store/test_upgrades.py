@@ -171,6 +171,16 @@ def test_a_home_of_before_the_first_release_is_refused_as_it_is(
     assert made <= {copy.name, "master.lock", "master.sqlite-shm", "master.sqlite-wal"}
 
 
+def test_such_a_database_is_not_opened_for_writing(old: Path) -> None:
+    with closing(sqlite3.connect(old)) as other:
+        with other:
+            other.execute("update meta set value = '12' where key = 'schema_version'")
+        # A writer would wait for this one, and then say that the database is locked.
+        other.execute("begin immediate")
+        with pytest.raises(DatabaseVersionError, match=f"must have version {NEWEST}, but has 12"):
+            Database(old)
+
+
 def test_version_0_is_no_earlier_version(old: Path) -> None:
     with closing(sqlite3.connect(old)) as connection, connection:
         connection.execute("update meta set value = '0' where key = 'schema_version'")

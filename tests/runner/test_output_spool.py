@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline._base.sealed_json import seal_line
 from paceline._cluster.messages.runner_messages import LogEntry
 from paceline._cluster.runner.output_shipping import OutputSpool, SpoolReader
 from paceline._training.workers.processes.worker_output import OutputLine
@@ -69,7 +70,7 @@ def test_a_line_whose_end_is_missing_waits_for_it(path: Path) -> None:
     spool.add(line("whole"))
     spool.close()
     reader = SpoolReader(path)
-    whole = b'[1, 1.5, 0, "stdout", null, "late"]\n'
+    whole = seal_line(b'[1, 1.5, 0, "stdout", null, "late"]')
     for size in range(len(whole)):
         with path.open("ab") as file:
             file.write(whole[size : size + 1])
@@ -82,9 +83,10 @@ def test_a_line_whose_end_is_missing_waits_for_it(path: Path) -> None:
 @pytest.mark.parametrize("torn", [b"[1, 1.5", b"", b"\xff\xfe", b"{}", b"[1]", b"null", b"7"])
 def test_a_damaged_line_in_the_middle_is_left_out_and_told(path: Path, torn: bytes) -> None:
     path.write_bytes(
-        b'[0, 1.5, 0, "stdout", null, "before"]\n'
+        seal_line(b'[0, 1.5, 0, "stdout", null, "before"]')
         + torn
-        + b'\n[2, 1.5, 0, "stdout", null, "after"]\n'
+        + b"\n"
+        + seal_line(b'[2, 1.5, 0, "stdout", null, "after"]')
     )
     before, told, after = SpoolReader(path).read(10)
     assert (before.text, after.text) == ("before", "after")

@@ -79,17 +79,25 @@ def _plain_contents(value: Any) -> Any:
 class VerificationError(RuntimeError):
     """Raised when a check of exact resume cannot reach a result."""
 
+    __module__ = "paceline.testing"
+
 
 class ScriptFailedError(VerificationError):
     """Raised when the straight run fails or takes too long."""
+
+    __module__ = "paceline.testing"
 
 
 class NotResumableError(VerificationError):
     """Raised when a script does not use Paceline, or had stored no checkpoint to resume from."""
 
+    __module__ = "paceline.testing"
+
 
 class FaultMissedError(VerificationError):
     """Raised when a run ended before its fault came."""
+
+    __module__ = "paceline.testing"
 
 
 # Groups of timing metrics: their values differ in any two runs.

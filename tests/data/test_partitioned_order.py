@@ -10,7 +10,7 @@ import torch
 
 from paceline import data
 from paceline.data._order_and_random_generators import shards_of_worker
-from paceline.data._read_plan import OrderShards, PartitionedOrder
+from paceline.data._order_and_read_plan import OrderShards, PartitionedOrder
 from paceline.data._sample_sources import Source
 from paceline.data._sharded_loader import ShardedData
 

@@ -17,7 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from paceline._training.engine.checkpoints.export_weights import export_dcp, export_weights
-from paceline._training.engine.checkpoints.load_weights import load_optimizer_state, load_weights
+from paceline._training.engine.checkpoints.load_weights_and_optimizers import (
+    load_optimizer_state,
+    load_weights,
+)
 from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
 from paceline._training.engine.checkpoints.state_files import save_state
 from paceline.storage import CheckpointCorruptError

@@ -35,7 +35,7 @@ from paceline._training.engine.gradient_reduction import (
 )
 from paceline._training.engine.metric_reducers import Reducer
 from paceline._training.engine.model_preparation import ModelOptions
-from paceline._training.engine.stepper import Stepper
+from paceline._training.engine.optimizer_stepper import Stepper
 from paceline.core import DistributedContext, NotOfferedError
 from paceline.pytorch._trial_training import MetricSums
 

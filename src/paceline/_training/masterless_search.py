@@ -41,6 +41,8 @@ from paceline.search._search_method import (
     message_to_json,
 )
 
+logger = logging.getLogger(__name__)
+
 faults.register("train.search.input")
 
 
@@ -163,8 +165,6 @@ class TrialOutcome:
     time: float = 0.0
     error: BaseException | None = None
 
-
-logger = logging.getLogger(__name__)
 
 TRIALS_FOLDER = "trials"
 _STATES = {

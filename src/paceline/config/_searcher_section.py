@@ -34,6 +34,8 @@ from paceline.config._fields_and_problems import (
 if TYPE_CHECKING:
     from paceline.search._search_method import SearchConfig
 
+logger = logging.getLogger(__name__)
+
 
 REMOVED_SEARCHERS = {
     "adaptive": "adaptive_asha",
@@ -353,8 +355,6 @@ class AdaptiveAshaSearcher(_Halving):
             bracket_rungs=tuple(self.bracket_rungs),
         )
 
-
-logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "paceline.search_methods"
 """The group of entry points: each names a method and refers to a `Searcher`."""

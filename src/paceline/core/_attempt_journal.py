@@ -45,6 +45,8 @@ from paceline.core._process_environment import describe_environment
 from paceline.core._run_summaries import summarize_run
 from paceline.storage._checkpoint_files import failing_store_of
 
+logger = logging.getLogger(__name__)
+
 _WORKER_PROGRAM = "_paceline_program"
 _CHANNEL_VARIABLE = "PACELINE_WORKER_CHANNEL"
 
@@ -227,8 +229,6 @@ class ScriptTimes:
             self._has_begun = True
             self._account.begin(self._steps_completed)
 
-
-logger = logging.getLogger(__name__)
 
 _LONGEST_ERROR = 2000
 

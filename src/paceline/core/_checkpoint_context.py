@@ -45,6 +45,8 @@ from paceline.storage._checkpoint_files import (
 )
 from paceline.storage._checkpoint_storage import CheckpointStorage
 
+logger = logging.getLogger(__name__)
+
 _MUST = "With `LocalWorkersShareDownload` all ranks must "
 
 
@@ -135,9 +137,6 @@ def _is_shared(mode: object) -> bool:
     if not isinstance(mode, DownloadMode):
         raise TypeError(f"`download_mode` must be a DownloadMode, but got {mode!r}.")
     return mode is DownloadMode.LocalWorkersShareDownload
-
-
-logger = logging.getLogger(__name__)
 
 
 class CheckpointContext:

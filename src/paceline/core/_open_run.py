@@ -18,6 +18,11 @@ from paceline._base.run_directory import (
     RunDirectory,
     RunInfo,
 )
+from paceline.core._heartbeats_and_live_reports import (
+    master_to_report_to,
+    reporting,
+    sending_heartbeats,
+)
 from paceline.core._run_directories import (
     RESUME_VARIABLE,
     NewRunStart,
@@ -25,12 +30,9 @@ from paceline.core._run_directories import (
     drawn_seed,
     is_checkpoint_url,
     make_run_directory,
-    master_to_report_to,
     recordable,
-    reporting,
     run_name,
     run_to_resume,
-    sending_heartbeats,
     starting_point,
     storage_of_new_run,
     tell_of_changes,

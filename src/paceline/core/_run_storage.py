@@ -29,6 +29,8 @@ from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._storage_by_url import storage_from
 
+logger = logging.getLogger(__name__)
+
 GivenStorage: TypeAlias = CheckpointStorage | str | Path | Mapping[str, Any] | None
 
 # Path keys in the mappings accepted by `storage_from`.
@@ -292,8 +294,6 @@ def check_selector(selector: object) -> None:
     if selector is not None and not callable(selector):
         raise TypeError(f"`selector` must be a function, but got {selector!r}.")
 
-
-logger = logging.getLogger(__name__)
 
 # Grace period of object stores: requests of a killed process may still complete this long.
 _LANDING_S = 2.0

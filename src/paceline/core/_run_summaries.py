@@ -45,6 +45,8 @@ from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._storage_by_url import storage_from
 
+logger = logging.getLogger(__name__)
+
 _METRICS_START = encode_record(MetricsReported(time=0, group="", steps_completed=0, metrics={}))[
     : len(b'{"type":"metrics",')
 ]
@@ -231,8 +233,6 @@ def _metrics_records(run: RunDirectory, key: JournalKey) -> Iterator[MetricsRepo
 def _is_metrics(entry: Entry) -> bool:
     return entry.payload.startswith(_METRICS_START)
 
-
-logger = logging.getLogger(__name__)
 
 RUNS_DIRECTORY = "paceline_runs"
 

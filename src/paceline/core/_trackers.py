@@ -18,6 +18,8 @@ from paceline._base.run_directory import JournalKey, RunDirectory, RunInfo, RunT
 from paceline.core._arguments import Outcome, numbers_of
 from paceline.core._open_run import OpenedRun
 
+logger = logging.getLogger(__name__)
+
 _GROUPS = ("training", "validation")
 
 
@@ -199,8 +201,6 @@ def as_trackers(trackers: Iterable[Tracker | str] | None) -> list[Tracker]:
         chosen.append(tracker)
     return chosen
 
-
-logger = logging.getLogger(__name__)
 
 _FOLDER = "trackers"
 _INTERVAL_S = 0.5

@@ -51,6 +51,8 @@ from paceline.core._preemption_and_search import ControlFile, SearchDecision
 from paceline.core._run_summaries import last_steps, read_history, standing_metrics
 from paceline.core._tensorboard_files import PathMangler, PathSelector, TensorboardFiles
 
+logger = logging.getLogger(__name__)
+
 faults.register("core.report")
 
 _TRAINING, _VALIDATION = "training", "validation"
@@ -402,8 +404,6 @@ class TrainContext:
                 " Hint: guard the call by `if context.distributed.rank == 0:`."
             )
 
-
-logger = logging.getLogger(__name__)
 
 _LONGEST = {"title": 200, "description": 4000}
 _LOGGED_LEVELS = {

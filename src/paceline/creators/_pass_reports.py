@@ -41,6 +41,8 @@ from paceline.core._core_context import has_context
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._open_run import next_run_number, open_run
 
+logger = logging.getLogger(__name__)
+
 _COUNTS = ("epoch", "batch_count")
 
 
@@ -327,9 +329,6 @@ class _ShownPass:
             self._progress = TrainingProgress(None if total < 0 else total, "batches")
             self._progress.start(0)
         self._progress.update(batches, samples)
-
-
-logger = logging.getLogger(__name__)
 
 
 class PassRecord:

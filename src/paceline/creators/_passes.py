@@ -23,6 +23,8 @@ from paceline.data._order_and_random_generators import (
 )
 from paceline.data._sharded_loader import ShardedData, WorkerBatch, worker_batches
 
+logger = logging.getLogger(__name__)
+
 
 class DataPosition:
     """Data with the position for the start of the next pass.
@@ -275,8 +277,6 @@ def node_data_lock() -> Iterator[None]:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
-
-logger = logging.getLogger(__name__)
 
 _DEFAULT_LOADER_CONFIG = {"num_workers": 2}
 

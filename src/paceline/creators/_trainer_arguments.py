@@ -26,6 +26,8 @@ from paceline._training.workers.processes.rank_environment import RankInfo
 from paceline.core._arguments import NotOfferedError
 from paceline.core._launcher_place import launched_place
 
+logger = logging.getLogger(__name__)
+
 BATCH_SIZE = "*batch_size"
 """The key of a config under which creators find the batch size of one worker.
 
@@ -222,8 +224,6 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
 def _is_variable(parameter: inspect.Parameter) -> bool:
     return parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
 
-
-logger = logging.getLogger(__name__)
 
 _STEP_FREQUENCIES = ("batch", "epoch", "manual")
 _DATA_PARALLEL = ("flat", "fsdp")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from paceline._base.arguments_and_errors import check_function
 from paceline._base.notebook_tables import html_table
 from paceline.data._default_batches import DataError, DataNotFoundError
-from paceline.data._read_plan import Plan, Reader
+from paceline.data._order_and_read_plan import Plan, Reader
 from paceline.data._sample_sources import (
     FilteredSamples,
     MapBatchesStage,

@@ -17,6 +17,8 @@ import xxhash
 from paceline.data._default_batches import DataFormatError, DataNotFoundError
 from paceline.data._file_locations import DirectoryLocation, FileLocation, FoundFile
 
+logger = logging.getLogger(__name__)
+
 
 class FileChunk(NamedTuple):
     """Piece of a file, read as a whole, for example a row group.
@@ -208,8 +210,6 @@ class FileRows:
         """Return some samples, by their places."""
         return [self._samples[place] for place in places]
 
-
-logger = logging.getLogger(__name__)
 
 INDEX_NAME = "paceline-index.bin"
 CACHE_VARIABLE = "PACELINE_CACHE_DIR"

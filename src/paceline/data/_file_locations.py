@@ -28,6 +28,8 @@ from paceline.storage._checkpoint_files import (
 from paceline.storage._object_storage import ObjectStorage
 from paceline.storage._storage_by_url import storage_from
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _FIRST_DELAY_S = 5.0
@@ -109,8 +111,6 @@ def _first(ended: _Ended, timeout_s: float | None) -> list[tuple[float, Any, Bas
 
     return wait_until(wait, timeout_s)
 
-
-logger = logging.getLogger(__name__)
 
 # Share of the limit left after the oldest pieces are removed: makes removals rare.
 _SHARE_LEFT = 0.9

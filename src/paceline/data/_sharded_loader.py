@@ -42,6 +42,8 @@ from paceline.data._sharded_streams import PartitionedStream, StreamBatch, Whole
 from paceline.data._streams import stream_pieces
 from paceline.storage._checkpoint_files import CheckpointMismatchError
 
+logger = logging.getLogger(__name__)
+
 _WORKER_LOOP = "_worker_loop"
 
 
@@ -102,8 +104,6 @@ def _exit_event(start_method: str | None) -> Any:
     atexit.register(event.set)
     return event
 
-
-logger = logging.getLogger(__name__)
 
 # Name of the flag by which torch knows that a profiler is active.
 _FLAG = "_is_profiler_enabled"

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 _SPLITTERS = ("split_by_node", "split_by_worker", "single_node_only", "check_empty")
 _OPENERS = ("StreamingOpen", "FileCache")
 
@@ -151,8 +153,6 @@ def _is_shuffle(stage: Any) -> bool:
     name = getattr(function, "__name__", type(stage).__name__)
     return "shuffle" in name.lower()
 
-
-logger = logging.getLogger(__name__)
 
 _FETCHED_TOGETHER = 256
 

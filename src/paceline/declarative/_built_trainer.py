@@ -43,6 +43,8 @@ from paceline.declarative._saved_outputs import (
     read_state,
 )
 
+logger = logging.getLogger(__name__)
+
 # The entry of a history in a checkpoint that is none of its lists.
 _DONE = "num_epochs_done"
 
@@ -184,9 +186,6 @@ class _History(pytorch.PyTorchCallback):
         # The trial appends to the list that it knows.
         rates[:] = tracker["lrs"]
         tracker["lrs"] = rates
-
-
-logger = logging.getLogger(__name__)
 
 
 class BuiltTrainer(OwnBuilds):

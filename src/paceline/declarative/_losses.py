@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from paceline._base.files import replacing_atomically
 
+logger = logging.getLogger(__name__)
+
 
 class NegativeCosineSimilarity(nn.Module):
     """The mean of minus the cosine between two batches of vectors [batch, features].
@@ -88,8 +90,6 @@ class TotalVariationLoss(nn.Module):
             total = total.to(steps.device) + steps
         return self.weight * total
 
-
-logger = logging.getLogger(__name__)
 
 _TYPES = ("loss", "val_loss", "test_loss")
 

@@ -17,7 +17,7 @@ from paceline._training.engine.checkpoints.export_weights import require_onnx
 from paceline._training.engine.devices import join_ranks
 from paceline._training.engine.gradient_accumulation import clipping
 from paceline._training.engine.gradient_reduction import join_horovod
-from paceline._training.engine.stepper import ClipGrads
+from paceline._training.engine.optimizer_stepper import ClipGrads
 from paceline.declarative._config_classes import ParallelizationConfig, TrainingConfig
 from paceline.declarative._losses import LossPlan, MarginLoss, Prediction
 from paceline.pytorch._fit_arguments import searched_length, searcher_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline import pytorch
 from paceline._base.files import replacing_atomically
-from paceline._training.engine.checkpoints.checkpoint_saver import KeptCheckpoints
+from paceline._training.engine.checkpoints.checkpoint_retention import KeptCheckpoints
 from paceline._training.engine.checkpoints.export_weights import export_onnx
 from paceline._training.engine.checkpoints.sharded_state import gathered
 from paceline.core._distributed_context import DistributedContext
@@ -23,6 +23,8 @@ from paceline.declarative._training_step import Step
 from paceline.storage._checkpoint_files import CheckpointError
 from paceline.storage._checkpoint_storage import CheckpointStorage, Kept, RetentionRules
 from paceline.storage._storage_by_url import storage_from
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "checkpoint.state"
 CHECKPOINTS = "checkpoints"
@@ -253,8 +255,6 @@ def plot_history(
     axes[-1].set_xlabel(x_label)
     figure.savefig(path)
 
-
-logger = logging.getLogger(__name__)
 
 # A run without a master keeps the newest checkpoint, and one more in case that is damaged.
 _NUM_KEPT = 2

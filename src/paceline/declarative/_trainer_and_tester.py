@@ -21,6 +21,8 @@ from paceline.declarative._saved_outputs import load_weights
 from paceline.pytorch._fit_arguments import is_test_mode
 from paceline.pytorch._training_loop import DrivenLoop
 
+logger = logging.getLogger(__name__)
+
 
 class Tester:
     """Run a model over a data set, batch by batch: `tester.build()`, then `tester.run()`.
@@ -164,9 +166,6 @@ class TrainingBatches:
         with suppress(TypeError):
             len(self)
         return self._batches
-
-
-logger = logging.getLogger(__name__)
 
 
 class Trainer(BuiltTrainer):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import pytorch
-from paceline._training.engine.stepper import ClipGrads
+from paceline._training.engine.optimizer_stepper import ClipGrads
 from paceline.declarative._config_classes import TrainingConfig
 from paceline.declarative._losses import LossPlan, Prediction
 

@@ -47,6 +47,8 @@ from paceline.launch._launcher_arguments import (
 if TYPE_CHECKING:
     from paceline._base.run_directory import RunInfo
 
+logger = logging.getLogger("paceline.launch")
+
 
 _RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
 _MEETING_PORT_VARIABLE = "PACELINE_MEETING_PORT"
@@ -155,8 +157,6 @@ def _write_all(descriptor: int, data: bytes) -> bool:
             return False
     return True
 
-
-logger = logging.getLogger("paceline.launch")
 
 _INTERRUPTED = 130
 _FOR_EVER_S = 1e9

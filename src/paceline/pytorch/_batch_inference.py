@@ -32,6 +32,8 @@ from paceline.data._batches_to_device import TorchData, to_device
 from paceline.data._order_and_random_generators import seed_everything
 from paceline.data._sharded_loader import ShardedData
 
+logger = logging.getLogger(__name__)
+
 
 class TorchBatchProcessorContext:
     """Place of a processor: its rank, its device, and where its results go.
@@ -144,8 +146,6 @@ class TorchBatchProcessor(ABC):
         It is called again if the process is killed within.
         """
 
-
-logger = logging.getLogger(__name__)
 
 _MARKER = ".paceline-inference"
 _COLLECTED = "collected"

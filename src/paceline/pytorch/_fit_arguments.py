@@ -18,6 +18,8 @@ from paceline._training.engine.schedules import Batch, Epoch, Record, TrainUnit,
 from paceline.pytorch._training_checkpoints import CONTINUOUS, ContinuousPeriod
 from paceline.storage._checkpoint_storage import RetentionRules
 
+logger = logging.getLogger(__name__)
+
 TEST_MODE_VARIABLE = "PACELINE_TEST_MODE"
 """Set to 1 by `paceline experiment create --local --test`: train as with `test_mode=True`."""
 
@@ -100,8 +102,6 @@ def is_test_mode() -> bool:
         raise ValueError(f"`{TEST_MODE_VARIABLE}` must be 0 or 1, but got {value!r}.")
     return value == "1"
 
-
-logger = logging.getLogger(__name__)
 
 _POLICIES = ("best", "all", "none")
 

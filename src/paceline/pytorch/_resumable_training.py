@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from paceline._base.arguments_and_errors import mix_seed
-from paceline._training.engine.checkpoints.checkpoint_saver import BestValidation, Destination
+from paceline._training.engine.checkpoints.checkpoint_retention import BestValidation
+from paceline._training.engine.checkpoints.checkpoint_saver import Destination
 from paceline._training.engine.checkpoints.resume_differences import SettingChanges, built_settings
 from paceline._training.engine.gradient_reduction import plain_model
 from paceline._training.engine.metric_reducers import ReducerSet
+from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import check_same_data
 from paceline._training.engine.schedules import LRScheduler, Position, share_schedulers
-from paceline._training.engine.stepper import Stepper
 from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
 from paceline.core._core_context import Context
 from paceline.data._batches_to_device import mover_to
@@ -35,6 +36,8 @@ from paceline.pytorch._training_checkpoints import EarlierState
 from paceline.pytorch._training_fit import TrainingFit
 from paceline.pytorch._training_loop import DrivenLoop, TrainingLoop
 from paceline.pytorch._training_state import TrainingState, has_same_size, position_of, read_state
+
+logger = logging.getLogger(__name__)
 
 
 class RegisteredModels:
@@ -178,8 +181,6 @@ def _check_hooks(name: str, callback: Any, base: type) -> None:
                 f" Hint: def {hook}({', '.join(['self', *wanted])})."
             ) from error
 
-
-logger = logging.getLogger(__name__)
 
 # Hooks that are called with the directory in which the files of a checkpoint are.
 _HOOKS_WITH_FILES = ("on_checkpoint_end", "on_checkpoint_write_end")

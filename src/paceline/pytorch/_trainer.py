@@ -11,7 +11,7 @@ from typing import Any
 from paceline._base.arguments_and_errors import check_count
 from paceline._base.notebook_tables import html_table
 from paceline._base.run_directory import RunDirectory
-from paceline._training.engine.checkpoints.checkpoint_saver import BestValidation
+from paceline._training.engine.checkpoints.checkpoint_retention import BestValidation
 from paceline._training.engine.profiling import ProfilingWindow
 from paceline._training.engine.schedules import Batch, Schedule, StopReason, TrainUnit, checked_unit
 from paceline.core._run_summaries import MetricsRow, read_metrics

@@ -10,12 +10,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from paceline import core
 from paceline._base.journal_records import CheckpointStored
 from paceline._base.run_directory import RunDirectory
-from paceline._training.engine.checkpoints.checkpoint_saver import (
+from paceline._training.engine.checkpoints.checkpoint_retention import (
     BestValidation,
     CheckpointRetention,
-    CheckpointSaver,
-    Destination,
 )
+from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver, Destination
 from paceline.core._core_context import Context
 from paceline.core._run_storage import failing_together
 from paceline.core._run_summaries import newest_run_named, read_checkpoints, restorable_checkpoint
@@ -23,6 +22,8 @@ from paceline.storage._checkpoint_files import CheckpointWriteError, uuid_of_ser
 from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules
 from paceline.storage._storage_by_url import checkpoint_at
 from paceline.storage._uploads import UploadLimits
+
+logger = logging.getLogger(__name__)
 
 ContinuousPeriod: TypeAlias = Literal["continuous"]
 """A checkpoint period: the next checkpoint begins when the last one is stored."""
@@ -82,8 +83,6 @@ class ContinuousSaves:
         """Record the size of the last stored checkpoint."""
         self._next_s = max(self._next_s, self._begun_s) + num_bytes * self._seconds_per_byte
 
-
-logger = logging.getLogger(__name__)
 
 # Time limit of the chief for other ranks' parts of a checkpoint, in seconds, besides the time
 # that an object store may take to answer.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline import core
-from paceline._training.engine.checkpoints.checkpoint_saver import BestValidation
+from paceline._training.engine.checkpoints.checkpoint_retention import BestValidation
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.schedules import (
     Batch,

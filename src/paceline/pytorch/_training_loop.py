@@ -10,9 +10,9 @@ import torch
 
 from paceline import faults
 from paceline._training.engine.following_models import FollowingModels
+from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.profiling import MOVE, REDUCE, WAIT, WHOLE, TraceProfiler
 from paceline._training.engine.schedules import Position, Schedule, StopReason
-from paceline._training.engine.stepper import Stepper
 from paceline._training.engine.weighted_means import WeightedMeans
 from paceline.core._attempt_journal import CHECKPOINT, TRAINING, VALIDATION
 from paceline.core._core_context import Context

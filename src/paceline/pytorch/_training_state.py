@@ -33,8 +33,8 @@ from paceline._training.engine.checkpoints.state_files import (
 )
 from paceline._training.engine.checkpoints.stored_tensors import whole
 from paceline._training.engine.gradient_reduction import plain_model
+from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.schedules import Position
-from paceline._training.engine.stepper import Stepper
 from paceline.pytorch._training_loop import TrainingLoop
 from paceline.storage._checkpoint_files import STATE_VERSION
 

@@ -18,15 +18,17 @@ from paceline._training.engine.gradient_accumulation import Accumulation
 from paceline._training.engine.gradient_reduction import DataParallel, default_data_parallel
 from paceline._training.engine.metric_reducers import MetricReducer, Reducer
 from paceline._training.engine.model_preparation import ModelOptions
+from paceline._training.engine.optimizer_stepper import ClipGrads, Stepper
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import RankCheck
 from paceline._training.engine.schedules import LRScheduler, Position
-from paceline._training.engine.stepper import ClipGrads, Stepper
 from paceline.data._batches_to_device import TorchData, data_length, to_device
 from paceline.pytorch._resumable_training import RegisteredModels
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+logger = logging.getLogger(__name__)
 
 
 class PyTorchCallback:
@@ -150,9 +152,6 @@ class PyTorchTrial(ABC):
     def get_batch_length(self, batch: TorchData) -> int:
         """Return the number of samples of a batch; override for custom types."""
         return data_length(batch)
-
-
-logger = logging.getLogger(__name__)
 
 
 class TrialFacts(RegisteredModels):

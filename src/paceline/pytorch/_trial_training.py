@@ -18,8 +18,8 @@ import torch
 from paceline import faults
 from paceline._training.engine.fsdp_and_tensor_parallel import RankGrid, unsharded
 from paceline._training.engine.metric_reducers import Reducer
+from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.schedules import Position
-from paceline._training.engine.stepper import Stepper
 from paceline._training.engine.weighted_means import KeySetError
 from paceline.core._distributed_context import DistributedContext
 from paceline.data._order_and_random_generators import shards_of_worker
@@ -28,6 +28,8 @@ from paceline.pytorch._loop_agreement_and_reports import TrainsShard
 from paceline.pytorch._resumable_training import ResumableTraining, TrainingCallbacks
 from paceline.pytorch._trial_and_context import PyTorchCallback, PyTorchTrial, PyTorchTrialContext
 from paceline.storage._checkpoint_files import CheckpointMismatchError
+
+logger = logging.getLogger(__name__)
 
 
 def trial_checkpoint_facts(trial: object, context: PyTorchTrialContext) -> dict[str, Any]:
@@ -384,9 +386,6 @@ class Validator:
                 f' {type(metrics).__name__}. Hint: return {{"validation_loss": value}}.'
             )
         return metrics
-
-
-logger = logging.getLogger(__name__)
 
 
 class TrialTraining(ResumableTraining):

@@ -21,9 +21,9 @@ from paceline._training.engine.checkpoints.models_and_optimizers import (
 from paceline._training.engine.devices import Precision, join_ranks
 from paceline._training.engine.gradient_reduction import DataParallel, FlatReduction
 from paceline._training.engine.metric_reducers import ReducerSet
+from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.rank_differences import RankCheck
 from paceline._training.engine.schedules import Schedule, StopReason
-from paceline._training.engine.stepper import Stepper
 from paceline._training.engine.user_optimizer_steps import WatchedUserCalls
 from paceline.core._distributed_context import DistributedContext
 from paceline.data._batches_to_device import release_device_memory

@@ -32,6 +32,8 @@ from paceline.testing._run_script import (
     start_script,
 )
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOutcome:
@@ -132,8 +134,6 @@ class Verdict:
                 )
         return tuple(notes)
 
-
-logger = logging.getLogger(__name__)
 
 _DETERMINISTIC = {"PACELINE_DETERMINISTIC": "warn", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 OPERATION = re.compile(r"(\S+) does not have a deterministic implementation")

@@ -46,6 +46,8 @@ from paceline.train._run_protocol import (
     note_listener,
 )
 
+logger = logging.getLogger(__name__)
+
 # How often the chief looks for a word of the driver or the master, in seconds.
 _LOOK_INTERVAL_S = 0.5
 
@@ -124,8 +126,6 @@ class PreemptionCheck:
     def _is_told(self) -> bool:
         return self._signals.has_come or self._control.read().should_preempt
 
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

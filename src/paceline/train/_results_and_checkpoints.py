@@ -25,6 +25,8 @@ from paceline.train._run_protocol import (
     checked_metadata,
 )
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
@@ -335,9 +337,6 @@ class IncompleteCheckpointError(TrainingFailedError):
     def __init__(self, message: str, results: Any) -> None:
         super().__init__(message)
         self.results = results
-
-
-logger = logging.getLogger(__name__)
 
 
 def check_saves(outcomes: Sequence[RankOutcome], num_lacking: int, results: Results) -> None:

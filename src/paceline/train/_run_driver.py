@@ -42,6 +42,8 @@ from paceline.train._run_protocol import (
 from paceline.train._run_reports import RunFollower, TrainingCallback
 from paceline.train._run_workers import TrainWorkers
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
@@ -75,8 +77,6 @@ class RunRequest:
     check_ranks: bool | tuple[str, ...] = True
     is_stepwise: bool = False
 
-
-logger = logging.getLogger(__name__)
 
 # All ranks have returned then, so parts can only be late on a slow file system, in seconds.
 _SETTLE_S = 30.0

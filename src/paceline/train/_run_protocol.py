@@ -30,6 +30,8 @@ from paceline.storage._checkpoint_files import check_state_version
 from paceline.storage._checkpoint_storage import CheckpointStorage, Kept
 from paceline.storage._storage_by_url import storage_from
 
+logger = logging.getLogger(__name__)
+
 METRICS_GROUP = "training"
 # Their times differ from run to run, so they stay apart from the metrics of training.
 TIMINGS_GROUP = "profiling"
@@ -167,9 +169,6 @@ class RankOutcome(NamedTuple):
     is_stopped: bool = False
     is_preempted: bool = False
     is_to_compare: bool = False
-
-
-logger = logging.getLogger(__name__)
 
 
 class RunAccess:

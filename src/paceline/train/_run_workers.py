@@ -24,6 +24,8 @@ from paceline.storage._storage_by_url import storage_from
 from paceline.train._config import TrainWorkerSettings
 from paceline.train._run_protocol import Instance, Job, RunSpec
 
+logger = logging.getLogger(__name__)
+
 
 class InWorker:
     """Reference to a worker's function by module and name.
@@ -46,8 +48,6 @@ class InWorker:
         """Call the function."""
         return getattr(import_module(self._module), self._name)(*args)
 
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

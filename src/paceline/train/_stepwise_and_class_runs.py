@@ -25,6 +25,8 @@ from paceline.train._results_and_checkpoints import (
 from paceline.train._run_driver import RunDriver
 from paceline.train._run_protocol import RankOutcome
 
+logger = logging.getLogger(__name__)
+
 
 class RunIterator(Iterator[Report]):
     """Iterator over the reports of a live run; see `Trainer.run_iterator`.
@@ -119,8 +121,6 @@ def as_ranks(ranks: Any) -> Collection[int] | None:
         return None
     return {ranks} if isinstance(ranks, int) else set(ranks)
 
-
-logger = logging.getLogger(__name__)
 
 # How long the ranks may take to come to the report at which a run is stopped, in seconds.
 _STOP_S = 2.0

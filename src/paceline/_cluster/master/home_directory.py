@@ -43,6 +43,8 @@ from paceline._cluster.runner.attempt_directory import (
 )
 from paceline.config._environment_and_secrets import hide_in_text
 
+logger = logging.getLogger(__name__)
+
 _KINDS = {
     stat.S_IFREG: "a regular file",
     stat.S_IFDIR: "a directory",
@@ -133,8 +135,6 @@ def _problem_of(path: Path, kind: int, owners: set[int]) -> str | None:
         return f"must belong to the owner of the home, but belongs to user {facts.st_uid}"
     return None
 
-
-logger = logging.getLogger(__name__)
 
 _SET_ASIDE = "set_aside"
 

@@ -53,6 +53,8 @@ from paceline._cluster.messages.runner_messages import LOCAL_NAME, MasterAddress
 from paceline._cluster.runner.attempt_directory import FILE_NAME as SECRET_FILE_NAME
 from paceline._cluster.runner.node_runner import describe_machine
 
+logger = logging.getLogger(__name__)
+
 _REQUEST_BOUNDS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
 _LAG_BOUNDS_S = (0.1, 0.5, 1.0, 5.0, 30.0, 300.0)
 DEFAULT_SLOW_REQUEST_S = 1.0
@@ -174,9 +176,6 @@ def _bytes_below(directory: str) -> int:
                 # Gone meanwhile.
                 continue
     return total
-
-
-logger = logging.getLogger(__name__)
 
 
 class Master:

@@ -57,6 +57,8 @@ from paceline._training.workers.processes.worker_process import WorkerSpec
 from paceline.core._launcher_place import forget_launcher
 from paceline.core._run_storage import discard_unfinished
 
+logger = logging.getLogger(__name__)
+
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
@@ -102,8 +104,6 @@ class NodeGroup:
         if self._reservation is not None:
             self._reservation.close()
 
-
-logger = logging.getLogger(__name__)
 
 faults.register("runner.prepared", "runner.started", "runner.ended")
 

@@ -22,6 +22,8 @@ from paceline._base.files import read_regular, read_secret
 from paceline._base.sealed_json import check_seal
 from paceline._cluster.messages.runner_messages import AttemptSpec, MasterAddress
 
+logger = logging.getLogger(__name__)
+
 _TIMEOUT_S = 30.0
 _FAILED_STATUS = 500
 _UNAUTHORIZED = 401
@@ -291,8 +293,6 @@ def encode(message: Any) -> bytes:
     """Return a message as JSON."""
     return msgspec.json.encode(message)
 
-
-logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 

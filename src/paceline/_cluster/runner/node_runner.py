@@ -42,6 +42,8 @@ from paceline._cluster.runner.master_link import (
     encode,
 )
 
+logger = logging.getLogger(__name__)
+
 CPU: Final = "cpu"
 
 
@@ -175,8 +177,6 @@ def _cpu_name() -> str:
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-
-logger = logging.getLogger(__name__)
 
 _WAIT_S = 30.0
 _TICK_S = 0.5

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor.parallel import ParallelStyle
 
+logger = logging.getLogger(__name__)
+
 
 ShardUnits: TypeAlias = (
     type[torch.nn.Module]
@@ -499,8 +501,6 @@ def check_tensor_size(tensor_size: int, num_ranks: int) -> None:
             f" {num_ranks}. Hint: use {fitting} ranks, or another `tensor_parallel_size`."
         )
 
-
-logger = logging.getLogger(__name__)
 
 TensorPlan: TypeAlias = Union[
     "Mapping[str, ParallelStyle]", "ParallelStyle", Callable[[torch.nn.Module, Any], Any], None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from paceline._training.engine.checkpoints.state_files import is_storable
-from paceline._training.engine.stepper import Stepper
+from paceline._training.engine.optimizer_stepper import Stepper
 from paceline.core._distributed_context import DistributedContext
 
 logger = logging.getLogger(__name__)

@@ -26,6 +26,8 @@ from paceline._training.engine.tensors import copy_piece, is_sharded
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+logger = logging.getLogger(__name__)
+
 
 InitWeights = Callable[[torch.nn.Module], Any] | None
 
@@ -261,9 +263,6 @@ def _digest_of(tensor: torch.Tensor) -> str:
     hasher = xxhash.xxh3_128(described)
     hasher.update(content.data)
     return hasher.hexdigest()
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

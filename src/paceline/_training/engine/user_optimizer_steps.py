@@ -17,7 +17,9 @@ from paceline._training.engine.profiling import REDUCE
 from paceline._training.engine.tensors import parameters_of
 
 if TYPE_CHECKING:
-    from paceline._training.engine.stepper import Stepper
+    from paceline._training.engine.optimizer_stepper import Stepper
+
+logger = logging.getLogger(__name__)
 
 
 _SCALERS = "torch.amp.grad_scaler"
@@ -57,8 +59,6 @@ def _frames() -> Iterator[FrameType]:
         yield frame
         frame = frame.f_back
 
-
-logger = logging.getLogger(__name__)
 
 # The attribute by which the hook of an optimizer is known again.
 _MARK = "_paceline_watches_steps"

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from paceline._base.arguments_and_errors import CollectiveMismatchError, PicklableError, text_of
 
+logger = logging.getLogger(__name__)
+
 _TEXT_CHARACTERS = 200
 
 
@@ -230,8 +232,6 @@ def signal_name(signum: int) -> str:
     except ValueError:
         return f"signal {signum}"
 
-
-logger = logging.getLogger(__name__)
 
 # Number of losses in a row without a checkpoint that is reported as no progress.
 _NO_PROGRESS = 3

@@ -29,6 +29,8 @@ from paceline._training.workers.failures_and_restarts import (
 )
 from paceline._training.workers.watchdog import HangWatch, Progress, WatchedRank
 
+logger = logging.getLogger(__name__)
+
 PROTOCOL = 2
 LONGEST_BYTES = 64 * 1024
 _TEXT_CHARACTERS = 8000
@@ -178,8 +180,6 @@ class NodeMessage:
         except (AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"A frame must hold a message, but {error}.") from None
 
-
-logger = logging.getLogger(__name__)
 
 # Limits for connections without a hello: time in seconds, and number.
 _HELLO_S = 10.0

@@ -35,6 +35,8 @@ from paceline._training.workers.serve_calls import read_error
 from paceline._training.workers.watchdog import Progress, WatchedRank
 from paceline._training.workers.worker_pools import PendingCall
 
+logger = logging.getLogger(__name__)
+
 
 class WorkerGroup(Protocol):
     """The workers of a generation as processes, wherever they are; see `LocalGroup`."""
@@ -61,8 +63,6 @@ class WorkerGroup(Protocol):
     def stop(self, grace_s: float) -> Any:
         """End all workers in bounded time, and deliver their output."""
 
-
-logger = logging.getLogger(__name__)
 
 # The longest that an interpreter and its libraries may take to load.
 _START_S = 120.0

@@ -31,6 +31,8 @@ from paceline._training.workers.processes.worker_program import (
 if TYPE_CHECKING:
     from paceline.core._distributed_context import DistributedContext
 
+logger = logging.getLogger(__name__)
+
 
 T = TypeVar("T")
 
@@ -386,8 +388,6 @@ class InlinePool(OwnProcessPool):
         """Take no calls until the next start."""
         self._is_started = False
 
-
-logger = logging.getLogger(__name__)
 
 # A store takes messages of some megabytes, and one of them holds the pieces of all ranks.
 _MESSAGE_BYTES = 4 * 1024 * 1024

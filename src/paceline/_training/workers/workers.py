@@ -17,6 +17,8 @@ from paceline._training.workers.failures_and_restarts import (
 )
 from paceline._training.workers.worker_pools import WorkerPool
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticLimits:
@@ -239,8 +241,6 @@ class GrowthAttempts:
         self._delay_s = min(2 * delay_s, self._longest_delay_s)
         return delay_s
 
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PoolT = TypeVar("PoolT", bound=WorkerPool)

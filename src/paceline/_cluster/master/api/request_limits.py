@@ -22,6 +22,8 @@ from paceline._cluster.master.authentication import sender_at
 from paceline._cluster.master.master import Measurements
 from paceline._cluster.messages.runner_messages import MAX_PIECE_BYTES
 
+logger = logging.getLogger(__name__)
+
 _WANTED_FILES = 16_384
 _MAX_STRANGERS = 128
 _MAX_DROPPED = 1024
@@ -515,8 +517,6 @@ def _route_pattern_of_limit(path: str) -> re.Pattern[str]:
     """Return a pattern matching the paths of a route."""
     return re.compile(re.sub(r"{\w+}", "[^/]+", path))
 
-
-logger = logging.getLogger(__name__)
 
 # Long-polling routes: slow by design, as they answer on an event or after a timeout.
 _WAITING_ROUTES = frozenset(

@@ -26,6 +26,8 @@ from paceline._cluster.messages.master_models import RUNNER_GRACE_S
 from paceline._cluster.messages.runner_messages import AttemptEnd, runner_id
 from paceline._cluster.messages.states import AttemptState, ErrorKind, ExitReason
 
+logger = logging.getLogger(__name__)
+
 _NODE = re.compile(r"Node (\d{1,4}): (.*)", re.DOTALL)
 # Messages of launchers after waiting for each other in vain.
 _NEVER_MET = re.compile(
@@ -260,8 +262,6 @@ def _is_in_vain(end: AttemptEnd) -> bool:
 def _name(members: list[Member], number: int) -> str:
     return f"Node {number} ({members[number].name})"
 
-
-logger = logging.getLogger(__name__)
 
 # Grace period of a runner with the kill request still unseen: such a runner is hung.
 _NOTE_GRACE_S = 3.0

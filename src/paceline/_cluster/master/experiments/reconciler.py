@@ -49,6 +49,8 @@ from paceline._cluster.messages.runner_messages import AttemptEnd
 from paceline._cluster.messages.states import AttemptState, ErrorKind, ExitReason
 from paceline._cluster.runner.attempt_preparation import judge_start
 
+logger = logging.getLogger(__name__)
+
 faults.register("master.attempt.created")
 
 
@@ -99,8 +101,6 @@ def _members_of_attempt(machines: Machines, assignment: SlotAssignment) -> Any:
         ]
     )
 
-
-logger = logging.getLogger(__name__)
 
 faults.register("master.attempt.spawned")
 

@@ -38,6 +38,8 @@ from paceline.config._storage_section import CheckpointStorage
 from paceline.storage._checkpoint_files import CheckpointError
 from paceline.storage._checkpoint_storage import Kept, RetentionRules, best_of, beyond_bytes, wanted
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetentionPolicy:
@@ -151,8 +153,6 @@ def _beyond_bytes(
     needed = protected | {each.uuid for each in by_age[-1:]}
     return beyond_bytes(by_age, num_bytes, needed=needed, best=best)
 
-
-logger = logging.getLogger(__name__)
 
 faults.register("master.retention.deleted")
 

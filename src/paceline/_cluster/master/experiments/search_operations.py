@@ -37,6 +37,8 @@ from paceline.search._search_method import (
 if TYPE_CHECKING:
     from paceline._cluster.master.experiments.state_changes import StateChanges
 
+logger = logging.getLogger(__name__)
+
 
 _GROUP = "validation"
 
@@ -142,8 +144,6 @@ def describe_unmeasured(connection: Connection, experiment_id: int) -> str:
         " look for a learning rate that is too high, or a division by zero."
     )
 
-
-logger = logging.getLogger(__name__)
 
 faults.register("master.trial.created")
 

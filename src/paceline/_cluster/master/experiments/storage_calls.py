@@ -23,6 +23,8 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.messages.runner_messages import StorageMark
 from paceline._cluster.messages.states import AttemptState, TrialState
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 # Thread limit: a hanging call keeps its thread until the storage answers.
@@ -198,9 +200,6 @@ def in_own_thread(call: Callable[[], Result]) -> "Future[Result]":
 
 def _silence(storage: str) -> TimeoutError:
     return TimeoutError(errno.ETIMEDOUT, "The storage does not answer", storage)
-
-
-logger = logging.getLogger(__name__)
 
 
 class StorageMarks:

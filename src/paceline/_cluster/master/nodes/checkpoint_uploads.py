@@ -19,6 +19,8 @@ from paceline._cluster.messages.states import LIVE_ATTEMPTS
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._incoming_checkpoint import IncomingCheckpoint, forget_incoming
 
+logger = logging.getLogger(__name__)
+
 # Open uploads per attempt at most; a runner sends its checkpoints in order.
 _MAX_OPEN = 4
 
@@ -192,9 +194,6 @@ def ids_of_live_attempts(connection: Connection) -> set[int]:
     attempts = tables.attempts.c
     query = select(attempts.id).where(attempts.state.in_(LIVE_ATTEMPTS))
     return set(connection.execute(query).scalars())
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

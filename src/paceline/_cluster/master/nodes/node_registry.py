@@ -34,6 +34,8 @@ from paceline._cluster.messages.runner_messages import (
     NodeSession,
 )
 
+logger = logging.getLogger(__name__)
+
 
 class NodeRefusedError(PicklableError, RuntimeError):
     """Raised when a registration or a poll is refused.
@@ -285,8 +287,6 @@ def is_as_before(known: NodeFacts, facts: NodeFacts) -> bool:
 
 # A node that was there so long ago is expected to come back.
 _RETURNS_WITHIN_S = 300.0
-
-logger = logging.getLogger(__name__)
 
 
 class Nodes(Machines):

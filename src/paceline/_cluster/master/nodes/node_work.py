@@ -28,6 +28,8 @@ from paceline._cluster.messages.runner_messages import (
 )
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, AttemptState, ExitReason
 
+logger = logging.getLogger(__name__)
+
 # Reasons set by the master itself: processes of these ended attempts can still be alive.
 _TAKEN_AWAY = (ExitReason.RUNNER_LOST.value, ExitReason.NOT_FORMED.value)
 
@@ -264,8 +266,6 @@ class NodeExecutor(Executor):
             query = select(attempts).where(attempts.c.id == attempt_id)
             return connection.execute(query).first()
 
-
-logger = logging.getLogger(__name__)
 
 # How long a lost node is listed: one that may come back, and one whose token is over.
 _LOST_KEPT_S = 7 * 24 * 3600.0

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import httpx2
     from lightkube.config.kubeconfig import SingleConfig
 
+logger = logging.getLogger(__name__)
+
 PODS, SECRETS = "api/v1/pods", "api/v1/secrets"
 _FORBIDDEN = 403
 _UNAUTHORIZED, _NOT_FOUND, _GONE, _TOO_MANY = 401, 404, 410, 429
@@ -165,8 +167,6 @@ def _lines_of(response: "httpx2.Response") -> Iterator[bytes]:
         *lines, rest = (rest + part).split(b"\n")
         yield from lines
 
-
-logger = logging.getLogger(__name__)
 
 # A stream is ended after this time, and the objects are listed anew.
 _WATCH_S = 60

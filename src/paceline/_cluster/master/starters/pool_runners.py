@@ -29,6 +29,8 @@ from paceline._cluster.messages.runner_messages import NAME_PATTERN, STARTER_LAB
 from paceline.config._fields_and_problems import Section
 from paceline.config._read_yaml import read_yaml_file
 
+logger = logging.getLogger(__name__)
+
 ENTRY_POINTS = "paceline.starters"
 
 _OWN: dict[str, type[Starter]] = {
@@ -176,8 +178,6 @@ def missing_runners(
             missing.append(size)
     return missing, awaited
 
-
-logger = logging.getLogger(__name__)
 
 _TICK_S = 2.0
 # How long a runner that was started may take to register; how long a pool rests after a failure.

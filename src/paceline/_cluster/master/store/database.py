@@ -24,6 +24,8 @@ from paceline._base.files import open_private
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.recovery_rows import watch_rows
 
+logger = logging.getLogger(__name__)
+
 
 class DatabaseUnavailableError(RuntimeError):
     """Error raised when a whole transaction was rolled back, not only a single job's part."""
@@ -168,8 +170,6 @@ def load_json(text: str) -> Any:
 def _dump_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 

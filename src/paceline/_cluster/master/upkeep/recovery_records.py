@@ -38,6 +38,8 @@ from paceline._cluster.master.store.recovery_rows import (
 )
 from paceline._cluster.master.upkeep.home_file_checks import Finding, Report
 
+logger = logging.getLogger(__name__)
+
 _TAIL_BYTES = 64 * 1024
 
 
@@ -111,8 +113,6 @@ def append_recovery_rows(
         for row in rows:
             file.write(frame_line(number, encode_row(row)))
 
-
-logger = logging.getLogger(__name__)
 
 faults.register("recorder.written")
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from paceline._base.files import temporary_name
 from paceline._training.engine.checkpoints.dcp_files import write_dcp
-from paceline._training.engine.checkpoints.load_weights import (
+from paceline._training.engine.checkpoints.load_weights_and_optimizers import (
     INDEX_NAME,
     stored_optimizer,
     stored_weights,

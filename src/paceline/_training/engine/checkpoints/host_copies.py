@@ -25,6 +25,8 @@ from paceline._training.engine.checkpoints.sharded_state import (
 from paceline._training.engine.checkpoints.state_files import check_tensor
 from paceline._training.engine.tensors import copy_tensors
 
+logger = logging.getLogger(__name__)
+
 # Larger ones take about as long one by one.
 _SMALL_BYTES = 2**16
 # Limits of the extra memory for gathered tensors, on the device and on the host: a number of bytes,
@@ -138,8 +140,6 @@ class GatheredCopies:
             for index, (begin, end) in zip(indices, pairwise(bounds), strict=True):
                 ctypes.memmove(places[index], address + begin * size, (end - begin) * size)
 
-
-logger = logging.getLogger(__name__)
 
 # Room for a state that grows a little, such as by the metrics since the last report.
 _SPARE_BYTES = 2**20

@@ -27,6 +27,8 @@ from paceline.data._order_and_random_generators import (
 )
 from paceline.storage._checkpoint_files import CheckpointMismatchError
 
+logger = logging.getLogger(__name__)
+
 Gradients = Sequence[torch.Tensor | None]
 
 
@@ -208,8 +210,6 @@ def shape_of_state(value: Any) -> Any:
         return None
     return value.shape
 
-
-logger = logging.getLogger(__name__)
 
 # Types of most values in a state: a set lookup avoids a call for each.
 _DETACHED = frozenset((torch.Tensor, torch.nn.Parameter))

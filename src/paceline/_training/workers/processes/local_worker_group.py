@@ -35,6 +35,8 @@ from paceline._training.workers.processes.worker_process import (
     start_process,
 )
 
+logger = logging.getLogger(__name__)
+
 # How long what a worker leaves behind may go on: its background processes, mostly cleaners of
 # shared memory, and output that they still hold open.
 DRAIN_S = 2.0
@@ -112,8 +114,6 @@ class EndedWorkers:
         with self._lock:
             worker.close()
 
-
-logger = logging.getLogger(__name__)
 
 # Time from a kill until the process is gone and its output is read, in seconds.
 _KILL_SLACK_S = 5.0

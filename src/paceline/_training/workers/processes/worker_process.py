@@ -37,6 +37,8 @@ from paceline._training.workers.processes.worker_output import (
     Stream,
 )
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
@@ -324,8 +326,6 @@ def await_exit(worker: LocalWorker) -> WorkerExit:
         silence=worker.silence,
     )
 
-
-logger = logging.getLogger(__name__)
 
 _READ_BYTES = 64 * 1024
 # A launcher puts "[rank=N] " before each piece, and the next reader must not cut it again.

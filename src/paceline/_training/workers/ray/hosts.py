@@ -29,6 +29,8 @@ from paceline._training.workers.ray.cluster import (
 )
 from paceline._training.workers.ray.host_process import HostOrder
 
+logger = logging.getLogger(__name__)
+
 
 def make_worker_actor_class() -> Any:
     """Return the actor class, defined here to travel by value: nodes may lack Paceline."""
@@ -92,8 +94,6 @@ def make_worker_actor_class() -> Any:
 
     return PacelineWorker
 
-
-logger = logging.getLogger(__name__)
 
 # How long an actor that waits for its worker may take to answer before it is not relied on.
 _PING_S = 0.5

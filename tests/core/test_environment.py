@@ -95,14 +95,14 @@ def test_the_driver_and_the_models_of_gpus_come_from_files_of_the_kernel(
         (place / "information").write_text(text)
     (tmp_path / "version").write_text(f"{version}\nGCC version:  gcc version 12.2.0\n")
     monkeypatch.setattr(_environment, "_NVIDIA", tmp_path)
-    _environment._gpus_of_environment.cache_clear()
+    _environment._environment_gpus.cache_clear()
     found = describe_environment(with_source=False)["gpus"]
     assert found == {"driver": "550.54.15", "models": ["NVIDIA H100 80GB HBM3"] * 2}
     monkeypatch.setattr(_environment, "_NVIDIA", tmp_path / "nothing")
     monkeypatch.setattr(_environment, "_AMD_DRIVER", tmp_path / "nothing")
-    _environment._gpus_of_environment.cache_clear()
+    _environment._environment_gpus.cache_clear()
     assert "gpus" not in describe_environment(with_source=False)
-    _environment._gpus_of_environment.cache_clear()
+    _environment._environment_gpus.cache_clear()
 
 
 def test_a_run_records_it_once_by_its_chief(

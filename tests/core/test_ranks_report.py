@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import core
-from paceline.core._arguments import group_of_rank
+from paceline.core._arguments import rank_group
 from paceline.journal import RunDirectory
 
 SCRIPT = """
@@ -67,14 +67,14 @@ def test_every_rank_reports_and_goes_on_where_it_was(
     run(GO_ON_IN=str(path))
     directory = RunDirectory(path)
     for rank in range(3):
-        group = group_of_rank("training", rank)
+        group = rank_group("training", rank)
         assert group == ("training" if rank == 0 else f"training_rank_{rank}")
         rows = [*core.read_metrics(directory, group, rank=rank)]
         losses = [(row.steps_completed, row.is_superseded) for row in rows if "loss" in row.metrics]
         before = [(1, False), (2, False), (3, True)]
         assert losses == [*before, (3, False), (4, False), (5, False)]
         assert {row.metrics["loss"] % 10 for row in rows if "loss" in row.metrics} == {rank}
-        own = core.read_metrics(directory, group_of_rank("test", rank), rank=rank)
+        own = core.read_metrics(directory, rank_group("test", rank), rank=rank)
         assert {row.metrics["of"] for row in own} == {f"rank {rank}"}
     # A search looks at the chief's.
     best = [row.metrics for row in core.read_metrics(directory, "validation")]

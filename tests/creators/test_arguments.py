@@ -14,8 +14,8 @@ from paceline.creators._trainer_arguments import (
     HookWorker,
     call_hook,
     call_with,
+    creator_precision,
     make_replica_spec,
-    precision_of_creators,
 )
 
 
@@ -118,7 +118,7 @@ def test_apex_is_mapped_and_what_has_no_counterpart_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert precision_of_creators(use_fp16, args) == precision
+        assert creator_precision(use_fp16, args) == precision
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == len(warned)
     assert all(part in text for part, text in zip(warned, texts, strict=True))
@@ -126,7 +126,7 @@ def test_apex_is_mapped_and_what_has_no_counterpart_is_told(
 
 def test_an_unknown_level_of_apex_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`apex_args\['opt_level'\]` must be one of 'O0'"):
-        precision_of_creators(True, {"opt_level": "O4"})
+        creator_precision(True, {"opt_level": "O4"})
 
 
 # ---- binding by name -----------------------------------------------------------------------------

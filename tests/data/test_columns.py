@@ -44,11 +44,9 @@ def test_vectors_of_several_lengths_and_with_gaps_are_arrays() -> None:
         (column.slice(2), [[3], [], [4, 5]]),
         (pa.array([[True], [False, True]]), [[True], [False, True]]),
     ):
-        found = [
-            v if v is None else v.tolist() for v in _sample_columns._row_values_of_column(part)
-        ]
+        found = [v if v is None else v.tolist() for v in _sample_columns._column_row_values(part)]
         assert found == expected
-    (first,) = _sample_columns._row_values_of_column(pa.array([[1, None]]))
+    (first,) = _sample_columns._column_row_values(pa.array([[1, None]]))
     assert np.isnan(first[1])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline import data
-from paceline.data._order_and_random_generators import shards_of_worker
+from paceline.data._order_and_random_generators import worker_shards
 from paceline.data._order_and_read_plan import OrderShards, PartitionedOrder
 from paceline.data._sample_sources import Source
 from paceline.data._sharded_loader import ShardedData
@@ -70,7 +70,7 @@ def test_pieces_are_expected_before_they_are_needed() -> None:
 
 def batches(loader: Any, rank: int, world_size: int, start: int = 0) -> Iterator[list[list[int]]]:
     """Return for each global batch the samples of each shard of a worker."""
-    own = shards_of_worker(3, rank, world_size)
+    own = worker_shards(3, rank, world_size)
     sharded = ShardedData(loader, num_shards=3, own_shards=own, seed=5)
     order, shards = sharded.order(1), sharded.iterate(1, start)
     assert order is not None

@@ -20,9 +20,9 @@ from paceline._base.arguments_and_errors import mix_seed
 from paceline.data._order_and_random_generators import (
     CutIndices,
     EpochOrder,
-    shards_of_worker,
     shuffled_indices,
     without_rest,
+    worker_shards,
 )
 from paceline.data._sharded_loader import ShardedData
 
@@ -31,7 +31,7 @@ from paceline.data._sharded_loader import ShardedData
 def test_every_shard_has_one_worker_and_workers_run_them_in_order(
     num_shards: int, world_size: int
 ) -> None:
-    parts = [shards_of_worker(num_shards, rank, world_size) for rank in range(world_size)]
+    parts = [worker_shards(num_shards, rank, world_size) for rank in range(world_size)]
     assert list(chain(*parts)) == list(range(num_shards))
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
@@ -81,7 +81,7 @@ def test_batches_of_any_number_of_workers_hold_the_same_samples(
             sorted(
                 index
                 for rank in range(world_size)
-                for shard in shards_of_worker(num_shards, rank, world_size)
+                for shard in worker_shards(num_shards, rank, world_size)
                 for index in whole.shard(batch, shard)
             )
             for batch in range(whole.num_batches)

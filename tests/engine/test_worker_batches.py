@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.data._order_and_random_generators import shards_of_worker
+from paceline.data._order_and_random_generators import worker_shards
 from paceline.data._sharded_loader import ShardedData, worker_batches
 
 
@@ -50,7 +50,7 @@ def parts(loader: Any, world_size: int, num_shards: int, start: int = 0) -> list
                 ShardedData(
                     loader,
                     num_shards=num_shards,
-                    own_shards=shards_of_worker(num_shards, rank, world_size),
+                    own_shards=worker_shards(num_shards, rank, world_size),
                     seed=5,
                     joins_shards=True,
                 ),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline._base.gpus import gpus_of_machine
+from paceline._base.gpus import machine_gpus
 from paceline._cluster.runner.node_runner import find_slots
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: needs a GPU")
@@ -68,7 +68,7 @@ def test_gpus_are_those_that_nvidia_smi_lists() -> None:
     assert [slot.name for slot in slots] == [row[0] for row in listed("name")]
     sizes = [float(row[0]) for row in listed("memory.total")]
     assert [slot.memory_bytes / 2**20 for slot in slots] == pytest.approx(sizes, rel=0.01)
-    assert len(gpus_of_machine()) == torch.cuda.device_count() == len(indices)
+    assert len(machine_gpus()) == torch.cuda.device_count() == len(indices)
 
 
 @NEEDS_GPU

@@ -245,7 +245,7 @@ def test_a_download_is_served_from_the_file_that_was_verified(
 ) -> None:
     path = shared.store("one") / "a"
     shared.record("one")
-    check = _checkpoint_routes.problem_of_file
+    check = _checkpoint_routes.file_problem
 
     def check_and_replace(*arguments: Any) -> Any:
         found = check(*arguments)
@@ -253,7 +253,7 @@ def test_a_download_is_served_from_the_file_that_was_verified(
         path.symlink_to(shared.token)
         return found
 
-    monkeypatch.setattr(_checkpoint_routes, "problem_of_file", check_and_replace)
+    monkeypatch.setattr(_checkpoint_routes, "file_problem", check_and_replace)
     reply = shared.master.http.get("/checkpoints/one/files/a")
     assert (reply.status_code, reply.content) == (200, b"first")
     assert reply.headers["content-length"] == "5"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from paceline._base import gpus as _visible_gpus
-from paceline._base.gpus import gpus_of_machine, num_visible_gpus
+from paceline._base.gpus import machine_gpus, num_visible_gpus
 from paceline._base.run_directory import RunInfo, TrialInfo
-from paceline._cluster.runner.node_runner import find_slots, memory_of_gpus, names_of_gpus
+from paceline._cluster.runner.node_runner import find_slots, gpu_memory, gpu_names
 from paceline.core._process_environment import cluster_info_of
 
 # As NVIDIA's guide for MIG shows them: two devices of one GPU, and a GPU that is not divided.
@@ -93,11 +93,11 @@ def ids(num_slots: int | None = None) -> list[str]:
 
 
 def names() -> str:
-    return names_of_gpus(find_slots(None))
+    return gpu_names(find_slots(None))
 
 
 def sizes() -> list[int]:
-    return memory_of_gpus(find_slots(None))
+    return gpu_memory(find_slots(None))
 
 
 def amd(listed: object, static: object = AMD_STATIC) -> dict[str, str]:
@@ -309,6 +309,6 @@ def test_numbers_name_gpus_where_others_are_divided(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("nvidia-smi", nvidia(MIG))
-    names = {gpu.uuid for gpu in gpus_of_machine() if gpu.is_called("1")}
+    names = {gpu.uuid for gpu in machine_gpus() if gpu.is_called("1")}
     assert names == {"GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77"}
-    assert [gpu for gpu in gpus_of_machine() if gpu.is_called("0")] == []
+    assert [gpu for gpu in machine_gpus() if gpu.is_called("0")] == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline._base import gpus as _nvidia_gpus
-from paceline._cluster.runner.node_runner import find_slots, memory_of_gpus, names_of_gpus
+from paceline._cluster.runner.node_runner import find_slots, gpu_memory, gpu_names
 
 SOURCE = Path(__file__).parent / "fake_nvml" / "nvml.c"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -63,23 +63,23 @@ def test_whole_gpus_are_slots_by_their_numbers(machine: Machine) -> None:
     machine("whole")
     slots = find_slots(None)
     assert [slot.id for slot in slots] == ["0", "1"]
-    assert names_of_gpus(slots) == H100
+    assert gpu_names(slots) == H100
     # One that shares the memory of the machine tells of none.
-    assert memory_of_gpus(slots) == [H100_BYTES, 0]
+    assert gpu_memory(slots) == [H100_BYTES, 0]
 
 
 def test_nobody_asks_without_a_driver(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine("whole")
     monkeypatch.setattr(_nvidia_gpus, "_DRIVER_FILES", ("/nonexistent",))
-    assert names_of_gpus(find_slots(None)) == "NVIDIA A40"
+    assert gpu_names(find_slots(None)) == "NVIDIA A40"
 
 
 def test_each_mig_device_is_a_slot_with_its_own_memory(machine: Machine) -> None:
     machine("mig")
     slots = find_slots(None)
     assert [slot.id for slot in slots] == ["MIG-dddd3333", "MIG-eeee4444", "GPU-bbbb1111"]
-    assert memory_of_gpus(slots) == [42144366592, 10468982784, H100_BYTES]
-    assert names_of_gpus(slots) == f"{H100}, {H100} MIG 1g.10gb, {H100} MIG 3g.40gb"
+    assert gpu_memory(slots) == [42144366592, 10468982784, H100_BYTES]
+    assert gpu_names(slots) == f"{H100}, {H100} MIG 1g.10gb, {H100} MIG 3g.40gb"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import core, train
 from paceline._base.arguments_and_errors import CollectiveMismatchError
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
-from paceline.core._arguments import group_of_rank
+from paceline.core._arguments import rank_group
 from paceline.journal import RunDirectory
 
 # The workers cannot import the tests.
@@ -105,7 +105,7 @@ def test_instances_train_together_and_their_reports_are_those_of_a_run(num_worke
     assert trainer.run_dir is not None
     run = RunDirectory(trainer.run_dir)
     for rank in range(num_workers):
-        group = group_of_rank("training", rank)
+        group = rank_group("training", rank)
         rows = list(core.read_metrics(run, group, rank=rank))
         assert [row.metrics for row in rows] == [
             {"epoch": 1, "rank": rank},

@@ -343,12 +343,12 @@ def test_a_search_ends_at_the_third_report_without_the_metric_if_none_has_report
 
 def evaluate_apart(config: dict[str, Any]) -> None:
     """Report as a library does that has one name for the metric of training and of validation."""
-    from paceline.integrations._library_reports import report_of_library
+    from paceline.integrations._library_reports import library_report
 
     for epoch in range(1, 9):
-        report_of_library({"loss": -config["lr"], "epochs": epoch}, {}, step=epoch, evaluates=True)
+        library_report({"loss": -config["lr"], "epochs": epoch}, {}, step=epoch, evaluates=True)
         evaluated = {"loss": config["lr"], "epochs": epoch}
-        report_of_library({"epochs": epoch}, evaluated, step=epoch, evaluates=True)
+        library_report({"epochs": epoch}, evaluated, step=epoch, evaluates=True)
 
 
 def test_what_a_library_evaluates_is_judged_alone(trainer: train.Trainer) -> None:

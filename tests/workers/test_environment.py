@@ -9,8 +9,8 @@ from paceline._training.workers.processes.rank_environment import (
     SHARDS_VARIABLE,
     NodeLayout,
     is_port_free,
+    launcher_shards,
     rank_environment,
-    shards_of_launcher,
     thread_environment,
 )
 
@@ -72,9 +72,9 @@ def test_a_reserved_port_is_refused_to_others_and_open_to_a_store() -> None:
 
 def test_a_launcher_may_tell_the_number_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SHARDS_VARIABLE, raising=False)
-    assert shards_of_launcher() is None
+    assert launcher_shards() is None
     monkeypatch.setenv(SHARDS_VARIABLE, "4")
-    assert shards_of_launcher() == 4
+    assert launcher_shards() == 4
     monkeypatch.setenv(SHARDS_VARIABLE, "0")
     with pytest.raises(ValueError, match="PACELINE_NUM_SHARDS must be a number from 1 on"):
-        shards_of_launcher()
+        launcher_shards()

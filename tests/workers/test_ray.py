@@ -39,8 +39,8 @@ from paceline._training.workers.ray.cluster import (
     version_differences,
 )
 from paceline._training.workers.ray.host_process import (
-    mark_of_script_directory,
     pack_script_directory,
+    script_directory_mark,
     unpack_script_directory,
 )
 from paceline._training.workers.ray.pool import RayPool
@@ -263,14 +263,14 @@ def test_only_the_same_files_count_as_the_directory_of_the_driver(tmp_path: Path
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     (first / "module.py").write_text("X = 1")
-    mark = mark_of_script_directory(str(first))
+    mark = script_directory_mark(str(first))
     shutil.copytree(first, second)
     (first / "written_meanwhile").touch()
-    assert mark_of_script_directory(str(first)) == mark
-    assert mark_of_script_directory(str(second)) != mark
+    assert script_directory_mark(str(first)) == mark
+    assert script_directory_mark(str(second)) != mark
     (first / "module.py").write_text("X = 12")
-    assert mark_of_script_directory(str(first)) != mark
-    assert mark_of_script_directory(str(tmp_path / "missing")) is None
+    assert script_directory_mark(str(first)) != mark
+    assert script_directory_mark(str(tmp_path / "missing")) is None
 
 
 def test_sources_travel_without_what_is_made_from_them(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from paceline._training.workers.failure_detector import (
     FailureDetector,
     PoolSettings,
     PoolWorker,
-    observations_of_workers,
+    worker_observations,
 )
 from paceline._training.workers.failures_and_restarts import WorkerExit
 from paceline._training.workers.pickled_calls import PackedCall
@@ -199,11 +199,11 @@ def test_a_rank_that_has_just_returned_may_have_been_where_others_wait() -> None
         waits = Progress(6.0, True, "barrier", num_collectives=1, place="train.py:1 in main")
         workers[0].progress, workers[1].progress = waits, Progress(num_collectives=0)
         workers[1].take_value(b"")
-        assert detect_hang(observations_of_workers(call, workers), CERTAIN_S, TIMEOUT_S) is None
+        assert detect_hang(worker_observations(call, workers), CERTAIN_S, TIMEOUT_S) is None
         workers[1].progress = Progress(num_collectives=1)
-        assert detect_hang(observations_of_workers(call, workers), CERTAIN_S, TIMEOUT_S) is None
+        assert detect_hang(worker_observations(call, workers), CERTAIN_S, TIMEOUT_S) is None
         workers[1].progress = Progress(num_collectives=0)
-        verdict = detect_hang(observations_of_workers(call, workers), CERTAIN_S, TIMEOUT_S)
+        verdict = detect_hang(worker_observations(call, workers), CERTAIN_S, TIMEOUT_S)
         assert verdict is not None
         assert verdict.is_certain
 

@@ -216,11 +216,11 @@ class NvmlDevice:
         self._nvml = nvml
         self._handle = handle
         self.number = number
-        self.uuid = _text_of_nvml(nvml.nvmlDeviceGetUUID(handle))
+        self.uuid = _nvml_text(nvml.nvmlDeviceGetUUID(handle))
 
     def name(self) -> str:
         """Return the product name; for a MIG device the name ends in `MIG` and the profile."""
-        return _text_of_nvml(self._nvml.nvmlDeviceGetName(self._handle))
+        return _nvml_text(self._nvml.nvmlDeviceGetName(self._handle))
 
     def memory_bytes(self) -> tuple[int, int]:
         """Return the memory in use and the total memory, in bytes."""
@@ -301,7 +301,7 @@ def _memory_or_nothing(device: NvmlDevice) -> int:
         return 0
 
 
-def _text_of_nvml(value: Any) -> str:
+def _nvml_text(value: Any) -> str:
     """Return NVML's text as str: older releases of pynvml give bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
@@ -377,12 +377,12 @@ def _gpus_by_nvidia_smi() -> list[KnownGpu]:
     listed = run_gpu_program("nvidia-smi", "--list-gpus")
     if not listed:
         return []
-    rows = _rows_of_nvidia_smi()
-    divided = _gpus_of_listing(listed, {gpu.uuid: gpu for gpu in rows})
+    rows = _nvidia_smi_rows()
+    divided = _listing_gpus(listed, {gpu.uuid: gpu for gpu in rows})
     return divided if not rows or any(gpu.is_mig for gpu in divided) else rows
 
 
-def _rows_of_nvidia_smi() -> list[KnownGpu]:
+def _nvidia_smi_rows() -> list[KnownGpu]:
     table = run_gpu_program(
         "nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"
     )
@@ -404,7 +404,7 @@ def _rows_of_nvidia_smi() -> list[KnownGpu]:
     return gpus
 
 
-def _gpus_of_listing(listed: str, rows: dict[str, KnownGpu]) -> list[KnownGpu]:
+def _listing_gpus(listed: str, rows: dict[str, KnownGpu]) -> list[KnownGpu]:
     """Return each MIG device of a listing, and each GPU without MIG devices.
 
     The listing has no memory sizes; those of whole GPUs are in the rows, by their UUIDs.
@@ -442,7 +442,7 @@ CUDA_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 _found: list[KnownGpu] = []
 
 
-def gpus_of_machine() -> list[KnownGpu]:
+def machine_gpus() -> list[KnownGpu]:
     """Return all GPUs of this machine; each MIG device of a divided GPU counts separately."""
     return nvidia_gpus() or amd_gpus()
 
@@ -459,7 +459,7 @@ def visible_gpus() -> list[KnownGpu]:
             visible = names_in_variable("HIP_VISIBLE_DEVICES")
     if visible is None:
         return gpus
-    return [_gpu_of_name(name, gpus) for name in visible]
+    return [_gpu_named(name, gpus) for name in visible]
 
 
 def num_visible_gpus() -> int:
@@ -494,7 +494,7 @@ def _num_usable_gpus() -> int:
     """Return the most GPUs CUDA_VISIBLE_DEVICES may name, or CUDA's number if not set."""
     if not _found:
         # Driver files as the last source: in some containers no program reports the GPUs.
-        _found.extend(gpus_of_machine() or _gpus_by_device_files())
+        _found.extend(machine_gpus() or _gpus_by_device_files())
     if names_in_variable() is not None:
         return len(_found)
     if any(gpu.is_mig for gpu in _found):
@@ -510,7 +510,7 @@ def _gpus_by_device_files() -> list[KnownGpu]:
     return [KnownGpu(id=one, number=one) for one in sorted(numbers) if one.isdecimal()]
 
 
-def _gpu_of_name(name: str, gpus: list[KnownGpu]) -> KnownGpu:
+def _gpu_named(name: str, gpus: list[KnownGpu]) -> KnownGpu:
     """Return the GPU of a name; for an ambiguous name, only the facts common to all GPUs."""
     # CUDA counts the fastest GPU first unless a variable makes it count as nvidia-smi does.
     is_certain = not name.isdecimal() or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"

@@ -339,10 +339,10 @@ def _encode_metric(value: Any, path: str) -> Any:
         return [_encode_metric(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, (int, str)):  # enumerations and other subclasses
         return _encode_metric(int(value) if isinstance(value, int) else str(value), path)
-    return _encode_metric(_scalar_of_metric(value, path), path)
+    return _encode_metric(_metric_scalar(value, path), path)
 
 
-def _scalar_of_metric(value: Any, path: str) -> Any:
+def _metric_scalar(value: Any, path: str) -> Any:
     """Return the Python scalar in a NumPy scalar, a 0-d array or a 0-d tensor."""
     shape = getattr(value, "shape", None)
     if shape is None or not hasattr(value, "item"):

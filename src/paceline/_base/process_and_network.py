@@ -35,7 +35,7 @@ def interface_of(address: str) -> str | None:
         except (OSError, UnicodeError):
             pass
         else:
-            return _interface_of_ipv4(wanted)
+            return _ipv4_interface(wanted)
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -69,7 +69,7 @@ def address_for_others(*, is_ipv6: bool = False) -> str:
         return socket.gethostname()
 
 
-def _interface_of_ipv4(wanted: bytes) -> str | None:
+def _ipv4_interface(wanted: bytes) -> str | None:
     """Ask Linux, as psutil takes a runner time and memory to load."""
     import fcntl
 

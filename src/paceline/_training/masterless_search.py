@@ -562,7 +562,7 @@ class SearchRun:
             result.value = new
 
 
-def exit_reason_of_trial(error: BaseException) -> ExitReason:
+def trial_exit_reason(error: BaseException) -> ExitReason:
     """Return the exit reason for the exception raised by a trial."""
     return ExitReason.INVALID_HP if isinstance(error, core.InvalidHP) else ExitReason.ERROR
 

@@ -14,7 +14,7 @@ from paceline._training.masterless_search import (
     SearchRun,
     SearchTrial,
     TrialOutcome,
-    exit_reason_of_trial,
+    trial_exit_reason,
 )
 from paceline.config._fields_and_problems import ConfigError
 from paceline.config._searcher_section import BATCHES, Searcher
@@ -196,7 +196,7 @@ class TrialThread(threading.Thread):
             return
         told = error.__cause__ or error
         logger.warning("Trial %d has failed: %s", trial.result.number, told)
-        self._search.end(trial, exit_reason_of_trial(error), error)
+        self._search.end(trial, trial_exit_reason(error), error)
 
 
 def _judged_metrics(report: Any) -> Any:

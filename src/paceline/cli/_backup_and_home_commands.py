@@ -324,7 +324,7 @@ def check(
         for finding in result.findings:
             typer.echo(finding.text)
         typer.echo(
-            _summary_of_home(
+            _home_summary(
                 len(result.findings), result.num_left, master_runs=result.master_runs, is_fixed=fix
             )
         )
@@ -332,7 +332,7 @@ def check(
         raise typer.Exit(_DIFFERENT)
 
 
-def _summary_of_home(num_found: int, num_left: int, *, master_runs: bool, is_fixed: bool) -> str:
+def _home_summary(num_found: int, num_left: int, *, master_runs: bool, is_fixed: bool) -> str:
     note = " A master is at work: what has not been stored yet was not looked at." * master_runs
     if not num_found:
         return f"No differences.{note}"

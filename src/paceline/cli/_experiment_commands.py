@@ -7,7 +7,7 @@ import typer
 
 from paceline.cli._checkpoint_commands import list_checkpoints
 from paceline.cli._create_command import create
-from paceline.cli._experiment_description import describe, note_of_end
+from paceline.cli._experiment_description import describe, end_note
 from paceline.cli._options_and_errors import (
     AllLogs,
     CommandError,
@@ -373,7 +373,7 @@ def wait(
             state = found.wait(interval).value
         except ValueError as error:
             raise CommandError(str(error)) from error
-        note = note_of_end(found)
+        note = end_note(found)
     lost = found.data.num_records_lost
     more = f"; {lost_records_text(lost)}" if lost else ""
     typer.echo(f"Experiment {experiment} is {state}{more}.")

@@ -40,7 +40,7 @@ def describe(
             return
         best, waits = _best_trial(client, found.data), _waits_for(client, found.data)
         nodes, problems = _nodes_of(client, found.data), _problems_of(client, found.data)
-        _print_description(found.data, best, waits, note_of_end(found), nodes, problems)
+        _print_description(found.data, best, waits, end_note(found), nodes, problems)
         _print_rungs(found)
     if show_config:
         import yaml
@@ -48,7 +48,7 @@ def describe(
         console().print(yaml.safe_dump(found.config, sort_keys=False).rstrip())
 
 
-def note_of_end(experiment: "Experiment") -> str | None:
+def end_note(experiment: "Experiment") -> str | None:
     """Return why an otherwise well ended experiment lacks a best trial; None in other cases."""
 
     data = experiment.data

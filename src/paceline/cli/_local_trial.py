@@ -58,7 +58,7 @@ def run_locally(
     typer.echo(f"Run directory: {run.path}", err=True)
     if info.trial.hparams:
         typer.echo(f"Hyperparameters: {format_values(info.trial.hparams)}", err=True)
-    environment = _environment_of_trial(config, run)
+    environment = _trial_environment(config, run)
     if config.environment.uv:
         environment = _sync_local_run(directory, environment)
     if is_test:
@@ -71,7 +71,7 @@ def run_locally(
 
 def _create_run(config: "ExperimentConfig") -> RunDirectory:
     from paceline.config._environment_and_secrets import hide_secrets, hide_values, is_secret
-    from paceline.core._run_directories import storage_of_new_run
+    from paceline.core._run_directories import new_run_storage
 
     seed = config.reproducibility.experiment_seed
     trial = _first_trial(config, secrets.randbelow(2**31) if seed is None else seed)
@@ -93,7 +93,7 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
             hparams=trial.hparams,
             config=hide_secrets(config.to_json()),
         ),
-        checkpoint_storage=storage or storage_of_new_run(path).url,
+        checkpoint_storage=storage or new_run_storage(path).url,
         slot_ids=list(range(config.resources.fewest_slots)),
         arguments=[hide_values(argument, private) for argument in sys.argv],
     )
@@ -128,7 +128,7 @@ def _first_trial(config: "ExperimentConfig", seed: int) -> "Create":
     return created[0]
 
 
-def _environment_of_trial(config: "ExperimentConfig", run: RunDirectory) -> dict[str, str]:
+def _trial_environment(config: "ExperimentConfig", run: RunDirectory) -> dict[str, str]:
     python = shutil.which(config.environment.python or sys.executable)
     if python is None and not config.environment.prefix:
         raise CommandError(

@@ -129,7 +129,7 @@ def run(
             "name": node,
             "pool": pool,
             "labels": read_labels(labels or []),
-            "num_slots": _slots_of_runner(slots),
+            "num_slots": _runner_slots(slots),
             "address": address,
         },
     )
@@ -264,7 +264,7 @@ def _check_names(node: str, pool: str) -> None:
         )
 
 
-def _slots_of_runner(text: str) -> int | None:
+def _runner_slots(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:

@@ -178,7 +178,7 @@ def _check_slots(value: Any) -> Any:
     return value
 
 
-def _kind_of_slots(value: Any) -> str:
+def _slot_kind(value: Any) -> str:
     return "range" if isinstance(value, (dict, SlotRange)) else "number"
 
 
@@ -187,7 +187,7 @@ class Resources(Section):
 
     slots_per_trial: Annotated[
         Annotated[Count, Tag("number")] | Annotated[SlotRange, Tag("range")],
-        Discriminator(_kind_of_slots),
+        Discriminator(_slot_kind),
         BeforeValidator(_check_slots),
     ] = Field(
         default=1,

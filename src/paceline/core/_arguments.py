@@ -131,7 +131,7 @@ RESERVED_GROUPS = frozenset({"cpu", "disk", "gpu", "memory", "network"})
 MAX_STEPS = 2**63 - 1
 
 
-def group_of_rank(group: str, rank: int) -> str:
+def rank_group(group: str, rank: int) -> str:
     """Return the metric group of a rank's reports; the plain group name is the chief's."""
     return group if rank == 0 else f"{group}_rank_{rank}"
 

@@ -15,7 +15,7 @@ from paceline._base.journal_records import CheckpointDeleted, CheckpointStored
 from paceline._base.process_and_network import join, wait_until
 from paceline._base.run_directory import RunDirectory
 from paceline.core._attempt_journal import send_run_event
-from paceline.core._run_storage import new_uuid_of_run, origin_of_run
+from paceline.core._run_storage import new_run_uuid, run_origin
 from paceline.storage._checkpoint_files import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -124,7 +124,7 @@ def commit_checkpoint(
         storage.discard(uuid)
         raise CheckpointWriteError(_cannot_be_recorded(journal, uuid))
     journal.sync()
-    manifest = storage.commit(uuid, metadata, num_shards=num_shards, origin=origin_of_run(run))
+    manifest = storage.commit(uuid, metadata, num_shards=num_shards, origin=run_origin(run))
     record = CheckpointStored(
         time=time.time(),
         uuid=uuid,
@@ -226,8 +226,8 @@ class CheckpointParts:
         return self._failures.is_newest_lost
 
     def new_series(self) -> str:
-        """Return a UUID from which the UUIDs of checkpoints follow, see `uuid_of_series`."""
-        return new_uuid_of_run(self._run)
+        """Return a UUID from which the UUIDs of checkpoints follow, see `series_uuid`."""
+        return new_run_uuid(self._run)
 
     @contextmanager
     def store(

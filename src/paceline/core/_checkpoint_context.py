@@ -32,8 +32,8 @@ from paceline.core._run_storage import (
     check_shared_storage,
     failing_together,
     merged_metadata,
-    new_uuid_of_run,
-    source_of_rank,
+    new_run_uuid,
+    rank_source,
 )
 from paceline.storage._checkpoint_files import (
     CheckpointError,
@@ -207,7 +207,7 @@ class CheckpointContext:
                 yield path, uuid
             return
         checked = self._prepare(metadata)
-        uuid = new_uuid_of_run(self._run)
+        uuid = new_run_uuid(self._run)
         with self._times.spent_on(CHECKPOINT), self._noted(uuid):
             with self._storage.store_path(uuid) as path:
                 yield path, uuid
@@ -243,7 +243,7 @@ class CheckpointContext:
             CheckpointWriteError: The files cannot be written, for example on a full disk.
         """
         if _is_shard(shard):
-            source = source_of_rank(self._distributed, ckpt_dir, selector)
+            source = rank_source(self._distributed, ckpt_dir, selector)
             with self._storing_shard(metadata) as (path, uuid):
                 if source is not None:
                     copy_files(source, path, selector)
@@ -251,7 +251,7 @@ class CheckpointContext:
         if ckpt_dir is None:
             raise ValueError("`ckpt_dir` must be a directory without `shard=True`, but is None.")
         checked = self._prepare(metadata)
-        uuid = new_uuid_of_run(self._run)
+        uuid = new_run_uuid(self._run)
         with self._times.spent_on(CHECKPOINT), self._noted(uuid):
             if selector is None:
                 self._storage.copy_in(uuid, Path(ckpt_dir))
@@ -406,7 +406,7 @@ class CheckpointContext:
         ):
             own = plain_json({} if metadata is None else metadata)
         is_chief = distributed.rank == 0
-        parts = distributed.allgather((new_uuid_of_run(self._run) if is_chief else "", own))
+        parts = distributed.allgather((new_run_uuid(self._run) if is_chief else "", own))
         # UUID of the chief: every rank draws an id, only the first rank's counts.
         uuid = parts[0][0]
         checked = _checked_metadata(merged_metadata([part for _, part in parts]))

@@ -36,7 +36,7 @@ from paceline.core._preemption_and_search import (
 from paceline.core._process_environment import ClusterInfo, apply_determinism, cluster_info_of
 from paceline.core._profiler_context import ProfilerContext
 from paceline.core._run_storage import GivenStorage, NodeStorage, check_given_storage, given_storage
-from paceline.core._run_summaries import storage_of_run
+from paceline.core._run_summaries import run_storage
 from paceline.core._tensorboard_files import TensorboardFiles
 from paceline.core._trackers import Tracker, TrackingGroup, as_trackers
 from paceline.core._train_context import TrainContext, alert_of, log_alert
@@ -390,7 +390,7 @@ def _run_storage(
     """Return the default checkpoint storage of a run started without an explicit storage."""
     if opened.info.storage_per_node and distributed.size > 1:
         return NodeStorage(run.checkpoints_path, distributed)
-    return storage_of_run(run, opened.info)
+    return run_storage(run, opened.info)
 
 
 def _local_run(opened: OpenedRun) -> RunDirectory:

@@ -42,7 +42,7 @@ class CallName(NamedTuple):
         return (self.operation, self.caller) == (other.operation, other.caller)
 
 
-def name_of_call(operation: str) -> CallName:
+def call_name(operation: str) -> CallName:
     """Return the name of an exchange begun by the caller of the calling module."""
     # Frames instead of `inspect.stack`, which reads source files: this runs at each exchange.
     module = sys._getframe(1).f_globals["__name__"]
@@ -432,7 +432,7 @@ class DistributedContext:
     def _gather(self, call: str, prefix: str, rank: int, size: int, value: T) -> list[T] | None:
         if size == 1:
             return [value]
-        base, name = self._next_base(prefix), name_of_call(call)
+        base, name = self._next_base(prefix), call_name(call)
         gathered = self._collect(name, base, rank, size, value)
         # The answer makes it a barrier, and so that nobody runs ahead of a missing rank.
         self._spread(name, base, rank, size, b"")
@@ -441,7 +441,7 @@ class DistributedContext:
     def _allgather(self, call: str, prefix: str, rank: int, size: int, value: T) -> list[T]:
         if size == 1:
             return [value]
-        base, name = self._next_base(prefix), name_of_call(call)
+        base, name = self._next_base(prefix), call_name(call)
         gathered = self._collect(name, base, rank, size, value)
         answer = b"" if gathered is None else pickle.dumps(gathered)
         return [_loads(item) for item in _loads(self._spread(name, base, rank, size, answer))]
@@ -449,7 +449,7 @@ class DistributedContext:
     def _broadcast(self, call: str, prefix: str, rank: int, size: int, value: T) -> T:
         if size == 1:
             return value
-        base, name = self._next_base(prefix), name_of_call(call)
+        base, name = self._next_base(prefix), call_name(call)
         if rank == 0:
             self._spread(name, base, rank, size, pickle.dumps(value))
             return value

@@ -28,7 +28,7 @@ class RankLiveness:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
-        self._place = _own_place_of_rank()
+        self._place = _own_rank_place()
         self._unknown = [other for other in range(size) if other != rank]
         self._here: dict[int, int] = {}
         store.set(f"process/{rank}", f"{os.getpid()} {self._place}")
@@ -53,7 +53,7 @@ class RankLiveness:
         ]
 
 
-def _own_place_of_rank() -> str:
+def _own_rank_place() -> str:
     """Return an identifier shared by all processes able to look each other up by process id."""
     # Containers on one machine count their processes separately.
     try:
@@ -102,7 +102,7 @@ _hosted: list[Any] = []
 _waits: dict[int, tuple[float, str]] = {}
 
 
-def wait_of_thread(thread: int) -> tuple[float, str] | None:
+def thread_wait(thread: int) -> tuple[float, str] | None:
     """Return the start time and call of a thread's wait for other ranks; None if not waiting."""
     return _waits.get(thread)
 

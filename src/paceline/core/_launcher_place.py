@@ -255,7 +255,7 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
     Raises:
         ValueError: A variable is missing or no number.
     """
-    num_of_mpi = _size_of_mpi() if environment is None else None
+    num_of_mpi = _mpi_size() if environment is None else None
     environment = os.environ if environment is None else environment
     environment = _with_place_of_alps(environment, num_of_mpi)
     launcher = next((one for one in LAUNCHERS if one.is_at_work(environment)), None)
@@ -271,7 +271,7 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
     node_rank = _optional_from_launcher(launcher, (launcher.node_rank,), environment)
     local_size = _optional_from_launcher(launcher, launcher.local_size, environment)
     if launcher.tasks_per_node in environment and node_rank is not None:
-        local_size = _tasks_of_node(environment[launcher.tasks_per_node], node_rank)
+        local_size = _node_tasks(environment[launcher.tasks_per_node], node_rank)
     num_nodes = _optional_from_launcher(launcher, (launcher.num_nodes,), environment)
     # Single node: node numbers of the launcher are not needed.
     if local_size == size:
@@ -290,7 +290,7 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
     )
 
 
-def _size_of_mpi() -> int | None:
+def _mpi_size() -> int | None:
     """Return the number of processes known to mpi4py; None if the script does not use mpi4py."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
@@ -381,7 +381,7 @@ def _optional_from_launcher(
     return None if name is None else _number_from_launcher(launcher, name, environment)
 
 
-def _tasks_of_node(text: str, node_rank: int) -> int | None:
+def _node_tasks(text: str, node_rank: int) -> int | None:
     """Return the task count of a node from a list like "2(x3),1"; None beyond the list's end."""
     counts: list[int] = []
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -406,7 +406,7 @@ def _port_from_launcher(
         return _number_from_launcher(launcher, "MASTER_PORT", environment)
     job = next((environment[name] for name in launcher.job if environment.get(name)), None)
     if job is None and is_one_node and not launcher.is_alone_decisive:
-        job = str(_pid_of_launcher(launcher.rank))
+        job = str(_launcher_pid(launcher.rank))
     if job is None:
         return None
     if launcher.step:
@@ -416,7 +416,7 @@ def _port_from_launcher(
     return _FIRST_PORT + int.from_bytes(digest[:4], "big") % _NUM_PORTS
 
 
-def _pid_of_launcher(rank_variable: str) -> int:
+def _launcher_pid(rank_variable: str) -> int:
     """Return the id of the launcher: the nearest ancestor process without a rank variable."""
     marker = f"{rank_variable}=".encode()
     pid = os.getppid()

@@ -30,11 +30,11 @@ from paceline.core._run_directories import (
     drawn_seed,
     is_checkpoint_url,
     make_run_directory,
+    new_run_storage,
     recordable,
     run_name,
     run_to_resume,
     starting_point,
-    storage_of_new_run,
     tell_of_changes,
     tell_of_earlier_run,
 )
@@ -46,7 +46,7 @@ from paceline.core._run_summaries import (
     newest_run_named,
     newest_whole_checkpoint,
     read_history,
-    storage_of_run,
+    run_storage,
 )
 from paceline.storage._checkpoint_storage import CheckpointStorage
 
@@ -139,7 +139,7 @@ def open_run(
             master=master,
             lock=lock,
         )
-    opened = open_run_of_attempt(Path(cluster_path), seed)
+    opened = open_attempt_run(Path(cluster_path), seed)
     run = RunDirectory(opened.path)
     # A master that started the attempt gets the records from its runner.
     start_reports = lock.enter_context(reporting(run, None if opened.info.cluster_id else master))
@@ -152,7 +152,7 @@ def open_run(
     return opened
 
 
-def open_run_of_attempt(path: Path, seed: int | None) -> OpenedRun:
+def open_attempt_run(path: Path, seed: int | None) -> OpenedRun:
     """Open the run directory prepared by a runner; a trial has its own seed.
 
     Raises:
@@ -162,7 +162,7 @@ def open_run_of_attempt(path: Path, seed: int | None) -> OpenedRun:
     """
     run = RunDirectory(path)
     info = run.read_info()
-    generation = _generation_of_run(info)
+    generation = _run_generation(info)
     if info.trial is not None:
         seed = info.trial.trial_seed
     elif seed is None:
@@ -181,7 +181,7 @@ def open_run_of_attempt(path: Path, seed: int | None) -> OpenedRun:
     # The entrypoint has run another process before this one, or its group has formed again.
     history = read_history(run)
     uuid, steps = newest_whole_checkpoint(
-        storage_of_run(run, info),
+        run_storage(run, info),
         history,
         being_deleted={*run.begun_checkpoints()},
         may_be_gone=is_of_master(info),
@@ -243,7 +243,7 @@ def open_run_by_name(
         if before is not None and is_resumable and not resume:
             tell_of_earlier_run(before, name)
         # Before there is a directory, as it may be refused.
-        place = storage or storage_of_new_run(root)
+        place = storage or new_run_storage(root)
         if place.is_remote and is_resumable:
             # A missing bucket is reported now, not at the first checkpoint.
             place.exists(_NO_CHECKPOINT)
@@ -258,7 +258,7 @@ def open_run_by_name(
             # Chain of runs: shows the newest even if the clock is set back.
             previous=None if before is None else before.read_info().run_id,
             created=time.time(),
-            checkpoint_storage=(storage or storage_of_new_run(path)).url,
+            checkpoint_storage=(storage or new_run_storage(path)).url,
             arguments=list(sys.argv),
             seed=drawn_seed() if seed is None else seed,
             hparams=None if hparams is None else recordable(hparams),
@@ -301,7 +301,7 @@ def _place_resumed(
     # Control file of the last attempt: its commands do not concern this attempt.
     run.control_path.unlink(missing_ok=True)
     history = read_history(run)
-    place = storage or storage_of_run(run, info)
+    place = storage or run_storage(run, info)
     for stored in history.checkpoints:
         if stored.uuid in being_deleted and not place.exists(stored.uuid):
             # No journal says that it was deleted, so a later attempt must not find it either.
@@ -360,7 +360,7 @@ def _take_lock(run: RunDirectory, master: str | None, lock: ExitStack) -> None:
     start_reports()
 
 
-def _generation_of_run(info: RunInfo) -> int:
+def _run_generation(info: RunInfo) -> int:
     text = os.environ.get(GENERATION_VARIABLE)
     if text is None:
         return info.generation

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import paceline
-from paceline._base.gpus import gpus_of_machine, names_in_variable
+from paceline._base.gpus import machine_gpus, names_in_variable
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
 
 # Limit for recorded uncommitted changes: a diff may be arbitrarily large.
@@ -45,9 +45,9 @@ def describe_environment(*, with_source: bool) -> dict[str, Any]:
             "platform": f"{machine.sysname} {machine.release} {machine.machine}",
             "num_cores": os.cpu_count(),
         },
-        "packages": _packages_of_environment(tuple(sys.path)),
+        "packages": _environment_packages(tuple(sys.path)),
     }
-    if gpus := _gpus_of_environment():
+    if gpus := _environment_gpus():
         found["gpus"] = gpus
     if with_source and (source := describe_source(Path.cwd())) is not None:
         found["source"] = source
@@ -106,7 +106,7 @@ def _run_git(directory: Path, deadline: float, *arguments: str) -> bytes:
 
 
 @cache
-def _packages_of_environment(paths: tuple[str, ...]) -> dict[str, str]:
+def _environment_packages(paths: tuple[str, ...]) -> dict[str, str]:
     """Return the installed packages with their versions, by the names of their directories.
 
     Reading their metadata takes a hundred times as long.
@@ -127,7 +127,7 @@ def _packages_of_environment(paths: tuple[str, ...]) -> dict[str, str]:
 
 
 @cache
-def _gpus_of_environment() -> dict[str, Any]:
+def _environment_gpus() -> dict[str, Any]:
     """Return the driver and the models of this machine's GPUs, as the kernel reports them."""
     found: dict[str, Any] = {}
     try:
@@ -202,7 +202,7 @@ class ClusterInfo:
         held = names_in_variable()
         if held is None:
             held = [str(slot) for slot in self.slot_ids]
-        gpus = gpus_of_machine() if held else []
+        gpus = machine_gpus() if held else []
         found = [
             # A UUID that no list contains is believed.
             next(

@@ -11,7 +11,7 @@ from typing import Any
 from paceline._base.gpus import Nvml, NvmlDevice, names_in_variable
 from paceline._base.journal_files import JournalWriter
 from paceline._base.journal_records import encode_metrics
-from paceline.core._arguments import group_of_rank
+from paceline.core._arguments import rank_group
 from paceline.core._attempt_journal import record_metrics
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._tensorboard_files import TensorboardFiles
@@ -242,7 +242,7 @@ class ProfilerContext:
         if step <= self._last_step:
             return False
         self._last_step = step
-        group = group_of_rank(SYSTEM_GROUP, self._distributed.rank)
+        group = rank_group(SYSTEM_GROUP, self._distributed.rank)
         encoded = encode_metrics(means)
         record_metrics(self._journal, group, step, encoded)
         self._tensorboard.write(group, step, encoded)

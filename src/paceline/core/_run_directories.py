@@ -21,7 +21,7 @@ from paceline.core._run_summaries import (
     newest_run_named,
     read_history,
     run_state,
-    storage_of_run,
+    run_storage,
 )
 from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._directory_storage import DirectoryStorage
@@ -120,7 +120,7 @@ class NewRunStart(NamedTuple):
     seed: int | None
 
 
-def storage_of_new_run(path: Path) -> CheckpointStorage:
+def new_run_storage(path: Path) -> CheckpointStorage:
     """Return the storage of the run at a path: in its directory, or below the PACELINE_RUNS URL.
 
     Raises:
@@ -239,7 +239,7 @@ def tell_of_earlier_run(run: RunDirectory, name: str) -> None:
     state = run_state(run, history)
     if state not in (RunState.CRASHED, RunState.PREEMPTED):
         return
-    uuid, steps = latest_checkpoint(storage_of_run(run, run.read_info()), history)
+    uuid, steps = latest_checkpoint(run_storage(run, run.read_info()), history)
     found = f"its latest checkpoint is {uuid} at step {steps}" if uuid else "it has no checkpoint"
     logger.warning(
         "The last run %r (%s) %s at step %d; %s. This start begins a new run. To resume that"

@@ -252,7 +252,7 @@ def _merge_sharded_metadata(
             )
 
 
-def source_of_rank(
+def rank_source(
     distributed: DistributedContext,
     source: str | os.PathLike[str] | None,
     selector: Selector | None,
@@ -352,7 +352,7 @@ def _discard(unfinished: Mapping[str, str], unrecorded: set[str]) -> set[str]:
     return done
 
 
-def origin_of_run(run: RunDirectory) -> str:
+def run_origin(run: RunDirectory) -> str:
     """Return the run's attempt in a master's terms; empty without a master."""
     info = run.read_info()
     if info.trial is None or not info.cluster_id:
@@ -360,7 +360,7 @@ def origin_of_run(run: RunDirectory) -> str:
     return origin_of(info.cluster_id, info.trial.trial_id, info.attempt)
 
 
-def new_uuid_of_run(run: RunDirectory) -> str:
+def new_run_uuid(run: RunDirectory) -> str:
     """Return a UUID for a new checkpoint; a master accepts the UUID from this trial alone."""
     info = run.read_info()
     return new_uuid(info.cluster_id, None if info.trial is None else info.trial.trial_id)

@@ -123,7 +123,7 @@ def read_history(run: RunDirectory) -> History:
         or finished.outcome == "error"
         or (finished.outcome == _INVALID_HP and finished.error is None)
     ):
-        history.finished = _refusal_of_attempt(run, history.num_attempts - 1) or finished
+        history.finished = _attempt_refusal(run, history.num_attempts - 1) or finished
     return history
 
 
@@ -194,11 +194,11 @@ def _standing_journals(run: RunDirectory, rank: int = 0) -> list[tuple[JournalKe
     # Backwards: each attempt limits the valid steps of all journals before it.
     for key in reversed([key for key in run.journal_keys() if key.rank == rank]):
         standing.append((key, last_step))
-        last_step = min(last_step, _first_step_of_attempt(run, key))
+        last_step = min(last_step, _first_attempt_step(run, key))
     return standing[::-1]
 
 
-def _refusal_of_attempt(run: RunDirectory, attempt: int) -> AttemptFinished | None:
+def _attempt_refusal(run: RunDirectory, attempt: int) -> AttemptFinished | None:
     """Return the end record of a rank with invalid hyperparameters in an attempt, or None."""
     found: AttemptFinished | None = None
     for key in run.journal_keys():
@@ -212,7 +212,7 @@ def _refusal_of_attempt(run: RunDirectory, attempt: int) -> AttemptFinished | No
     return found
 
 
-def _first_step_of_attempt(run: RunDirectory, key: JournalKey) -> float:
+def _first_attempt_step(run: RunDirectory, key: JournalKey) -> float:
     """Return the first step of a journal's attempt; infinity if not recorded."""
     for entry in run.reader(key).read(1):
         record = entry.decode()
@@ -333,7 +333,7 @@ def storage_at(path: Path) -> CheckpointStorage:
         RunVersionError: It has another format version.
     """
     run = RunDirectory.open(path)
-    return storage_of_run(run, run.read_info())
+    return run_storage(run, run.read_info())
 
 
 def restorable_checkpoint(path: Path) -> tuple[CheckpointStorage, str | None]:
@@ -362,7 +362,7 @@ def is_of_master(info: RunInfo) -> bool:
     return bool(info.cluster_id)
 
 
-def storage_of_run(run: RunDirectory, info: RunInfo) -> CheckpointStorage:
+def run_storage(run: RunDirectory, info: RunInfo) -> CheckpointStorage:
     """Return a run's checkpoint storage: as recorded, or moved with its run directory."""
     recorded, own = storage_from(info.checkpoint_storage), run.checkpoints_path
     root = recorded.local_root
@@ -385,7 +385,7 @@ def _is_in_run(checkpoints: Path, run_id: str) -> bool:
 def moved_storage(run: RunDirectory, info: RunInfo) -> dict[str, str]:
     """Return the URL of the present storage by the recorded one's, if they are not the same."""
     try:
-        recorded, present = storage_from(info.checkpoint_storage), storage_of_run(run, info)
+        recorded, present = storage_from(info.checkpoint_storage), run_storage(run, info)
     except StorageNotInstalledError:
         return {}
     return {} if recorded.url == present.url else {recorded.url: present.url}
@@ -393,7 +393,7 @@ def moved_storage(run: RunDirectory, info: RunInfo) -> dict[str, str]:
 
 def _latest_known(run: RunDirectory, info: RunInfo, history: History) -> str | None:
     try:
-        return latest_checkpoint(storage_of_run(run, info), history)[0]
+        return latest_checkpoint(run_storage(run, info), history)[0]
     except Exception:
         # A storage of another package that is not installed or not within reach raises errors of
         # its own kinds. Whether the checkpoint is still there is then unknown.

@@ -33,9 +33,9 @@ from paceline.core._arguments import (
     check_group,
     check_judged,
     checked_steps,
-    group_of_rank,
     new_metrics,
     plain_json,
+    rank_group,
     searched_metrics,
 )
 from paceline.core._attempt_journal import (
@@ -336,7 +336,7 @@ class TrainContext:
     def standing(self, group: str, steps_completed: int) -> dict[str, Any]:
         """Return the metrics already reported for a step, by this or an earlier attempt."""
         with self._lock:
-            return self._standing(group_of_rank(group, self._rank), steps_completed)
+            return self._standing(rank_group(group, self._rank), steps_completed)
 
     def _standing(self, group: str, steps_completed: int) -> dict[str, Any]:
         if not self._is_history_read:
@@ -356,7 +356,7 @@ class TrainContext:
         if self._judged and group == _VALIDATION:
             check_judged(encoded, self._judged)
         if self._rank:
-            group = group_of_rank(group, self._rank)
+            group = rank_group(group, self._rank)
         with self._lock:
             if steps_completed > self._steps_completed:
                 self._steps_completed = steps_completed

@@ -138,7 +138,7 @@ def reduced_statistics(results: Sequence[PassResult]) -> dict[str, Any]:
     weights = [result.num_samples or 1 for result in counting]
     total = sum(weights)
     shares = [weight / total for weight in weights]
-    means = _means_of_pass([result.statistics for result in counting], shares)
+    means = _pass_means([result.statistics for result in counting], shares)
     means |= _last_values(results)
     every = [result.statistics for result in results]
     for name in _COUNTS:
@@ -166,7 +166,7 @@ def _last_values(results: Sequence[PassResult]) -> dict[str, float]:
     }
 
 
-def _means_of_pass(parts: Sequence[dict[str, Any]], shares: Sequence[float]) -> dict[str, Any]:
+def _pass_means(parts: Sequence[dict[str, Any]], shares: Sequence[float]) -> dict[str, Any]:
     means: dict[str, Any] = {}
     for name, first in parts[0].items():
         values = [part.get(name) for part in parts]
@@ -174,7 +174,7 @@ def _means_of_pass(parts: Sequence[dict[str, Any]], shares: Sequence[float]) -> 
             # Single worker: the value keeps its type.
             means[name] = first if len(values) == 1 else _dot(values, shares)
         elif all(isinstance(value, dict) for value in values):
-            means[name] = _means_of_pass(
+            means[name] = _pass_means(
                 [value for value in values if isinstance(value, dict)], shares
             )
         else:

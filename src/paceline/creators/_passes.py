@@ -19,7 +19,7 @@ from paceline.data._batches_to_device import mover_to
 from paceline.data._order_and_random_generators import (
     capture_random_state,
     restore_random_state,
-    shards_of_worker,
+    worker_shards,
 )
 from paceline.data._sharded_loader import ShardedData, WorkerBatch, worker_batches
 
@@ -65,7 +65,7 @@ class DataPosition:
                 loader, num_shards=1, own_shards=range(1), seed=seed, joins_shards=True
             )
             return cls(whole, num_copies=world_size)
-        own = shards_of_worker(num_shards, rank, world_size)
+        own = worker_shards(num_shards, rank, world_size)
         return cls(
             ShardedData(loader, num_shards=num_shards, own_shards=own, seed=seed, joins_shards=True)
         )

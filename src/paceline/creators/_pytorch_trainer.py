@@ -29,8 +29,8 @@ from paceline.creators._trainer_arguments import (
     check_creators_alone,
     check_pass_arguments,
     chosen_num_workers,
+    creator_precision,
     make_replica_spec,
-    precision_of_creators,
 )
 from paceline.storage._checkpoint_storage import CheckpointStorage
 
@@ -351,7 +351,7 @@ class PyTorchTrainer(TrainerState):
             loader_config=dataloader_config,
             num_workers=num_workers,
             batch_size=batch_size,
-            precision=precision_of_creators(use_fp16, apex_args),
+            precision=creator_precision(use_fp16, apex_args),
             settings={
                 "scheduler_step_freq": scheduler_step_freq,
                 "use_gpu": use_gpu,

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray import tune
 
-from paceline._training.workers.ray.placement import resources_of_trial, trainable_name
+from paceline._training.workers.ray.placement import trainable_name, trial_resources
 from paceline._training.workers.worker_resources import WorkerResources, WorkerSettings
 from paceline.creators._pytorch_trainer import PyTorchTrainer
 
@@ -40,7 +40,7 @@ class PyTorchTrainable(tune.Trainable):
             given.get("num_cpus_per_worker"), None if use_gpu == "auto" else float(use_gpu)
         )
         settings = WorkerSettings(num_workers=num_workers, resources=resources)
-        return resources_of_trial(settings.ray_bundles(num_workers))
+        return trial_resources(settings.ray_bundles(num_workers))
 
     def setup(self, config: dict[str, Any]) -> None:
         """Start the workers."""

@@ -296,7 +296,7 @@ def check_creators_alone() -> None:
         )
 
 
-def precision_of_creators(use_fp16: Any, apex_args: Any) -> str:
+def creator_precision(use_fp16: Any, apex_args: Any) -> str:
     """Return the precision for `use_fp16` and the options of NVIDIA's Apex.
 
     Raises:

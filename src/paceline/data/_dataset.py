@@ -22,9 +22,9 @@ from paceline.data._sample_sources import (
     StagedSource,
     is_iterable_only,
     range_of,
-    sizes_of_split,
     split_into_folds,
     split_into_parts,
+    split_sizes,
     worker_part,
 )
 from paceline.data._streams import (
@@ -236,7 +236,7 @@ class Dataset:
             ValueError: A part would have no samples.
         """
         source = self._numbered("can be split")
-        counts = sizes_of_split(len(source), sizes)
+        counts = split_sizes(len(source), sizes)
         return [self._with(source=part) for part in split_into_parts(source, counts, seed)]
 
     def to_cv(self, splits: int = 5, *, seed: int | None = 0) -> list[Fold]:
@@ -544,7 +544,7 @@ def _open_source(
 
     place, pattern = location_of(url)
     if not pattern:
-        suffix = _suffix_of_dataset(place)
+        suffix = _dataset_suffix(place)
         kind, pattern = kind or _SUFFIXES[suffix.lower()], f"**/*{suffix}"
     suffix = PurePosixPath(pattern).suffix.lower()
     if suffix in _COMPRESSED:
@@ -592,7 +592,7 @@ def _dataset_format(kind: str, columns: Sequence[str] | None, delimiter: str | N
     return made(**options)
 
 
-def _suffix_of_dataset(place: Any) -> str:
+def _dataset_suffix(place: Any) -> str:
     """Return the suffix of the files of a directory."""
     suffixes = sorted({PurePosixPath(each.name).suffix for each in place.find("**/*")})
     known = [suffix for suffix in suffixes if suffix.lower() in _SUFFIXES]

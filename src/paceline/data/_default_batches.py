@@ -44,7 +44,7 @@ def collate_samples(samples: Any) -> Any:
 
 def _batch_reason(name: str, values: Sequence[Any]) -> str | None:
     """Return how the values of a batch differ, or None if no difference is found."""
-    for kind, reason_of in ((Mapping, _batch_reason_of_keys), ((list, tuple), _reason_of_lengths)):
+    for kind, reason_of in ((Mapping, _batch_reason_of_keys), ((list, tuple), _length_reason)):
         if all(isinstance(value, kind) for value in values):
             return reason_of(name, values)
     if all(hasattr(value, "shape") for value in values):
@@ -66,7 +66,7 @@ def _batch_reason_of_keys(name: str, values: Sequence[Mapping[Any, Any]]) -> str
     return next((reason for reason in reasons if reason), None)
 
 
-def _reason_of_lengths(name: str, values: Sequence[Sequence[Any]]) -> str | None:
+def _length_reason(name: str, values: Sequence[Sequence[Any]]) -> str | None:
     lengths = dict.fromkeys(str(len(value)) for value in values)
     if len(lengths) > 1:
         return f"{name} has the lengths {_first_of(lengths)}"

@@ -343,7 +343,7 @@ def make_index(
     files = [DataFile(place, each) for each in found]
     with ThreadPoolExecutor(_THREADS[isinstance(place, DirectoryLocation)]) as pool:
         indexed = list(pool.map(file_format.index_file, files))
-    schema = _common_schema_of_files(files, indexed)
+    schema = _common_file_schema(files, indexed)
     counts = np.array([len(each.chunks) for each in indexed], dtype=np.int64)
     chunks = [chunk for each in indexed for chunk in each.chunks]
     return FileIndex(
@@ -362,7 +362,7 @@ def make_index(
     )
 
 
-def _common_schema_of_files(files: Sequence[DataFile], indexed: Sequence[IndexedFile]) -> str:
+def _common_file_schema(files: Sequence[DataFile], indexed: Sequence[IndexedFile]) -> str:
     first: tuple[DataFile, IndexedFile] | None = None
     for file, each in zip(files, indexed, strict=True):
         if not any(chunk.rows for chunk in each.chunks):

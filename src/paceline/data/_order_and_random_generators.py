@@ -25,7 +25,7 @@ def shuffled_indices(num_samples: int, seed: int, epoch: int) -> Sequence[int]:
     return array("i", permutation.to(torch.int32).numpy().tobytes())
 
 
-def shards_of_worker(num_shards: int, rank: int, world_size: int) -> range:
+def worker_shards(num_shards: int, rank: int, world_size: int) -> range:
     """Return the shards of a worker, in order; each shard belongs to a single worker.
 
     The first workers get one more if the number is no multiple; workers beyond the number of shards

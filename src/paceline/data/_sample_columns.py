@@ -37,7 +37,7 @@ class Columns:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield each sample as a dictionary."""
         names = list(self.arrays)
-        values = [_row_values_of_column(array) for array in self.arrays.values()]
+        values = [_column_row_values(array) for array in self.arrays.values()]
         return (dict(zip(names, row, strict=True)) for row in zip(*values, strict=True))
 
     @property
@@ -92,7 +92,7 @@ class Columns:
 
     def to_torch(self) -> dict[str, Any]:
         """Return a batch: tensors for columns of numbers or vectors, lists for the rest."""
-        return {name: _batch_of_column(name, array) for name, array in self.arrays.items()}
+        return {name: _column_batch(name, array) for name, array in self.arrays.items()}
 
 
 def join_columns(parts: Sequence[Columns], unused: Columns | None = None) -> Columns:
@@ -139,7 +139,7 @@ def gather_columns(total: int, taken: Sequence[tuple[Any, Any, Any]]) -> Any:
     return join_columns(parts).take(back)
 
 
-def columns_of_table(table: Any) -> Columns:
+def table_columns(table: Any) -> Columns:
     """Return the columns of an Arrow table or record batch."""
     return Columns(
         {name: _decode_column(table.column(name)) for name in dict.fromkeys(table.schema.names)}
@@ -159,16 +159,16 @@ def _decode_column(column: Any) -> Any:
     if column.null_count and not pa.types.is_floating(kind):
         return column
     if _is_number(kind):
-        return _numbers_of_column(column)
+        return _column_numbers(column)
     if pa.types.is_fixed_size_list(kind) and _is_number(kind.value_type):
         # `flatten` would load all of Arrow's functions.
         values = column.values.slice(column.offset * kind.list_size, len(column) * kind.list_size)
         if not values.null_count:
-            return _numbers_of_column(values).reshape(len(column), kind.list_size)
+            return _column_numbers(values).reshape(len(column), kind.list_size)
     return column
 
 
-def _numbers_of_column(column: Any) -> Any:
+def _column_numbers(column: Any) -> Any:
     """Return numbers as an array, NaN for gaps; Arrow's own method would load pandas."""
     size, (valid, data) = len(column), column.buffers()
     if not size or data is None:
@@ -250,7 +250,7 @@ def _column_as_array(values: Any) -> Any:
     return array
 
 
-def _row_values_of_column(array: Any) -> Any:
+def _column_row_values(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return array
     if _is_vector(array.type):
@@ -260,24 +260,24 @@ def _row_values_of_column(array: Any) -> Any:
 
 def _vector(values: Any) -> Any:
     is_gapless = not values.null_count or pa.types.is_floating(values.type)
-    return np.array(_numbers_of_column(values)) if is_gapless else np.array(values)
+    return np.array(_column_numbers(values)) if is_gapless else np.array(values)
 
 
 def _column_as_numpy(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return array
     values = np.empty(len(array), dtype=object)
-    values[:] = _row_values_of_column(array)
+    values[:] = _column_row_values(array)
     return values
 
 
-def _batch_of_column(name: str, array: Any) -> Any:
+def _column_batch(name: str, array: Any) -> Any:
     import torch
 
     if isinstance(array, np.ndarray) and array.dtype.kind in "biuf":
         # Copy of read-only arrays: these belong to a whole piece, writable ones to this batch.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
-    values = _row_values_of_column(array)
+    values = _column_row_values(array)
     is_vectors = len(values) > 0 and isinstance(values[0], np.ndarray)
     if not is_vectors:
         return list(values)

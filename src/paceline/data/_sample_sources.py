@@ -430,7 +430,7 @@ def _with_selection(
     return {**identity, "selection": hasher.hexdigest()}
 
 
-def sizes_of_split(total: int, sizes: int | Sequence[float]) -> list[int]:
+def split_sizes(total: int, sizes: int | Sequence[float]) -> list[int]:
     """Return the number of samples of each requested part.
 
     Args:
@@ -485,14 +485,14 @@ def split_into_parts(source: Source, counts: Sequence[int], seed: int | None) ->
     """
     ends = [sum(counts[:n]) for n in range(len(counts) + 1)]
     spans = list(zip(ends, ends[1:], strict=False))
-    return [_span_of_source(source, [span], seed) for span in spans]
+    return [_source_span(source, [span], seed) for span in spans]
 
 
 def split_into_folds(
     source: Source, num_folds: int, seed: int | None
 ) -> list[tuple[Source, Source]]:
     """Return for each fold the samples of the other folds, and its own."""
-    counts = sizes_of_split(len(source), num_folds)
+    counts = split_sizes(len(source), num_folds)
     if num_folds < 2:
         raise ValueError(f"`splits` must be at least 2, but got {num_folds}.")
     total = len(source)
@@ -502,8 +502,8 @@ def split_into_folds(
         rest = [(0, start), (start + count, total)]
         folds.append(
             (
-                _span_of_source(source, rest, seed),
-                _span_of_source(source, [(start, start + count)], seed),
+                _source_span(source, rest, seed),
+                _source_span(source, [(start, start + count)], seed),
             )
         )
     return folds
@@ -515,10 +515,10 @@ def range_of(source: Source, numbers: range) -> Source:
 
     if source.chunk_sizes() is None:
         return PickedSamples(source, np.arange(numbers.start, numbers.stop, numbers.step))
-    return _span_of_source(source, [(numbers.start, numbers.stop)], None)
+    return _source_span(source, [(numbers.start, numbers.stop)], None)
 
 
-def _span_of_source(source: Source, spans: Sequence[tuple[int, int]], seed: int | None) -> Source:
+def _source_span(source: Source, spans: Sequence[tuple[int, int]], seed: int | None) -> Source:
     """Return the samples in spans of the shuffled sequence of all samples."""
     import numpy as np
 

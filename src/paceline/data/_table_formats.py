@@ -23,7 +23,7 @@ from paceline.data._file_index_and_format import (
     FileSegments,
     IndexedFile,
 )
-from paceline.data._sample_columns import columns_of_table
+from paceline.data._sample_columns import table_columns
 
 _TAIL_BYTES = 64 * 1024
 # A file of one row group is read by one request, footer and all, up to this size.
@@ -81,7 +81,7 @@ class ParquetFormat(FileFormat):
             raise
         except (pa.ArrowException, OSError) as error:
             raise file.damaged(error) from error
-        return columns_of_table(table)
+        return table_columns(table)
 
     def _metadata(self, file: DataFile, pieces: dict[int, bytes]) -> Any:
         if file.name not in self._footers:
@@ -174,7 +174,7 @@ class ArrowFormat(FileFormat):
             raise
         except (pa.ArrowException, OSError) as error:
             raise file.damaged(error) from error
-        return columns_of_table(batch if self._columns is None else batch.select(self._columns))
+        return table_columns(batch if self._columns is None else batch.select(self._columns))
 
 
 def _opened(file: DataFile) -> Any:
@@ -332,7 +332,7 @@ class CsvFormat(FileFormat):
                 f"{table.num_rows} lines were read where {chunk.rows} were counted, from byte"
                 f" {chunk.start} on"
             )
-        return columns_of_table(table)
+        return table_columns(table)
 
     def _head(self, file: DataFile) -> tuple[bytes, dict[str, Any]]:
         """Return the header line and the column types found by the index."""

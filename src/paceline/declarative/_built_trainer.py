@@ -21,7 +21,7 @@ from paceline.declarative._own_builds import OwnBuilds
 from paceline.declarative._parts_from_config import (
     check_config_arguments,
     check_config_place,
-    join_ranks_of_config,
+    join_config_ranks,
     losses_of,
     make_optimizer,
     make_scheduler,
@@ -298,7 +298,7 @@ class BuiltTrainer(OwnBuilds):
         size = max(1, num_launched_for_config(is_single=is_single) // parallel.tensor_parallel_size)
         distributed = None
         if configs.checkpoint_dir is not None:
-            distributed = join_ranks_of_config(configs)
+            distributed = join_config_ranks(configs)
             self._stack.enter_context(distributed or nullcontext())
         self._stored = self._state_to_begin_with(distributed)
         stored = self._stored

@@ -356,7 +356,7 @@ def num_launched_for_config(*, is_single: bool) -> int:
     return size
 
 
-def join_ranks_of_config(configs: TrainingConfig) -> core.DistributedContext | None:
+def join_config_ranks(configs: TrainingConfig) -> core.DistributedContext | None:
     """Return this process's place, after meeting the others; None for a process alone."""
     is_by_horovod = configs.parallelization_params.data_parallel == "horovod"
     distributed = join_horovod(None) if is_by_horovod else None

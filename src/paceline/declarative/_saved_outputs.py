@@ -218,7 +218,7 @@ def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return part if prefix and part else dict(state)
 
 
-def _figure_of_history(num_rows: int) -> tuple[Any, list[Any]]:
+def _history_figure(num_rows: int) -> tuple[Any, list[Any]]:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -243,7 +243,7 @@ def plot_history(
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    figure, axes = _figure_of_history(len(rows))
+    figure, axes = _history_figure(len(rows))
     for axis, (label, curves) in zip(axes, rows, strict=True):
         for name, values in curves.items():
             if len(values):

@@ -7,7 +7,7 @@ from paceline import train
 from paceline.train._run_protocol import current_session
 
 
-def report_of_library(
+def library_report(
     metrics: Mapping[str, Any], evaluated: Mapping[str, Any], *, step: int, evaluates: bool
 ) -> None:
     """Report metrics of training, metrics of an evaluation, or both.

@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline import train
 from paceline._base.imports import required_library
-from paceline.integrations._library_reports import report_of_library
+from paceline.integrations._library_reports import library_report
 
 required_library("lightning.pytorch", "prepare_lightning", "lightning")
 
@@ -280,7 +280,7 @@ class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no 
         self._trained |= metrics.keys()
         # A name of training has the value of training in the report.
         apart = {name: value for name, value in fresh.items() if name not in self._trained}
-        report_of_library(
+        library_report(
             metrics | apart | place,
             fresh and fresh | place,
             step=trainer.global_step,

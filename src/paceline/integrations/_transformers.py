@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from paceline import train
 from paceline._base.imports import required_library
-from paceline.integrations._library_reports import report_of_library
+from paceline.integrations._library_reports import library_report
 
 required_library("transformers", "prepare_transformers", "transformers")
 
@@ -81,7 +81,7 @@ class _TransformersCallback(transformers.TrainerCallback):  # type: ignore[misc]
         numbers = {name: value for name, value in (logs or {}).items() if _is_number(value)}
         row = {**numbers, "step": state.global_step, "epoch": state.epoch}
         is_evaluated = any(name.startswith(_EVALUATED) for name in numbers)
-        report_of_library(
+        library_report(
             {} if is_evaluated else row,
             row if is_evaluated else {},
             step=state.global_step,

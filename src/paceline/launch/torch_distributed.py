@@ -90,7 +90,7 @@ class AttemptNodes:
 def attempt_nodes() -> AttemptNodes | None:
     """Return the nodes of this process's attempt; None for fewer than two nodes."""
     port = os.environ.get(_MEETING_PORT_VARIABLE)
-    info = info_of_attempt() if port else None
+    info = attempt_info() if port else None
     if port is None or info is None or len(info.container_slot_counts) < 2:
         return None
     return AttemptNodes(
@@ -114,7 +114,7 @@ def tell_runner(text: str) -> None:
             RunDirectory.open(Path(path)).write_launch_error(text)
 
 
-def info_of_attempt() -> "RunInfo | None":
+def attempt_info() -> "RunInfo | None":
     """Return the facts of this process's attempt, or None outside of a master's attempt.
 
     Raises:
@@ -373,7 +373,7 @@ def _num_workers(wanted: int | str | None) -> int:
 
 
 def _slots_held() -> int:
-    info = info_of_attempt()
+    info = attempt_info()
     if info is not None and info.slot_ids:
         return len(info.slot_ids)
     logger.info("Starting 1 worker. `--nproc-per-node N` before the program starts more.")

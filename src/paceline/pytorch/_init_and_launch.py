@@ -13,7 +13,7 @@ from paceline._base.arguments_and_errors import check_count, count, ranks_to_che
 from paceline._training.engine.devices import Precision, join_ranks
 from paceline._training.engine.gradient_reduction import DataParallel, join_horovod
 from paceline._training.workers.launch_run import call_in_workers
-from paceline._training.workers.processes.rank_environment import shards_of_launcher
+from paceline._training.workers.processes.rank_environment import launcher_shards
 from paceline.core._launcher_place import launched_place
 from paceline.data._batches_to_device import release_device_memory
 from paceline.data._order_and_random_generators import seed_everything
@@ -190,7 +190,7 @@ def _num_shards(
     if stored or given:
         return stored or given
     # The launcher counts ranks.
-    most = shards_of_launcher()
+    most = launcher_shards()
     return None if most is None else max(1, most // max(1, tensor_parallel_size))
 
 

@@ -28,7 +28,7 @@ from paceline.data._batches_to_device import mover_to
 from paceline.data._order_and_random_generators import (
     restore_random_state,
     seed_everything,
-    shards_of_worker,
+    worker_shards,
 )
 from paceline.data._sharded_loader import ShardedData
 from paceline.pytorch._loop_agreement_and_reports import LoopHooks
@@ -316,7 +316,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
     def _build_data(self) -> ShardedData:
         """Make the data of training and of validation, and return the former."""
         parts, grid = self._parts, self._parts.stepper.grid
-        own = shards_of_worker(parts.num_shards, grid.data_rank, grid.data_size)
+        own = worker_shards(parts.num_shards, grid.data_rank, grid.data_size)
         if not own:
             logger.warning(
                 "Rank %d idles: a global batch has %d shard(s) for %d ranks.",

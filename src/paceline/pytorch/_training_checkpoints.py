@@ -18,7 +18,7 @@ from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSav
 from paceline.core._core_context import Context
 from paceline.core._run_storage import failing_together
 from paceline.core._run_summaries import newest_run_named, read_checkpoints, restorable_checkpoint
-from paceline.storage._checkpoint_files import CheckpointWriteError, uuid_of_series
+from paceline.storage._checkpoint_files import CheckpointWriteError, series_uuid
 from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules
 from paceline.storage._storage_by_url import checkpoint_at
 from paceline.storage._uploads import UploadLimits
@@ -209,7 +209,7 @@ class TrainingCheckpoints:
         """Return where this rank's part of the next checkpoint goes."""
         self._num_saves += 1
         self.continuous.note_begun()
-        return self._parts.store(uuid_of_series(self._series, self._num_saves), metadata)
+        return self._parts.store(series_uuid(self._series, self._num_saves), metadata)
 
     def save(
         self,

@@ -16,7 +16,7 @@ from paceline._training.engine.schedules import Position, Schedule, StopReason
 from paceline._training.engine.weighted_means import WeightedMeans
 from paceline.core._attempt_journal import CHECKPOINT, TRAINING, VALIDATION
 from paceline.core._core_context import Context
-from paceline.data._order_and_random_generators import EpochOrder, shards_of_worker
+from paceline.data._order_and_random_generators import EpochOrder, worker_shards
 from paceline.data._sharded_loader import ShardedData, worker_stream_batches
 from paceline.data._sharded_streams import sum_over_ranks
 from paceline.pytorch._loop_agreement_and_reports import (
@@ -74,7 +74,7 @@ class TrainingLoop:
         size = core.distributed.size
         self._is_alone = size == 1
         self._num_epoch_batches = 0
-        self._shards_of_last_rank = shards_of_worker(data.num_shards, size - 1, size)
+        self._shards_of_last_rank = worker_shards(data.num_shards, size - 1, size)
         self._reach_fault = faults.reach if faults.is_active() else None
 
     def num_epoch_batches(self, epoch: int) -> int | None:
@@ -208,7 +208,7 @@ class TrainingLoop:
     def _train_batch(self) -> bool:
         """Train on a global batch; return False when the data are empty."""
         before, hooks, measured = self.position, self._loop_hooks, self._stepper.measured
-        for data, size in self.shards_of_batch():
+        for data, size in self.batch_shards():
             with measured(MOVE):
                 data = hooks.to_device(data)
             with measured(WHOLE):
@@ -216,7 +216,7 @@ class TrainingLoop:
             self.means.add(metrics, size, before.batches)
         return self.position is not before
 
-    def shards_of_batch(self) -> Iterator[tuple[Any, int]]:
+    def batch_shards(self) -> Iterator[tuple[Any, int]]:
         """Yield this rank's shards of the next global batch with their sizes, then advance.
 
         Each is trained on before the next one is asked for. Without any data there is no batch.
@@ -232,7 +232,7 @@ class TrainingLoop:
             self._loop_hooks.epoch_started(position.epochs)
         order = self._order
         if order is None:
-            yield from self._shards_of_stream_batch()
+            yield from self._stream_batch_shards()
             return
         assert self._iterator is not None
         batch = position.batch_in_epoch
@@ -288,7 +288,7 @@ class TrainingLoop:
             timer.add(WAIT, self._throughput.data_wait_s - self._wait_before_s)
             self.timeline.note_batch(position.batches + 1, timer)
 
-    def _shards_of_stream_batch(self) -> Iterator[tuple[Any, int]]:
+    def _stream_batch_shards(self) -> Iterator[tuple[Any, int]]:
         """Yield shards of data without a length; the epoch ends when every rank's data end.
 
         Only these data cost an exchange per batch. Over a window of several batches, each batch
@@ -443,7 +443,7 @@ class DrivenLoop(TrainingLoop):
             reason = self._agreement.agree_now().stop_reason
             while reason is None and not is_over:
                 before = self.position
-                for data, _ in self.shards_of_batch():
+                for data, _ in self.batch_shards():
                     self._check_not_left()
                     with self._stepper.autocast():
                         yield self._loop_hooks.to_device(data)

@@ -22,7 +22,7 @@ from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.schedules import Position
 from paceline._training.engine.weighted_means import KeySetError
 from paceline.core._distributed_context import DistributedContext
-from paceline.data._order_and_random_generators import shards_of_worker
+from paceline.data._order_and_random_generators import worker_shards
 from paceline.data._sharded_loader import ShardedData
 from paceline.pytorch._loop_agreement_and_reports import TrainsShard
 from paceline.pytorch._resumable_training import ResumableTraining, TrainingCallbacks
@@ -192,7 +192,7 @@ def batches_by_rank(data: ShardedData, limit: int | None, world_size: int) -> li
     whole, rest = divmod(len(order.shards), data.num_shards)
     counts = []
     for rank in range(world_size):
-        own = shards_of_worker(data.num_shards, rank, world_size)
+        own = worker_shards(data.num_shards, rank, world_size)
         count = whole * len(own) + sum(shard < rest for shard in own)
         counts.append(count if limit is None else min(count, limit))
     return counts

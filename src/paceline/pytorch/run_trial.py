@@ -59,7 +59,7 @@ def load_trial_class(name: str) -> type[pytorch.PyTorchTrial]:
     found = getattr(module, class_name, None)
     if inspect.isclass(found) and issubclass(found, pytorch.PyTorchTrial):
         return found
-    others = ", ".join(_names_of_trials(module)) or "none"
+    others = ", ".join(_trial_names(module)) or "none"
     if not hasattr(module, class_name):
         raise RunTrialError(
             f"The module `{module_name}` must have the class `{class_name}`, but has no such name."
@@ -89,7 +89,7 @@ def _import_trial_module(name: str) -> ModuleType:
         ) from error
 
 
-def _names_of_trials(module: ModuleType) -> list[str]:
+def _trial_names(module: ModuleType) -> list[str]:
     return [
         name
         for name, value in inspect.getmembers(module, inspect.isclass)

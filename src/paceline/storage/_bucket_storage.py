@@ -473,7 +473,7 @@ class S3Storage(BucketStorage):
             self._bucket,
             prefix=self._prefix or None,
             config=config,
-            credential_provider=_credentials_of_boto3(os.environ),
+            credential_provider=_boto3_credentials(os.environ),
             **options,
         )
 
@@ -488,7 +488,7 @@ class S3Storage(BucketStorage):
             self._put_data(key, data)
 
 
-def _credentials_of_boto3(environment: Mapping[str, str]) -> Any:
+def _boto3_credentials(environment: Mapping[str, str]) -> Any:
     """Return boto3's credential provider (profiles etc.); None without boto3 or credentials."""
     if "AWS_ACCESS_KEY_ID" in environment or importlib.util.find_spec("boto3") is None:
         return None

@@ -111,7 +111,7 @@ class CheckpointDirectory:
     def _problem(self, name: str, entry: FileEntry) -> str | None:
         try:
             with self.open(name) as file:
-                return problem_of_file(file, entry)
+                return file_problem(file, entry)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return "is missing"
         except CheckpointCorruptError as error:
@@ -122,7 +122,7 @@ class CheckpointDirectory:
             return read_limited(file, MAX_TEXT_BYTES)
 
 
-def problem_of_file(file: IO[bytes], entry: FileEntry) -> str | None:
+def file_problem(file: IO[bytes], entry: FileEntry) -> str | None:
     """Return the problem of an open file, read from its beginning; None if intact."""
     size = os.fstat(file.fileno()).st_size
     if size != entry.size:
@@ -239,7 +239,7 @@ def remove_leftover(
                     if _has_manifest(directory):
                         mark_closed(root, uuid)
                         return False
-                    if has_one_owner and not _is_mark_of_owner(markers, uuid, directory):
+                    if has_one_owner and not _is_owner_mark(markers, uuid, directory):
                         return False
                     if not is_old(newest_change(directory)):
                         return False
@@ -264,7 +264,7 @@ def _has_manifest(directory: int) -> bool:
     return True
 
 
-def _is_mark_of_owner(markers: int, uuid: str, directory: int) -> bool:
+def _is_owner_mark(markers: int, uuid: str, directory: int) -> bool:
     owner = os.fstat(directory).st_uid
     try:
         with open_regular_below(markers, uuid, owners=[owner]) as file:

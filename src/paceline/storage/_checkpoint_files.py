@@ -699,7 +699,7 @@ def new_uuid(cluster_id: str = "", trial_id: int | None = None) -> str:
     return _with_end(uuid4(), _digest(cluster_id, trial_id))
 
 
-def uuid_of_series(first: str, number: int) -> str:
+def series_uuid(first: str, number: int) -> str:
     """Return one of many UUIDs that follow from a new one, for the same trial."""
     series = UUID(first)
     uuid = uuid5(series, str(number))

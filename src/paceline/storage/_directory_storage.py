@@ -215,9 +215,9 @@ class DirectoryStorage(CheckpointStorage):
         manifest = self.manifest(uuid).selected(selects)
         raise_if_damaged(uuid, self.problems(manifest))
         path = self._path(uuid)
-        before = {name: _state_of_file(path / name) for name in manifest.files}
+        before = {name: _file_state(path / name) for name in manifest.files}
         yield path
-        is_touched = any(_state_of_file(path / name) != before[name] for name in before)
+        is_touched = any(_file_state(path / name) != before[name] for name in before)
         # Somebody else may have deleted the whole checkpoint meanwhile.
         if is_touched and self.exists(uuid) and (changed := self.problems(manifest)):
             details = ", ".join(f"{name} {reason}" for name, reason in changed.items())
@@ -393,7 +393,7 @@ def _write_done(directory: NewDirectory, rank: int, entries: dict[str, FileEntry
     faults.reach("storage.after_done")
 
 
-def _state_of_file(path: Path) -> tuple[int, int] | None:
+def _file_state(path: Path) -> tuple[int, int] | None:
     """Return modification time and size to detect writes to a file; None if the file is gone."""
     try:
         facts = path.stat()

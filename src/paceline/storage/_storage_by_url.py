@@ -108,13 +108,13 @@ def storage_from(spec: str | Path | Mapping[str, Any]) -> CheckpointStorage:
     if isinstance(spec, Mapping) and spec.get("type") == "s3":
         return storage_from(f"s3://{spec.get('bucket') or ''}/{quote(spec.get('prefix') or '')}")
     if isinstance(spec, Mapping):
-        return DirectoryStorage(_path_of_mapping(spec))
+        return DirectoryStorage(_mapping_path(spec))
     if isinstance(spec, Path):
         return DirectoryStorage(spec)
     if isinstance(spec, str) and is_added_scheme(spec):
         return added_storage(spec)
     if isinstance(spec, str):
-        return DirectoryStorage(_path_of_string(spec))
+        return DirectoryStorage(_string_path(spec))
     raise TypeError(f"`checkpoint_storage` must be {_allowed()}, but got {spec!r}.")
 
 
@@ -186,7 +186,7 @@ def _is_uuid(text: str) -> bool:
     return True
 
 
-def _path_of_string(spec: str) -> Path:
+def _string_path(spec: str) -> Path:
     if not spec:
         raise ValueError(f"`checkpoint_storage` must be {_allowed()}, but got an empty string.")
     if "://" not in spec:
@@ -210,7 +210,7 @@ def _path_of_string(spec: str) -> Path:
     return Path(unquote(url.path))
 
 
-def _path_of_mapping(spec: Mapping[str, Any]) -> Path:
+def _mapping_path(spec: Mapping[str, Any]) -> Path:
     kind = spec.get("type", "directory")
     if kind in _LATER_TYPES:
         hint = " Hint: az://container/prefix." if kind == "azure" else ""

@@ -269,7 +269,7 @@ def fault_variable(fault: Fault, straight: RunFacts, num_workers: int) -> str:
         FaultMissedError: The straight run does not get there.
     """
     if fault.point is not None:
-        return _variable_of_fault(fault, fault.point, fault.count, num_workers)
+        return _fault_variable(fault, fault.point, fault.count, num_workers)
     step = _chosen_step(fault, straight) if fault.step is None else fault.step
     if step >= straight.steps_completed:
         raise FaultMissedError(
@@ -277,7 +277,7 @@ def fault_variable(fault: Fault, straight: RunFacts, num_workers: int) -> str:
             f" {straight.steps_completed} steps."
         )
     if _BATCH in straight.points:
-        return _variable_of_fault(fault, _BATCH, step + 1, num_workers)
+        return _fault_variable(fault, _BATCH, step + 1, num_workers)
     count = next(
         (number for number, done in enumerate(straight.reported_steps, 1) if done >= step), None
     )
@@ -286,10 +286,10 @@ def fault_variable(fault: Fault, straight: RunFacts, num_workers: int) -> str:
             "A script with a loop of its own is interrupted at one of its reports, but none comes"
             f" at step {step} or later. Hint: report metrics at every step or every few."
         )
-    return _variable_of_fault(fault, _REPORT, count, num_workers)
+    return _fault_variable(fault, _REPORT, count, num_workers)
 
 
-def _variable_of_fault(fault: Fault, point: str, count: int, num_workers: int) -> str:
+def _fault_variable(fault: Fault, point: str, count: int, num_workers: int) -> str:
     rank = fault.rank
     if rank is None and fault.kind == "kill" and point.startswith("engine."):
         rank = num_workers - 1

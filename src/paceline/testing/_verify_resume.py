@@ -238,7 +238,7 @@ def _run_straight(script: Script, directory: Path) -> None:
     end = start_script(script, directory, "straight")
     if end.code != 0:
         raise ScriptFailedError(
-            f"The script must end by itself without an error, but {_ending_of_script(end, script)}"
+            f"The script must end by itself without an error, but {_script_ending(end, script)}"
         )
     path = find_run(directory)
     if path is None:
@@ -303,7 +303,7 @@ def _run_interrupted(
     if path is None or not first.hits:
         raise FaultMissedError(
             f"The fault must interrupt the script ({fault}), but it never came:"
-            f" {_ending_of_script(first, script)}"
+            f" {_script_ending(first, script)}"
         )
     interrupted = read_run_facts(path)
     _check_interrupted(fault, interrupted, first, script)
@@ -350,7 +350,7 @@ def _check_interrupted(
     )
     raise FaultMissedError(
         f"The fault must end the run ({fault}), but the run ended {said}:"
-        f" {_ending_of_script(first, script, hint)}"
+        f" {_script_ending(first, script, hint)}"
     )
 
 
@@ -372,7 +372,7 @@ def _differences_after_resume(
     ignore: Sequence[str],
 ) -> list[Difference]:
     if end.code != 0:
-        return [Difference(place="run", path="resumed", detail=_ending_of_script(end, script))]
+        return [Difference(place="run", path="resumed", detail=_script_ending(end, script))]
     if resumed.outcome != "completed":
         detail = f"it ended as {resumed.outcome} instead of completed"
         return [Difference(place="run", path="resumed", detail=detail)]
@@ -382,7 +382,7 @@ def _differences_after_resume(
 # ---- small parts -----------------------------------------------------------------------------
 
 
-def _ending_of_script(end: ScriptEnd, script: Script, hint: str = "") -> str:
+def _script_ending(end: ScriptEnd, script: Script, hint: str = "") -> str:
     """Return a script's ending as a sentence, followed by its last output."""
     ending = (
         f"it took more than {script.timeout_s:g} s"

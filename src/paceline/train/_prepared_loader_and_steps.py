@@ -22,7 +22,7 @@ from paceline._training.engine.gradient_sync import GradientSync
 from paceline._training.engine.user_optimizer_steps import calling_method
 from paceline._training.workers.processes.rank_environment import RankInfo
 from paceline.data._batches_to_device import to_device
-from paceline.data._order_and_random_generators import shards_of_worker
+from paceline.data._order_and_random_generators import worker_shards
 from paceline.data._sharded_loader import ShardedData, num_samples_of, worker_batches
 
 logger = logging.getLogger(__name__)
@@ -421,7 +421,7 @@ class UserLoop:
             return ShardedData(
                 loader,
                 num_shards=self.num_shards,
-                own_shards=shards_of_worker(self.num_shards, rank_info.rank, rank_info.world_size),
+                own_shards=worker_shards(self.num_shards, rank_info.rank, rank_info.world_size),
                 seed=seed,
                 joins_shards=True,
                 has_own_seed=not self.is_seed_given,

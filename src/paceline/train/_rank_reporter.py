@@ -17,7 +17,7 @@ from paceline._base.run_directory import JournalKey
 from paceline._training.engine.profiling import WAIT, WHOLE, StepThroughput
 from paceline._training.engine.schedules import Position
 from paceline.core import _attempt_journal
-from paceline.core._arguments import Outcome, check_judged, group_of_rank
+from paceline.core._arguments import Outcome, check_judged, rank_group
 from paceline.core._attempt_journal import (
     CHECKPOINT,
     TimeAccount,
@@ -94,7 +94,7 @@ class RankReporter:
         self._own_thread = threading.get_ident()
         # A number, its place in the journal and the record that begins the journal go together.
         self._lock = threading.Lock()
-        self._group, self._timings_group = (group_of_rank(g, key.rank) for g in groups)
+        self._group, self._timings_group = (rank_group(g, key.rank) for g in groups)
         self._has_begun = False
         self._account = TimeAccount(self._record_time if key.rank == 0 else None)
         # Records before the start record: written after it, with the first step of the reports.

@@ -10,7 +10,7 @@ from typing import Any, cast
 from ray import tune
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
-from paceline._training.workers.ray.placement import resources_of_trial, trainable_name
+from paceline._training.workers.ray.placement import trainable_name, trial_resources
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results_and_checkpoints import Checkpoint, Report
 from paceline.train._stepwise_and_class_runs import StepwiseRun
@@ -44,7 +44,7 @@ class TrainTrainable(tune.Trainable):
         Raises:
             ResourcesError: The cluster can never run the workers of a trial.
         """
-        return resources_of_trial(cls.trainer.ray_bundles())
+        return trial_resources(cls.trainer.ray_bundles())
 
     def setup(self, config: dict[str, Any], dataset: Any = None) -> None:
         """Make the trial's trainer; its workers start with the first step."""

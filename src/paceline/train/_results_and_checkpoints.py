@@ -12,7 +12,7 @@ from paceline._base.journal_records import AttemptStarted, MetricsReported, deco
 from paceline._base.notebook_tables import html_table
 from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._training.workers.failures_and_restarts import TrainingFailedError
-from paceline.core._arguments import group_of_rank
+from paceline.core._arguments import rank_group
 from paceline.core._run_summaries import restorable_checkpoint
 from paceline.storage._checkpoint_files import CheckpointNotFoundError
 from paceline.storage._checkpoint_storage import CheckpointStorage
@@ -289,7 +289,7 @@ class Results(list[Any]):
 
     def _read(self, rank: int, group: str) -> list[Report]:
         run = RunDirectory(self.run_dir)
-        wanted = group_of_rank(group, rank)
+        wanted = rank_group(group, rank)
         keys = set(run.journal_keys())
         reports: list[Report] = []
         for generation in self._generations:

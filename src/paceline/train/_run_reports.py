@@ -16,7 +16,7 @@ from paceline._base.journal_records import (
 )
 from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
 from paceline._training.progress_display import TrainingProgress, ending_of, locations_of
-from paceline.core._arguments import group_of_rank, numbers_of
+from paceline.core._arguments import numbers_of, rank_group
 from paceline.storage._checkpoint_storage import CheckpointStorage, Kept
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results_and_checkpoints import Checkpoint, Report, report_of
@@ -342,7 +342,7 @@ class RunFollower:
 
     def _take(self, key: JournalKey, record: Any, now: float) -> None:
         if isinstance(record, MetricsReported):
-            if record.group != group_of_rank(METRICS_GROUP, key.rank):
+            if record.group != rank_group(METRICS_GROUP, key.rank):
                 return
             report = report_of(key, record, max(0.0, now - record.time))
             self.lags_s[key.rank] = max(self.lags_s.get(key.rank, 0.0), report.lag_s)

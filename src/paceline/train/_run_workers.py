@@ -12,7 +12,7 @@ from paceline._base.process_and_network import num_cores
 from paceline._training.workers.failures_and_restarts import RestartPolicy
 from paceline._training.workers.processes.rank_environment import (
     HorovodRendezvous,
-    shards_of_launcher,
+    launcher_shards,
 )
 from paceline._training.workers.processes.worker_output import WorkerOutput
 from paceline._training.workers.worker_pools import InlinePool, JoinedPool, PendingCall, WorkerPool
@@ -105,7 +105,7 @@ class TrainWorkers(Workers[WorkerPool]):
         if settings.limits is None:
             return 1
         if settings.cluster == "joined":
-            return shards_of_launcher() or self.num_workers
+            return launcher_shards() or self.num_workers
         elastic = settings.elastic
         if elastic.num_shards is not None:
             return elastic.num_shards

@@ -61,7 +61,7 @@ def world_size() -> int:
 
 def get_device() -> "torch.device":
     """Return the device of this worker: its GPU, else the CPU."""
-    return session_of_call().device
+    return call_session().device
 
 
 def _rank_info() -> RankInfo:
@@ -197,7 +197,7 @@ def should_preempt() -> bool:
     return session is not None and session.should_preempt()
 
 
-def session_of_call(*, begins: bool = False) -> "LooseSession":
+def call_session(*, begins: bool = False) -> "LooseSession":
     """Return this process's run session, or a stand-in outside of a run."""
     session: LooseSession | None = current_session()
     if session is not None:
@@ -221,7 +221,7 @@ def prepare_data_loader(loader: Any, *, move_to_device: bool = True) -> "Prepare
         TypeError: `loader` is no torch `DataLoader`.
         ValueError: It has no samples, or fewer than there are workers.
     """
-    return session_of_call().prepare_loader(loader, is_moved=move_to_device)
+    return call_session().prepare_loader(loader, is_moved=move_to_device)
 
 
 def prepare_model(
@@ -266,7 +266,7 @@ def prepare_model(
     from paceline.train._prepared_models import prepare_model
 
     return prepare_model(
-        session_of_call(begins=True),
+        call_session(begins=True),
         model,
         is_moved=move_to_device,
         data_parallel=DataParallel.of(data_parallel),
@@ -288,7 +288,7 @@ def prepare_optimizer(optimizer: Any) -> Any:
     """
     from paceline.train._prepared_models import prepare_optimizer
 
-    return prepare_optimizer(session_of_call(), optimizer)
+    return prepare_optimizer(call_session(), optimizer)
 
 
 def backward(loss: "torch.Tensor", **options: Any) -> None:
@@ -298,7 +298,7 @@ def backward(loss: "torch.Tensor", **options: Any) -> None:
         loss: The mean loss of a batch, a 0-d tensor.
         options: What `torch.Tensor.backward` takes.
     """
-    session_of_call().steps.backward(loss, options)
+    call_session().steps.backward(loss, options)
 
 
 def accelerate(
@@ -352,7 +352,7 @@ def accelerate(
     from paceline.train._prepared_models import accelerate
 
     return accelerate(
-        session_of_call(begins=True),
+        call_session(begins=True),
         (model, loss, optimizer),
         mixed_precision=mixed_precision,
         precision=precision,
@@ -392,7 +392,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     """
     from paceline.train._prepared_models import enable_reproducibility
 
-    enable_reproducibility(session_of_call(), seed)
+    enable_reproducibility(call_session(), seed)
 
 
 def get_dataset(name: str | int | None = None) -> Any:

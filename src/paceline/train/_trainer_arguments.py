@@ -280,7 +280,7 @@ def given_dataset(data: Any, name: str = "dataset") -> Any:
         if not data:
             raise ValueError(f"`{name}` must have a data set for each name, but got {data!r}.")
         return {key: given_dataset(each, f"{name}[{key!r}]") for key, each in data.items()}
-    for path, each in _parts_of_dataset(data, name) if is_several(data) else ():
+    for path, each in _dataset_parts(data, name) if is_several(data) else ():
         if _is_empty(each):
             raise ValueError(
                 f"Each of several data sets must have samples, but `{path}` has none. Hint: fewer"
@@ -289,13 +289,13 @@ def given_dataset(data: Any, name: str = "dataset") -> Any:
     return data
 
 
-def _parts_of_dataset(data: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _dataset_parts(data: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield each of several data sets, with its path in the argument."""
     names = data._fields if isinstance(data, Fold) else range(len(data))
     for key, each in zip(names, data, strict=True):
         path = f"{name}.{key}" if isinstance(data, Fold) else f"{name}[{key}]"
         if is_pair(each):
-            yield from _parts_of_dataset(each, path)
+            yield from _dataset_parts(each, path)
         else:
             yield path, each
 

@@ -117,11 +117,11 @@ def _set_up_job_worker(
     _worker.rank_info = rank_info
     _worker.device = device = use_own_device(rank_info.local_rank, gpus_per_rank=gpus_per_worker)
     if not dist.is_initialized():
-        _join_ranks_of_job(config, rank_info, device, method, gpus_per_worker)
+        _join_job_ranks(config, rank_info, device, method, gpus_per_worker)
     return WorkerFacts(socket.gethostname(), os.getpid(), str(device), rank_info.node_rank)
 
 
-def _join_ranks_of_job(
+def _join_job_ranks(
     config: TorchConfig,
     rank_info: RankInfo,
     device: torch.device,

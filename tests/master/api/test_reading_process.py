@@ -398,7 +398,7 @@ def test_it_ends_when_its_socket_does(
 ) -> None:
     # Not the module of this name, although the master may have been started here.
     (tmp_path / "socket.py").write_text("raise SystemExit(3)")
-    ours, process = start_program(_reading_process.state_of_sources(), tmp_path)
+    ours, process = start_program(_reading_process.source_state(), tmp_path)
     with ours:
         assert ours.recv(1) == READY
         # Ctrl-C of the terminal is the master's affair.

@@ -14,18 +14,18 @@ from paceline._cluster.master.experiments.state_transitions import (
     SearchEnd,
     TransitionError,
     check_transition,
-    end_of_experiment,
-    end_of_trial,
+    experiment_end,
     judge_exit,
     search_exit,
     stopping_state,
+    trial_end,
 )
 from paceline._cluster.messages.states import (
     ErrorKind,
     ExitReason,
     ExperimentState,
     TrialState,
-    kind_of_end,
+    end_kind,
 )
 from paceline.search import ExitReason as SearchExit
 
@@ -103,14 +103,14 @@ def test_every_state_has_its_transitions_and_reaches_an_end(
 def test_an_experiment_may_enter_the_end_that_its_stopping_state_names(
     state: ExperimentState,
 ) -> None:
-    assert end_of_experiment(state) in EXPERIMENT_TRANSITIONS[state]
-    assert end_of_experiment(state).is_terminal
+    assert experiment_end(state) in EXPERIMENT_TRANSITIONS[state]
+    assert experiment_end(state).is_terminal
 
 
 @pytest.mark.parametrize("state", [state for state in T if state.is_stopping])
 def test_a_trial_may_enter_the_end_that_its_stopping_state_names(state: TrialState) -> None:
-    assert end_of_trial(state) in TRIAL_TRANSITIONS[state]
-    assert search_exit(end_of_trial(state)) in SearchExit
+    assert trial_end(state) in TRIAL_TRANSITIONS[state]
+    assert search_exit(trial_end(state)) in SearchExit
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def facts() -> Callable[..., AttemptFacts]:
             "text": "exit code 1: ValueError: too large",
         }
         given = usual | changed
-        kind = kind_of_end(given["reason"], given["is_success"])
+        kind = end_kind(given["reason"], given["is_success"])
         return AttemptFacts(**{"kind": kind, "retries": 0} | given)
 
     return make

@@ -32,7 +32,7 @@ from paceline._cluster.master.api.request_limits import (
     QUEUE_LENGTH,
     ConnectionConfig,
     ConnectionLimits,
-    limits_of_process,
+    process_limits,
     raise_file_limit,
 )
 from paceline._cluster.master.executors import executor_named
@@ -419,7 +419,7 @@ class _Server(uvicorn.Server):
         app = create_app(master, self.shut_down)
         config = ConnectionConfig(
             app,
-            limits or limits_of_process(),
+            limits or process_limits(),
             log_config=None,
             log_level="warning",
             access_log=False,

@@ -170,7 +170,7 @@ _KINDS = {
 }
 
 
-def kind_of_end(reason: ExitReason, is_success: bool) -> ErrorKind | None:
+def end_kind(reason: ExitReason, is_success: bool) -> ErrorKind | None:
     """Return the error kind for an end stored without a kind; None if there is no error.
 
     Attempts that the master ends have none.

@@ -13,7 +13,7 @@ from paceline import faults
 from paceline._base.journal_records import AttemptFinished
 from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._cluster.messages.runner_messages import AttemptEnd
-from paceline._cluster.messages.states import ErrorKind, ExitReason, kind_of_end
+from paceline._cluster.messages.states import ErrorKind, ExitReason, end_kind
 from paceline._cluster.runner.attempt_directory import AttemptDirectory, sends_checkpoints
 from paceline._cluster.runner.master_link import (
     MasterBackoff,
@@ -81,7 +81,7 @@ def make_attempt_end(
         time=time.time() if at is None else at,
         detail=_sendable(detail),
         is_launch_error=is_launch_error,
-        kind=kind or kind_of_end(reason, code == 0),
+        kind=kind or end_kind(reason, code == 0),
         store=store,
     )
 

@@ -193,7 +193,7 @@ class MasterLink:
             if (explained := self._explain(error, address)) is not None:
                 raise UntrustedMasterError(explained) from error
             raise UnreachableError(str(error)) from error
-        text = f"HTTP {response.status}: {_text_of_problem(content)}"
+        text = f"HTTP {response.status}: {_problem_text(content)}"
         if response.status == _FAILED_STATUS:
             # The server has closed it.
             self.close()
@@ -234,7 +234,7 @@ class MasterLink:
         return self._connection
 
 
-def _text_of_problem(content: bytes) -> str:
+def _problem_text(content: bytes) -> str:
     """Return the words of a problem, or the beginning of any other answer."""
     try:
         detail = msgspec.json.decode(content, type=_Problem).detail

@@ -73,12 +73,12 @@ def find_slots(num_slots: int | None) -> list[KnownGpu]:
     return [KnownGpu(id=CPU)] * num_slots
 
 
-def names_of_gpus(slots: Sequence[KnownGpu]) -> str:
+def gpu_names(slots: Sequence[KnownGpu]) -> str:
     """Return the distinct GPU names of slots, joined by commas; "GPU" if all are unknown."""
     return ", ".join(sorted({slot.name for slot in slots if slot.name})) or "GPU"
 
 
-def memory_of_gpus(slots: Sequence[KnownGpu]) -> list[int]:
+def gpu_memory(slots: Sequence[KnownGpu]) -> list[int]:
     """Return the memory per slot in bytes, 0 if unknown; empty if unknown for all slots."""
     sizes = [slot.memory_bytes for slot in slots]
     return sizes if any(sizes) else []
@@ -140,8 +140,8 @@ def describe_machine(
         python=sys.executable,
         python_version=platform.python_version(),
         devices=[slot.id for slot in slots],
-        device_kind=names_of_gpus(slots) if has_gpus else _cpu_name(),
-        device_memory_bytes=memory_of_gpus(slots),
+        device_kind=gpu_names(slots) if has_gpus else _cpu_name(),
+        device_memory_bytes=gpu_memory(slots),
         num_cores=num_cores(),
         memory_bytes=_memory_bytes(),
         pool=pool,

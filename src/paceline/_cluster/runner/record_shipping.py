@@ -237,7 +237,7 @@ class RecordShipper(ShippingLoop):
         self, batches: list[RawRecordBatch], error: RefusedByMasterError | MasterFailedError
     ) -> None:
         # Halves in order, never in parallel: the master drops records arriving after later records.
-        for half in _halves_of_batches(batches):
+        for half in _batch_halves(batches):
             self._send(half)
         if len(batches) == 1 and len(batches[0].records) == 1:
             self._take_alone(batches[0], error)
@@ -295,7 +295,7 @@ def _last(batch: RawRecordBatch) -> int:
     return batch.records[-1][0] if batch.records else -1
 
 
-def _halves_of_batches(batches: list[RawRecordBatch]) -> list[list[RawRecordBatch]]:
+def _batch_halves(batches: list[RawRecordBatch]) -> list[list[RawRecordBatch]]:
     """Return two smaller requests, or none for a single record."""
     if len(batches) > 1:
         middle = len(batches) // 2

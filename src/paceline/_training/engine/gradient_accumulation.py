@@ -50,15 +50,13 @@ def share_out_window(
         stored = states[0]["gradients"][index]
         was_sharded = isinstance(stored, StoredTensor)
         if becomes_sharded:
-            total = None if was_sharded else _total_of_window(states, index, is_fed=is_fed)
+            total = None if was_sharded else _window_total(states, index, is_fed=is_fed)
             gradients[index] = stored if total is None else total / stored_divisor
         elif own is not None and not was_sharded:
             gradients[index] = own["gradients"][index]
             carried[index] = own["window"]["carried"][index]
         elif rank == 0:
-            total = (
-                stored.whole() if was_sharded else _total_of_window(states, index, is_fed=is_fed)
-            )
+            total = stored.whole() if was_sharded else _window_total(states, index, is_fed=is_fed)
             if total is not None and (was_sharded or not is_fed):
                 # Backward passes without a loader count equally on all ranks.
                 total = total * (divisor if was_sharded else world_size / len(states))
@@ -72,7 +70,7 @@ def has_stored_tensors(state: State) -> bool:
     return any(isinstance(gradient, StoredTensor) for gradient in state["gradients"])
 
 
-def _total_of_window(states: Sequence[State], index: int, *, is_fed: bool) -> torch.Tensor | None:
+def _window_total(states: Sequence[State], index: int, *, is_fed: bool) -> torch.Tensor | None:
     """Return a parameter's gradient summed over all ranks, weighted by their samples."""
     parts = []
     for state in states:

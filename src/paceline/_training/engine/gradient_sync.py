@@ -35,7 +35,7 @@ from paceline._training.engine.gradient_reduction import (
     OverlappedAllReduce,
 )
 from paceline._training.engine.tensors import is_sharded
-from paceline.data._order_and_random_generators import shards_of_worker
+from paceline.data._order_and_random_generators import worker_shards
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -180,7 +180,7 @@ class GradientSync:
                     "All models must have the same `shard_size`, but one has"
                     f" {self._shard_size} and another {shard_size}."
                 )
-            weight = self._weight_of_pieces
+            weight = self._piece_weight
             shard_model(model, self._device, units, weight, precision=precision, mesh=self._mesh)
             pieces = dict(model.named_parameters(remove_duplicate=False))
             for optimizer in optimizers:
@@ -199,7 +199,7 @@ class GradientSync:
             num_present: The shards of the batch.
             num_shards: The shards of other batches.
         """
-        last = shards_of_worker(num_shards, self._world_size - 1, self._world_size)
+        last = worker_shards(num_shards, self._world_size - 1, self._world_size)
         if self.has_sharded and not self._gathered and num_present <= last.start:
             self._gathered = ExitStack()
             self._gathered.enter_context(unsharded(self.models))
@@ -210,7 +210,7 @@ class GradientSync:
             self._gathered.close()
             self._gathered = None
 
-    def _weight_of_pieces(self) -> float:
+    def _piece_weight(self) -> float:
         if self._is_paused:
             raise RuntimeError(
                 'A validation must not run backward passes with `data_parallel="fsdp"`, as workers'

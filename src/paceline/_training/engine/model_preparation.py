@@ -166,7 +166,7 @@ class FrozenBase:
 
     def note_sharded(self, model: torch.nn.Module) -> None:
         """Recompute the digests for this rank's pieces, after the model was sharded."""
-        self._pieces = {name: _digest_of_piece(value) for name, value in _frozen(model).items()}
+        self._pieces = {name: _piece_digest(value) for name, value in _frozen(model).items()}
 
     def leave_out(self, model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Remove frozen, unchanged parameters from a model's state; return facts about them.
@@ -179,7 +179,7 @@ class FrozenBase:
         # Each time, as a change that is made by way of `.data` leaves no trace.
         parameters = _frozen(model)
         names = [name for name in self._digests if name in parameters and name in state]
-        is_same = [self._pieces[name] == _digest_of_piece(parameters[name]) for name in names]
+        is_same = [self._pieces[name] == _piece_digest(parameters[name]) for name in names]
         if any(is_sharded(parameter) for parameter in parameters.values()):
             is_same = _on_all_ranks(is_same, next(iter(parameters.values())).device)
         same = [name for name, is_so in zip(names, is_same, strict=True) if is_so]
@@ -253,7 +253,7 @@ def _digest(parameter: Any) -> str:
     return _digest_of(parameter.full_tensor() if is_sharded(parameter) else parameter)
 
 
-def _digest_of_piece(parameter: Any) -> str:
+def _piece_digest(parameter: Any) -> str:
     return _digest_of(parameter.to_local() if is_sharded(parameter) else parameter)
 
 

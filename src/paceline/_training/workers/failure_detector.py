@@ -143,7 +143,7 @@ def fold_worker_errors(first: PoolWorker, others: Sequence[PoolWorker]) -> list[
     return phrases
 
 
-def observations_of_workers(call: PendingCall, workers: Sequence[PoolWorker]) -> list[WatchedRank]:
+def worker_observations(call: PendingCall, workers: Sequence[PoolWorker]) -> list[WatchedRank]:
     """Return the known state of all ranks of a call.
 
     A call of one rank waits for nobody, unless it needs the others: these count as returned then.
@@ -441,4 +441,4 @@ class FailureDetector:
 
     def _calls(self) -> list[list[WatchedRank]]:
         calls = {worker.current for worker in self._workers if worker.is_busy}
-        return [observations_of_workers(call, self._workers) for call in calls if call is not None]
+        return [worker_observations(call, self._workers) for call in calls if call is not None]

@@ -165,7 +165,7 @@ class LaunchRun(Run):
 
     def _wake(self, call: PendingCall) -> None:
         self._events.put(None)
-        failure = self._workers.pool.refusal or _failure_of_launch(call)
+        failure = self._workers.pool.refusal or _launch_failure(call)
         if self._nodes is not None and failure is not None:
             self._nodes.tell_failed(failure)
 
@@ -187,7 +187,7 @@ class LaunchRun(Run):
         return bool(self.received) or self._workers.pool.run_events.are_completed
 
     def _values_of(self, call: PendingCall) -> list[Any]:
-        failure = _failure_of_launch(call)
+        failure = _launch_failure(call)
         if self._nodes is not None:
             failure, self._decision = self._agree(self._nodes)
         if failure is not None:
@@ -342,7 +342,7 @@ def _read_verdict_on_launch(verdict: NodeMessage) -> tuple[Exception | None, Res
     return verdict.failure.error(), decision
 
 
-def _failure_of_launch(call: PendingCall) -> BaseException | None:
+def _launch_failure(call: PendingCall) -> BaseException | None:
     """Return the error of an ended call, or None after success."""
     if call.error is not None:
         # Error may be a rank's KeyboardInterrupt: returned, as no Ctrl-C reached this process.
@@ -355,7 +355,7 @@ def _failure_of_launch(call: PendingCall) -> BaseException | None:
 
 
 def _values_of(call: PendingCall) -> list[Any]:
-    return [] if _failure_of_launch(call) is not None else call.wait() or []
+    return [] if _launch_failure(call) is not None else call.wait() or []
 
 
 _FOR_EVER_S = 1e9

@@ -110,7 +110,7 @@ def _pickler_class() -> Any:
 
         def reducer_override(self, obj: Any) -> Any:
             if inspect.isfunction(obj):
-                _add_names_of_classes(obj.__code__)
+                _add_class_names(obj.__code__)
             torch = sys.modules.get("torch")
             if torch is not None:
                 reduced = _reduce_for_cpu(torch, obj)
@@ -123,7 +123,7 @@ def _pickler_class() -> Any:
     return Pickler
 
 
-def _add_names_of_classes(code: CodeType) -> None:
+def _add_class_names(code: CodeType) -> None:
     """Include globals used in the bodies of classes within a function.
 
     The body reads them, in annotations for example, by another instruction than functions do, for
@@ -133,18 +133,18 @@ def _add_names_of_classes(code: CodeType) -> None:
 
     names: dict[str, None] = cloudpickle._extract_code_globals(code)  # type: ignore[no-untyped-call]
     if _SEEN not in names:
-        names.update(dict.fromkeys(_names_of_classes(code)))
+        names.update(dict.fromkeys(_class_names(code)))
         names[_SEEN] = None
 
 
-def _names_of_classes(code: CodeType) -> Iterator[str]:
+def _class_names(code: CodeType) -> Iterator[str]:
     own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME"}
     for each in dis.get_instructions(code):
         if each.opname in _READS_OF_CLASSES and each.argval not in own:
             yield each.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_of_classes(constant)
+            yield from _class_names(constant)
 
 
 def _reduce_for_cpu(torch: Any, value: Any) -> Any:

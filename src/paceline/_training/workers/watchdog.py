@@ -105,7 +105,7 @@ class ProgressMeter:
             is_waiting=is_waiting,
             operation=operation,
             num_collectives=num_collectives,
-            place=_place_of_thread(frame),
+            place=_thread_place(frame),
             idle_s=self._idle.measure(now),
         )
 
@@ -161,7 +161,7 @@ def _num_collectives() -> int:
 def _wait_in_store(thread: int) -> tuple[float, str] | None:
     """Return start and call of a thread's wait for other ranks in the store, or None."""
     store = sys.modules.get("paceline.core._key_value_store")
-    wait: tuple[float, str] | None = None if store is None else store.wait_of_thread(thread)
+    wait: tuple[float, str] | None = None if store is None else store.thread_wait(thread)
     return wait
 
 
@@ -171,7 +171,7 @@ def _operation(frame: FrameType) -> str:
     return "backward" if frame.f_code.co_name == _BACKWARD else ""
 
 
-def _place_of_thread(frame: FrameType) -> str:
+def _thread_place(frame: FrameType) -> str:
     """Return the place of the user's code, as far as distinguishable from other code.
 
     That is Python's, torch's and ours.

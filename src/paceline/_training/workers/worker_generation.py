@@ -21,7 +21,7 @@ from paceline._training.workers.failure_detector import (
     PoolEnd,
     PoolSettings,
     PoolWorker,
-    observations_of_workers,
+    worker_observations,
 )
 from paceline._training.workers.failures_and_restarts import WorkerExit, WorkerStartError
 from paceline._training.workers.processes.local_worker_group import OnExit
@@ -205,9 +205,7 @@ class Generation:
 
     def observations(self) -> list[WatchedRank]:
         """Return the known state of a program's ranks."""
-        return (
-            [] if self._program is None else observations_of_workers(self._program, self._workers)
-        )
+        return [] if self._program is None else worker_observations(self._program, self._workers)
 
     def end_hung(self, error: Exception) -> None:
         """End all workers, with their stacks, as ranks of this node or others wait in vain."""

@@ -96,7 +96,7 @@ def _page(description: str) -> str:
         for method, operation in methods.items():
             scope = scopes.access(method.upper(), path).scope.value
             tag = operation.get("tags", ["other"])[0]
-            groups.setdefault(tag, []).append(_docs_of_operation(method, path, operation, scope))
+            groups.setdefault(tag, []).append(_operation_docs(method, path, operation, scope))
     parts = [f"<h2>{escape(tag)}</h2>{''.join(found)}" for tag, found in groups.items()]
     models = api.get("components", {}).get("schemas", {})
     parts.append("<h2>models</h2>")
@@ -114,7 +114,7 @@ def _page(description: str) -> str:
     )
 
 
-def _docs_of_operation(method: str, path: str, operation: dict[str, Any], scope: str) -> str:
+def _operation_docs(method: str, path: str, operation: dict[str, Any], scope: str) -> str:
     parameters = "".join(
         f"<tr><td><code>{escape(one['name'])}</code></td><td>{escape(one['in'])}"
         f"{', required' if one.get('required') else ''}</td>"

@@ -30,7 +30,7 @@ from paceline._cluster.master.experiments.attempts import (
     read_control_of,
 )
 from paceline._cluster.master.experiments.state_transitions import RefusedError
-from paceline._cluster.master.experiments.unmanaged_runs import place_of_batch
+from paceline._cluster.master.experiments.unmanaged_runs import batch_place
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
@@ -257,7 +257,7 @@ async def store_run_records(
     """Store journal records of a run; known records are dropped."""
     body = await _decode(request, RunRecords)
     # A whole run in one transaction would hold up all other writers.
-    parts = [*in_parts(sorted(body.batches, key=place_of_batch), _MAX_AT_ONCE)]
+    parts = [*in_parts(sorted(body.batches, key=batch_place), _MAX_AT_ONCE)]
     try:
         for part in parts:
             take = partial(

@@ -24,10 +24,10 @@ from paceline._cluster.master.api.requests_and_answers import (
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.checkpoints import (
     CheckpointPlace,
+    checkpoint_place,
     delete_files,
     delete_matching_files,
     note_deleted_files,
-    place_of_checkpoint,
 )
 from paceline._cluster.master.experiments.state_transitions import RefusedError
 from paceline._cluster.master.experiments.storage_calls import StorageCalls, in_own_thread
@@ -45,7 +45,7 @@ from paceline._cluster.messages.runner_messages import (
 )
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, CheckpointState
 from paceline._cluster.runner.attempt_preparation import is_shortage
-from paceline.storage._checkpoint_directory import problem_of_file
+from paceline.storage._checkpoint_directory import file_problem
 from paceline.storage._checkpoint_files import CheckpointWriteError, Manifest, first_names
 from paceline.storage._directory_storage import DirectoryStorage
 
@@ -94,7 +94,7 @@ async def delete_checkpoint(
 def _read_with_place(uuid: str, master: Master) -> tuple[Checkpoint, CheckpointPlace]:
     with master.database.read() as connection:
         row = checkpoint_row(connection, uuid)
-        place = place_of_checkpoint(connection, row, master.changes.default_storage)
+        place = checkpoint_place(connection, row, master.changes.default_storage)
         return checkpoint_views([row])[0], place
 
 
@@ -148,7 +148,7 @@ def _verified_pieces(
     except (FileNotFoundError, NotADirectoryError):
         return iter(()), {name: "is missing"}
     # The check and the content use one descriptor: nobody can replace the file in between.
-    reason = problem_of_file(file, manifest.files[name])
+    reason = file_problem(file, manifest.files[name])
     if reason is not None:
         file.close()
         return iter(()), {name: reason}

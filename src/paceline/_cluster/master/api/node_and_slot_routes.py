@@ -378,7 +378,7 @@ def _live_attempts(connection: Connection) -> list[Row[Any]]:
 def _node_view(
     master: Master, node: RegisteredNode, live: list[Row[Any]], drained: _Drained
 ) -> Node:
-    use = _use_of_node(node.id, node.facts, live, drained)
+    use = _node_use(node.id, node.facts, live, drained)
     return Node(
         **_told_by_node(node.facts),
         **use,
@@ -392,7 +392,7 @@ def _node_view(
 
 def _local_view(master: Master, pool: str, live: list[Row[Any]], drained: _Drained) -> Node:
     """Return the master's machine as a node; drained if all of its slots are drained."""
-    use = _use_of_node(LOCAL_NODE, master.machine, live, drained)
+    use = _node_use(LOCAL_NODE, master.machine, live, drained)
     state: NodeState = "ready"
     if use["num_slots_drained"] == len(master.devices):
         state = "draining" if use["num_slots_used"] else "drained"
@@ -413,7 +413,7 @@ def _told_by_node(facts: NodeFacts) -> dict[str, Any]:
     return {name: getattr(facts, name) for name in names}
 
 
-def _use_of_node(
+def _node_use(
     node_id: int, facts: NodeFacts, live: list[Row[Any]], drained: _Drained
 ) -> dict[str, Any]:
     own = {row.id: slots for row in live if (slots := slots_by_node(row).get(node_id))}

@@ -50,7 +50,7 @@ main()
 
 
 @functools.cache
-def state_of_sources() -> str:
+def source_state() -> str:
     """Return a digest of the installed package's state at the time of the first call.
 
     After an upgrade of the package under a running master, the versions would differ.
@@ -101,7 +101,7 @@ class ReadingProcess:
         self._database_path = database_path
         self._on_ready = on_ready
         # Beside the start of the server, which it would delay.
-        asyncio.get_running_loop().run_in_executor(None, state_of_sources)
+        asyncio.get_running_loop().run_in_executor(None, source_state)
         # Pending questions with their times; `_answered_at` is the time of the last answer.
         self._asked: deque[tuple[asyncio.Future[Answer | None], float]] = deque()
         self._answered_at = 0.0
@@ -206,7 +206,7 @@ class ReadingProcess:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-c", _PROGRAM, os.pathsep.join(sys.path)),
-                    *(str(theirs.fileno()), str(self._database_path), state_of_sources()),
+                    *(str(theirs.fileno()), str(self._database_path), source_state()),
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

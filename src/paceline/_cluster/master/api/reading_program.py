@@ -19,7 +19,7 @@ from paceline._cluster.master.api.readers import (
     length_of,
     packed,
     response_of,
-    state_of_sources,
+    source_state,
 )
 from paceline._cluster.master.api.requests_and_answers import records_parameter
 from paceline._cluster.master.store.database import DatabaseReader
@@ -41,7 +41,7 @@ def main() -> None:
     """Answer the questions from a socket in order, until its other end is closed."""
     # Ctrl-C goes to all processes of a terminal; this one ends with the first process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.argv[3] != state_of_sources():
+    if sys.argv[3] != source_state():
         raise SystemExit("Paceline was changed since the master started: reads are left to it.")
     # Imported objects live for ever: freezing them spares the garbage collector the scan.
     gc.freeze()

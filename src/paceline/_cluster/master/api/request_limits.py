@@ -99,7 +99,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def limits_of_process() -> ConnectionLimits:
+def process_limits() -> ConnectionLimits:
     """Return limits fitting the number of files this process may open."""
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = num_files == resource.RLIM_INFINITY
@@ -396,7 +396,7 @@ LARGE_BODIES = {
 }
 
 
-def _limits_of_settings() -> dict[tuple[str, str], BodyLimit]:
+def _setting_limits() -> dict[tuple[str, str], BodyLimit]:
     """Return the larger limits, with the environment's limit for code."""
     num_bytes = integer_setting("PACELINE_MAX_CONTEXT_MIB", MAX_CONTEXT_BYTES // _MIB) * _MIB
     route = ("PUT", "/contexts/{digest}")
@@ -420,8 +420,8 @@ class BodyLimits:
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app
         self._large = [
-            (method, _route_pattern_of_limit(prefix + path), limit)
-            for (method, path), limit in _limits_of_settings().items()
+            (method, _limit_route_pattern(prefix + path), limit)
+            for (method, path), limit in _setting_limits().items()
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -513,7 +513,7 @@ def _declared_bytes(scope: Scope) -> int:
     return int(declared) if declared.isdigit() else 0
 
 
-def _route_pattern_of_limit(path: str) -> re.Pattern[str]:
+def _limit_route_pattern(path: str) -> re.Pattern[str]:
     """Return a pattern matching the paths of a route."""
     return re.compile(re.sub(r"{\w+}", "[^/]+", path))
 

@@ -12,7 +12,7 @@ from sqlalchemy import Row, or_, select, update
 from paceline import faults
 from paceline._cluster.master.experiments.attempts import read_attempt
 from paceline._cluster.master.experiments.failures import (
-    cause_of_end,
+    end_cause,
     is_failed_start,
     is_lost_runner,
     is_not_formed,
@@ -55,7 +55,7 @@ from paceline._cluster.messages.states import (
     ErrorKind,
     ExitReason,
     TrialState,
-    kind_of_end,
+    end_kind,
 )
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.search._search import Search
@@ -84,8 +84,8 @@ def end_attempt(
     if attempt.state == AttemptState.ENDED.value:
         return
     attempts = tables.attempts
-    error = _error_of_chief(attempt, end)
-    end = msgspec.structs.replace(end, kind=_error_kind_of_end(end, attempt, error))
+    error = _chief_error(attempt, end)
+    end = msgspec.structs.replace(end, kind=_end_error_kind(end, attempt, error))
     stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
     del stored["sent_at"]
     connection.execute(
@@ -100,7 +100,7 @@ def end_attempt(
     trial = changes.trial(connection, attempt.trial_id)
     experiment = changes.experiment(connection, attempt.experiment_id)
     config = config_of(experiment)
-    facts = _facts_of_end(changes, transaction, trial, attempt, config, end, error)
+    facts = _end_facts(changes, transaction, trial, attempt, config, end, error)
     _note_node(changes, transaction, attempt, facts)
     decision = judge_exit(facts)
     if decision.note:
@@ -129,7 +129,7 @@ def describe_attempt_end(end: AttemptEnd, error: str | None) -> str:
     return f"{how}: {details}" if details else how
 
 
-def _error_of_chief(attempt: Row[Any], end: AttemptEnd) -> str | None:
+def _chief_error(attempt: Row[Any], end: AttemptEnd) -> str | None:
     """Return the error of rank 0; None if possibly a mere reaction to another rank's failure.
 
     On several nodes, or if a launcher names another cause, it may.
@@ -150,18 +150,18 @@ def _is_successful_end(end: AttemptEnd, outcome: str | None) -> bool:
     return end.code == 0 or (has_aborted and outcome in ("completed", "preempted"))
 
 
-def _error_kind_of_end(end: AttemptEnd, attempt: Row[Any], error: str | None) -> ErrorKind | None:
+def _end_error_kind(end: AttemptEnd, attempt: Row[Any], error: str | None) -> ErrorKind | None:
     is_success = _is_successful_end(end, attempt.outcome) or attempt.early_exit == INVALID_HP
     if is_success and end.reason is ExitReason.EXITED:
         return None
-    kind = end.kind or kind_of_end(end.reason, is_success)
+    kind = end.kind or end_kind(end.reason, is_success)
     if kind is ErrorKind.USER and end.reason is ExitReason.EXITED:
         text = error or end.detail or ""
         return ErrorKind.TRANSIENT if any(mark in text for mark in _FULL_DISK) else kind
     return kind
 
 
-def _facts_of_end(
+def _end_facts(
     changes: StateChanges,
     transaction: Transaction,
     trial: Row[Any],
@@ -293,7 +293,7 @@ def _is_repeated_end(
     if before is None or before.exit is None or before.exit["reason"] != end.reason.value:
         return False
     stored_end = msgspec.to_builtins(end) | {"error": error}
-    is_same = cause_of_end(before.exit) == cause_of_end(stored_end)
+    is_same = end_cause(before.exit) == end_cause(stored_end)
     if not is_same or _has_stored(transaction, attempt):
         return False
     is_on_one_node = attempt.members is before.members is None and attempt.node_id == before.node_id

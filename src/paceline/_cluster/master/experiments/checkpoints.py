@@ -104,13 +104,13 @@ class CheckpointPlace(NamedTuple):
             ) from error
         if self.run_dir is None or not isinstance(storage, DirectoryStorage):
             return storage
-        owner = self._owner_of_run(self.run_dir, uuid)
+        owner = self._run_owner(self.run_dir, uuid)
         if owner == os.geteuid():
             return storage
         # All files must be the owner's: links to files of others are refused.
         return DirectoryStorage(storage.root, has_one_owner=True, owner=owner)
 
-    def _owner_of_run(self, run_dir: str, uuid: str) -> int:
+    def _run_owner(self, run_dir: str, uuid: str) -> int:
         hint = f"Hint: read or delete its files in {self.storage}."
         if run_dir.startswith(REPORTED):
             raise RefusedError(
@@ -158,23 +158,23 @@ def is_own_storage(
     experiment = connection.execute(query).first()
     if experiment is None or experiment.external_id is not None:
         return experiment is not None
-    own = place_of_experiment(experiment, default_storage)
+    own = experiment_place(experiment, default_storage)
     return not own or is_same_storage(place, own)
 
 
-def place_of_experiment(experiment: Row[Any], default_storage: str) -> str:
+def experiment_place(experiment: Row[Any], default_storage: str) -> str:
     """Return where the checkpoints of an experiment go."""
     return checkpoint_root(config_of(experiment)) or default_storage
 
 
-def place_of_checkpoint(
+def checkpoint_place(
     connection: Connection, row: Row[Any], default_storage: str
 ) -> CheckpointPlace:
     """Return where a checkpoint lies and must lie."""
-    return places_of_checkpoints(connection, row.experiment_id, [row], default_storage)[row.uuid]
+    return checkpoint_places(connection, row.experiment_id, [row], default_storage)[row.uuid]
 
 
-def places_of_checkpoints(
+def checkpoint_places(
     connection: Connection, experiment_id: int, rows: Sequence[Row[Any]], default_storage: str
 ) -> dict[str, CheckpointPlace]:
     """Return where the checkpoints of an experiment lie and must lie, by their UUIDs."""
@@ -184,7 +184,7 @@ def places_of_checkpoints(
     if experiment.external_id is not None:
         run_dir = experiment.external_path or ""
         return {row.uuid: CheckpointPlace(row.storage, run_dir=run_dir) for row in rows}
-    own = place_of_experiment(experiment, default_storage) or None
+    own = experiment_place(experiment, default_storage) or None
     cluster_id = read_cluster_id(connection)
     return {
         row.uuid: CheckpointPlace(
@@ -323,7 +323,7 @@ def store_checkpoint(
         is_this = experiments.c.id == attempt.experiment_id
         connection.execute(update(experiments).where(is_this).values(retention_done=False))
         transaction.after_commit(changes.wakeups.wake)
-    own = place_of_experiment(experiment, changes.default_storage)
+    own = experiment_place(experiment, changes.default_storage)
     if experiment.external_id is None and own and not is_same_storage(record.storage, own):
         _tell_of_other_storage(changes, transaction, attempt, record)
     step = record.steps_completed

@@ -29,7 +29,7 @@ from paceline.config._validate_config import merge_configs, validate_config
 from paceline.search._search_method import Started
 
 
-def config_of_continued_trial(
+def continued_trial_config(
     parent: Row[Any], trial: Row[Any], overrides: dict[str, Any]
 ) -> ExperimentConfig:
     """Return the config of a `single` experiment for continuing a trial.
@@ -243,7 +243,7 @@ class Commands:
         connection = transaction.connection
         trial = self._changes.trial(connection, trial_id)
         parent = self._managed(transaction, trial.experiment_id)
-        merged = config_of_continued_trial(parent, trial, overrides)
+        merged = continued_trial_config(parent, trial, overrides)
         return self.create(
             transaction,
             merged,

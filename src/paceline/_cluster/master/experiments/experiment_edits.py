@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, delete, or_, select, update
 
-from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, places_of_checkpoints
+from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, checkpoint_places
 from paceline._cluster.master.experiments.scheduler_input import waiting_trials
 from paceline._cluster.master.experiments.state_changes import StateChanges
 from paceline._cluster.master.experiments.state_transitions import RefusedError
@@ -94,7 +94,7 @@ def move_experiment(
     others = [
         trial
         for trial in waiting_trials(connection, is_by_arrival=True)
-        if trial.pool == _pool_of_experiment(row) and trial.experiment_id != experiment_id
+        if trial.pool == _experiment_pool(row) and trial.experiment_id != experiment_id
     ]
     experiments = tables.experiments
     query = select(experiments.c.id, experiments.c.queue_place).where(
@@ -167,15 +167,15 @@ def _check_together(row: Row[Any], other: Row[Any]) -> None:
         raise RefusedError(
             "same_experiment", f"Experiment {row.id} cannot go ahead of or behind itself."
         )
-    if _pool_of_experiment(row) != _pool_of_experiment(other):
+    if _experiment_pool(row) != _experiment_pool(other):
         raise RefusedError(
             "other_pool",
-            f"Experiment {row.id} waits in the pool {_pool_of_experiment(row)!r}, but {other.id} in"
-            f" {_pool_of_experiment(other)!r}. Each pool has an order of its own.",
+            f"Experiment {row.id} waits in the pool {_experiment_pool(row)!r}, but {other.id} in"
+            f" {_experiment_pool(other)!r}. Each pool has an order of its own.",
         )
 
 
-def _pool_of_experiment(row: Row[Any]) -> str:
+def _experiment_pool(row: Row[Any]) -> str:
     return config_of(row).resources.pool or DEFAULT_POOL
 
 
@@ -275,7 +275,7 @@ def delete_experiment(
     leftovers = Leftovers(
         trial_ids=tuple(connection.execute(ids).scalars()),
         attempt_ids=tuple(connection.execute(attempt_ids).scalars()),
-        checkpoints=places_of_checkpoints(
+        checkpoints=checkpoint_places(
             connection,
             experiment_id,
             _checkpoints_to_delete(connection, row),
@@ -329,7 +329,7 @@ def _obstacle_to_deletion(connection: Connection, row: Row[Any]) -> str | None:
             f"Experiment {row.id} shows the run in {row.external_path!r}, which is not the"
             " master's to delete. Hint: remove that directory first, or archive the experiment."
         )
-    user = _user_of_checkpoints(connection, row.id)
+    user = _checkpoint_user(connection, row.id)
     if user is not None:
         return (
             f"Experiment {row.id} must not be deleted while trial {user} starts from one of its"
@@ -338,7 +338,7 @@ def _obstacle_to_deletion(connection: Connection, row: Row[Any]) -> str | None:
     return None
 
 
-def _user_of_checkpoints(connection: Connection, experiment_id: int) -> int | None:
+def _checkpoint_user(connection: Connection, experiment_id: int) -> int | None:
     """Return a live trial of another experiment starting from a checkpoint of this experiment."""
     checkpoints, trials, attempts = tables.checkpoints.c, tables.trials, tables.attempts
 

@@ -43,7 +43,7 @@ _BY_CHANCE = re.compile(
 )
 
 
-def cause_of_end(exit_: dict[str, Any]) -> tuple[int | None, str | None]:
+def end_cause(exit_: dict[str, Any]) -> tuple[int | None, str | None]:
     """Return the exit code and the comparable error text of a stored end.
 
     A launcher names the rank that failed first; the error of rank 0 may only follow from it.
@@ -68,7 +68,7 @@ def is_failed_start(exit_: dict[str, Any]) -> bool:
     return bool(exit_["reason"] == ExitReason.START_FAILED.value and not is_transient)
 
 
-def nodes_of_failed_attempts(connection: Connection) -> dict[int, frozenset[int]]:
+def failed_attempt_nodes(connection: Connection) -> dict[int, frozenset[int]]:
     """Return the nodes of the latest consecutive failures, for each waiting trial with any.
 
     An attempt that stored a checkpoint ends the row, as its node is good for the trial. So does an

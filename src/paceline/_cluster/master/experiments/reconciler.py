@@ -77,7 +77,7 @@ def create_attempt(
             slots=list(assignment.slots),
             node_id=node_id,
             node_name=changes.machines.place(node_id).name if node_id else None,
-            members=_members_of_attempt(changes.machines, assignment),
+            members=_attempt_members(changes.machines, assignment),
             created_at=time.time(),
             resumed_from=uuid,
             resumed_steps=steps,
@@ -90,7 +90,7 @@ def create_attempt(
     faults.reach("master.attempt.created")
 
 
-def _members_of_attempt(machines: Machines, assignment: SlotAssignment) -> Any:
+def _attempt_members(machines: Machines, assignment: SlotAssignment) -> Any:
     parts = [(assignment.node_id, assignment.slots), *assignment.others]
     if len(parts) == 1:
         return None

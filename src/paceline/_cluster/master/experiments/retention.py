@@ -15,10 +15,10 @@ from sqlalchemy import Connection, Row, select, update
 from paceline import faults
 from paceline._cluster.master.experiments.checkpoints import (
     CheckpointPlace,
+    checkpoint_places,
     delete_files,
+    experiment_place,
     latest_checkpoint,
-    place_of_experiment,
-    places_of_checkpoints,
     remove_unknown_checkpoints,
     storage_for_others,
 )
@@ -303,7 +303,7 @@ def _plan_sweep(
             )
             .order_by(checkpoints.c.attempt.desc(), checkpoints.c.created_at.desc())
         ).all()
-        places = places_of_checkpoints(connection, experiment.id, rows, default_storage)
+        places = checkpoint_places(connection, experiment.id, rows, default_storage)
         rows = [row for row in rows if places[row.uuid].is_own]
         config = config_of(experiment)
         searcher = config.searcher
@@ -379,7 +379,7 @@ def _sweep_leftovers(storage: str, failures: Counter[str]) -> None:
 def _remove_unknown(changes: StateChanges, database: Database, experiment: Row[Any]) -> None:
     """Remove checkpoints stored by a killed attempt but never recorded."""
     try:
-        place = place_of_experiment(experiment, changes.default_storage)
+        place = experiment_place(experiment, changes.default_storage)
         with changes.storage_calls.noted(place):
             remove_unknown_checkpoints(database, experiment, place, changes.since_s)
     except (OSError, ValueError):

@@ -10,7 +10,7 @@ import msgspec
 from paceline._base.files import NotRegularFileError
 from paceline._base.journal_files import Entry
 from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
-from paceline._cluster.master.experiments.unmanaged_run_rows import open_runs_of_directories
+from paceline._cluster.master.experiments.unmanaged_run_rows import open_directory_runs
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.messages.runner_messages import RunBatch
@@ -108,7 +108,7 @@ class RunsWatcher:
     def _known(self) -> set[Path]:
         """Return the run directories here with open runs in the database."""
         with self._database.read() as connection:
-            rows = open_runs_of_directories(connection)
+            rows = open_directory_runs(connection)
         paths = {Path(row.external_path) for row in rows}
         return {path for path in paths if self._directory in (path, path.parent)}
 

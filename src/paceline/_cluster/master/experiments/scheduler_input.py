@@ -9,8 +9,8 @@ from sqlalchemy import Connection, Row, Select, func, select
 
 from paceline._cluster.master.experiments.attempts import live_attempts
 from paceline._cluster.master.experiments.failures import (
+    failed_attempt_nodes,
     nodes_in_start_delay,
-    nodes_of_failed_attempts,
     resting_nodes,
     trials_in_start_delay,
 )
@@ -144,7 +144,7 @@ def read_cluster(
         failing_nodes=failing,
         returning=returning,
         pausing_trials=trials_in_start_delay(connection, now),
-        failed_on=nodes_of_failed_attempts(connection) if len(known) + len(returning) > 1 else {},
+        failed_on=failed_attempt_nodes(connection) if len(known) + len(returning) > 1 else {},
     )
 
 

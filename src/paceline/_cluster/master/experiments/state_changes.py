@@ -22,10 +22,10 @@ from paceline._cluster.master.experiments.state_transitions import (
     NotFoundError,
     SearchEnd,
     check_transition,
-    end_of_experiment,
-    end_of_trial,
+    experiment_end,
     search_exit,
     stopping_state,
+    trial_end,
 )
 from paceline._cluster.master.experiments.storage_calls import FailingStores, StorageCalls
 from paceline._cluster.master.experiments.stored_searches import Searches, store_search_view
@@ -264,7 +264,7 @@ class StateChanges:
             self.set_experiment_state(transaction, experiment_id, stopping, error=error)
             state = stopping
         store_search_view(transaction, self.searches, experiment_id)
-        self.set_experiment_state(transaction, experiment_id, end_of_experiment(state))
+        self.set_experiment_state(transaction, experiment_id, experiment_end(state))
         transaction.after_commit(lambda: self.searches.forget(experiment_id))
 
     @staticmethod
@@ -330,7 +330,7 @@ class StateChanges:
         attempt = self.live_attempt(transaction.connection, trial.id)
         if attempt is None:
             stopped = self.trial(transaction.connection, trial.id)
-            self.end_trial(transaction, stopped, end_of_trial(state))
+            self.end_trial(transaction, stopped, trial_end(state))
         elif state in (TrialState.STOPPING_KILLED, TrialState.STOPPING_ERROR):
             self.change_attempt(transaction, attempt.id, should_kill=True)
         else:

@@ -120,7 +120,7 @@ def check_transition(
     return wanted
 
 
-def end_of_experiment(stopping: ExperimentState) -> ExperimentState:
+def experiment_end(stopping: ExperimentState) -> ExperimentState:
     """Return the terminal state of an experiment for its stopping state."""
     return _END_OF_EXPERIMENT[stopping]
 
@@ -145,7 +145,7 @@ def stopping_state(end: SearchEnd, trial_states: set[TrialState]) -> ExperimentS
     }.get(end, ExperimentState.STOPPING_COMPLETED)
 
 
-def end_of_trial(stopping: TrialState) -> TrialState:
+def trial_end(stopping: TrialState) -> TrialState:
     """Return the terminal state of a trial for its stopping state."""
     return _END_OF_TRIAL[stopping]
 
@@ -295,7 +295,7 @@ def judge_exit(facts: AttemptFacts) -> ExitDecision:
 
 
 def _judge_stopping(facts: AttemptFacts) -> ExitDecision:
-    state = end_of_trial(facts.trial_state)
+    state = trial_end(facts.trial_state)
     error = None
     if facts.reason is ExitReason.EXITED and not facts.is_success:
         error = facts.text

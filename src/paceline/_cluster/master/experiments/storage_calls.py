@@ -326,7 +326,7 @@ class FailingStores:
         """
         with self._lock:
             failures = [*self._failures.values()]
-        failures += _failures_of_waiting_trials(connection)
+        failures += _waiting_trial_failures(connection)
         by_store: dict[tuple[int, str], list[_Failure]] = {}
         for one in failures:
             by_store.setdefault((one.experiment_id, one.storage), []).append(one)
@@ -339,7 +339,7 @@ def _one_line(text: str) -> str:
     return line if len(line) <= _MAX_TEXT else f"{line[:_MAX_TEXT]}..."
 
 
-def _failures_of_waiting_trials(connection: Connection) -> list[_Failure]:
+def _waiting_trial_failures(connection: Connection) -> list[_Failure]:
     """Return the failures of trials last ended by a storage without an answer.
 
     The next attempt reports its own findings, but not in its first moments.

@@ -48,7 +48,7 @@ def check_sender(experiment: Row[Any], *, is_trusted: bool) -> None:
         )
 
 
-def open_runs_of_directories(connection: Connection) -> list[Row[Any]]:
+def open_directory_runs(connection: Connection) -> list[Row[Any]]:
     """Return the unfinished experiments of runs with directories followed by a master."""
     experiments = tables.experiments
     states = (ExperimentState.ACTIVE.value, ExperimentState.PAUSED.value)
@@ -67,7 +67,7 @@ def trial_of_run(connection: Connection, experiment_id: int) -> Row[Any]:
     return connection.execute(select(trials).where(trials.c.experiment_id == experiment_id)).one()
 
 
-def attempts_of_run(connection: Connection, trial_id: int) -> list[Row[Any]]:
+def run_attempts(connection: Connection, trial_id: int) -> list[Row[Any]]:
     """Return a trial's attempts, the earliest first."""
     attempts = tables.attempts
     query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
@@ -107,7 +107,7 @@ def reopen_attempt(connection: Connection, attempt: Row[Any]) -> None:
     )
 
 
-def has_news_of_run(connection: Connection, attempt_id: int, batches: Iterable[RunBatch]) -> bool:
+def has_run_news(connection: Connection, attempt_id: int, batches: Iterable[RunBatch]) -> bool:
     """Return whether the batches hold records of an attempt not yet stored."""
     marks = tables.journal_marks
     rows = connection.execute(
@@ -117,7 +117,7 @@ def has_news_of_run(connection: Connection, attempt_id: int, batches: Iterable[R
     return any(batch.records[-1][0] > stored.get(batch.rank, -1) for batch in batches)
 
 
-def reply_of_run(connection: Connection, experiment_id: int) -> RunReply:
+def run_reply(connection: Connection, experiment_id: int) -> RunReply:
     """Return the ids and stored marks of a run; the reporter continues from these marks."""
     marks, attempts = tables.journal_marks, tables.attempts
     rows = connection.execute(
@@ -251,12 +251,12 @@ def config_of_run(info: RunInfo) -> ExperimentConfig:
     return validate_config(config | {"name": info.name, "searcher": searcher})
 
 
-def hparams_of_run(info: RunInfo) -> dict[str, Any]:
+def run_hparams(info: RunInfo) -> dict[str, Any]:
     """Return the run's hyperparameters, as far as they are known."""
     return (info.hparams if info.trial is None else info.trial.hparams) or {}
 
 
-def seed_of_run(info: RunInfo) -> int:
+def run_seed(info: RunInfo) -> int:
     """Return the run's seed, 0 if unknown."""
     return (info.seed if info.trial is None else info.trial.trial_seed) or 0
 

@@ -19,27 +19,27 @@ from paceline._cluster.master.experiments.state_changes import StateChanges
 from paceline._cluster.master.experiments.state_transitions import (
     NotFoundError,
     SearchEnd,
-    end_of_experiment,
+    experiment_end,
 )
 from paceline._cluster.master.experiments.unmanaged_run_rows import (
     SILENT,
     VANISHED,
     RunEnd,
     attempt_started,
-    attempts_of_run,
     check_run,
     check_sender,
     config_of_run,
     end_of_run,
     experiment_of_run,
-    has_news_of_run,
-    hparams_of_run,
+    has_run_news,
     insert_row,
     move_unmanaged_checkpoints,
-    open_runs_of_directories,
+    open_directory_runs,
     reopen_attempt,
-    reply_of_run,
-    seed_of_run,
+    run_attempts,
+    run_hparams,
+    run_reply,
+    run_seed,
     trial_of_run,
     update_attempt,
     update_experiment,
@@ -98,7 +98,7 @@ class Unmanaged:
         check_sender(known, is_trusted=is_trusted)
         if known.external_path != path:
             update_experiment(connection, known.id, external_path=path)
-        return reply_of_run(connection, known.id)
+        return run_reply(connection, known.id)
 
     def take(
         self,
@@ -169,7 +169,7 @@ class Unmanaged:
             reason: Why, for the states and the log of the run.
             run_id: The run, if it is known: others may have registered it by another path since.
         """
-        for experiment in open_runs_of_directories(transaction.connection):
+        for experiment in open_directory_runs(transaction.connection):
             if path == experiment.external_path or run_id == experiment.external_id:
                 self._take(transaction, experiment, [], False, {}, left_out=reason)
 
@@ -185,12 +185,12 @@ class Unmanaged:
     ) -> RunReply:
         connection = transaction.connection
         trial = trial_of_run(connection, experiment.id)
-        full = sorted((batch for batch in batches if batch.records), key=place_of_batch)
+        full = sorted((batch for batch in batches if batch.records), key=batch_place)
         for key, group in groupby(full, lambda batch: (batch.attempt, batch.generation)):
             self._store(transaction, trial.id, key, list(group))
         for old, new in moved.items():
             move_unmanaged_checkpoints(connection, experiment.id, old, new)
-        attempts = attempts_of_run(connection, trial.id)
+        attempts = run_attempts(connection, trial.id)
         newest = attempts[-1] if attempts else None
         for attempt in attempts:
             # A later attempt shows that an earlier one is over.
@@ -208,7 +208,7 @@ class Unmanaged:
         ended_at = newest.last_record_at if newest else experiment.created_at
         self._bring_to(transaction, experiment.id, run_end, ended_at)
         self._follow_progress(transaction, experiment.id)
-        return reply_of_run(connection, experiment.id)
+        return run_reply(connection, experiment.id)
 
     # ---- rows ------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Unmanaged:
             external_id=info.run_id,
             external_path=path,
         )
-        hparams = hparams_of_run(info)
+        hparams = run_hparams(info)
         trial_id = insert_row(
             transaction.connection,
             tables.trials,
@@ -239,7 +239,7 @@ class Unmanaged:
             request_id=info.run_id,
             state=TrialState.ACTIVE.value,
             hparams=hparams,
-            seed=seed_of_run(info),
+            seed=run_seed(info),
             created_at=info.created,
         )
         transaction.emit("experiment_state", experiment_id, state=state, error=None)
@@ -255,8 +255,7 @@ class Unmanaged:
     ) -> None:
         connection = transaction.connection
         known = {
-            (row.run_attempt, row.run_generation): row
-            for row in attempts_of_run(connection, trial_id)
+            (row.run_attempt, row.run_generation): row for row in run_attempts(connection, trial_id)
         }
         attempt = known.get(key)
         started_at = None
@@ -266,7 +265,7 @@ class Unmanaged:
                 return
             attempt = self._begin_attempt(transaction, trial_id, key, batches)
             started_at = attempt.created_at
-        elif not has_news_of_run(connection, attempt.id, batches):
+        elif not has_run_news(connection, attempt.id, batches):
             return
         elif attempt.state == AttemptState.ENDED.value:
             reopen_attempt(connection, attempt)
@@ -316,7 +315,7 @@ class Unmanaged:
             where = f"process {started.pid} on {started.host}, {started.world_size} rank(s)"
             text = f"Attempt {number} of the run began at step {started.steps_completed}: {where}."
             self._changes.note(transaction, trial_id, number, "INFO", text)
-        return attempts_of_run(connection, trial_id)[-1]
+        return run_attempts(connection, trial_id)[-1]
 
     # ---- ends ------------------------------------------------------------------------------
 
@@ -375,7 +374,7 @@ class Unmanaged:
                 ExperimentState.STOPPING_ERROR if has_failed else ExperimentState.STOPPING_COMPLETED
             )
             changes.set_experiment_state(transaction, experiment_id, stopping, error=run_end.error)
-            changes.set_experiment_state(transaction, experiment_id, end_of_experiment(stopping))
+            changes.set_experiment_state(transaction, experiment_id, experiment_end(stopping))
             changes.update_trial(transaction, trial.id, ended_at=ended_at)
             update_experiment(connection, experiment_id, ended_at=ended_at)
 
@@ -402,6 +401,6 @@ class Unmanaged:
             transaction.emit("progress", experiment_id, progress=progress)
 
 
-def place_of_batch(batch: RunBatch) -> tuple[int, int, int]:
+def batch_place(batch: RunBatch) -> tuple[int, int, int]:
     """Return the place of a batch in the order of its run."""
     return batch.attempt, batch.generation, batch.rank

@@ -37,7 +37,7 @@ def update_best(
     changes: StateChanges, transaction: Transaction, trial: Row[Any], step: int, value: float
 ) -> None:
     """Take a new value of the searched metric into the trial's and the experiment's best."""
-    searcher = _searcher_of_metric(changes, transaction, trial)
+    searcher = _metric_searcher(changes, transaction, trial)
     values: dict[str, Any] = {"latest_metric": encode_float(value)}
     is_best = _is_better(value, trial.best_metric, searcher.smaller_is_better)
     if is_best:
@@ -49,7 +49,7 @@ def update_best(
 
 def recompute_best(changes: StateChanges, transaction: Transaction, trial: Row[Any]) -> None:
     """Work the best out anew after a restart superseded some reports."""
-    searcher = _searcher_of_metric(changes, transaction, trial)
+    searcher = _metric_searcher(changes, transaction, trial)
     best: float | None = None
     values: dict[str, Any] = {"best_step": None, "latest_metric": None}
     for step, value in read_series(transaction.connection, trial.id, "validation", searcher.metric):
@@ -62,9 +62,7 @@ def recompute_best(changes: StateChanges, transaction: Transaction, trial: Row[A
     _update_experiment(changes, transaction, trial.experiment_id, searcher)
 
 
-def _searcher_of_metric(
-    changes: StateChanges, transaction: Transaction, trial: Row[Any]
-) -> Searcher:
+def _metric_searcher(changes: StateChanges, transaction: Transaction, trial: Row[Any]) -> Searcher:
     experiment = changes.experiment(transaction.connection, trial.experiment_id)
     return config_of(experiment).searcher
 

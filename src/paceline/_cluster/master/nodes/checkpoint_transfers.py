@@ -14,10 +14,10 @@ from paceline._cluster.master.experiments.attempts import check_not_over, read_a
 from paceline._cluster.master.experiments.checkpoints import (
     CheckpointPlace,
     check_owner,
+    checkpoint_place,
     delete_files,
+    experiment_place,
     note_deleted_files,
-    place_of_checkpoint,
-    place_of_experiment,
     store_checkpoint,
 )
 from paceline._cluster.master.experiments.record_checks import check_record
@@ -26,7 +26,7 @@ from paceline._cluster.master.experiments.state_transitions import NotFoundError
 from paceline._cluster.master.nodes.checkpoint_uploads import (
     OpenUploads,
     WaitingCheckpoints,
-    ids_of_live_attempts,
+    live_attempt_ids,
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
@@ -240,7 +240,7 @@ class Transfers:
         """Remove an attempt's incomplete uploads, if the attempt has ended on all nodes."""
         # An attempt may be gone with its experiment.
         with self._database.read() as connection:
-            if attempt_id in ids_of_live_attempts(connection):
+            if attempt_id in live_attempt_ids(connection):
                 return
         self.waiting.forget(attempt_id)
         self._uploads.forget(attempt_id)
@@ -251,7 +251,7 @@ class Transfers:
         if not known:
             return
         with self._database.read() as connection:
-            live = ids_of_live_attempts(connection)
+            live = live_attempt_ids(connection)
         for attempt_id in known - live:
             self.forget(attempt_id)
 
@@ -259,14 +259,14 @@ class Transfers:
 
     def _directory_of(self, connection: Connection, attempt: Row[Any]) -> DirectoryStorage:
         experiment = StateChanges.experiment(connection, attempt.experiment_id)
-        place = place_of_experiment(experiment, self._changes.default_storage)
+        place = experiment_place(experiment, self._changes.default_storage)
         if "://" in place:
             raise RefusedError("other_storage", f"Nodes themselves store checkpoints in {place}.")
         return DirectoryStorage(place, has_one_owner=True)
 
     def _place(self, row: Row[Any]) -> CheckpointPlace:
         with self._database.read() as connection:
-            return place_of_checkpoint(connection, row, self._changes.default_storage)
+            return checkpoint_place(connection, row, self._changes.default_storage)
 
     def _store(
         self,

@@ -9,7 +9,7 @@ from pathlib import Path
 from sqlalchemy import Connection, select
 
 from paceline._cluster.master.experiments.attempts import read_attempt
-from paceline._cluster.master.experiments.checkpoints import place_of_experiment
+from paceline._cluster.master.experiments.checkpoints import experiment_place
 from paceline._cluster.master.experiments.state_changes import StateChanges
 from paceline._cluster.master.experiments.state_transitions import RefusedError
 from paceline._cluster.master.store import tables
@@ -150,7 +150,7 @@ class OpenUploads:
             )
             experiments = {row.id: row.experiment_id for row in connection.execute(query)}
             places = {
-                one: place_of_experiment(
+                one: experiment_place(
                     StateChanges.experiment(connection, one), self._default_storage
                 )
                 for one in set(experiments.values())
@@ -171,7 +171,7 @@ class OpenUploads:
         """Remove incomplete uploads of ended attempts from a storage; return True when done."""
         prefix = f"{self._cluster_id}-"
         with self._database.read() as connection:
-            live = ids_of_live_attempts(connection)
+            live = live_attempt_ids(connection)
 
         def is_wanted(sender: str) -> bool:
             number = sender.removeprefix(prefix)
@@ -189,7 +189,7 @@ class OpenUploads:
         return True
 
 
-def ids_of_live_attempts(connection: Connection) -> set[int]:
+def live_attempt_ids(connection: Connection) -> set[int]:
     """Return the ids of attempts not yet ended."""
     attempts = tables.attempts.c
     query = select(attempts.id).where(attempts.state.in_(LIVE_ATTEMPTS))

@@ -138,7 +138,7 @@ def stored_node(row: Row[Any]) -> RegisteredNode:
 _NEW_TOKEN = "`paceline token create NAME --scope runner"  # noqa: S105 - a command
 
 
-def check_node_of_token(token: StoredToken | None, facts: NodeFacts) -> None:
+def check_token_node(token: StoredToken | None, facts: NodeFacts) -> None:
     """Refuse a runner with a token bound to another node.
 
     Args:
@@ -158,7 +158,7 @@ def check_node_of_token(token: StoredToken | None, facts: NodeFacts) -> None:
     )
 
 
-def check_pool_of_token(
+def check_token_pool(
     token: StoredToken | None, facts: NodeFacts, pools: Mapping[str, PoolSettings]
 ) -> None:
     """Refuse a runner with a node outside its token's pool.
@@ -191,7 +191,7 @@ def check_pool_of_token(
     )
 
 
-def check_key_of_bound(known: NodeFacts, facts: NodeFacts) -> None:
+def check_bound_key(known: NodeFacts, facts: NodeFacts) -> None:
     """Refuse another machine the name of a node with a bound token, even if the node is lost.
 
     Args:
@@ -212,7 +212,7 @@ def check_key_of_bound(known: NodeFacts, facts: NodeFacts) -> None:
     )
 
 
-def check_owner_of_name(
+def check_name_owner(
     known: NodeFacts, facts: NodeFacts, token: StoredToken | None, *, has_other_token: bool
 ) -> None:
     """Refuse a present node's name to another machine, or to a sender with another token.
@@ -346,7 +346,7 @@ class Nodes(Machines):
         """
         check_node_version(facts)
         token = self._token(token_id)
-        check_node_of_token(token, facts)
+        check_token_node(token, facts)
 
         def job(transaction: Transaction) -> NodeSession:
             connection = transaction.connection
@@ -406,7 +406,7 @@ class Nodes(Machines):
         if token is not None and token.pool is not None:
             with self._database.read() as connection:
                 pools = read_pools(connection)
-            check_pool_of_token(token, node.facts, pools)
+            check_token_pool(token, node.facts, pools)
 
     def tell_of_pools(self) -> None:
         """Answer the polls of nodes with a pool-bound token, as their pool may have changed."""
@@ -545,14 +545,14 @@ class Nodes(Machines):
             return
         before = self._token(known.token_id)
         if before is not None and before.node is not None:
-            check_key_of_bound(known.facts, facts)
+            check_bound_key(known.facts, facts)
         with self._lock:
             remembered = self._nodes.get(known.id)
             has_just_registered = remembered is None or remembered.session != known.session
             if self.presence.is_lost(known.id) and not has_just_registered:
                 return
         is_other = known.token_id not in (token_id, None)
-        check_owner_of_name(
+        check_name_owner(
             known.facts,
             facts,
             self._token(token_id),
@@ -571,7 +571,7 @@ class Nodes(Machines):
         if known is None or not (
             is_as_before(known.facts, facts) and _is_at_work(connection, known.id)
         ):
-            check_pool_of_token(token, facts, pools)
+            check_token_pool(token, facts, pools)
         if known is not None:
             check_pool_of_known(token, known.facts, facts, pools)
 

@@ -46,7 +46,7 @@ def _run_guarded(command: list[str], directory: str) -> "str | None":
         runner = subprocess.Popen(
             [*command, "--dir", directory, "--token-file", os.path.join(directory, "token")],
             cwd=directory,
-            env=_environment_of_runner(),
+            env=_runner_environment(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -69,7 +69,7 @@ def _run_guarded(command: list[str], directory: str) -> "str | None":
     return None
 
 
-def _environment_of_runner() -> dict[str, str]:
+def _runner_environment() -> dict[str, str]:
     # Ray's own variables are for its processes; only the cluster's address is for others. The
     # number of threads comes from Ray for its actors, not the user's wish.
     kept = {

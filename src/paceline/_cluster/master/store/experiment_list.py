@@ -35,7 +35,7 @@ from paceline._cluster.master.store.row_ids_and_counts import (
     NO_COUNTS,
     TRIALS,
     ExperimentCounts,
-    counts_of_experiments,
+    experiment_counts,
     ids_parameter,
     many_ids,
     number_by_state,
@@ -171,7 +171,7 @@ def list_rows(
         Listed(
             rows[one.id],
             {
-                name: _value_of_column(name, rows[one.id]._mapping[f"column_{n}"])
+                name: _column_value(name, rows[one.id]._mapping[f"column_{n}"])
                 for n, name in enumerate(query.columns)
             },
             (one.place, one.id),
@@ -283,7 +283,7 @@ def _sortable(name: str) -> ColumnElement[Any]:
 
 
 def _told_column(name: str) -> ColumnElement[Any]:
-    """Return a column's expression for output; `_value_of_column` decodes its values."""
+    """Return a column's expression for output; `_column_value` decodes its values."""
     kind, _, rest = name.partition(":")
     if kind == "hparam" and rest:
         # Path given twice: SQLite then returns a JSON list, in which true differs from 1.
@@ -292,7 +292,7 @@ def _told_column(name: str) -> ColumnElement[Any]:
     return _shown_column(name)
 
 
-def _value_of_column(name: str, found: Any) -> Any:
+def _column_value(name: str, found: Any) -> Any:
     """Return the decoded value of a column selected by `_told_column`."""
     is_list = name.startswith("hparam:") and isinstance(found, str)
     return json.loads(found)[0] if is_list else found
@@ -339,7 +339,7 @@ def encode_experiments(
     connection: Connection, listed: Sequence[Listed], cache: EncodingCache, *, is_brief: bool
 ) -> list[bytes]:
     """Return each experiment as JSON; `is_brief` leaves the configurations empty."""
-    counts = counts_of_experiments(connection, [one.experiment.id for one in listed])
+    counts = experiment_counts(connection, [one.experiment.id for one in listed])
     return [
         _encode_experiment(one, counts.get(one.experiment.id, NO_COUNTS), cache, is_brief=is_brief)
         for one in listed

@@ -16,7 +16,7 @@ from paceline._cluster.master.store.metric_series import tagged
 from paceline._cluster.master.store.row_ids_and_counts import (
     NO_COUNTS,
     ExperimentCounts,
-    counts_of_experiments,
+    experiment_counts,
     ids_parameter,
     many_ids,
 )
@@ -151,7 +151,7 @@ def drop_unused_environments(connection: Connection, digests: set[str]) -> None:
 
 def experiment_view(connection: Connection, row: Row[Any]) -> Experiment:
     """Return an experiment's row as the API model, with secrets hidden."""
-    counts = counts_of_experiments(connection, [row.id]).get(row.id, NO_COUNTS)
+    counts = experiment_counts(connection, [row.id]).get(row.id, NO_COUNTS)
     return experiment_model(row, counts, config=hide_secrets(row.config))
 
 
@@ -241,7 +241,7 @@ def trial_view(connection: Connection, row: Row[Any]) -> Trial:
 def trial_facts(connection: Connection, rows: Sequence[Row[Any]]) -> dict[int, TrialFacts]:
     """Return the facts about trials from other tables, by trial id."""
     ids = [row.id for row in rows]
-    started = _starts_of_trials(connection, ids)
+    started = _trial_starts(connection, ids)
     latest = _latest_checkpoints(connection, ids)
     experiment_states = _experiment_states(connection, {row.experiment_id for row in rows})
     facts = {}
@@ -386,7 +386,7 @@ def _experiment_states(connection: Connection, ids: set[int]) -> dict[int, str]:
     return {row.id: row.state for row in found}
 
 
-def _starts_of_trials(
+def _trial_starts(
     connection: Connection, trial_ids: list[int]
 ) -> dict[int, tuple[float | None, int]]:
     """Return the first start time and the number of running attempts, by trial id."""
@@ -399,7 +399,7 @@ def _latest_checkpoints(connection: Connection, trial_ids: list[int]) -> dict[in
     return {row.id: row.uuid for row in found if row.uuid is not None}
 
 
-def _starts_of_trials_query() -> Select[Any]:
+def _trial_starts_query() -> Select[Any]:
     attempts = tables.attempts.c
     is_running = attempts.state == AttemptState.RUNNING.value
     return (
@@ -437,7 +437,7 @@ def _latest_checkpoints_query() -> Select[Any]:
 _EXPERIMENT_STATES = select(tables.experiments.c.id, tables.experiments.c.state).where(
     tables.experiments.c.id.in_(many_ids())
 )
-_STARTS_OF_TRIALS = _starts_of_trials_query()
+_STARTS_OF_TRIALS = _trial_starts_query()
 _LATEST_CHECKPOINTS = _latest_checkpoints_query()
 
 

@@ -336,7 +336,7 @@ def time_shares(connection: Connection, trial: Row[Any]) -> tuple[TimeShares, fl
         select(attempts).where(attempts.c.trial_id == trial.id).order_by(attempts.c.number)
     ).all()
     until = time.time() if trial.ended_at is None else trial.ended_at
-    sessions = _time_records_of_attempts(connection, trial.id)
+    sessions = _attempt_time_records(connection, trial.id)
     divided = divide_time(
         trial.created_at,
         until,
@@ -352,7 +352,7 @@ def time_shares(connection: Connection, trial: Row[Any]) -> tuple[TimeShares, fl
     return divided, until
 
 
-def _time_records_of_attempts(
+def _attempt_time_records(
     connection: Connection, trial_id: int
 ) -> dict[int, list[list[TimeSpent]]]:
     """Return the records of each attempt by generation."""

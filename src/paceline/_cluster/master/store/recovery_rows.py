@@ -137,20 +137,20 @@ def note_experiment(connection: Connection, experiment_id: int | None) -> None:
     )
 
 
-def rows_of_change(connection: Connection, kind: str, row_id: int) -> Iterator[RecordedRow]:
+def change_rows(connection: Connection, kind: str, row_id: int) -> Iterator[RecordedRow]:
     """Yield the current rows for a noted change."""
     if kind == ALL and row_id == 0:
         for table in ("users", "tokens", *OF_CLUSTER):
             yield from _select_recovery_rows(connection, table, "true")
     elif kind == ALL:
-        yield from rows_of_experiment(connection, row_id)
+        yield from experiment_rows(connection, row_id)
     elif kind == ENDED:
-        yield from _rows_of_attempt(connection, row_id)
+        yield from _attempt_rows(connection, row_id)
     elif kind in LASTING:
         yield from _select_recovery_rows(connection, kind, "rowid = ?", row_id)
 
 
-def rows_of_experiment(connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
+def experiment_rows(connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
     """Yield all recorded rows of an experiment, referenced rows before referring rows."""
     yield from _select_recovery_rows(connection, "experiments", "id = ?", experiment_id)
     for table in ("trials", "attempts", "search_inputs", "checkpoints"):
@@ -159,7 +159,7 @@ def rows_of_experiment(connection: Connection, experiment_id: int) -> Iterator[R
         "SELECT id FROM attempts WHERE experiment_id = ? AND ended_at IS NOT NULL ORDER BY id",
         (experiment_id,),
     ).all():
-        yield from _rows_of_attempt(connection, attempt_id)
+        yield from _attempt_rows(connection, attempt_id)
 
 
 def marks_of_running(connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
@@ -172,7 +172,7 @@ def marks_of_running(connection: Connection, experiment_id: int) -> Iterator[Rec
     )
 
 
-def _rows_of_attempt(connection: Connection, attempt_id: int) -> Iterator[RecordedRow]:
+def _attempt_rows(connection: Connection, attempt_id: int) -> Iterator[RecordedRow]:
     found = connection.exec_driver_sql(
         "SELECT trial_id, number FROM attempts WHERE id = ?", (attempt_id,)
     ).first()

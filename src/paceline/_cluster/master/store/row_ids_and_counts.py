@@ -136,7 +136,7 @@ def _triggers_of(table: str, *, size: str | None = None) -> list[str]:
     ]
 
 
-def _triggers_of_experiments() -> list[str]:
+def _experiment_triggers() -> list[str]:
     def add(row: str, sign: int) -> str:
         everyone = _ADD.format(
             kind="'experiments'", experiment=0, state=f"{row}.state", number=sign, size=0
@@ -163,7 +163,7 @@ def _triggers_of_experiments() -> list[str]:
     ]
 
 
-def _triggers_of_series() -> list[str]:
+def _series_triggers() -> list[str]:
     def add(number: str, row: str) -> str:
         experiment = f"(SELECT experiment_id FROM trials WHERE id = {row}.trial_id)"  # noqa: S608
         return " ".join(
@@ -186,11 +186,11 @@ def _triggers_of_series() -> list[str]:
 
 
 TRIGGERS = (
-    *_triggers_of_experiments(),
+    *_experiment_triggers(),
     *_triggers_of("trials"),
     *_triggers_of("attempts"),
     *_triggers_of("checkpoints", size="size"),
-    *_triggers_of_series(),
+    *_series_triggers(),
 )
 
 
@@ -251,15 +251,13 @@ class ExperimentCounts(NamedTuple):
 NO_COUNTS = ExperimentCounts(0, 0, 0, 0)
 
 
-def counts_of_experiments(
-    connection: Connection, ids: Iterable[int]
-) -> dict[int, ExperimentCounts]:
+def experiment_counts(connection: Connection, ids: Iterable[int]) -> dict[int, ExperimentCounts]:
     """Return the counts of some experiments; experiments without any count are left out."""
     found = connection.execute(_COUNTS_OF_EXPERIMENTS, ids_parameter(ids)).all()
     return {row[0]: ExperimentCounts(*row[1:]) for row in found}
 
 
-def _counts_of_experiments() -> Select[Any]:
+def _experiment_counts() -> Select[Any]:
     counts = tables.counts.c
 
     def total(column: ColumnElement[int], *conditions: ColumnElement[bool]) -> ColumnElement[int]:
@@ -283,7 +281,7 @@ def _counts_of_experiments() -> Select[Any]:
     )
 
 
-_COUNTS_OF_EXPERIMENTS = _counts_of_experiments()
+_COUNTS_OF_EXPERIMENTS = _experiment_counts()
 
 
 def num_waiting(connection: Connection) -> int:

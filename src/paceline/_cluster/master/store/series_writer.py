@@ -329,7 +329,7 @@ def store_columns(
     if inserts:
         connection.execute(insert(tables.series), inserts)
     if long:
-        full += _first_chunks_of_series(connection, trial_id, attempt, long)
+        full += _first_series_chunks(connection, trial_id, attempt, long)
     if updates:
         _update_series(connection, updates)
     if full:
@@ -363,7 +363,7 @@ def _new_series_tail(points: Points, summary: Summary) -> dict[str, Any]:
     }
 
 
-def _first_chunks_of_series(
+def _first_series_chunks(
     connection: Connection, trial_id: int, attempt: int, long: dict[tuple[str, str], Points]
 ) -> list[dict[str, Any]]:
     """Return the chunks of new series too long for a tail."""
@@ -412,7 +412,7 @@ def _extended_series_tail(
 def _chunks_of_series(series_id: int, points: Points) -> list[dict[str, Any]]:
     """Cut points into chunks: a large request must not make pages large for ever."""
     return [
-        _chunk_of_series(
+        _series_chunk(
             series_id,
             Points(
                 points.steps[start : start + _CHUNK_POINTS],
@@ -424,7 +424,7 @@ def _chunks_of_series(series_id: int, points: Points) -> list[dict[str, Any]]:
     ]
 
 
-def _chunk_of_series(series_id: int, points: Points) -> dict[str, Any]:
+def _series_chunk(series_id: int, points: Points) -> dict[str, Any]:
     column = encode_points(points)
     return {
         "series_id": series_id,

@@ -64,12 +64,12 @@ def new_name(to: Path) -> str:
     return f"{stamp}-{max(taken) + 1}" if taken else stamp
 
 
-def part_of_backup(to: Path, name: str) -> Path:
+def backup_part(to: Path, name: str) -> Path:
     """Return the path of a backup in progress."""
     return to / f".{name}{_PART}"
 
 
-def parts_of_backups(to: Path) -> list[Path]:
+def backup_parts(to: Path) -> list[Path]:
     """Return the remains of interrupted backups."""
     return sorted(to.glob(f".*{_PART}"))
 

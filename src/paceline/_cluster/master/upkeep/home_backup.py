@@ -31,10 +31,10 @@ from paceline._cluster.master.upkeep.backup_snapshots import (
     BackedUp,
     BackupError,
     Content,
+    backup_part,
+    backup_parts,
     grows,
     new_name,
-    part_of_backup,
-    parts_of_backups,
     read_backup_content,
     select_files,
     whole_backups,
@@ -121,11 +121,11 @@ class Backup:
             DatabaseVersionError: The database is damaged, or cannot be read.
             OSError: It cannot be written; earlier backups are untouched.
         """
-        for path in parts_of_backups(self._to):
+        for path in backup_parts(self._to):
             _remove_backup(path)
         earlier = self._newest()
         name = new_name(self._to)
-        part = part_of_backup(self._to, name)
+        part = backup_part(self._to, name)
         part.mkdir(mode=0o700)
         work = _BackupWork(self._home, part, *earlier)
         try:
@@ -148,7 +148,7 @@ class Backup:
 
     def remove(self, path: Path) -> None:
         """Remove a backup, renamed first so a partial removal never looks complete."""
-        gone = part_of_backup(self._to, path.name)
+        gone = backup_part(self._to, path.name)
         path.rename(gone)
         _remove_backup(gone)
 

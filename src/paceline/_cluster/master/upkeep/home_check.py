@@ -224,7 +224,7 @@ def fix(home: Path, *, is_quick: bool = False) -> CheckResult:
         mended = [_mend_database(home, one) for one in before.findings]
         if mended == before.findings and not _is_unreadable(before.findings):
             try:
-                _mend_rows_of_home(home, is_quick=is_quick)
+                _mend_home_rows(home, is_quick=is_quick)
             except OSError as error:
                 raise BackupError(
                     "A home must be one that can be written to, to be mended, but is not"
@@ -351,7 +351,7 @@ def _mend_database(home: Path, finding: Finding) -> Finding:
     return replace(finding, fix=told)
 
 
-def _mend_rows_of_home(home: Path, *, is_quick: bool) -> None:
+def _mend_home_rows(home: Path, *, is_quick: bool) -> None:
     """Repair rows of the database, records, and missing checkpoints."""
     with open_read_only(home / DATABASE) as connection:
         wrong = check_records(home, connection, lambda _: None)

@@ -223,7 +223,7 @@ def _checkpoint_problem(
             problems = {
                 name: "has another size"
                 for name, size in manifest.resources.items()
-                if _size_of_file(place / name) != size
+                if _file_size(place / name) != size
             }
         else:
             problems = storage.problems(manifest)
@@ -240,7 +240,7 @@ def _checkpoint_problem(
     return None, False
 
 
-def _size_of_file(path: Path) -> int | None:
+def _file_size(path: Path) -> int | None:
     try:
         facts = path.lstat()
     except OSError:

@@ -85,7 +85,7 @@ def read_old_access(home: Path) -> OldAccess:
     database = home / DATABASE
     try:
         if database.is_file() and database.stat().st_size:
-            return _access_of_database(home)
+            return _database_access(home)
     except DatabaseVersionError:
         pass  # damaged
     records = record_path(home, None)
@@ -95,10 +95,10 @@ def read_old_access(home: Path) -> OldAccess:
             f" since the backup, but {str(home)!r} has neither that can be read. Hint: leave"
             " `--old-home` out, and name the tokens that are to be kept by `--keep-tokens`."
         )
-    return _access_of_records(home, records)
+    return _record_access(home, records)
 
 
-def _access_of_database(home: Path) -> OldAccess:
+def _database_access(home: Path) -> OldAccess:
     with open_read_only(home / DATABASE) as connection:
         users = connection.execute(text("SELECT name, password_hash, changed_at FROM users"))
         tokens = connection.execute(text("SELECT digest, revoked_at FROM tokens"))
@@ -109,7 +109,7 @@ def _access_of_database(home: Path) -> OldAccess:
         )
 
 
-def _access_of_records(home: Path, records: Path) -> OldAccess:
+def _record_access(home: Path, records: Path) -> OldAccess:
     users: dict[str, tuple[str, float]] = {}
     revoked_at: dict[str, float | None] = {}
     for _, row in read_record(records):

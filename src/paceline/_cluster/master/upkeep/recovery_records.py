@@ -29,12 +29,12 @@ from paceline._cluster.master.store.recovery_rows import (
     RecordedRow,
     are_records_begun,
     begin_records,
+    change_rows,
     decode_row,
     encode_row,
+    experiment_rows,
     marks_of_running,
     primary_key,
-    rows_of_change,
-    rows_of_experiment,
 )
 from paceline._cluster.master.upkeep.home_file_checks import Finding, Report
 
@@ -268,7 +268,7 @@ def _rows_to_recover(connection: Connection, changes: list[Row[Any]]) -> Iterato
         if (change.kind, change.row_id) not in seen:
             seen.add((change.kind, change.row_id))
             has_inputs |= change.kind in (ALL, "search_inputs")
-            yield from rows_of_change(connection, change.kind, change.row_id)
+            yield from change_rows(connection, change.kind, change.row_id)
     # Journal marks of running attempts, recorded with inputs: a rebuild must not judge records
     # again when reading the journals anew.
     if has_inputs and changes[0].experiment_id is not None:
@@ -351,15 +351,15 @@ def _check_experiment_records(
         return True
     num_lacking = 0
     stored: set[Key] = set()
-    for row in rows_of_experiment(connection, experiment_id):
-        if row.table not in _COMPARED or key_of_record(row) in stored:
+    for row in experiment_rows(connection, experiment_id):
+        if row.table not in _COMPARED or record_key(row) in stored:
             continue
-        stored.add(key_of_record(row))
-        known = recorded.get(key_of_record(row))
+        stored.add(record_key(row))
+        known = recorded.get(record_key(row))
         if known is None:
             num_lacking += 1
         elif known != _digest(row, is_over=is_over):
-            where = _named(*key_of_record(row), experiment_id)
+            where = _named(*record_key(row), experiment_id)
             report(Finding(kind="database", where=where, problem=_OTHER))
     if num_lacking:
         report(Finding(kind="record", where=name, problem=f"lacks {num_lacking} rows"))
@@ -402,7 +402,7 @@ def _read_records(path: Path, *, is_over: bool) -> tuple[dict[Key, int], int]:
         if row is None:
             num_damaged += 1
         elif row.table in _COMPARED:
-            recorded[key_of_record(row)] = _digest(row, is_over=is_over)
+            recorded[record_key(row)] = _digest(row, is_over=is_over)
     return recorded, num_damaged
 
 
@@ -416,11 +416,11 @@ def rows_to_mend(home: Path, connection: Connection, experiment_id: int) -> Iter
     is_over = _is_over(connection, experiment_id)
     for _, row in read_record(record_path(home, experiment_id)):
         if row is not None and row.table in _COMPARED:
-            wanted[key_of_record(row)] = row
-    for row in rows_of_experiment(connection, experiment_id):
-        known = wanted.get(key_of_record(row))
+            wanted[record_key(row)] = row
+    for row in experiment_rows(connection, experiment_id):
+        known = wanted.get(record_key(row))
         if known is not None and _digest(known, is_over=is_over) == _digest(row, is_over=is_over):
-            del wanted[key_of_record(row)]
+            del wanted[record_key(row)]
     yield from wanted.values()
 
 
@@ -448,7 +448,7 @@ def mend_recorded_row(connection: sqlite3.Connection, row: RecordedRow) -> None:
         )
 
 
-def key_of_record(row: RecordedRow) -> Key:
+def record_key(row: RecordedRow) -> Key:
     """Return the identifying key of a recorded row: its table and primary key."""
     assert row.values is not None
     return row.table, tuple(row.values[name] for name in primary_key(row.table))

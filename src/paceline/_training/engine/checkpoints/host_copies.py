@@ -20,7 +20,7 @@ from paceline._training.engine.checkpoints.sharded_state import (
     OwnPiece,
     TensorCollector,
     fill_tensor_slots,
-    path_of_slot,
+    slot_path,
 )
 from paceline._training.engine.checkpoints.state_files import check_tensor
 from paceline._training.engine.tensors import copy_tensors
@@ -209,7 +209,7 @@ class HostCopies:
             self._copy_tensors(tensors, has_pieces=bool(collector.pieces))
         except RuntimeError:
             for number, tensor in enumerate(tensors):
-                check_tensor(tensor, path_of_slot(self._tree, number) or "a piece")
+                check_tensor(tensor, slot_path(self._tree, number) or "a piece")
             raise
 
     def _copy_tensors(self, tensors: list[torch.Tensor], *, has_pieces: bool) -> None:

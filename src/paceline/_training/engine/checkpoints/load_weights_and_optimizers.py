@@ -16,7 +16,7 @@ from paceline._training.engine.checkpoints.dcp_files import METADATA_NAME, DcpFi
 from paceline._training.engine.checkpoints.models_and_optimizers import (
     divided_optimizer_states,
     load_models,
-    shape_of_state,
+    state_shape,
 )
 from paceline._training.engine.checkpoints.state_files import (
     check_number,
@@ -90,7 +90,7 @@ def check_optimizer_slots(
 
 
 def _has_tensors(slots: Slots) -> bool:
-    return all(shape_of_state(value) is not None for value in slots.values())
+    return all(state_shape(value) is not None for value in slots.values())
 
 
 def _check_slots(kind: str, parameter: str, wanted: Slots, found: Slots, place: str) -> None:
@@ -103,7 +103,7 @@ def _check_slots(kind: str, parameter: str, wanted: Slots, found: Slots, place: 
             f" options. {hint}"
         )
     for name, value in wanted.items():
-        here, there = shape_of_state(value), shape_of_state(found[name])
+        here, there = state_shape(value), state_shape(found[name])
         if here is not None and there is not None and here != there:
             raise CheckpointMismatchError(
                 f"{text}, but {name!r} of {parameter!r} is {list(there)} there and {list(here)}"
@@ -426,15 +426,15 @@ def _add_tied(model: torch.nn.Module, state: dict[str, Any]) -> None:
     present = model.state_dict()
     for name, value in present.items():
         if name in state and isinstance(value, torch.Tensor):
-            by_memory.setdefault(_memory_of_tensor(value), state[name])
+            by_memory.setdefault(_tensor_memory(value), state[name])
     for name, value in present.items():
         if name not in state and isinstance(value, torch.Tensor) and value.numel():
-            first = by_memory.get(_memory_of_tensor(value))
+            first = by_memory.get(_tensor_memory(value))
             if first is not None:
                 state[name] = first
 
 
-def _memory_of_tensor(tensor: Any) -> object:
+def _tensor_memory(tensor: Any) -> object:
     """Return a key equal for tensors with the same memory and layout."""
     if tensor.is_meta:
         return id(tensor)

@@ -153,7 +153,7 @@ def _load_model(
     shapes = [
         f"{name!r} is {list(state[name].shape)} there and {list(value.shape)} here"
         for name, value in present.items()
-        if name in state and shape_of_state(value) not in (None, shape_of_state(state[name]))
+        if name in state and state_shape(value) not in (None, state_shape(state[name]))
     ]
     problems = [f"it lacks {_some(missing)}"] if missing else []
     problems += [f"it has {_some(unknown)} besides"] if unknown else []
@@ -202,7 +202,7 @@ def _more(names: list[str]) -> str:
     return f" and {num_more} more" if num_more > 0 else ""
 
 
-def shape_of_state(value: Any) -> Any:
+def state_shape(value: Any) -> Any:
     """Return a tensor's shape; None where there is none to compare, as before a first batch."""
     if isinstance(value, StoredTensor):
         return value.shape
@@ -247,7 +247,7 @@ class ModelsAndOptimizers:
         models = [_model_state(model) for model in self.models]
         # A walk through a model takes as long as all else of it.
         named = [named_parameters(model) for model in self.models]
-        names = _names_of_parameters(named)
+        names = _parameter_names(named)
         loose = [each.detach() for each in self.parameters if id(each) not in names]
         return {
             **self._leave_bases_out(models),
@@ -312,7 +312,7 @@ class ModelsAndOptimizers:
 
         An optimizer's own state has no names.
         """
-        names = _names_of_parameters([named_parameters(model) for model in self.models])
+        names = _parameter_names([named_parameters(model) for model in self.models])
         for index, (some, optimizer) in enumerate(zip(stored, self.optimizers, strict=False)):
             there = [_plain_name(name) for name in some]
             here = [_plain_name(names.get(id(each))) for each in parameters_of(optimizer)]
@@ -332,7 +332,7 @@ class ModelsAndOptimizers:
 
     def _load_loose(self, stored: Sequence[torch.Tensor]) -> None:
         """Restore parameters known to optimizers only."""
-        names = _names_of_parameters([named_parameters(model) for model in self.models])
+        names = _parameter_names([named_parameters(model) for model in self.models])
         loose = [each for each in self.parameters if id(each) not in names]
         if not stored:
             return
@@ -392,7 +392,7 @@ def _plain_name(name: str | None) -> str:
     return name or "a parameter of no model"
 
 
-def _names_of_parameters(
+def _parameter_names(
     named: Sequence[Sequence[tuple[str, torch.nn.Parameter]]],
 ) -> dict[int, str]:
     """Return the checkpoint name of each parameter of models, by the parameter's `id`.
@@ -470,7 +470,7 @@ def divided_optimizer_states(
         if isinstance(state := states.get(index), dict):
             divided[index] = {
                 name: fit_stored_tensor(value, parameter)
-                if shape_of_state(value) == parameter.shape
+                if state_shape(value) == parameter.shape
                 else whole(value)
                 for name, value in state.items()
             }

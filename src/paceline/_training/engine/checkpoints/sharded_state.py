@@ -248,18 +248,18 @@ class TensorCollector:
         return number
 
 
-def path_of_slot(tree: Any, number: int, path: str = "") -> str | None:
+def slot_path(tree: Any, number: int, path: str = "") -> str | None:
     """Return a numbered slot's path in a tree from `TensorCollector`; None if absent."""
     if type(tree) is TensorSlot:
         return path if tree == number else None
     if isinstance(tree, StateInPieces):
-        return path_of_slot(tree.state, number, path)
+        return slot_path(tree.state, number, path)
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, dict):
         items = tree.items()
     elif isinstance(tree, (list, tuple)):
         items = enumerate(tree)
-    found = (path_of_slot(item, number, f"{path}.{key}".lstrip(".")) for key, item in items)
+    found = (slot_path(item, number, f"{path}.{key}".lstrip(".")) for key, item in items)
     return next((one for one in found if one is not None), None)
 
 

@@ -142,7 +142,7 @@ def write_tensor_file(
         ValueError: A type is not supported.
     """
     shapes = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
-    order, beginning, _ = _layout_of_file(shapes, {"__metadata__": dict(metadata)})
+    order, beginning, _ = _file_layout(shapes, {"__metadata__": dict(metadata)})
     with path.open("xb") as file:
         file.write(beginning)
         for name in order:
@@ -164,12 +164,12 @@ def tensor_file_pieces(
     if not {tensor.dtype for tensor in tensors.values()} <= _NAMES.keys():
         return None
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    order, beginning, num_bytes = _layout_of_file(shapes, {})
+    order, beginning, num_bytes = _file_layout(shapes, {})
     blocks = chain([memoryview(beginning)], (_bytes_of(tensors[name]) for name in order))
     return len(beginning) + num_bytes, _without_small_ones(blocks)
 
 
-def _layout_of_file(
+def _file_layout(
     shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], header: dict[str, Any]
 ) -> tuple[Sequence[str], bytes, int]:
     """Return the order of tensors in a file, the header bytes, and the size of the data."""
@@ -298,9 +298,7 @@ class StoredTensor:
         size = torch.Size(shape)
         result, num_read = None, 0
         for piece in self._files.pieces(self.name):
-            there, here = _overlap_of_pieces(
-                piece.offset, piece.file.shape(piece.name), offset, shape
-            )
+            there, here = _piece_overlap(piece.offset, piece.file.shape(piece.name), offset, shape)
             if there is None:
                 continue
             values = piece.file.read(piece.name, there)
@@ -400,7 +398,7 @@ class ShardFiles:
         return self._pieces.get(name, ())
 
 
-def _overlap_of_pieces(
+def _piece_overlap(
     start: Sequence[int], shape: Sequence[int], other_start: Sequence[int], other: Sequence[int]
 ) -> tuple[Any, Any]:
     """Return the overlap of two pieces as slices of each; None twice without an overlap."""

@@ -127,7 +127,7 @@ def log_threads(environments: Sequence[Mapping[str, str]]) -> None:
     )
 
 
-def shards_of_launcher() -> int | None:
+def launcher_shards() -> int | None:
     """Return the launcher's number of shards of a global batch, or None if not given.
 
     Raises:

@@ -401,15 +401,15 @@ def marked_process_groups(group_id: str) -> set[int]:
     return {
         process.process_group
         for process in living_processes()
-        if process.process_group != own and _marks_of_process(process.pid)[-1:] == [wanted]
+        if process.process_group != own and _process_marks(process.pid)[-1:] == [wanted]
     }
 
 
 def _has_mark(pid: int, group_id: str) -> bool:
-    return group_id.encode() in _marks_of_process(pid)
+    return group_id.encode() in _process_marks(pid)
 
 
-def _marks_of_process(pid: int) -> list[bytes]:
+def _process_marks(pid: int) -> list[bytes]:
     """Return the marks in a process's environment, the outermost first."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:

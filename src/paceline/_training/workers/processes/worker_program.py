@@ -142,9 +142,9 @@ def _run_program(kind: str, target: str, arguments: "list[str]") -> ProgramOutco
             code = _LOADERS[kind](program, target, arguments)
             exec(code, program.__dict__)  # noqa: S102 - this is the user's program
     except SystemExit as request:
-        return _outcome_of_exit(request.code)
+        return _exit_outcome(request.code)
     except BaseException as error:
-        return _outcome_of_error(error)
+        return _error_outcome(error)
     return ProgramOutcome(0)
 
 
@@ -234,7 +234,7 @@ def describe_exit(request: object) -> str:
     return f"sys.exit({text})"
 
 
-def _outcome_of_exit(code: object) -> ProgramOutcome:
+def _exit_outcome(code: object) -> ProgramOutcome:
     if code is None or isinstance(code, int):
         return ProgramOutcome(exit_code_of(code))
     try:
@@ -246,7 +246,7 @@ def _outcome_of_exit(code: object) -> ProgramOutcome:
     return ProgramOutcome(1, text.partition("\n")[0][:_ERROR_CHARACTERS])
 
 
-def _outcome_of_error(error: BaseException) -> ProgramOutcome:
+def _error_outcome(error: BaseException) -> ProgramOutcome:
     lines = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
     outcome = ProgramOutcome(
         INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1,

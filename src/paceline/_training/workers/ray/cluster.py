@@ -284,7 +284,7 @@ def _connect_to_ray(ray: Any) -> None:
         _restore_auth()
         raise
     _own.num_users = 1
-    if cluster := _cluster_of_machine():
+    if cluster := _machine_cluster():
         logger.warning(
             "Started Ray on this machine, beside the Ray cluster %s that it belongs to, as none was"
             " named. Hint: %s=%s uses that one.",
@@ -318,7 +318,7 @@ def make_token_private() -> None:
         )
 
 
-def _cluster_of_machine() -> str | None:
+def _machine_cluster() -> str | None:
     """Return the address of the cluster joined by `ray start` on this machine, or None."""
     # `ray stop` removes the file.
     path = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")  # noqa: S108

@@ -158,7 +158,7 @@ class ScriptSources(NamedTuple):
 
     Attributes:
         directory: Its path.
-        mark: What `mark_of_script_directory` tells of it.
+        mark: What `script_directory_mark` tells of it.
     """
 
     directory: str
@@ -172,7 +172,7 @@ class ScriptSources(NamedTuple):
         if is_installed(directory):
             # A program such as pytest or Jupyter runs the user's code.
             directory = os.getcwd()
-        return cls(directory, mark_of_script_directory(directory))
+        return cls(directory, script_directory_mark(directory))
 
 
 def is_installed(directory: str) -> bool:
@@ -182,7 +182,7 @@ def is_installed(directory: str) -> bool:
     return any(path.is_relative_to(os.path.realpath(prefix)) for prefix in prefixes)
 
 
-def mark_of_script_directory(directory: str) -> Mark | None:
+def script_directory_mark(directory: str) -> Mark | None:
     """Return a mark to tell a directory from its namesakes, or None if there is no directory.
 
     That is its number in the file system, and the numbers, sizes and times of the Python files in

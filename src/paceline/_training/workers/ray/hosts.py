@@ -70,9 +70,9 @@ def make_worker_actor_class() -> Any:
             }
 
         def mark_of(self, directory: str) -> Any:
-            from paceline._training.workers.ray.host_process import mark_of_script_directory
+            from paceline._training.workers.ray.host_process import script_directory_mark
 
-            return mark_of_script_directory(directory)
+            return script_directory_mark(directory)
 
         def warm_up(self, order: Any) -> None:
             from paceline._training.workers.ray.host_process import warm_up

@@ -368,7 +368,7 @@ class RayHosts:
         )
 
 
-def resources_of_trial(bundles: Sequence[Mapping[str, float]]) -> "PlacementGroupFactory":
+def trial_resources(bundles: Sequence[Mapping[str, float]]) -> "PlacementGroupFactory":
     """Return a trial's resources for Ray Tune: none for itself, and a bundle for each worker."""
     from ray.tune import PlacementGroupFactory
 

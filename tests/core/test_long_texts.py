@@ -25,7 +25,7 @@ def test_a_master_takes_the_causes_of_restarts_and_the_reasons_of_stores_however
         resumed_from=None,
         steps_completed=0,
         restart_causes=["y" * 9000],
-        is_parent_told=False,
+        is_parent_notified=False,
     )
     record_store_state(journal, "s3://bucket", "z" * 9000)
     journal.close()

@@ -492,7 +492,7 @@ SHORT_OF_MEMORY = """
 import time
 from paceline._training.workers.ray.pool import RayPool
 from paceline._training.workers.failures_and_restarts import WorkerStartError
-from paceline._training.workers.ray.hosts import tell_lack_of_memory
+from paceline._training.workers.ray.hosts import log_lack_of_memory
 
 pool = RayPool(1)
 try:
@@ -506,7 +506,7 @@ class Actor:
     def is_on_node(self):
         time.sleep(600)
 
-tell_lack_of_memory(ray, Actor.remote(), 3)
+log_lack_of_memory(ray, Actor.remote(), 3)
 pool.shutdown()
 """
 

@@ -271,7 +271,7 @@ def record_start(
     resumed_from: str | None,
     steps_completed: int,
     restart_causes: Sequence[str] = (),
-    is_parent_told: bool = True,
+    is_parent_notified: bool = True,
 ) -> None:
     """Record this process's start as a rank of an attempt, with the first step of its reports.
 
@@ -284,7 +284,7 @@ def record_start(
         resumed_from: The checkpoint that it resumes from.
         steps_completed: The steps so far.
         restart_causes: The reasons why the workers of earlier starts ended, see `AttemptStarted`.
-        is_parent_told: Whether the parent process must be informed; it knows of a run that it has
+        is_parent_notified: Whether the parent process must be informed; it knows of a run that it has
             begun itself.
     """
     # World size 0: the record of a run's failed end, not a start of workers.
@@ -306,7 +306,7 @@ def record_start(
             restart_causes=causes if is_chief else (),
         )
     )
-    if is_parent_told:
+    if is_parent_notified:
         send_run_event("run", journal)
 
 
@@ -376,7 +376,7 @@ def end_journal(
     outcome: Outcome,
     error: BaseException | str | None,
     *,
-    is_parent_told: bool = True,
+    is_parent_notified: bool = True,
 ) -> None:
     """Record how a process has ended, and close its journal.
 
@@ -384,7 +384,7 @@ def end_journal(
         journal: The journal.
         outcome: How it has ended.
         error: The exception that ended the attempt, or its text by `describe_error`.
-        is_parent_told: See `record_start`.
+        is_parent_notified: See `record_start`.
     """
     if outcome is Outcome.INVALID_HP:
         reason = EarlyExitReason.INVALID_HP.value
@@ -409,7 +409,7 @@ def end_journal(
         )
     )
     journal.close()
-    if outcome is Outcome.COMPLETED and is_parent_told:
+    if outcome is Outcome.COMPLETED and is_parent_notified:
         send_run_event("completed", journal)
 
 

@@ -35,8 +35,8 @@ from paceline.core._run_directories import (
     run_name,
     run_to_resume,
     starting_point,
-    tell_of_changes,
-    tell_of_earlier_run,
+    warn_changed_hparams,
+    warn_earlier_run,
 )
 from paceline.core._run_storage import discard_unfinished
 from paceline.core._run_summaries import (
@@ -241,7 +241,7 @@ def open_run_by_name(
     if run is None:
         before = newest_run_named(root, name) if directory is None else None
         if before is not None and is_resumable and not resume:
-            tell_of_earlier_run(before, name)
+            warn_earlier_run(before, name)
         # Before there is a directory, as it may be refused.
         place = storage or new_run_storage(root)
         if place.is_remote and is_resumable:
@@ -264,7 +264,7 @@ def open_run_by_name(
             hparams=None if hparams is None else recordable(hparams),
         )
         return _place_new(path, info, start, master, lock)
-    tell_of_changes(run.read_info(), hparams)
+    warn_changed_hparams(run.read_info(), hparams)
     return _place_resumed(run, storage, seed, master, lock)
 
 
@@ -307,7 +307,7 @@ def _place_resumed(
             # No journal says that it was deleted, so a later attempt must not find it either.
             run.note_checkpoint(stored.uuid, place.url)
     if not history.checkpoints:
-        _tell_of_unknown_checkpoints(run, place)
+        _warn_unknown_checkpoints(run, place)
     uuid, steps = newest_whole_checkpoint(place, history, being_deleted=being_deleted)
     return OpenedRun(
         path=run.path,
@@ -322,7 +322,7 @@ def _place_resumed(
     )
 
 
-def _tell_of_unknown_checkpoints(run: RunDirectory, storage: CheckpointStorage) -> None:
+def _warn_unknown_checkpoints(run: RunDirectory, storage: CheckpointStorage) -> None:
     """Warn if the run's own directory has checkpoints unknown to its journal."""
     if storage.local_root == run.checkpoints_path and (unknown := storage.list()):
         logger.warning(

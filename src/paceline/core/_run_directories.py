@@ -233,7 +233,7 @@ def run_to_resume(
     return run
 
 
-def tell_of_earlier_run(run: RunDirectory, name: str) -> None:
+def warn_earlier_run(run: RunDirectory, name: str) -> None:
     """Warn about a crashed or preempted last run of this name before a new run begins."""
     history = read_history(run)
     state = run_state(run, history)
@@ -282,7 +282,7 @@ def recordable(value: Any) -> Any:
     return str(value)
 
 
-def tell_of_changes(info: RunInfo, hparams: Mapping[str, Any] | None) -> None:
+def warn_changed_hparams(info: RunInfo, hparams: Mapping[str, Any] | None) -> None:
     """Warn if a resumed run has other hyperparameters than at its beginning."""
     if hparams is None or info.hparams is None:
         return

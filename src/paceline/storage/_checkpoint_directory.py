@@ -302,7 +302,7 @@ def restored(storage: CheckpointStorage, uuid: str) -> Iterator[Path]:
 
 
 @contextmanager
-def telling_of_deletion(path: Path) -> Iterator[None]:
+def reporting_deletion(path: Path) -> Iterator[None]:
     """Make read errors report the deletion of a checkpoint if the checkpoint was deleted.
 
     Args:

@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote, urlsplit
 from uuid import UUID
 
 from paceline._base.imports import loaded_class, offered_points
-from paceline.storage._checkpoint_directory import restored, telling_of_deletion
+from paceline.storage._checkpoint_directory import reporting_deletion, restored
 from paceline.storage._checkpoint_files import CheckpointNotFoundError, StorageNotInstalledError
 from paceline.storage._checkpoint_storage import UUID_FORM, CheckpointStorage
 from paceline.storage._directory_storage import DirectoryStorage
@@ -163,7 +163,7 @@ def directory_of_checkpoint(place: str | os.PathLike[str]) -> Iterator[Path]:
         ValueError: It is no such URL.
     """
     if "://" not in os.fspath(place):
-        with telling_of_deletion(Path(place)):
+        with reporting_deletion(Path(place)):
             yield Path(place)
         return
     storage, uuid = checkpoint_at(place)

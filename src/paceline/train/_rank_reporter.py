@@ -56,7 +56,7 @@ class RankReporter:
         on_report: Called after each report of the thread that makes this object; for a function
             that runs in its driver's process.
         restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
-        is_parent_told: Whether the parent process must hear of the run, see `record_start`.
+        is_parent_notified: Whether the parent process must hear of the run, see `record_start`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RankReporter:
         searched_metrics: Sequence[str],
         on_report: Callable[[], None] | None,
         restart_causes: Sequence[str] = (),
-        is_parent_told: bool = True,
+        is_parent_notified: bool = True,
     ) -> None:
         self.journal = JournalWriter(directory)
         self._decision = decision
@@ -90,7 +90,7 @@ class RankReporter:
         self._first_report = first_report
         self._on_report = on_report
         self._restart_causes = restart_causes
-        self._is_parent_told = is_parent_told
+        self._is_parent_notified = is_parent_notified
         self._own_thread = threading.get_ident()
         # A number, its place in the journal and the record that begins the journal go together.
         self._lock = threading.Lock()
@@ -203,7 +203,7 @@ class RankReporter:
             self._record_timings()
             if outcome is not Outcome.ERROR:
                 self._account.end(self.steps_completed, self._waited_s())
-        end_journal(self.journal, outcome, error, is_parent_told=self._is_parent_told)
+        end_journal(self.journal, outcome, error, is_parent_notified=self._is_parent_notified)
 
     def count_batch(self, num_samples: int, wait_s: float, *, is_trained: bool) -> None:
         """Count a batch of this rank and the seconds waited for its data."""
@@ -270,7 +270,7 @@ class RankReporter:
             resumed_from=resumed_from,
             steps_completed=steps_completed,
             restart_causes=self._restart_causes,
-            is_parent_told=self._is_parent_told,
+            is_parent_notified=self._is_parent_notified,
         )
         for record in self._first_times:
             self.journal.append(msgspec.structs.replace(record, steps_completed=steps_completed))

@@ -218,10 +218,10 @@ class RankSession(LooseSession):
         if spec.storage_per_node and distributed is not None:
             storage = NodeStorage(self._access.run.checkpoints_path, distributed)
         # The driver of a pool has begun the run, and is the parent of its workers.
-        is_parent_told = on_report is not None or distributed is not None
+        is_parent_notified = on_report is not None or distributed is not None
         self._spec: RunSpec = spec
         self._decision = self._make_decision()
-        self.reporter = self._make_reporter(on_report, is_parent_told=is_parent_told)
+        self.reporter = self._make_reporter(on_report, is_parent_notified=is_parent_notified)
         self._comparison = RankComparison(
             RankCheck(spec.check_ranks),
             self.gradients,
@@ -261,7 +261,7 @@ class RankSession(LooseSession):
         )
 
     def _make_reporter(
-        self, on_report: Callable[[], None] | None, *, is_parent_told: bool
+        self, on_report: Callable[[], None] | None, *, is_parent_notified: bool
     ) -> RankReporter:
         spec, rank_info = self._spec, self.rank_info
         return RankReporter(
@@ -274,7 +274,7 @@ class RankSession(LooseSession):
             searched_metrics=spec.searched_metrics,
             on_report=on_report,
             restart_causes=spec.restart_causes,
-            is_parent_told=is_parent_told,
+            is_parent_notified=is_parent_notified,
         )
 
     def _make_checkpoints(self, storage: CheckpointStorage) -> RankCheckpoints:

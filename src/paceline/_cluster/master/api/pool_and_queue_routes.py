@@ -126,7 +126,7 @@ async def resume_slot(name: Name, slot: SlotNumber, master: MasterOf) -> None:
 
 def _tell(transaction: Transaction, master: Master) -> None:
     transaction.after_commit(master.changes.wakeups.wake)
-    transaction.after_commit(master.nodes.tell_of_pools)
+    transaction.after_commit(master.nodes.notify_pool_change)
 
 
 def _forget(transaction: Transaction, name: str) -> None:

@@ -325,7 +325,7 @@ def store_checkpoint(
         transaction.after_commit(changes.wakeups.wake)
     own = experiment_place(experiment, changes.default_storage)
     if experiment.external_id is None and own and not is_same_storage(record.storage, own):
-        _tell_of_other_storage(changes, transaction, attempt, record)
+        _warn_other_storage(changes, transaction, attempt, record)
     step = record.steps_completed
     connection.execute(
         insert(checkpoints).values(
@@ -385,7 +385,7 @@ def _check_names(record: CheckpointStored) -> None:
         ) from error
 
 
-def _tell_of_other_storage(
+def _warn_other_storage(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
 ) -> None:
     """Warn in the log, once per trial and storage, about checkpoints stored elsewhere."""

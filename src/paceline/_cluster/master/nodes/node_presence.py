@@ -164,7 +164,7 @@ class NodePresence:
             self._versions[node_id] = self._versions.get(node_id, 0) + 1
         self.polls.notify(node_id)
 
-    def tell_of_ended(self, keep: set[int]) -> None:
+    def notify_ended_attempts(self, keep: set[int]) -> None:
         """Notify the nodes still holding ended attempts.
 
         Args:

@@ -408,7 +408,7 @@ class Nodes(Machines):
                 pools = read_pools(connection)
             check_token_pool(token, node.facts, pools)
 
-    def tell_of_pools(self) -> None:
+    def notify_pool_change(self) -> None:
         """Answer the polls of nodes with a pool-bound token, as their pool may have changed."""
         for node in self.all():
             if node.facts.pool == DEFAULT_POOL and self.only_pool(node) is not None:
@@ -416,7 +416,7 @@ class Nodes(Machines):
 
     def clean(self, keep: set[int]) -> None:
         """Forget launches and kills of ended attempts, and notify the nodes."""
-        self.presence.tell_of_ended(keep)
+        self.presence.notify_ended_attempts(keep)
         self.orders.clean(keep)
 
     # ---- views for other parts ----------------------------------------------------------------

@@ -259,7 +259,7 @@ class HostActors:
         return ready
 
 
-def tell_lack_of_memory(ray: Any, actor: Any, rank: int) -> None:
+def log_lack_of_memory(ray: Any, actor: Any, rank: int) -> None:
     """Log it if Ray has killed the actor of a rank because its node was short of memory."""
     with suppress(Exception):
         reference = actor.is_on_node.remote()

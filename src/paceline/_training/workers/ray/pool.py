@@ -34,7 +34,7 @@ from paceline._training.workers.ray.hosts import (
     HostActor,
     RayGroup,
     RayGroupWorker,
-    tell_lack_of_memory,
+    log_lack_of_memory,
 )
 from paceline._training.workers.ray.placement import RayHosts
 from paceline._training.workers.worker_generation import Generation
@@ -276,7 +276,7 @@ class RayPool(ProcessPool):
                 f"its node {_told_node(places, place)} or its Ray actor",
                 ends[f"host {process.rank}"],
                 partial(ray.kill, place.host.actor),
-                partial(tell_lack_of_memory, ray, place.host.actor, rank),
+                partial(log_lack_of_memory, ray, place.host.actor, rank),
                 StorageRequests,
             )
             for rank, (place, process) in enumerate(zip(places, processes, strict=True))

@@ -73,14 +73,14 @@ def reach(point: str) -> None:
         )
     count = _num_reached[point] = _num_reached.get(point, 0) + 1
     if log is not None and count == 1:
-        _note(log, "reached", point)
+        _log_event(log, "reached", point)
     wanted = _parse(text) if text is not None else None
     if wanted is None or (wanted.point, wanted.count) != (point, count):
         return
     if wanted.rank in (None, _rank()):
         time.sleep(wanted.after)
         if log is not None:
-            _note(log, "fault", point, wanted.signal.name.removeprefix("SIG"))
+            _log_event(log, "fault", point, wanted.signal.name.removeprefix("SIG"))
         _strike(wanted.signal)
 
 
@@ -127,7 +127,7 @@ def _strike(number: signal.Signals) -> None:
         time.sleep(_NOTICE_S)
 
 
-def _note(log: str, event: str, point: str, signal_name: str | None = None) -> None:
+def _log_event(log: str, event: str, point: str, signal_name: str | None = None) -> None:
     """Append a line; a single small write never mixes with another process's write."""
     torch = sys.modules.get("torch")
     threads = str(torch.get_num_threads() if torch else os.environ.get("OMP_NUM_THREADS"))

@@ -284,7 +284,7 @@ class SearchRun:
             for record in earlier:
                 self._replay(record)
             if not earlier:
-                self._take(Started())
+                self._take_input(Started())
             for trial in list(self.trials.values()):
                 if trial.exit_reason is not None:
                     continue
@@ -340,7 +340,7 @@ class SearchRun:
             given = self._input_of(trial, judged)
             if given is not None:
                 self._journal.add(given, number, metrics)
-            self._note(trial, number, dict(metrics), given)
+            self._note_report(trial, number, dict(metrics), given)
             if given is not None:
                 self._apply(given)
             return self._next_move(trial)
@@ -459,7 +459,7 @@ class SearchRun:
 
     def _exit(self, trial: SearchTrial, reason: ExitReason) -> None:
         if trial.exit_reason is None:
-            self._take(Exited(request_id=trial.create.request_id, reason=reason))
+            self._take_input(Exited(request_id=trial.create.request_id, reason=reason))
 
     def _reopen(self, trial: SearchTrial) -> None:
         """Requeue a paused trial if its target was raised, or end a stopped trial."""
@@ -476,7 +476,7 @@ class SearchRun:
 
     # ---- inputs --------------------------------------------------------------------------
 
-    def _take(self, given: Input) -> None:
+    def _take_input(self, given: Input) -> None:
         self._journal.add(given)
         self._apply(given)
 
@@ -484,7 +484,7 @@ class SearchRun:
         given = input_from_json(msgspec.json.encode(record.input))
         if isinstance(given, Reported) and record.metrics is not None:
             trial = self.trials[given.request_id]
-            self._note(trial, record.number, decode_value(record.metrics), given)
+            self._note_report(trial, record.number, decode_value(record.metrics), given)
         self._apply(given)
 
     def _apply(self, given: Input) -> None:
@@ -545,7 +545,7 @@ class SearchRun:
             time = float(trial.result.num_reports + 1)
         return Reported(request_id=trial.create.request_id, time=time, metric=value)
 
-    def _note(
+    def _note_report(
         self, trial: SearchTrial, number: int, metrics: dict[str, Any], given: Reported | None
     ) -> None:
         result = trial.result

@@ -107,7 +107,7 @@ class TimeAccount:
         is_new = self._present is None or self._has_ended
         self._switch(what)
         if is_new:
-            self._note("start", num_batches)
+            self._note_time("start", num_batches)
 
     @contextmanager
     def spent_on(self, what: str, num_batches: int) -> Iterator[None]:
@@ -132,19 +132,19 @@ class TimeAccount:
         """
         self._data_wait_s = data_wait_s
         if perf_counter() - self._recorded >= _INTERVAL_S:
-            self._note("report", num_batches)
+            self._note_time("report", num_batches)
 
     def stored(self, num_batches: int, data_wait_s: float) -> None:
         """Record the seconds so far at a new checkpoint, a point to resume from."""
         self._data_wait_s = data_wait_s
-        self._note("checkpoint", num_batches)
+        self._note_time("checkpoint", num_batches)
 
     def end(self, num_batches: int, data_wait_s: float) -> None:
         """Record the end of training; a later `begin` starts again."""
         if self._present is not None and not self._has_ended:
             self._data_wait_s = data_wait_s
             self._switch(OTHER)
-            self._note("end", num_batches)
+            self._note_time("end", num_batches)
 
     def _switch(self, what: str) -> None:
         now = perf_counter()
@@ -152,7 +152,7 @@ class TimeAccount:
             self._seconds[self._present] += now - self._since
         self._present, self._since = what, now
 
-    def _note(self, event: TimeEvent, num_batches: int) -> None:
+    def _note_time(self, event: TimeEvent, num_batches: int) -> None:
         assert self._present is not None
         self._has_ended = event == "end"
         self._switch(self._present)
@@ -284,8 +284,8 @@ def record_start(
         resumed_from: The checkpoint that it resumes from.
         steps_completed: The steps so far.
         restart_causes: The reasons why the workers of earlier starts ended, see `AttemptStarted`.
-        is_parent_notified: Whether the parent process must be informed; it knows of a run that it has
-            begun itself.
+        is_parent_notified: Whether the parent process must be informed; it knows of a run that
+            it has begun itself.
     """
     # World size 0: the record of a run's failed end, not a start of workers.
     is_chief = rank == 0 and world_size > 0

@@ -58,10 +58,10 @@ class ControlFile:
         # The file is replaced as a whole: a new inode or time means new content.
         identity = (status.st_ino, status.st_mtime_ns)
         if identity != self._identity or not self._is_settled:
-            self._take(identity)
+            self._take_control(identity)
         return self._control
 
-    def _take(self, identity: tuple[int, int]) -> None:
+    def _take_control(self, identity: tuple[int, int]) -> None:
         is_settled = time.time_ns() - identity[1] > _SETTLED_NS
         try:
             control = self._run.read_control()

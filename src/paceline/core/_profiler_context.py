@@ -276,10 +276,10 @@ class _SamplingThread(threading.Thread):
         try:
             self._sampler.open()
             while not self._stopping.wait(self._interval_s):
-                self._take()
+                self._take_sample()
                 if self._num_samples >= self._samples_per_report:
                     self._write()
-            self._take()
+            self._take_sample()
             self._write()
             self._sampler.close()
         except Exception:
@@ -296,7 +296,7 @@ class _SamplingThread(threading.Thread):
         if self.is_alive():
             logger.warning("The system metrics of this node hang; training goes on without them.")
 
-    def _take(self) -> None:
+    def _take_sample(self) -> None:
         for name, value in self._sampler.take().items():
             total, count = self._sums.get(name, (0.0, 0))
             self._sums[name] = (total + value, count + 1)

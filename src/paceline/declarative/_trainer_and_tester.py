@@ -253,14 +253,14 @@ class Trainer(BuiltTrainer):
             stop_on_nan=self.configs.stop_on_nan,
         )
         self._note_rates()
-        self._note(metrics, "train", "loss")
+        self._note_metrics(metrics, "train", "loss")
         _call(self.configs.post_training_epoch_hook)
 
     def run_validation(self) -> None:
         """Validate, and save the model if the loss is the best so far."""
         before = self.loss_tracker["best_val_loss"]
         metrics = self._engine.validate()
-        if self._note(metrics, "val", "val_loss"):
+        if self._note_metrics(metrics, "val", "val_loss"):
             logger.info("The validation loss fell from %.5g to %.5g.", before, metrics["val_loss"])
             self.update_saved_model("best_model.pth")
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -274,7 +274,7 @@ class Trainer(BuiltTrainer):
             metrics = self._engine.evaluate(self.test_dataloader)
         finally:
             self._trial.part = "train"
-        self._note(metrics, "test", "test_loss")
+        self._note_metrics(metrics, "test", "test_loss")
         if self.rank == 0:
             self.context.core.train.report_metrics("test", self._engine.steps_completed, metrics)
         _call(self.configs.post_test_epoch_hook)
@@ -420,7 +420,7 @@ class Trainer(BuiltTrainer):
             }
             report[group](step, news)
 
-    def _note(self, metrics: Mapping[str, Any], part: str, kind: str) -> bool:
+    def _note_metrics(self, metrics: Mapping[str, Any], part: str, kind: str) -> bool:
         """Add an epoch's metrics to the history; return whether they are the best."""
         names = self._trial.names_of(part)
         losses = [metrics.get(name, metrics[names[0]]) for name in names]

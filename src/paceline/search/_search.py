@@ -227,7 +227,7 @@ class Search:
             )
         self._is_started = True
         with self._guard("start"):
-            operations = self._take(self._method.start())
+            operations = self._take_operations(self._method.start())
             if not self._trials:
                 raise ValueError(
                     "it must create at least one trial, as nothing ever ends otherwise"
@@ -247,7 +247,7 @@ class Search:
             trial.reached = share
             self._set_progress(report.request_id, trial, trial.progress)
         with self._guard("reported"):
-            return self._take(self._method.reported(report.request_id, time, metric))
+            return self._take_operations(self._method.reported(report.request_id, time, metric))
 
     def _note_progress(self, told: Progressed) -> list[Operation]:
         trial = self._find(told.request_id)
@@ -270,7 +270,7 @@ class Search:
         self._num_exited[trial.exit_reason] += 1
         del self._open_progress[exit.request_id]
         with self._guard("exited"):
-            operations = self._take(
+            operations = self._take_operations(
                 self._method.exited(exit.request_id, trial.exit_reason, trial.is_stopped)
             )
         if sum(self._num_exited.values()) == len(self._trials):
@@ -287,7 +287,7 @@ class Search:
             cancel=0 < counted == self._num_exited[ExitReason.CANCELED],
         )
 
-    def _take(self, operations: list[Operation]) -> list[Operation]:
+    def _take_operations(self, operations: list[Operation]) -> list[Operation]:
         for operation in operations:
             if isinstance(operation, Create):
                 self._trials[operation.request_id] = _Trial()

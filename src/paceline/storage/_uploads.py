@@ -74,7 +74,7 @@ class Upload:
             self.is_late = True
             raise TimeoutError(f"{self.num_sent} of {self.num_parts} parts were sent in time.")
 
-    def _note(self, data: bytes | memoryview) -> None:
+    def _digest_data(self, data: bytes | memoryview) -> None:
         self._hasher.update(data)
         self._num_hashed += len(data)
 
@@ -101,7 +101,7 @@ class FileUpload(Upload):
         """
         self._check_time()
         data = self._file.read(size)
-        self._note(data)
+        self._digest_data(data)
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -155,7 +155,7 @@ class MemoryUpload(Upload):
             for begin in range(0, len(data), self._part_bytes):
                 self._check_time()
                 part = data[begin : begin + self._part_bytes]
-                self._note(part)
+                self._digest_data(part)
                 yield part
         if self._num_hashed != self.size:
             raise ValueError(

@@ -98,7 +98,7 @@ class PreemptionCheck:
         """Return the answer; every rank must call equally often."""
         if self.is_preempted:
             return True
-        self._look()
+        self._look_for_orders()
         if self._rank_info.world_size == 1:
             self.is_preempted = self._is_wanted
             return self.is_preempted
@@ -113,7 +113,7 @@ class PreemptionCheck:
         """Give the signals back."""
         self._signals.restore()
 
-    def _look(self) -> None:
+    def _look_for_orders(self) -> None:
         self._is_wanted = self._is_wanted or self._signals.has_come
         if self._is_wanted or self._rank_info.rank != 0:
             return

@@ -316,7 +316,7 @@ class PreemptionWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Take over SIGTERM and SIGUSR1 for a while, if this is the main thread."""
-        with noted_signals(("SIGTERM", "SIGUSR1"), self._note):
+        with noted_signals(("SIGTERM", "SIGUSR1"), self._note_signal):
             yield
 
     def is_due(self, num_commits: int) -> bool:
@@ -333,7 +333,7 @@ class PreemptionWatch:
         is_over = self._deadline is not None and time.monotonic() >= self._deadline
         return is_over or num_commits > self._num_commits
 
-    def _note(self, signum: int) -> None:
+    def _note_signal(self, signum: int) -> None:
         if self._signum is not None:
             _end_by(signum)
         self._signum = signum

@@ -72,9 +72,9 @@ class _OfWorkers(TrainingCallback):
     def handle_result(self, report: Report) -> None:
         """Handle a report if its rank was chosen."""
         if self._ranks is None or report.rank in self._ranks:
-            self._take(report)
+            self._take_report(report)
 
-    def _take(self, report: Report) -> None:
+    def _take_report(self, report: Report) -> None:
         raise NotImplementedError
 
 
@@ -92,7 +92,7 @@ class PrintCallback(_OfWorkers):
         super().__init__(workers_to_log)
         self._stream = stream
 
-    def _take(self, report: Report) -> None:
+    def _take_report(self, report: Report) -> None:
         rank = "" if self._ranks is not None and len(self._ranks) == 1 else f"rank {report.rank} "
         metrics = "  ".join(f"{name}={_short(value)}" for name, value in report.items())
         stream = self._stream or sys.stdout
@@ -127,7 +127,7 @@ class JsonLinesCallback(_OfWorkers):
         else:
             self._file = (run_dir / "results.jsonl").open("a", encoding="utf-8")
 
-    def _take(self, report: Report) -> None:
+    def _take_report(self, report: Report) -> None:
         assert self._file is not None
         line = {
             "rank": report.rank,
@@ -182,7 +182,7 @@ class ProgressCallback(_OfWorkers):
     def _make(self) -> TrainingProgress:
         return TrainingProgress(self._total, self._unit, stream=self._stream)
 
-    def _take(self, report: Report) -> None:
+    def _take_report(self, report: Report) -> None:
         assert self._progress is not None
         if not self._has_reports:
             self._has_reports = True
@@ -232,7 +232,7 @@ class TensorBoardCallback(_OfWorkers):
         """Open the directory."""
         self._writer = _summary_writer()(str(self._logdir or run_dir / "tensorboard"))
 
-    def _take(self, report: Report) -> None:
+    def _take_report(self, report: Report) -> None:
         for name, value in numbers_of(report):
             self._writer.add_scalar(name, value, report.number, walltime=report.time)
 
@@ -338,9 +338,9 @@ class RunFollower:
                 num_read += len(entries)
                 now = time.time()
                 for entry in entries:
-                    self._take(key, entry.decode(), now)
+                    self._take_record(key, entry.decode(), now)
 
-    def _take(self, key: JournalKey, record: Any, now: float) -> None:
+    def _take_record(self, key: JournalKey, record: Any, now: float) -> None:
         if isinstance(record, MetricsReported):
             if record.group != rank_group(METRICS_GROUP, key.rank):
                 return

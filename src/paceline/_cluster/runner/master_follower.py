@@ -252,10 +252,10 @@ class MasterFollower:
             self._sends_checkpoints = control.sends_checkpoints
             self._has_met.set()
         with self._lock:
-            self._take(control)
+            self._take_control(control)
             self._write()
 
-    def _take(self, control: AttemptControl) -> None:
+    def _take_control(self, control: AttemptControl) -> None:
         # Answers may overtake each other.
         if control.version < self._version:
             return

@@ -432,7 +432,7 @@ class Stepper:
         self.count_step(optimizer)
         scaler = self.scaler if self.is_scaling_automatic else scaler
         try:
-            self._take(optimizer, clip_grads, scaler, is_summed=is_summed)
+            self._take_step(optimizer, clip_grads, scaler, is_summed=is_summed)
         finally:
             self.calls.is_context_calling = False
         return True
@@ -511,7 +511,7 @@ class Stepper:
             total = reduction.reduce(self.signal.take())
             self.signal.receive(self.grid.summed_within(total))
 
-    def _take(
+    def _take_step(
         self,
         optimizer: torch.optim.Optimizer,
         clip_grads: ClipGrads | None,

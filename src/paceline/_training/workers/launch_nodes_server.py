@@ -370,7 +370,7 @@ class NodesServer:
         try:
             for frame in connection.channel.receive():
                 if frame.kind is FrameKind.NODE:
-                    self._take(connection, NodeMessage.of(frame))
+                    self._take_message(connection, NodeMessage.of(frame))
                 elif frame.kind is FrameKind.BEAT and connection.rank is not None:
                     connection.channel.send(ChannelFrame(FrameKind.BEAT))
                 else:
@@ -402,7 +402,7 @@ class NodesServer:
 
     # Messages of launchers.
 
-    def _take(self, connection: _Connection, message: NodeMessage) -> None:
+    def _take_message(self, connection: _Connection, message: NodeMessage) -> None:
         rank = connection.rank
         if rank is None:
             self._admit(connection, message)

@@ -160,7 +160,7 @@ class LaunchRun(Run):
             # A handler that someone else had set.
             event = signal.SIGINT
         if event is not None:
-            self._take(event)
+            self._take_event(event)
         return False
 
     def _wake(self, call: PendingCall) -> None:
@@ -217,7 +217,7 @@ class LaunchRun(Run):
 
     # ---- signals -------------------------------------------------------------------------
 
-    def _take(self, event: int | NodeMessage) -> None:
+    def _take_event(self, event: int | NodeMessage) -> None:
         if isinstance(event, int):
             if self._nodes is not None and event in _ENDING:
                 self._note_returned()
@@ -294,7 +294,7 @@ class LaunchRun(Run):
             elif isinstance(event, NodeMessage) and event.word == NodeMessageKind.REFUSED:
                 raise NodesDifferError(event.text)
             elif event is not None:
-                self._take(event)
+                self._take_event(event)
             self._check_signals()
 
     def _check_signals(self) -> None:
@@ -322,7 +322,7 @@ class LaunchRun(Run):
         while self._verdict is None:
             event = take(self._events)
             if event is not None:
-                self._take(event)
+                self._take_event(event)
         verdict, self._verdict = self._verdict, None
         return _read_verdict_on_launch(verdict)
 

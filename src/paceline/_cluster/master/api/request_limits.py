@@ -551,7 +551,7 @@ class RequestCounting:
             nonlocal is_noted
             if message["type"] == "http.response.start" and not is_noted:
                 is_noted = True
-                self._note(scope, message["status"], time.monotonic() - began)
+                self._count_request(scope, message["status"], time.monotonic() - began)
             await send(message)
 
         try:
@@ -559,9 +559,9 @@ class RequestCounting:
         finally:
             if not is_noted:
                 # The client went away, or the answer failed before it began.
-                self._note(scope, 499, time.monotonic() - began)
+                self._count_request(scope, 499, time.monotonic() - began)
 
-    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+    def _count_request(self, scope: Scope, status: int, seconds: float) -> None:
         route = _route_of(scope)
         waits = route in _WAITING_ROUTES
         method = scope["method"] if route != _UNMATCHED else "*"

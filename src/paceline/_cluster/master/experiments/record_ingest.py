@@ -202,7 +202,7 @@ class RecordIngest:
             records = _with_validations(
                 connection, attempt, batch.rank, [record for _, record in fresh]
             )
-            self._take(transaction, attempt, batch.rank, records)
+            self._take_records(transaction, attempt, batch.rank, records)
             _take_times(connection, attempt.id, batch, records)
         faults.reach("master.records.stored")
         return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
@@ -239,7 +239,7 @@ class RecordIngest:
                 beyond_step=attempt.resumed_steps,
             )
 
-    def _take(
+    def _take_records(
         self, transaction: Transaction, attempt: Row[Any], rank: int, records: list[AnyRecord]
     ) -> None:
         reports = [record for record in records if isinstance(record, MetricsReported)]

@@ -137,7 +137,7 @@ class Unmanaged:
             self._deadlines[experiment.id] = time.monotonic() + lease_s
         if experiment.report_lease_s != lease_s:
             update_experiment(connection, experiment.id, report_lease_s=lease_s)
-        return self._take(transaction, experiment, batches, is_alive, moved or {})
+        return self._take_records(transaction, experiment, batches, is_alive, moved or {})
 
     def end_silent(self, transaction: Transaction) -> None:
         """End live-reported runs silent for longer than their lease.
@@ -155,7 +155,7 @@ class Unmanaged:
             deadline = self._deadlines.setdefault(experiment.id, now + experiment.report_lease_s)
             if now > deadline:
                 silent = SILENT.format(experiment.report_lease_s)
-                self._take(transaction, experiment, [], False, {}, vanished=silent)
+                self._take_records(transaction, experiment, [], False, {}, vanished=silent)
                 del self._deadlines[experiment.id]
 
     def leave_out(
@@ -171,9 +171,9 @@ class Unmanaged:
         """
         for experiment in open_directory_runs(transaction.connection):
             if path == experiment.external_path or run_id == experiment.external_id:
-                self._take(transaction, experiment, [], False, {}, left_out=reason)
+                self._take_records(transaction, experiment, [], False, {}, left_out=reason)
 
-    def _take(
+    def _take_records(
         self,
         transaction: Transaction,
         experiment: Row[Any],

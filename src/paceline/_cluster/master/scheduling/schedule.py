@@ -182,7 +182,7 @@ class _PoolSchedule:
             return SchedulingResult(waiting=trial, reason=reason, place=place, behind=behind)
         avoided = self._nodes_to_avoid(trial)
         with self._without(avoided):
-            parts = self._take(trial)
+            parts = self._take_slots(trial)
             preempts = None if parts is not None or self.is_fifo else self._make_room(trial)
             if preempts is not None:
                 # Free slots usable later by the trial are reserved until the rest is free.
@@ -195,7 +195,7 @@ class _PoolSchedule:
                 self._future.remove(*part)
             num_slots = sum(len(slots) for _, slots in parts)
             is_larger = num_slots != trial.num_slots
-            self._note(replace(trial, num_slots=num_slots) if is_larger else trial, ())
+            self._note_placement(replace(trial, num_slots=num_slots) if is_larger else trial, ())
             (node_id, slots), *others = parts
             return SchedulingResult(
                 waiting=trial, slots=slots, node_id=node_id, others=tuple(others), place=place
@@ -208,7 +208,7 @@ class _PoolSchedule:
             self._behind = trial
             reason = Reason.POOL_LIMIT if is_full else Reason.SLOTS_IN_USE
             return SchedulingResult(waiting=trial, reason=reason, place=place)
-        self._note(trial, preempts)
+        self._note_placement(trial, preempts)
         return SchedulingResult(
             waiting=trial, reason=Reason.PREEMPTING, place=place, preempts=preempts
         )
@@ -275,7 +275,7 @@ class _PoolSchedule:
             return Reason.PAUSING
         return None
 
-    def _take(self, trial: Waiting) -> list[Part] | None:
+    def _take_slots(self, trial: Waiting) -> list[Part] | None:
         """Take as many free slots as a trial can use; None if there are too few."""
         most = max(trial.num_slots, trial.most_slots)
         if trial.max_slots is not None:
@@ -319,7 +319,7 @@ class _PoolSchedule:
                 self._future.remove(*part)
         return is_enough
 
-    def _note(self, trial: Waiting, preempts: tuple[Holding, ...]) -> None:
+    def _note_placement(self, trial: Waiting, preempts: tuple[Holding, ...]) -> None:
         self._used_by[trial.experiment_id] += trial.num_slots
         self._trials_of[trial.experiment_id] += 1
         self._num_used += trial.num_slots

@@ -314,7 +314,7 @@ class WatchedObjects:
                     if self._is_closing:
                         _shut(response)
                 for line in _lines_of(response):
-                    self._take(line)
+                    self._take_line(line)
         except ApiError as error:
             if error.status != _FORBIDDEN:
                 raise
@@ -324,7 +324,7 @@ class WatchedObjects:
         finally:
             self._response = None
 
-    def _take(self, line: bytes) -> None:
+    def _take_line(self, line: bytes) -> None:
         try:
             event = json.loads(line)
             kind, changed = event["type"], event["object"]

@@ -203,7 +203,7 @@ class _BackupWork:
         self._take_database(copy)
         selection = select_files(self._home, known, running, checkpoints=checkpoints)
         for name in selection.names:
-            self._take(name)
+            self._copy_file(name)
         if elsewhere:
             selection.left_out.append(f"{elsewhere} checkpoints in other storages")
         self._drop_torn_checkpoints(selection.names, selection.left_out)
@@ -224,9 +224,9 @@ class _BackupWork:
             return
         # Later backups share the file by links, so nobody must change it.
         copy.chmod(0o400)
-        self._note(DATABASE, entry, entry.size, 0)
+        self._note_entry(DATABASE, entry, entry.size, 0)
 
-    def _take(self, name: str) -> None:
+    def _copy_file(self, name: str) -> None:
         source, target = self._home / name, self._part / name
         try:
             facts = source.stat()
@@ -245,10 +245,10 @@ class _BackupWork:
         except FileNotFoundError:
             return  # deleted since the names were read
         target.chmod(0o400)
-        self._note(name, entry, facts.st_size, facts.st_mtime_ns)
+        self._note_entry(name, entry, facts.st_size, facts.st_mtime_ns)
         faults.reach("backup.between_files")
 
-    def _note(self, name: str, entry: FileEntry, size: int, time_ns: int) -> None:
+    def _note_entry(self, name: str, entry: FileEntry, size: int, time_ns: int) -> None:
         self._files[name] = BackedUp(
             size=entry.size, digest=entry.digest, source_size=size, source_time_ns=time_ns
         )

@@ -484,9 +484,9 @@ class StoppedWorkerWatch:
             # While this process stood still itself, nobody was late.
             elapsed_s, last = min(now - last, 2 * self._tick_s), now
             for rank in self._ranks():
-                self._look(rank, elapsed_s)
+                self._check_rank(rank, elapsed_s)
 
-    def _look(self, rank: int, elapsed_s: float) -> None:
+    def _check_rank(self, rank: int, elapsed_s: float) -> None:
         if not self._is_stopped(rank):
             self._silent_s[rank] = 0.0
             return

@@ -94,7 +94,7 @@ class LineSplitter:
 
     def feed(self, data: bytes, now: float) -> list[OutputLine]:
         """Return the lines completed by data read at `now`."""
-        lines = self._take(self._pieces.feed(data), now)
+        lines = self._take_pieces(self._pieces.feed(data), now)
         return lines + self.tick(now)
 
     def tick(self, now: float) -> list[OutputLine]:
@@ -105,9 +105,9 @@ class LineSplitter:
 
     def close(self, now: float) -> list[OutputLine]:
         """Return the rest at the end of the stream."""
-        return self._take(self._pieces.close(), now) + self._release(now)
+        return self._take_pieces(self._pieces.close(), now) + self._release(now)
 
-    def _take(self, pieces: "Iterator[_Piece]", now: float) -> list[OutputLine]:
+    def _take_pieces(self, pieces: "Iterator[_Piece]", now: float) -> list[OutputLine]:
         lines = []
         for piece in pieces:
             if piece.ending is _Ending.REWRITE:

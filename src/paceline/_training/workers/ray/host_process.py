@@ -102,7 +102,7 @@ class Forwarder:
                     self._forwardings.append(pickle.loads(frame.body))  # noqa: S301
                 if self._pump is None:
                     self._pump = threading.Thread(
-                        target=self._look, name="paceline-forward", daemon=True
+                        target=self._follow_file, name="paceline-forward", daemon=True
                     )
                     self._pump.start()
 
@@ -111,7 +111,7 @@ class Forwarder:
             with suppress(OSError):
                 self._link.send(frame)
 
-    def _look(self) -> None:
+    def _follow_file(self) -> None:
         while not self._is_over.wait(_LOOK_INTERVAL_S):
             self._send_news()
 

@@ -74,10 +74,10 @@ browser: $(VENV)/.installed-dev
 # Thousands of processes import it, and some machines keep Python from storing what it compiles.
 COMPILE := @$(BIN)/python -m compileall -q -x /test_ src tests && $(BIN)/python tests/compile_tests.py
 
-# Most tests wait for processes, so a few at once fit on two cores. The tests of a file share what
+# Most tests wait for processes, so several at once fit on two cores. The tests of a file share what
 # is slow to start, such as a cluster, so one process runs them all.
 ONE_FILE_EACH := --dist loadfile --no-loadscope-reorder
-TEST_PROCESSES ?= 5
+TEST_PROCESSES ?= 8
 
 test: $(VENV)/.installed-dev test-ui browser
 	$(COMPILE)

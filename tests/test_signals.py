@@ -97,6 +97,7 @@ class OneEvent(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         if "events" not in self.path:
             self.wfile.write(b"{}")

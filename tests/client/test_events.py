@@ -105,6 +105,28 @@ def test_a_refused_token_ends_the_stream(stream_url: str) -> None:
     assert (caught.value.status, caught.value.code) == (401, "bad_token")
 
 
+def test_an_answer_that_is_no_stream_of_events_is_named() -> None:
+    class Page(BreakingStream):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with HttpSession(f"http://127.0.0.1:{server.server_port}", "good") as session:
+            stream = iter(EventStream(session, patience_s=-1))
+            with pytest.raises(MasterUnreachableError, match="must answer with events"):
+                next(stream)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 def test_a_stream_gives_up_when_no_master_answers_for_long(free_port: int) -> None:
     with HttpSession(f"http://127.0.0.1:{free_port}", "good") as session:
         stream = iter(EventStream(session, patience_s=-1))

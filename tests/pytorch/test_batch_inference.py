@@ -162,6 +162,7 @@ def test_a_kill_while_the_directory_is_marked_is_no_obstacle(
     with replacing_atomically(marker) as part:
         part.touch()
         part.with_name(f"{part.name}0").touch()
+    marker.unlink()
     assert process([])
     assert_complete(tmp_path)
 

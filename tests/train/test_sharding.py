@@ -218,7 +218,7 @@ def test_training_goes_on_in_the_same_bits(
     # Each rank has stored its pieces alone.
     sizes = [(checkpoint.path / f"shard_{rank}.safetensors").stat().st_size for rank in range(2)]
     assert max(sizes) < 2 * min(sizes)
-    assert checkpoint.metadata["version"] == 2
+    assert checkpoint.metadata["version"] == 4
     stored = checkpoint.load()["model"]
     assert stored.keys() == resumed[0]["model"].keys()
     assert all(type(each) is torch.Tensor for each in stored.values())

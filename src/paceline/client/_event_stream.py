@@ -105,6 +105,11 @@ class EventStream:
                     # Cursor before the yield: a consumer leaving the loop has received this event.
                     self.cursor = event.id
                     yield event
+        except httpx2.SSEError as error:
+            raise MasterUnreachableError(
+                f"{self._session.url} must answer with events, but got no stream of them ({error})."
+                " Hint: a proxy in between may have answered."
+            ) from error
         except httpx2.TransportError:
             return
 

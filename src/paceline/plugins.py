@@ -4,7 +4,13 @@ Where they stand inside Paceline may change; their place here stays. A package o
 by an entry point; `docs/plugins.md` shows each in a screenful.
 """
 
-from paceline._cluster.master.executors import AttemptStatus, Executor, ExecutorContext, Launch
+from paceline._cluster.master.executors import (
+    AttemptStatus,
+    CommandExecutor,
+    Executor,
+    ExecutorContext,
+    Launch,
+)
 from paceline._cluster.master.starters.starter_base import RunnerOrder, Starter, StarterError
 from paceline.core import MetricPoint, TrackedRun, Tracker
 from paceline.search import SearchConfig, SearchMethod
@@ -13,6 +19,7 @@ from paceline.storage import CheckpointStorage, ObjectStorage, StoredObject
 __all__ = [
     "AttemptStatus",
     "CheckpointStorage",
+    "CommandExecutor",
     "Executor",
     "ExecutorContext",
     "Launch",

@@ -37,9 +37,11 @@ def test_the_storage_keeps_and_returns_a_checkpoint(shown: Any, tmp_path: Path) 
     assert storage.objects("c1/") == []
 
 
-def test_the_executor_has_all_methods(shown: Any) -> None:
-    executor = shown["NoExecutor"]()
-    assert executor.status(1) is plugins.AttemptStatus.GONE
+def test_the_executor_wraps_the_command_of_a_runner(shown: Any, tmp_path: Path) -> None:
+    """`system/test_plugins.py` has a master start runners with it."""
+    executor = shown["NiceExecutor"](tmp_path / "attempts", tmp_path)
+    assert executor.wrap_command(1, ["runner"]) == ["nice", "-n", "10", "runner"]
+    assert executor.status(1) is plugins.AttemptStatus.NOT_STARTED
 
 
 def test_the_starter_starts_a_runner_with_its_token(shown: Any, tmp_path: Path) -> None:

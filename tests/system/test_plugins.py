@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 PLUGINS = Path(__file__).parents[2] / "examples" / "plugins"
@@ -295,6 +297,64 @@ def test_an_executor_that_is_not_known_or_is_none_is_refused(
         assert told in done.stdout + done.stderr
 
 
+# It stands at step 4 until it may go on.
+WAITING = COUNTING.replace("import os, signal", "import os, signal, time").replace(
+    "        step += 1",
+    "        while step == 4 and not os.path.exists(os.environ['GO_ON']):\n"
+    "            time.sleep(0.05)\n        step += 1",
+)
+
+
+def offer_executor(site: Path, name: str, kind: str, code: str) -> None:
+    """Install a package whose module has an executor."""
+    facts = site / f"{name}-1.0.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    point = f"{name} = {name}_executor:{kind}\n"
+    (facts / "entry_points.txt").write_text(f"[paceline.executors]\n{point}")
+    (site / f"{name}_executor.py").write_text(code)
+
+
+def test_the_executor_of_the_guide_starts_and_finds_its_runners(
+    tmp_path: Path,
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+    wait_until: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+    [shown] = [part for part in guide.split("```python\n") if "NiceExecutor" in part]
+    offer_executor(tmp_path / "site", "nice", "NiceExecutor", shown.partition("```")[0])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    code = write_context("import os\nprint('nice', os.nice(0))\n" + WAITING)
+    config = {
+        "entrypoint": "python3 train.py", "max_restarts": 1,
+        "checkpoint_storage": str(tmp_path / "checkpoints"),
+        "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 6}},
+        "environment": {"environment_variables": [f"GO_ON={tmp_path}/go_on"]},
+    }  # fmt: skip
+    master = make_master(1, "home", "--executor", "nice")
+    experiment = master.start().client().create_experiment(config, code)
+    [trial] = experiment.trials()
+    wait_until(lambda: trial.reload().steps_completed == 4)
+    master.kill()
+    experiment = master.start().client().get_experiment(experiment.id)
+    [trial] = experiment.trials()
+    (pid,) = {
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(master.home / "attempts") in " ".join(process.info["cmdline"] or [])
+    }
+    os.kill(pid, signal.SIGKILL)
+    (tmp_path / "go_on").touch()
+    assert experiment.wait().value == "COMPLETED", experiment.reload().data.error
+    assert [row.steps_completed for row in trial.iter_metrics("validation")] == [1, 2, 3, 4, 5, 6]
+    assert [line.text for line in trial.iter_logs() if "nice" in line.text] == ["nice 10"] * 2
+    log = (master.home / "master.log").read_text()
+    assert log.count("The runner of attempt") >= 2
+    wait_until(lambda: not [p for p in (master.home / "attempts").iterdir() if p.is_dir()])
+
+
 ELSEWHERE = """
 import os
 import signal
@@ -368,19 +428,8 @@ def test_a_runner_needs_no_more_of_its_master_than_it_is_handed(
 ) -> None:
     """An executor hands address and token on; code and records go by HTTP, also to the next one."""
     site, elsewhere = tmp_path / "site", tmp_path / "home_elsewhere"
-    facts = site / "elsewhere-1.0.dist-info"
-    facts.mkdir(parents=True)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text(
-        "[paceline.executors]\nelsewhere = elsewhere_executor:ElsewhereExecutor\n"
-    )
-    (site / "elsewhere_executor.py").write_text(ELSEWHERE)
-    waiting = COUNTING.replace("import os, signal", "import os, signal, time").replace(
-        "        step += 1",
-        "        while step == 4 and not os.path.exists(os.environ['GO_ON']):\n"
-        "            time.sleep(0.05)\n        step += 1",
-    )
-    code = write_context(waiting)
+    offer_executor(site, "elsewhere", "ElsewhereExecutor", ELSEWHERE)
+    code = write_context(WAITING)
     monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     monkeypatch.setenv("ELSEWHERE", str(elsewhere))
     config = {

@@ -11,7 +11,7 @@ from paceline._base.imports import class_named
 from paceline._base.run_directory import RunInfo
 from paceline._cluster.messages.runner_messages import AttemptSpec, MasterAddress
 from paceline._cluster.runner.attempt_directory import note_attempt
-from paceline._cluster.runner.attempt_processes import AttemptProcesses
+from paceline._cluster.runner.attempt_processes import AttemptProcesses, CommandWrapper
 
 
 class AttemptStatus(str, Enum):
@@ -57,9 +57,12 @@ class ExecutorContext:
 class Executor(ABC):
     """Starts runners and reports their state.
 
-    Implementations must survive the master: a started attempt continues without it, and a
-    new executor finds it again. Starting an attempt twice must run it once. All methods are called
-    from one thread, `status` also from another one while the master stops.
+    The master asks for the `status` of each attempt again and again, calls `start` while that is
+    NOT_STARTED, and `ship` once it is GONE before the reports of the end have arrived. Each call
+    may be repeated and must return soon. Implementations must survive the master: a started
+    attempt continues without it, and a new executor finds it again. Starting an attempt twice must
+    run it once. All methods are called from one thread, `status` also from another one while the
+    master stops. `CommandExecutor` has all of this for runners on this machine.
     """
 
     @classmethod
@@ -113,10 +116,10 @@ class Executor(ABC):
 class LocalExecutor(Executor):
     """Keep attempts in ``<root>/<attempt id>/``."""
 
-    def __init__(self, root: Path, home: Path) -> None:
+    def __init__(self, root: Path, home: Path, wrap: CommandWrapper | None = None) -> None:
         self._root = root
         self._home = home
-        self._processes = AttemptProcesses(root, home)
+        self._processes = AttemptProcesses(root, home, wrap)
 
     @classmethod
     def make(cls, context: ExecutorContext) -> "LocalExecutor":
@@ -158,6 +161,27 @@ class LocalExecutor(Executor):
     def close(self) -> None:
         """End the fork server; the runners continue."""
         self._processes.close()
+
+
+class CommandExecutor(LocalExecutor):
+    """Base class of executors that start runners on this machine by a command of their own.
+
+    Directories, status, kills and cleaning are those of Paceline's own executor. The command must
+    run the given one as the same user and where `/proc` shows its process, for example below
+    ``nice``, ``numactl`` or ``systemd-run --scope``.
+    """
+
+    def __init__(self, root: Path, home: Path) -> None:
+        super().__init__(root, home, self.wrap_command)
+
+    @abstractmethod
+    def wrap_command(self, attempt_id: int, command: list[str]) -> list[str]:
+        """Return the command that starts a runner.
+
+        Args:
+            attempt_id: The attempt; the runner that sends the reports of a dead one has the same.
+            command: The command of the runner alone.
+        """
 
 
 ENTRY_POINTS = "paceline.executors"

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -58,18 +59,24 @@ class StartedRunner(ABC):
         """Kill the runner with SIGKILL, unless the runner has ended."""
 
 
+CommandWrapper: TypeAlias = Callable[[int, list[str]], list[str]]
+"""Return the command that starts the runner of an attempt, from the command of the runner alone."""
+
+
 class RunnerHost:
     """Starter of runners, for a single thread; the fork server is started when needed.
 
     Args:
         cwd: Where runners work.
+        wrap: Makes the command of each runner; None for runners forked without a command.
     """
 
-    def __init__(self, cwd: Path) -> None:
+    def __init__(self, cwd: Path, wrap: CommandWrapper | None = None) -> None:
         self._cwd = cwd
+        self._wrap = wrap
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._can_fork = _CAN_FORK
+        self._can_fork = _CAN_FORK and wrap is None
 
     def start(self, directory: AttemptDirectory, *, is_shipping: bool) -> StartedRunner:
         """Start a runner.
@@ -134,13 +141,15 @@ class RunnerHost:
         return self._control
 
     def _spawn(self, directory: AttemptDirectory, is_shipping: bool) -> StartedRunner:
+        command = [sys.executable, "-m", "paceline._cluster.runner", str(directory.path)]
+        if is_shipping:
+            command.append("--ship")
+        if self._wrap is not None:
+            command = self._wrap(int(directory.path.name), command)
         with open_private(directory.runner_log_path, "ab") as log:
             return _Spawned(
                 subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "paceline._cluster.runner", str(directory.path)),
-                        *(["--ship"] if is_shipping else []),
-                    ],
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -207,11 +216,12 @@ class AttemptProcesses:
     Args:
         root: The directory of the attempts' directories.
         cwd: Where runners work.
+        wrap: Makes the command of each runner; None for runners forked without a command.
     """
 
-    def __init__(self, root: Path, cwd: Path) -> None:
+    def __init__(self, root: Path, cwd: Path, wrap: CommandWrapper | None = None) -> None:
         self._root = root
-        self._host = RunnerHost(cwd)
+        self._host = RunnerHost(cwd, wrap)
         self._children: dict[int, StartedRunner] = {}
         self._unwanted_at: dict[int, float] = {}
         root.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -268,6 +268,8 @@ def _wrong_config_kind(path: str, value: object) -> Problem:
     else:
         close = difflib.get_close_matches(given, names, n=1)
         hint = f"did you mean `{close[0]}`?" if close else ""
+        if path == "searcher" and not close:
+            hint = "install the package that offers it, also for the master."
     return Problem(path=f"{path}.{field}", value=given, message=message, allowed=allowed, hint=hint)
 
 

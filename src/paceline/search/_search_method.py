@@ -286,7 +286,8 @@ class SearchMethod(ABC):
     def num_trials(self, num_invalid: int) -> int:
         """Return the number of trials in the search, including the trials yet to create.
 
-        `num_invalid` of those created so far had invalid hyperparameters; they do not count.
+        Trials with invalid hyperparameters do not count: `num_invalid` ended so far, and a method
+        that makes no others in their place subtracts them.
         """
 
     @abstractmethod

@@ -175,9 +175,9 @@ _CHUNK_BYTES = 8 * 1024 * 1024
 class ObjectStorage(CheckpointStorage):
     """Keep each file of a checkpoint as an object with the key ``<uuid>/<path>``.
 
-    Files pass through a temporary directory (TMPDIR). Implementers override the five abstract
-    methods, `url` and `from_url`; an object that was put must be there for all processes, as a
-    whole, once `put` returns.
+    Files pass through a temporary directory (TMPDIR). Implementers override the four abstract
+    methods over keys, `url` and `from_url`; an object that was put must be there for all
+    processes, as a whole, once `put` returns.
     """
 
     # The files up to this size are put several at once.

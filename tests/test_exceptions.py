@@ -40,7 +40,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "paceline.client.ApiError": lambda: ((404, "not_found", TEXT), {}),
     "paceline.config.ConfigError": lambda: ((problems(),), {}),
     "paceline.core.DistributedPeerError": lambda: ((TEXT,), {"error_type": "KeyError"}),
-    "paceline._cluster.master.experiments.state_transitions.RefusedError": lambda: (
+    "paceline._cluster.master.experiments.state_decisions.RefusedError": lambda: (
         ("conflict", TEXT),
         {},
     ),

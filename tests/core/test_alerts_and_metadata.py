@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline import core
-from paceline.core._run_summaries import read_alerts
+from paceline.core._read_runs import read_alerts
 from paceline.journal import RunDirectory, RunMetadataSet
 
 

@@ -13,7 +13,7 @@ import paceline
 from paceline import core
 from paceline._base.run_directory import Control, JournalKey, RunInfo
 from paceline.core import _run_directories
-from paceline.core._run_summaries import newest_run_named
+from paceline.core._read_runs import newest_run_named
 from paceline.journal import (
     AttemptFinished,
     AttemptStarted,

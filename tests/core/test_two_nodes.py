@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.core._run_summaries import read_alerts
+from paceline.core._read_runs import read_alerts
 from paceline.journal import MetricsReported, RunDirectory
 
 CODE = """

@@ -13,8 +13,8 @@ from fault_lab.power_round import Recording
 from fault_lab.scripts import SEARCHES
 
 from paceline._cluster.master.home_directory import check_for_lost_database
+from paceline.core._read_runs import read_checkpoints
 from paceline.core._run_storage import discard_unfinished
-from paceline.core._run_summaries import read_checkpoints
 from paceline.journal import MetricsReported, RunDirectory
 from paceline.storage import DirectoryStorage
 

@@ -20,7 +20,7 @@ TRAIN = """
 import glob, os, signal, sys, time
 from pathlib import Path
 
-from paceline.core._run_summaries import read_checkpoints
+from paceline.core._read_runs import read_checkpoints
 from paceline.journal import RunDirectory
 
 
@@ -88,7 +88,7 @@ import os, signal, sys, time
 from pathlib import Path
 
 from paceline import train
-from paceline.core._run_summaries import read_checkpoints
+from paceline.core._read_runs import read_checkpoints
 from paceline.journal import RunDirectory
 
 STRUCK = int(os.environ["STRUCK"])

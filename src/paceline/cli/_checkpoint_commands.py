@@ -178,7 +178,7 @@ def _uuid_of(path: Path) -> str | None:
 
 def _export_in_run(checkpoint: str, run: Path) -> "tuple[CheckpointStorage, str]":
     from paceline.cli._runs_commands import find_run
-    from paceline.core._run_summaries import storage_at, summarize_run
+    from paceline.core._read_runs import storage_at, summarize_run
 
     path = find_run(run)
     storage = storage_at(path)
@@ -197,7 +197,7 @@ def _export_in_run(checkpoint: str, run: Path) -> "tuple[CheckpointStorage, str]
 
 
 def _export_in_runs_here(checkpoint: str) -> "tuple[CheckpointStorage, str] | None":
-    from paceline.core._run_summaries import RUNS_DIRECTORY, list_runs, storage_at
+    from paceline.core._read_runs import RUNS_DIRECTORY, list_runs, storage_at
     from paceline.storage._checkpoint_files import StorageNotInstalledError
 
     if len(checkpoint) < _SHORTEST_PART:

@@ -228,7 +228,7 @@ def _pass_signal_on(pid: int, signal_number: int) -> None:
 
 def _print_end(run: RunDirectory, code: int) -> None:
     from paceline.cli._runs_commands import run_state_name
-    from paceline.core._run_summaries import RunState, summarize_run
+    from paceline.core._read_runs import RunState, summarize_run
 
     summary = summarize_run(run.path)
     state = run_state_name(summary)

@@ -10,7 +10,7 @@ from paceline.cli._options_and_errors import CommandError, Json
 if TYPE_CHECKING:
     from paceline._base.run_directory import RunDirectory
     from paceline.client._code_and_run_uploads import RunSync, SyncResult
-    from paceline.core._run_summaries import RunSummary
+    from paceline.core._read_runs import RunSummary
 
 
 runs_app = typer.Typer(
@@ -39,7 +39,7 @@ def list_run_directories(
 ) -> None:
     """List the runs in a directory, newest first."""
     from paceline.cli._console_output import format_age, print_json, print_table
-    from paceline.core._run_summaries import list_runs
+    from paceline.core._read_runs import list_runs
 
     if directory is not None and not directory.is_dir():
         raise CommandError(f"`DIR` must be a directory, but {str(directory)!r} is none.")
@@ -92,7 +92,7 @@ def show(
     """Show a run and its reported metrics."""
     from paceline._base.run_directory import RunDirectory
     from paceline.cli._console_output import print_alerts
-    from paceline.core._run_summaries import read_alerts, read_history, read_metrics, summarize_run
+    from paceline.core._read_runs import read_alerts, read_history, read_metrics, summarize_run
 
     path = find_run(run)
     summary = summarize_run(path)
@@ -115,7 +115,7 @@ def show(
 def show_time(run: RunPath, json: Json = False) -> None:
     """Show how the time of a run was spent: training, starts, lost work."""
     from paceline.cli._console_output import print_json, print_time_table
-    from paceline.core._run_summaries import time_shares_of_run
+    from paceline.core._read_runs import time_shares_of_run
 
     shares = time_shares_of_run(find_run(run))
     if json:
@@ -130,7 +130,7 @@ def find_run(run: Path) -> Path:
     Raises:
         CommandError: The part fits several runs.
     """
-    from paceline.core._run_summaries import list_runs
+    from paceline.core._read_runs import list_runs
 
     if run.exists() or (_RUNS / run).exists():
         return run if run.exists() else _RUNS / run
@@ -170,7 +170,7 @@ def _print_run_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> 
 
 
 def _likely_cause(summary: "RunSummary") -> str | None:
-    from paceline.core._run_summaries import RunState
+    from paceline.core._read_runs import RunState
 
     if summary.state is not RunState.CRASHED or not summary.num_attempts:
         return None
@@ -213,7 +213,7 @@ def _run_groups(run: "RunDirectory") -> list[str]:
 
 def run_state_name(run: "RunSummary") -> str:
     """Return the state of a run; `no_reports` if its script never reported anything."""
-    from paceline.core._run_summaries import RunState
+    from paceline.core._read_runs import RunState
 
     if not run.num_attempts and run.state is not RunState.RUNNING:
         return "no_reports"
@@ -247,7 +247,7 @@ def _print_run_json(
 ) -> None:
     from paceline._base.journal_records import encode_metrics
     from paceline.cli._console_output import print_json
-    from paceline.core._run_summaries import read_alerts, read_history
+    from paceline.core._read_runs import read_alerts, read_history
 
     metrics = [
         {

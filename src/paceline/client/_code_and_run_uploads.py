@@ -394,7 +394,7 @@ class RunSync:
 
     def _moved(self) -> dict[str, str]:
         """Return where the run's checkpoints are, if its directory was renamed or copied."""
-        from paceline.core._run_summaries import moved_storage
+        from paceline.core._read_runs import moved_storage
 
         return moved_storage(self._run, self._info)
 

@@ -23,7 +23,7 @@ from paceline.core._launcher_place import launched_place
 from paceline.core._preemption_and_search import PreemptContext, SearcherContext, SearcherOperation
 from paceline.core._process_environment import ClusterInfo, get_cluster_info
 from paceline.core._profiler_context import ProfilerContext
-from paceline.core._run_summaries import (
+from paceline.core._read_runs import (
     MetricsRow,
     RunState,
     RunSummary,
@@ -34,7 +34,7 @@ from paceline.core._run_summaries import (
     summarize_run,
     time_shares_of_run,
 )
-from paceline.core._trackers import MetricPoint, TrackedRun, Tracker, TrackingGroup
+from paceline.core._tracker_threads import MetricPoint, TrackedRun, Tracker, TrackingGroup
 from paceline.core._train_context import TrainContext
 
 __all__ = [

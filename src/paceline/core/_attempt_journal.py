@@ -42,7 +42,7 @@ from paceline.core._arguments import (
 )
 from paceline.core._open_run import OpenedRun
 from paceline.core._process_environment import describe_environment
-from paceline.core._run_summaries import summarize_run
+from paceline.core._read_runs import summarize_run
 from paceline.storage._checkpoint_files import failing_store_of
 
 logger = logging.getLogger(__name__)

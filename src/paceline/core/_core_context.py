@@ -35,10 +35,10 @@ from paceline.core._preemption_and_search import (
 )
 from paceline.core._process_environment import ClusterInfo, apply_determinism, cluster_info_of
 from paceline.core._profiler_context import ProfilerContext
+from paceline.core._read_runs import run_storage
 from paceline.core._run_storage import GivenStorage, NodeStorage, check_given_storage, given_storage
-from paceline.core._run_summaries import run_storage
 from paceline.core._tensorboard_files import TensorboardFiles
-from paceline.core._trackers import Tracker, TrackingGroup, as_trackers
+from paceline.core._tracker_threads import Tracker, TrackingGroup, as_trackers
 from paceline.core._train_context import TrainContext, alert_of, log_alert
 from paceline.storage._checkpoint_storage import CheckpointStorage
 

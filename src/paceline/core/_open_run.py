@@ -23,6 +23,15 @@ from paceline.core._heartbeats_and_live_reports import (
     reporting,
     sending_heartbeats,
 )
+from paceline.core._read_runs import (
+    RUNS_DIRECTORY,
+    History,
+    is_of_master,
+    newest_run_named,
+    newest_whole_checkpoint,
+    read_history,
+    run_storage,
+)
 from paceline.core._run_directories import (
     RESUME_VARIABLE,
     NewRunStart,
@@ -39,15 +48,6 @@ from paceline.core._run_directories import (
     warn_earlier_run,
 )
 from paceline.core._run_storage import discard_unfinished
-from paceline.core._run_summaries import (
-    RUNS_DIRECTORY,
-    History,
-    is_of_master,
-    newest_run_named,
-    newest_whole_checkpoint,
-    read_history,
-    run_storage,
-)
 from paceline.storage._checkpoint_storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from paceline._base.run_directory import NotARunDirectoryError, RunDirectory, RunInfo
-from paceline.core._run_summaries import (
+from paceline.core._read_runs import (
     RunState,
     latest_checkpoint,
     newest_run_named,

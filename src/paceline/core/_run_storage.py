@@ -15,7 +15,7 @@ from paceline._base.files import write_atomically
 from paceline._base.run_directory import RunDirectory, RunInfo
 from paceline.core._arguments import DistributedPeerError
 from paceline.core._distributed_context import DistributedContext
-from paceline.core._run_summaries import moved_storage, read_checkpoints
+from paceline.core._read_runs import moved_storage, read_checkpoints
 from paceline.storage._checkpoint_files import (
     CheckpointError,
     Selector,

@@ -48,7 +48,7 @@ from paceline.core._attempt_journal import (
     record_time_spent,
 )
 from paceline.core._preemption_and_search import ControlFile, SearchDecision
-from paceline.core._run_summaries import last_steps, read_history, standing_metrics
+from paceline.core._read_runs import last_steps, read_history, standing_metrics
 from paceline.core._tensorboard_files import PathMangler, PathSelector, TensorboardFiles
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from paceline._base.run_directory import RunDirectory
 from paceline._training.engine.checkpoints.checkpoint_retention import BestValidation
 from paceline._training.engine.profiling import ProfilingWindow
 from paceline._training.engine.schedules import Batch, Schedule, StopReason, TrainUnit, checked_unit
-from paceline.core._run_summaries import MetricsRow, read_metrics
+from paceline.core._read_runs import MetricsRow, read_metrics
 from paceline.pytorch._fit_arguments import (
     FitDefaults,
     checked_budget,

@@ -16,8 +16,8 @@ from paceline._training.engine.checkpoints.checkpoint_retention import (
 )
 from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver, Destination
 from paceline.core._core_context import Context
+from paceline.core._read_runs import newest_run_named, read_checkpoints, restorable_checkpoint
 from paceline.core._run_storage import failing_together
-from paceline.core._run_summaries import newest_run_named, read_checkpoints, restorable_checkpoint
 from paceline.storage._checkpoint_files import CheckpointWriteError, series_uuid
 from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules
 from paceline.storage._storage_by_url import checkpoint_at

@@ -17,7 +17,7 @@ from paceline._base.journal_records import (
     MetricsReported,
 )
 from paceline._base.run_directory import RunDirectory
-from paceline.core._run_summaries import RUNS_DIRECTORY, read_metrics
+from paceline.core._read_runs import RUNS_DIRECTORY, read_metrics
 from paceline.storage._storage_by_url import storage_from
 
 _ZIP_START = b"PK\x03\x04"

@@ -13,7 +13,7 @@ from paceline._base.notebook_tables import html_table
 from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._training.workers.failures_and_restarts import TrainingFailedError
 from paceline.core._arguments import rank_group
-from paceline.core._run_summaries import restorable_checkpoint
+from paceline.core._read_runs import restorable_checkpoint
 from paceline.storage._checkpoint_files import CheckpointNotFoundError
 from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._storage_by_url import checkpoint_at, storage_from

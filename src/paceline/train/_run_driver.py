@@ -17,9 +17,9 @@ from paceline._training.workers.worker_pools import PendingCall
 from paceline.core._arguments import GivenUpError, searched_metrics
 from paceline.core._attempt_journal import describe_error, outcome_of, record_failed_end
 from paceline.core._open_run import OpenedRun
+from paceline.core._read_runs import storage_at
 from paceline.core._run_storage import discard_unfinished
-from paceline.core._run_summaries import storage_at
-from paceline.core._trackers import Tracker
+from paceline.core._tracker_threads import Tracker
 from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results_and_checkpoints import (

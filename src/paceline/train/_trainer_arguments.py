@@ -16,7 +16,7 @@ from paceline._training.workers.worker_resources import WorkerResources, chosen_
 from paceline._training.workers.workers import ElasticLimits
 from paceline.core._arguments import NotOfferedError
 from paceline.core._launcher_place import launched_place
-from paceline.core._trackers import as_trackers
+from paceline.core._tracker_threads import as_trackers
 from paceline.data._dataset import Dataset, Fold, read
 from paceline.train._config import ElasticConfig, TorchConfig, TrainWorkerSettings, backend_config
 from paceline.train._results_and_checkpoints import Checkpoint

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.store.messages_from_rows import encode_cursor
+from paceline._cluster.master.store.api_models_from_rows import encode_cursor
 
 
 @pytest.fixture(scope="module")

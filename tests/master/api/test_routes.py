@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from paceline._cluster.master.api import master_routes as _master_routes
-from paceline._cluster.master.store.messages_from_rows import encode_cursor
+from paceline._cluster.master.store.api_models_from_rows import encode_cursor
 
 EMPTY = hashlib.sha256(b"").hexdigest()
 

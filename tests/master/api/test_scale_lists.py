@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import event, insert, text
 
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.messages_from_rows import encode_cursor
+from paceline._cluster.master.store.api_models_from_rows import encode_cursor
 
 NUM_EXPERIMENTS, NUM_TRIALS = 12, 30
 # Each table grows with what is stored; a row of them that is read must be one that is shown.

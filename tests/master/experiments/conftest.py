@@ -18,7 +18,7 @@ from paceline._cluster.master.experiments.experiment_commands import Commands
 from paceline._cluster.master.experiments.reconciler import Reconciler
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.retention import Retention
-from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StorageMarks
 from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.master.home_directory import SecretStore

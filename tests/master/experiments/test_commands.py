@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.experiments.state_transitions import (
+from paceline._cluster.master.experiments.state_decisions import (
     NotFoundError,
     RefusedError,
     TransitionError,

@@ -9,7 +9,7 @@ from sqlalchemy import update
 
 from paceline._cluster.master.experiments import failures as _pauses
 from paceline._cluster.master.experiments.failures import start_delay_after
-from paceline._cluster.master.experiments.state_transitions import (
+from paceline._cluster.master.experiments.state_decisions import (
     MAX_SHORTAGES,
     MAX_STORE_FAILURES,
     NotFoundError,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.experiments.state_transitions import (
+from paceline._cluster.master.experiments.state_decisions import (
     EXPERIMENT_TRANSITIONS,
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,

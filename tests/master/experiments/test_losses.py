@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.messages.runner_messages import RecordBatch
 from paceline.journal import AttemptFinished, RecordLost, RecordsDropped
 

@@ -7,7 +7,7 @@ from sqlalchemy import update
 
 from paceline._base.journal_records import encode_float
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
-from paceline._cluster.master.experiments.state_transitions import NotFoundError, RefusedError
+from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.metric_rows_and_times import read_rows, time_shares

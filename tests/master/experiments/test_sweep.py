@@ -9,7 +9,7 @@ import pytest
 from paceline._cluster.master.experiments import retention as _sweep
 from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, delete_files
 from paceline._cluster.master.experiments.retention import sweep_checkpoints
-from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.storage_calls import StorageCalls
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import settle_cluster_id

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline._base.sealed_json import seal_line
 from paceline._cluster.master.store import log_files as _log_file
-from paceline._cluster.master.store.log_search import LogFilter, StoredLine
+from paceline._cluster.master.store.log_index_and_search import LogFilter, StoredLine
 from paceline._cluster.master.store.trial_logs import LogStore, merge_lines
 from paceline._cluster.messages.runner_messages import LogEntry
 

@@ -28,8 +28,7 @@ from paceline._cluster.master.experiments.experiment_commands import Commands
 from paceline._cluster.master.experiments.reconciler import Reconciler
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.retention import Retention
-from paceline._cluster.master.experiments.runs_watcher import RunsWatcher
-from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StorageMarks
 from paceline._cluster.master.experiments.stored_searches import (
     Searches,
@@ -38,6 +37,7 @@ from paceline._cluster.master.experiments.stored_searches import (
     undecided_searches,
 )
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
+from paceline._cluster.master.experiments.unmanaged_runs_watcher import RunsWatcher
 from paceline._cluster.master.home_directory import Home, SecretStore
 from paceline._cluster.master.nodes.checkpoint_transfers import Transfers
 from paceline._cluster.master.nodes.node_registry import Nodes

@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def _serve(control: int) -> None:
-    from paceline._cluster.runner.fork_server import leave_forked_runner, serve_runners
+    from paceline._cluster.runner.runner_fork_server import leave_forked_runner, serve_runners
 
     try:
         wanted = serve_runners(control)

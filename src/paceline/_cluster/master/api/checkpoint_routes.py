@@ -29,13 +29,13 @@ from paceline._cluster.master.experiments.checkpoints import (
     delete_matching_files,
     note_deleted_files,
 )
-from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.storage_calls import StorageCalls, in_own_thread
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.nodes.checkpoint_transfers import OFFERS_AT_ONCE, PIECES_AT_ONCE
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import checkpoint_views
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.messages_from_rows import checkpoint_views
 from paceline._cluster.messages.experiment_models import Checkpoint
 from paceline._cluster.messages.runner_messages import (
     CheckpointOffer,

@@ -33,7 +33,7 @@ from paceline._cluster.master.experiments.experiment_edits import (
     loss_of,
     set_archived,
 )
-from paceline._cluster.master.experiments.state_transitions import (
+from paceline._cluster.master.experiments.state_decisions import (
     NotFoundError,
     RefusedError,
     TransitionError,
@@ -42,9 +42,9 @@ from paceline._cluster.master.experiments.storage_calls import in_own_thread
 from paceline._cluster.master.experiments.stored_searches import MAX_RUNG_ENTRIES, thinned
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import config_of, experiment_view
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.list_pages import Order
-from paceline._cluster.master.store.messages_from_rows import config_of, experiment_view
 from paceline._cluster.messages import experiment_models as searches
 from paceline._cluster.messages.experiment_models import (
     BulkAction,

@@ -22,6 +22,7 @@ from paceline._cluster.master.api.requests_and_answers import (
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import config_of, encode_cursor
 from paceline._cluster.master.store.database import load_json
 from paceline._cluster.master.store.experiment_list import (
     Condition,
@@ -38,7 +39,6 @@ from paceline._cluster.master.store.list_pages import (
     encode_trials,
     sample_trials,
 )
-from paceline._cluster.master.store.messages_from_rows import config_of, encode_cursor
 from paceline._cluster.master.store.metric_series import tagged
 from paceline._cluster.master.store.row_ids_and_counts import EXPERIMENTS, TRIALS, number_by_state
 from paceline._cluster.master.store.series_writer import all_metric_names

@@ -41,7 +41,7 @@ from paceline._cluster.master.master import (
     Master,
 )
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.messages_from_rows import num_slots_of, slots_by_node
+from paceline._cluster.master.store.api_models_from_rows import num_slots_of, slots_by_node
 from paceline._cluster.master.store.row_ids_and_counts import (
     ATTEMPTS,
     CHECKPOINTS,

@@ -25,8 +25,8 @@ from paceline._cluster.master.nodes.node_registry import (
 from paceline._cluster.master.nodes.node_work import work_for
 from paceline._cluster.master.scheduling.pools import NodeSlots, PoolSettings, in_pools, pool_of
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import slots_by_node
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.messages_from_rows import slots_by_node
 from paceline._cluster.messages.master_models import DrainNode, Node, NodeState, Slot
 from paceline._cluster.messages.runner_messages import (
     DEFAULT_POOL,

@@ -17,21 +17,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Send
 
-from paceline._cluster.master.experiments.state_changes import StateChanges
-from paceline._cluster.master.experiments.state_transitions import (
+from paceline._cluster.master.experiments.state_decisions import (
     NotFoundError,
     RefusedError,
     TransitionError,
 )
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.database import DatabaseUnavailableError, Transaction
-from paceline._cluster.master.store.list_pages import EncodingCache, NameCache, Order
-from paceline._cluster.master.store.messages_from_rows import (
+from paceline._cluster.master.store.api_models_from_rows import (
     checkpoint_views,
     decode_cursor,
     encode_cursor,
 )
+from paceline._cluster.master.store.database import DatabaseUnavailableError, Transaction
+from paceline._cluster.master.store.list_pages import EncodingCache, NameCache, Order
 from paceline._cluster.master.store.row_ids_and_counts import once
 from paceline._cluster.messages.experiment_models import Checkpoint, Page, Problem
 from paceline.config._fields_and_problems import ConfigError

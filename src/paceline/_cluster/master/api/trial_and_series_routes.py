@@ -39,13 +39,13 @@ from paceline._cluster.master.api.requests_and_answers import (
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.list_pages import Order
-from paceline._cluster.master.store.messages_from_rows import (
+from paceline._cluster.master.store.api_models_from_rows import (
     encode_cursor,
     read_environment,
     trial_view,
 )
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.list_pages import Order
 from paceline._cluster.master.store.metric_rows_and_times import iter_points, read_rows, time_shares
 from paceline._cluster.master.store.metric_series import (
     Selection,

@@ -27,8 +27,7 @@ from paceline._cluster.master.experiments.search_operations import (
     is_single,
     others_have_reported,
 )
-from paceline._cluster.master.experiments.state_changes import StateChanges
-from paceline._cluster.master.experiments.state_transitions import (
+from paceline._cluster.master.experiments.state_decisions import (
     INVALID_HP,
     MAX_FAILED_STARTS,
     MAX_NOT_FORMED,
@@ -39,11 +38,12 @@ from paceline._cluster.master.experiments.state_transitions import (
     ExitDecision,
     judge_exit,
 )
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.validation_ingest import end_unmeasured
 from paceline._cluster.master.scheduling.pools import in_pools
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.messages_from_rows import config_of
 from paceline._cluster.messages.runner_messages import (
     DEFAULT_POOL,
     LOCAL_NAME,

@@ -18,10 +18,10 @@ from paceline._cluster.master.experiments.attempt_end import (
     end_attempt,
 )
 from paceline._cluster.master.experiments.attempts import Leases, check_not_over, read_attempt
-from paceline._cluster.master.experiments.state_changes import StateChanges
-from paceline._cluster.master.experiments.state_transitions import NotFoundError
+from paceline._cluster.master.experiments.state_decisions import NotFoundError
+from paceline._cluster.master.experiments.state_writer import StateChanges
+from paceline._cluster.master.store.api_models_from_rows import Member, read_members, stored_members
 from paceline._cluster.master.store.database import Database, Transaction
-from paceline._cluster.master.store.messages_from_rows import Member, read_members, stored_members
 from paceline._cluster.messages.master_models import RUNNER_GRACE_S
 from paceline._cluster.messages.runner_messages import AttemptEnd, runner_id
 from paceline._cluster.messages.states import AttemptState, ErrorKind, ExitReason

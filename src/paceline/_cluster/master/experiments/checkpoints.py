@@ -16,12 +16,12 @@ from paceline._base.journal_records import (
     CheckpointStored,
 )
 from paceline._cluster.master.experiments.attempts import checkpoint_root
-from paceline._cluster.master.experiments.state_changes import StateChanges
-from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.experiments.state_decisions import RefusedError
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StorageCalls
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.database import Database, Transaction, read_cluster_id
-from paceline._cluster.master.store.messages_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.metric_rows_and_times import metric_at
 from paceline._cluster.messages.states import AttemptState, CheckpointState
 from paceline.storage._checkpoint_files import (

@@ -10,16 +10,16 @@ from paceline import faults
 from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
 from paceline._cluster.master.experiments.scheduler_input import check_slots
-from paceline._cluster.master.experiments.state_changes import StateChanges
-from paceline._cluster.master.experiments.state_transitions import (
+from paceline._cluster.master.experiments.state_decisions import (
     RefusedError,
     SearchEnd,
     TransitionError,
 )
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.home_directory import SecretStore, text_to_store
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.messages_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.states import ExperimentState, TrialState
 from paceline.config._environment_and_secrets import reveal_secrets, without_secrets

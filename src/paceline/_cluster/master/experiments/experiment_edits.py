@@ -8,13 +8,13 @@ from sqlalchemy import ColumnElement, Connection, Row, delete, or_, select, upda
 
 from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, checkpoint_places
 from paceline._cluster.master.experiments.scheduler_input import waiting_trials
-from paceline._cluster.master.experiments.state_changes import StateChanges
-from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.experiments.state_decisions import RefusedError
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.scheduling.pool_policies import moved
 from paceline._cluster.master.scheduling.pools import Waiting
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import config_of, drop_unused_environments
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.messages_from_rows import config_of, drop_unused_environments
 from paceline._cluster.master.store.row_ids_and_counts import (
     POINTS,
     TRIALS,

@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, exists, or_, select
 
-from paceline._cluster.master.experiments.state_transitions import INVALID_HP
+from paceline._cluster.master.experiments.state_decisions import INVALID_HP
 from paceline._cluster.master.scheduling.pools import NodeSlots
 from paceline._cluster.master.store import tables
 from paceline._cluster.messages.runner_messages import LOCAL_NODE

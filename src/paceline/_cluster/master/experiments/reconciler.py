@@ -26,11 +26,11 @@ from paceline._cluster.master.experiments.attempts import (
 from paceline._cluster.master.experiments.checkpoints import usable_checkpoint
 from paceline._cluster.master.experiments.failures import start_delay_after
 from paceline._cluster.master.experiments.scheduler_input import Cluster, read_cluster
-from paceline._cluster.master.experiments.state_changes import (
+from paceline._cluster.master.experiments.state_decisions import MAX_SHORTAGES
+from paceline._cluster.master.experiments.state_writer import (
     StateChanges,
     experiments_without_live_trials,
 )
-from paceline._cluster.master.experiments.state_transitions import MAX_SHORTAGES
 from paceline._cluster.master.experiments.storage_calls import StoragePendingError
 from paceline._cluster.master.scheduling.machines import Machines
 from paceline._cluster.master.scheduling.pools import (
@@ -41,8 +41,8 @@ from paceline._cluster.master.scheduling.pools import (
 )
 from paceline._cluster.master.scheduling.schedule import Schedule, decide, schedule
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import Member, config_of, stored_members
 from paceline._cluster.master.store.database import Database, DatabaseLostError, Transaction
-from paceline._cluster.master.store.messages_from_rows import Member, config_of, stored_members
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.master_models import RUNNER_GRACE_S
 from paceline._cluster.messages.runner_messages import AttemptEnd

@@ -39,7 +39,7 @@ from paceline._cluster.master.experiments.checkpoints import (
     take_checkpoint_deletion,
 )
 from paceline._cluster.master.experiments.record_checks import check_record
-from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.validation_ingest import (
     recompute_best,
     small_metrics,
@@ -47,12 +47,12 @@ from paceline._cluster.master.experiments.validation_ingest import (
     take_validation,
 )
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.messages_from_rows import (
+from paceline._cluster.master.store.api_models_from_rows import (
     config_of,
     read_members,
     store_environment,
 )
+from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.metric_rows_and_times import (
     add_metrics,
     add_time_mark,

@@ -22,11 +22,11 @@ from paceline._cluster.master.experiments.checkpoints import (
     remove_unknown_checkpoints,
     storage_for_others,
 )
-from paceline._cluster.master.experiments.state_changes import StateChanges
-from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.experiments.state_decisions import RefusedError
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, DatabaseLostError, Transaction
-from paceline._cluster.master.store.messages_from_rows import config_of
 from paceline._cluster.master.store.metric_rows_and_times import read_series
 from paceline._cluster.messages.states import (
     AttemptState,

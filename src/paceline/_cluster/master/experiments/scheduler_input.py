@@ -14,7 +14,7 @@ from paceline._cluster.master.experiments.failures import (
     resting_nodes,
     trials_in_start_delay,
 )
-from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.scheduling.pools import (
     DEFAULT_PRIORITY,
     Holding,
@@ -26,7 +26,7 @@ from paceline._cluster.master.scheduling.pools import (
 )
 from paceline._cluster.master.scheduling.slot_placement import fits_nodes
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.messages_from_rows import config_of, slots_by_node
+from paceline._cluster.master.store.api_models_from_rows import config_of, slots_by_node
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
 from paceline.config._experiment_config import ExperimentConfig

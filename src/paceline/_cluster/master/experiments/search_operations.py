@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Row, func, insert, select, update
 
 from paceline import faults
-from paceline._cluster.master.experiments.state_transitions import SearchEnd
+from paceline._cluster.master.experiments.state_decisions import SearchEnd
 from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.messages_from_rows import config_of
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.master.store.series_writer import read_summary
 from paceline._cluster.messages.states import (
@@ -35,7 +35,7 @@ from paceline.search._search_method import (
 )
 
 if TYPE_CHECKING:
-    from paceline._cluster.master.experiments.state_changes import StateChanges
+    from paceline._cluster.master.experiments.state_writer import StateChanges
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from sqlalchemy import (
 from paceline import faults
 from paceline._base.journal_records import encode_float
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, Transaction
-from paceline._cluster.master.store.messages_from_rows import config_of
 from paceline.config._searcher_section import MissingSearcher
 from paceline.search._search import Search
 from paceline.search._search_method import (

@@ -10,9 +10,9 @@ from paceline._base.journal_records import AttemptStarted
 from paceline._base.run_directory import RUN_FORMAT_VERSION, RunInfo
 from paceline._cluster.master.experiments.record_checks import check_run_info
 from paceline._cluster.master.experiments.record_ingest import CHIEF
-from paceline._cluster.master.experiments.state_transitions import INVALID_HP, RefusedError
+from paceline._cluster.master.experiments.state_decisions import INVALID_HP, RefusedError
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.messages_from_rows import REPORTED
+from paceline._cluster.master.store.api_models_from_rows import REPORTED
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.runner_messages import RunBatch, RunMark, RunReply
 from paceline._cluster.messages.states import AttemptState, ExperimentState, TrialState

@@ -15,12 +15,12 @@ from sqlalchemy import Row, insert, select
 
 from paceline._base.run_directory import RunInfo
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
-from paceline._cluster.master.experiments.state_changes import StateChanges
-from paceline._cluster.master.experiments.state_transitions import (
+from paceline._cluster.master.experiments.state_decisions import (
     NotFoundError,
     SearchEnd,
     experiment_end,
 )
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.unmanaged_run_rows import (
     SILENT,
     VANISHED,
@@ -46,8 +46,8 @@ from paceline._cluster.master.experiments.unmanaged_run_rows import (
 )
 from paceline._cluster.master.experiments.validation_ingest import recompute_best
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import REPORTED
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.messages_from_rows import REPORTED
 from paceline._cluster.messages.runner_messages import AttemptEnd, RecordBatch, RunBatch, RunReply
 from paceline._cluster.messages.states import (
     AttemptState,

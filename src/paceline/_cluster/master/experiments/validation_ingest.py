@@ -18,11 +18,11 @@ from paceline._cluster.master.experiments.search_operations import (
     num_validations,
     others_have_reported,
 )
-from paceline._cluster.master.experiments.state_changes import StateChanges
-from paceline._cluster.master.experiments.state_transitions import SearchEnd
+from paceline._cluster.master.experiments.state_decisions import SearchEnd
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.messages_from_rows import config_of
 from paceline._cluster.master.store.metric_rows_and_times import (
     measure_checkpoints,
     read_rows,

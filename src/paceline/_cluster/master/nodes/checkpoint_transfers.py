@@ -21,16 +21,16 @@ from paceline._cluster.master.experiments.checkpoints import (
     store_checkpoint,
 )
 from paceline._cluster.master.experiments.record_checks import check_record
-from paceline._cluster.master.experiments.state_changes import StateChanges
-from paceline._cluster.master.experiments.state_transitions import NotFoundError, RefusedError
+from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.nodes.checkpoint_uploads import (
     OpenUploads,
     WaitingCheckpoints,
     live_attempt_ids,
 )
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import read_members
 from paceline._cluster.master.store.database import Database, Transaction
-from paceline._cluster.master.store.messages_from_rows import read_members
 from paceline._cluster.messages.runner_messages import (
     MAX_PIECE_BYTES,
     CheckpointFiles,

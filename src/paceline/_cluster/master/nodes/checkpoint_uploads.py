@@ -10,8 +10,8 @@ from sqlalchemy import Connection, select
 
 from paceline._cluster.master.experiments.attempts import read_attempt
 from paceline._cluster.master.experiments.checkpoints import experiment_place
-from paceline._cluster.master.experiments.state_changes import StateChanges
-from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.experiments.state_decisions import RefusedError
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.messages.runner_messages import CheckpointFiles, ShardOffer

@@ -22,8 +22,8 @@ from paceline._cluster.master.nodes.node_presence import NodeOrders, NodePresenc
 from paceline._cluster.master.scheduling.machines import Machines, Place
 from paceline._cluster.master.scheduling.pools import NodeSlots, PoolSettings, pool_of
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import slots_by_node
 from paceline._cluster.master.store.database import Database, Transaction
-from paceline._cluster.master.store.messages_from_rows import slots_by_node
 from paceline._cluster.master.store.row_ids_and_counts import keep_ids, new_id
 from paceline._cluster.master.waiting import Wakeups
 from paceline._cluster.messages.runner_messages import (

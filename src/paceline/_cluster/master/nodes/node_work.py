@@ -11,11 +11,11 @@ from sqlalchemy import Connection, Row, or_, select, update
 from paceline._cluster.master.executors import AttemptStatus, Executor, Launch
 from paceline._cluster.master.experiments.attempt_runners import end_runner
 from paceline._cluster.master.experiments.attempts import live_attempts, read_attempt
-from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.nodes.node_registry import Nodes, RegisteredNode
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import read_members, slots_by_node
 from paceline._cluster.master.store.database import Database, Transaction
-from paceline._cluster.master.store.messages_from_rows import read_members, slots_by_node
 from paceline._cluster.messages.runner_messages import (
     LOCAL_NODE,
     STARTER_LABEL,

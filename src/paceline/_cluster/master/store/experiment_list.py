@@ -25,9 +25,9 @@ from sqlalchemy import (
 )
 
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import experiment_model
 from paceline._cluster.master.store.database import load_json
 from paceline._cluster.master.store.list_pages import EncodingCache, Order
-from paceline._cluster.master.store.messages_from_rows import experiment_model
 from paceline._cluster.master.store.metric_series import tagged
 from paceline._cluster.master.store.row_ids_and_counts import (
     ARCHIVED,

@@ -24,8 +24,8 @@ from sqlalchemy import (
 )
 
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import TrialFacts, trial_facts, trial_model
 from paceline._cluster.master.store.database import load_json
-from paceline._cluster.master.store.messages_from_rows import TrialFacts, trial_facts, trial_model
 from paceline._cluster.master.store.row_ids_and_counts import (
     TRIALS,
     ids_parameter,

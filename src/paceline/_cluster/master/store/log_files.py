@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline._base.files import open_private, regular_opener
 from paceline._base.sealed_json import check_line, seal_line
-from paceline._cluster.master.store.log_search import (
+from paceline._cluster.master.store.log_index_and_search import (
     RECORD_BYTES,
     LogBlock,
     LogFilter,

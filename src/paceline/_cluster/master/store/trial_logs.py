@@ -18,7 +18,7 @@ from paceline._cluster.master.store.log_files import (
     numbered_of_member,
     own_sequence,
 )
-from paceline._cluster.master.store.log_search import LogFilter, StoredLine, line_id
+from paceline._cluster.master.store.log_index_and_search import LogFilter, StoredLine, line_id
 from paceline._cluster.messages.runner_messages import LogEntry
 
 _FIRST_BLOCK_LINES = 16

@@ -15,8 +15,12 @@ from functools import partial
 from typing import IO, Any
 
 from paceline._base.process_and_network import wait_until
-from paceline._training.workers.processes.fork_server import STATUS, receive_message, send_message
 from paceline._training.workers.processes.rank_environment import THREADS_MARK, THREADS_VARIABLE
+from paceline._training.workers.processes.worker_fork_server import (
+    STATUS,
+    receive_message,
+    send_message,
+)
 from paceline._training.workers.processes.worker_process import (
     KILLED,
     ProcessHandle,

@@ -15,7 +15,7 @@ from paceline._cluster.master.experiments.search_operations import (
     SearchOperations,
     describe_unmeasured,
 )
-from paceline._cluster.master.experiments.state_transitions import (
+from paceline._cluster.master.experiments.state_decisions import (
     EXPERIMENT_TRANSITIONS,
     INVALID_HP,
     TRIAL_TRANSITIONS,

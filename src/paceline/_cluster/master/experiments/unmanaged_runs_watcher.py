@@ -14,7 +14,7 @@ from paceline._cluster.master.experiments.unmanaged_run_rows import open_directo
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.messages.runner_messages import RunBatch
-from paceline.core._run_summaries import moved_storage
+from paceline.core._read_runs import moved_storage
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from sqlalchemy import select
 
 from paceline._base.journal_files import JournalWriter, frame_line
 from paceline._base.run_directory import JournalKey, RunInfo, RunTail, TrialInfo
+from paceline._cluster.master.experiments import unmanaged_runs_watcher
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.stored_searches import Searches

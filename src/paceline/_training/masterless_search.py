@@ -50,9 +50,9 @@ class SearchJournal:
     """Run directory of a search, with the inputs of the search as its journal.
 
     Args:
-        directory: The directory, for a new search or to go on in; a new one below
+        directory: The directory, for a new search or to resume one; a new one below
             ``./paceline_runs`` by default.
-        setup: What the search is made with. An earlier search must have the same.
+        setup: The arguments of the search. An earlier search must have the same.
         seed: The seed of a new search; drawn by default.
 
     Raises:
@@ -110,7 +110,7 @@ class SearchJournal:
 
     def close(self, error: BaseException | None) -> None:
         """Record the end."""
-        # After Ctrl-C it can go on, as its trials can.
+        # After Ctrl-C it can resume, as its trials can.
         is_interrupted = isinstance(error, KeyboardInterrupt)
         outcome = Outcome.PREEMPTED if is_interrupted else outcome_of(error)
         end_journal(self._journal, outcome, error)
@@ -143,7 +143,7 @@ class TrialOutcome:
 
     Attributes:
         number: Its number, from 1, in the order in which the search has created trials.
-        config: What the function is given.
+        config: The argument of the function.
         run_dir: Its run directory.
         state: "waiting", "running", "paused", "stopped" by the search, "completed", "failed",
             "diverged", if its loss was not finite (`NonFiniteError`),
@@ -188,7 +188,7 @@ class NextMove(Enum):
 
     GO_ON = "go on"
     PAUSE = "pause"
-    """Its workers are for others, and it goes on later from its checkpoint."""
+    """Its workers are for others, and it resumes later from its checkpoint."""
     END = "end"
 
 
@@ -198,9 +198,9 @@ class SearchTrial:
 
     Attributes:
         create: How the search has created it.
-        result: What is told of it.
+        result: Its public result.
         target: The length to which it is to train next, None if the search does not say.
-        is_stopped: Whether the search wants no more of it.
+        is_stopped: Whether the search wants no more reports.
         exit_reason: Why it has ended; None before.
         known: Encoded metrics by the number of their report, for a run that repeats some.
     """
@@ -220,15 +220,15 @@ class SearchRun:
 
     Args:
         search: The search, new.
-        journal: Gets all inputs; those of earlier attempts are replayed.
+        journal: Gets all inputs, and replays the inputs of earlier attempts.
         metric: The searched metric.
-        time_name: The metric that tells how long a trial has trained.
+        time_name: The metric for how long a trial has trained.
         smaller_is_better: Whether smaller values of the metric are better.
         length: How long trials train at most; None if the search does not say.
-        can_extend: Whether the search may let trials go on that have trained to their length.
+        can_extend: Whether the search may extend trials that have trained to their length.
         is_single: Whether there is one trial only, which needs no metric to be chosen by.
-        config: What each trial's config has besides its hyperparameters.
-        make_result: Makes what is told of a trial: a subclass of `TrialOutcome`.
+        config: The part of each trial's config besides its hyperparameters.
+        make_result: Makes a trial's public result: a subclass of `TrialOutcome`.
     """
 
     def __init__(
@@ -331,10 +331,10 @@ class SearchRun:
         """Give a report to the search, wait for its decision, and return the trial's next move.
 
         Args:
-            trial: Who reports.
+            trial: The trial that reports.
             number: The number of the report.
             metrics: The report.
-            judged: What of it the search judges.
+            judged: The metrics that the search judges.
         """
         with self._changed:
             given = self._input_of(trial, judged)
@@ -368,7 +368,7 @@ class SearchRun:
         """Check a normally ended trial for the searched metric in its reports.
 
         Raises:
-            MetricMissingError: None of its reports had the metric, nor those of another trial.
+            MetricMissingError: No report of this trial or another had the metric.
             ValueError: None of its reports had the metric.
         """
         result = trial.result

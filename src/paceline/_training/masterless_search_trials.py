@@ -86,7 +86,7 @@ def begun_search(
     Args:
         chosen: What `checked_search` has returned.
         journal: Its journal.
-        config: What each trial's config has besides its hyperparameters.
+        config: The part of each trial's config besides its hyperparameters.
         make_result: See `SearchRun`.
     """
     searcher = chosen.searcher
@@ -114,7 +114,7 @@ _LOOK_S = 0.2
 class StepwiseTrial(Protocol):
     """Running trial as an iterator of reports: the trial waits after each report.
 
-    A report is a mapping. It has a `number` and a `step`, and `validation` tells what of it the
+    A report is a mapping. It has a `number` and a `step`, and `validation` says which metrics the
     search judges: all, nothing, or these metrics.
     """
 
@@ -151,7 +151,7 @@ class TrialThread(threading.Thread):
             while (trial := self._search.next_trial()) is not None:
                 self._run_trial(trial)
         except BaseException as error:
-            # An error of the search itself; those of trials are inputs of it.
+            # An error of the search itself; errors of trials are its inputs.
             self.failure = error
             self._search.close()
 
@@ -210,7 +210,7 @@ def conduct(run: SearchRun, starts: Sequence[Callable[[SearchTrial], StepwiseTri
     """Run trials until the search is over, in a thread for each of the given start functions.
 
     Raises:
-        Exception: The search itself has failed; failures of trials are inputs of it.
+        Exception: The search itself has failed; failures of trials are its inputs.
     """
     threads = [TrialThread(run, start) for start in starts]
     for thread in threads:

@@ -60,7 +60,7 @@ def progress_line(facts: ProgressFacts, width: int | None) -> str:
     has_bar = width is not None and width >= _LEAST_WIDTH_WITH_BAR
     line = "  ".join(_parts_fitting_line(_progress_state(facts, has_bar=has_bar) + metrics, width))
     if facts.ending and not all(text in line for text in first):
-        # How long it took matters less than what came of it.
+        # Time taken matters less than the outcome.
         state = _progress_state(facts, has_bar=has_bar, has_duration=False)
         line = "  ".join(_parts_fitting_line(state + metrics, width))
     return line
@@ -81,7 +81,7 @@ def _progress_state(
     return [
         (0, _progress_count(facts)),
         (9, _bar(facts) if has_bar else ""),
-        # Meanwhile the time that is left tells as much.
+        # Meanwhile the time that is left says as much.
         (1 if facts.ending else 5, _percentage(facts)),
         (6, _position(facts)),
         (3, _rate(facts.batches_per_second, "batches")),
@@ -299,7 +299,7 @@ class TrainingProgress:
         """Begin to show progress.
 
         Args:
-            steps_completed: What was done before, in the unit; see `update`.
+            steps_completed: Progress made before, in the unit; see `update`.
             records: The records that were trained on before.
             batches: The batches that were trained before.
             epoch: The present epoch, from 1.
@@ -322,11 +322,12 @@ class TrainingProgress:
         batches: int | None = None,
         epoch: int | None = None,
     ) -> None:
-        """Tell how far training is; drawn at most ten times a second. Ends a note.
+        """Show how far training is; drawn at most ten times a second. Ends a note.
 
         Args:
-            steps_completed: What is done since the start of training, in the unit; a part of an
-                epoch is a fraction. None within an epoch of unknown length, of which `epoch` tells.
+            steps_completed: Progress since the start of training, in the unit; a part of an
+                epoch is a fraction. None within an epoch of unknown length, for which `epoch`
+                counts.
             records: The records trained on since the start of training.
             metrics: The newest metrics, of which numbers are shown; None leaves those that are.
             batches: The batches trained since the start of training.
@@ -374,7 +375,7 @@ class TrainingProgress:
 
         Args:
             how: Such as "completed", "stopped" or "failed".
-            details: What else to tell, such as where the run is; in lines below.
+            details: More to show, such as where the run is; in lines below.
         """
         region, self._region = self._region, None
         if region is None:

@@ -117,7 +117,7 @@ class TerminalRegion(Region):
             self._text = ""
             for stream, own, before in self._taken:
                 attributes = vars(stream)
-                # Someone who took over after us keeps the stream; ours then only passes on.
+                # A later display that took over keeps the stream; ours then only passes on.
                 if attributes.get("write") is own:
                     del attributes["write"]
                     if before is not None:
@@ -226,7 +226,7 @@ class LogLines(Region):
 
     def write(self, text: str) -> None:
         """Write a line."""
-        # Training goes on when nobody reads any more, on a full disk, and when a signal's handler
+        # Training continues when nobody reads any more, on a full disk, and when a signal's handler
         # has interrupted the same stream.
         with suppress(OSError, ValueError, RuntimeError):
             self._stream.write(f"{text}\n")

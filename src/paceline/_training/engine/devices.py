@@ -67,7 +67,7 @@ def own_device(
     Args:
         local_rank: The rank's number on its node.
         gpus_per_rank: How many GPUs each rank has, 0 for none; None for one each, if there are any.
-        chosen: What the user chose instead, such as "cuda" for a GPU of its own.
+        chosen: The user's own choice, such as "cuda" for a GPU of its own.
     """
     if chosen is not None and (chosen.type != "cuda" or chosen.index is not None):
         return chosen

@@ -51,7 +51,7 @@ class FollowingModels:
 
     def _digests(self) -> dict[str, str]:
         digests = TensorDigests()
-        # Digests of the chief alone tell what has changed.
+        # Digests of the chief alone show the changes.
         if self._tensors and dist.get_rank() == 0:
             for name, tensor in self._tensors.items():
                 digests.add(name, tensor)

@@ -412,7 +412,7 @@ class RankGrid:
         return total
 
     def one_per_group(self, shares: Sequence[T]) -> Sequence[T]:
-        """Return of the shares of all ranks those of the first rank of each group."""
+        """Return the shares of each group's first rank, of the shares of all ranks."""
         return shares[:: self.tensor_size]
 
     def make_alike(self, model: torch.nn.Module) -> None:

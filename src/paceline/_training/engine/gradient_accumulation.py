@@ -144,7 +144,7 @@ class Accumulation:
     Attributes:
         frequency: Global batches per optimizer step.
         average: Whether gradients are averaged over the window.
-        weight: What the present shard's loss counts.
+        weight: The weight of the present shard's loss.
         is_boundary: Whether this is the worker's last shard before an optimizer step.
         is_even: Whether every rank has a last shard in this window.
         is_idle: Whether this rank has no samples of the present batch.
@@ -234,7 +234,7 @@ class ChangedGradients:
         self._seen = _gradient_marks(parameters()) if is_seen else {}
 
     def find(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether an optimizer's gradients have changed since; True once only.
+        """Return whether an optimizer's gradients have changed since; True once only.
 
         Gradients that are gone, as by `zero_grad`, are no changed ones.
         """

@@ -193,7 +193,7 @@ class OverlappedAllReduce(DistributedDataParallel):
     """Model wrapper summing (not averaging) gradients in buckets during the backward pass.
 
     The sum is the mean over all samples if losses are weighted, or else by `weight`. Buffers stay
-    each rank's own. Attributes of the wrapped model are those of this one.
+    each rank's own. Attributes of the wrapped model are also attributes of this wrapper.
 
     Args:
         model: The model, on its device.
@@ -362,10 +362,10 @@ class OptimizerReductions:
 
     Args:
         device: The device of this rank.
-        all_reduce: Sums a tensor over the ranks; None for that of torch.
+        all_reduce: Sums a tensor over the ranks; None for torch's own.
         models: The models of the training, which may still come.
         sums_gradients: Whether the ranks have gradients to sum.
-        sums_sharded: Whether those of sharded parameters are summed here. FSDP sums them in the
+        sums_sharded: Whether gradients of sharded parameters are summed here. FSDP sums them in the
             backward pass.
     """
 
@@ -457,7 +457,7 @@ class TravellingSignal:
         self._on_their_way: deque[_Sum] = deque()
         self._spare: list[torch.Tensor] = []
         self._being_summed: tuple[torch.Tensor, dist.Work] | None = None
-        # The step at which the next sum of its own begins; None while the last one does not tell.
+        # The step at which the next sum of its own begins; None while the last one does not say.
         self._next_alone: int | None = 0
         self._clock = _StepClock()
 
@@ -473,8 +473,8 @@ class TravellingSignal:
     def travel_alone(self, device: torch.device, *, is_awaited: bool = False) -> None:
         """Sum the values of all ranks without gradients, if due.
 
-        All ranks call it at the same steps. With each sum the chief tells after how many steps the
-        next one begins, so that all begin it at the same one.
+        All ranks call it at the same steps. With each sum the chief says after how many steps the
+        next one begins, so that all begin it at the same step.
 
         Args:
             device: Where the process group communicates.
@@ -546,7 +546,7 @@ class TravellingSignal:
 
 
 class _StepClock:
-    """Know after how many steps ranks shall tell each other something again."""
+    """Set after how many steps ranks exchange their values again."""
 
     def __init__(self) -> None:
         self._step = 0

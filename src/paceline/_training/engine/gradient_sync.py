@@ -65,7 +65,7 @@ class GradientGroup:
 
     def reduction(self) -> FlatReduction:
         """Return the reduction for the currently trained parameters of the group."""
-        # Layers may be frozen and thawed while training goes on.
+        # Layers may be frozen and thawed during training.
         key = tuple(parameter.requires_grad for parameter in self.parameters)
         if key not in self._reductions:
             self._reductions[key] = FlatReduction(self.parameters, self._device, self._all_reduce)
@@ -224,7 +224,7 @@ class GradientSync:
                 dist.broadcast(tensor.detach(), src=0)
 
     def overlap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return a wrapper that sums gradients in backward passes; later those of thawed layers."""
+        """Return a wrapper that sums gradients in backward passes; of thawed layers too, later."""
         if self._world_size == 1 or not any(p.requires_grad for p in model.parameters()):
             self.add_model(model)
             return model
@@ -315,10 +315,10 @@ class GradientSync:
             if hook is not None:
                 group.hooks.append(hook)
 
-    # ---- told by loaders -----------------------------------------------------------------
+    # ---- called by loaders ---------------------------------------------------------------
 
     def begin_batch(self, num_own: int, num_all: int, *, is_last: bool) -> None:
-        """Tell how many samples the gradients of the next backward passes come from."""
+        """Set how many samples the gradients of the next backward passes come from."""
         self._is_fed, self.has_been_fed, self.has_collected = True, True, False
         if self.frequency == 1:
             self._weight = num_own / num_all
@@ -432,7 +432,7 @@ class GradientSync:
         self.changes.note(self._parameters, is_complete=self.is_boundary)
 
     def _count_backward(self) -> None:
-        """Take a backward pass for a batch, as no loader tells of those."""
+        """Take a backward pass for a batch, as no loader announces such passes."""
         if self.is_boundary:
             self._window.clear()
         self._window.num_batches += 1

@@ -19,7 +19,7 @@ from paceline.core._distributed_context import DistributedContext
 
 logger = logging.getLogger(__name__)
 
-# Stands for a model or an optimizer of the trial in what is to be stored.
+# Stands for a model or an optimizer of the trial in the state to be stored.
 _REFERENCE = object()
 
 
@@ -38,7 +38,7 @@ class Reducer(Enum):
 class MetricReducer(ABC):
     """Base class of metrics without a simple mean; feed in `train_batch` or `evaluate_batch`.
 
-    What it has collected for training is part of checkpoints and survives a validation. Wrapped
+    Values collected for training are part of checkpoints and survive a validation. Wrapped
     models and optimizers that it refers to are neither copied nor stored.
     """
 

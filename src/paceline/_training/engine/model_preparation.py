@@ -36,7 +36,7 @@ def is_on_meta(model: torch.nn.Module) -> bool:
     """Tell whether a model is on the meta device.
 
     Raises:
-        ValueError: Only a part of it is.
+        ValueError: Only a part of the model is.
     """
     names = {name: value.is_meta for name, value in _tensors(model)}
     if any(names.values()) and not all(names.values()):
@@ -155,7 +155,7 @@ class FrozenBase:
 
     Args:
         model: The model, with all its weights, on its device. All ranks call this if it is sharded.
-        name: What the base is called in messages, such as the name of a pre-trained model.
+        name: The base's name in messages, such as the name of a pre-trained model.
     """
 
     def __init__(self, model: torch.nn.Module, name: str | None) -> None:
@@ -174,7 +174,7 @@ class FrozenBase:
         All ranks call it if the model is sharded.
 
         Returns:
-            What a checkpoint holds in their place.
+            The identity that a checkpoint holds in their place.
         """
         # Each time, as a change that is made by way of `.data` leaves no trace.
         parameters = _frozen(model)
@@ -193,7 +193,7 @@ def frozen_base(model: torch.nn.Module, trainable_only: bool | str) -> FrozenBas
 
     Args:
         model: The model.
-        trainable_only: Whether to leave out what is frozen; a text is the base's name.
+        trainable_only: Whether to leave out frozen weights; a text is the base's name.
 
     Raises:
         TypeError: `trainable_only` is neither.
@@ -270,7 +270,7 @@ class ModelOptions:
     """How a model is trained and stored; `PyTorchTrialContext.wrap_model` describes each.
 
     Attributes:
-        trainable_only: Whether checkpoints leave out what is frozen now; a text names it.
+        trainable_only: Whether checkpoints leave out weights frozen now; a text names it.
         shard_units: With FSDP, which modules are gathered as a whole, see `shard_model`.
         shard_precision: With FSDP, the types of gathered parameters and of sums of gradients.
         gradient_checkpointing: Whether blocks are computed again in the backward pass.
@@ -437,7 +437,7 @@ class _Compiled:
     """A compiled forward pass.
 
     `module.compile()` would include the hooks of the module, and torch compiles nothing then if
-    they are those of FSDP, or if the module is one of its own, such as `Sequential`.
+    they belong to FSDP, or if the module is one of its own, such as `Sequential`.
     """
 
     def __init__(self, forward: Any, options: Mapping[str, Any]) -> None:

@@ -162,7 +162,7 @@ class IdleRanks:
         """Send the chief's parameters and optimizer states to all ranks; collective.
 
         Raises:
-            RanksDifferError: Ranks differ in what the chief's would replace.
+            RanksDifferError: Ranks differ in state that the chief's would replace.
         """
         self._compare(stepper)
         is_chief = self._distributed.rank == 0
@@ -415,7 +415,7 @@ class Stepper:
         clip_grads: ClipGrads | None = None,
         scaler: Any = None,
     ) -> bool:
-        """Step an optimizer if its gradients are complete; tell whether they were.
+        """Step an optimizer if its gradients are complete; return whether they were.
 
         Gradients are complete with the last shard of the last batch of an aggregation window.
 
@@ -478,7 +478,7 @@ class Stepper:
         optimizer.zero_grad()
 
     def finish_batch(self) -> bool:
-        """Forget the batch's steps; tell whether there were any.
+        """Forget the batch's steps; return whether there were any.
 
         Raises:
             RanksDifferError: Ranks differ that get the results of the chief.

@@ -21,8 +21,8 @@ class ProfilingWindow:
 
     Attributes:
         enabled: Whether any are.
-        sync_timings: Whether times on a GPU are those of its work, as events in its stream mark
-            them; nothing waits for the GPU. Without it they are those of launching the work.
+        sync_timings: Whether times on a GPU measure its work, as events in its stream mark
+            them; nothing waits for the GPU. Without it they measure the launch of the work.
         begin_on_batch: The first batch, from 0.
         end_after_batch: The last batch, inclusive; None for all that follow.
 
@@ -312,11 +312,11 @@ KeepsTrace = Callable[[str, Callable[[Path], object]], object]
 class TraceProfiler:
     """Make, start, step and stop torch's profiler around the batches of a training.
 
-    The schedule counts the batches of the training, also of one that goes on from a checkpoint.
+    The schedule counts the batches of the training, also of one resumed from a checkpoint.
 
     Args:
         options: The arguments of `torch.profiler.profile`.
-        keep_trace: Keeps a trace, unless the options say what to do with it.
+        keep_trace: Keeps a trace, unless the options name another handler.
 
     Raises:
         TypeError: The profiler does not take the options.

@@ -31,9 +31,9 @@ from paceline._training.engine.tensors import (
 from paceline._training.workers.failures_and_restarts import RanksDifferError
 from paceline.core._distributed_context import DistributedContext
 
-# What the digest of a buffer begins with.
+# The prefix of a buffer's digest.
 _BUFFER = "buffer "
-# What to do if a parameter, a buffer or a setting differs.
+# Hints for when a parameter, a buffer or a setting differs.
 _HINTS = (
     "run backward passes by the calls that sum gradients over the ranks, prepare (or wrap) each"
     " model and each optimizer of its parameters, and set weights alike on all ranks.",
@@ -323,12 +323,12 @@ def _difference_text(name: str, others: str, same: str) -> str:
 def data_digest(data: Any, *, reads: bool = True) -> str:
     """Return what differs if two data sets or loaders differ.
 
-    It tells of lengths, of the indices of `torch.utils.data.Subset`, and of a few samples of
+    It covers lengths, the indices of `torch.utils.data.Subset`, and a few samples of
     `TensorDataset`, lists and arrays. Nothing that computes samples is asked for any.
 
     Args:
         data: The data set or loader.
-        reads: Whether it tells of samples.
+        reads: Whether it reads samples.
     """
     digest, read = blake2b(digest_size=16), TensorDigests(0)
     samples: list[torch.Tensor] | None = [] if reads else None

@@ -218,8 +218,8 @@ class LRScheduler:
 
     Args:
         scheduler: A torch scheduler.
-        step_mode: What to count.
-        frequency: Step at every so many of it.
+        step_mode: The unit to count.
+        frequency: Step at every so many units.
     """
 
     class StepMode(Enum):
@@ -259,7 +259,7 @@ class LRScheduler:
         """Detect scheduler steps taken by the user's code.
 
         Raises:
-            RuntimeError: There are some beside those of the trainer, or of one rank of several.
+            RuntimeError: There are steps beside the trainer's, or on one rank of several.
         """
         if self._count in (None, self._counted()) or self.is_manual():
             return
@@ -324,7 +324,7 @@ def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
 def share_schedulers(
     schedulers: Sequence[Any], distributed: DistributedContext, *, is_idle: bool
 ) -> None:
-    """Give the chief's schedulers, and what they have set, to ranks that could not step them.
+    """Give the chief's schedulers, and the values they set, to ranks that could not step them.
 
     Args:
         schedulers: The schedulers, which the code of a batch steps.

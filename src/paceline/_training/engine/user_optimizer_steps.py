@@ -105,7 +105,7 @@ class WatchedUserCalls(GradientSync):
         self._known: set[int] = set()
         self._strangers: Any = None
 
-    # ---- told by the loop and the stepper ------------------------------------------------
+    # ---- called by the loop and the stepper ----------------------------------------------
 
     def begin(self, num_shards: int) -> None:
         """Notice calls from now on."""
@@ -140,7 +140,7 @@ class WatchedUserCalls(GradientSync):
         self.release()
 
     def watch_all(self) -> None:
-        """Watch all parameters; those of overlapped models in a group of their own."""
+        """Watch all parameters; overlapped models have a group of their own."""
         parameters, self._num_watched = self._stepper.parameters(), self._num_optimized()
         overlapped = {
             id(parameter)
@@ -166,7 +166,7 @@ class WatchedUserCalls(GradientSync):
         self._source, self._is_stepped = _Source.CONTEXT, False
 
     def note_step(self) -> bool:
-        """Record an optimizer step by the context; tell whether gradients are already summed.
+        """Record an optimizer step by the context; return whether gradients are already summed.
 
         Raises:
             RuntimeError: There are gradients that the context knows nothing of, but has to; or a
@@ -201,7 +201,7 @@ class WatchedUserCalls(GradientSync):
                 self.release()
 
     def join_sum(self) -> None:
-        """Sum gradients, on a rank without samples, with those of the others."""
+        """Sum gradients, on a rank without samples, with the other ranks."""
         for parameter in self._parameters():
             parameter.grad = None
         self._sum()
@@ -400,7 +400,7 @@ def _hook_before_step(
         calls = calls_of()
         if calls is None:
             return None
-        # The step of a class may be that of its parent, which has the hooks called once more.
+        # A class may inherit its parent's step, which calls the hooks once more.
         if calls.is_context_calling or (has_parents_step and is_in_method(optimizer, "step")):
             return None
         return calls.before_step(optimizer, args, kwargs)

@@ -73,8 +73,8 @@ class WeightedMeans:
         distributed: Where the ranks meet.
         what: What kind of metrics these are, for messages.
         stop_on_nan: Whether `check_finite` looks for losses that are NaN or infinite: metrics with
-            "loss" in their names and those with a gradient, or all of them if no name has it.
-        rank: The rank that messages name; that of `distributed` by default.
+            "loss" in their names and those with a gradient, or all of them if no name does.
+        rank: The rank that messages name; the rank of `distributed` by default.
 
     Attributes:
         max_in_a_row: How many such losses in a row `check_finite` refuses: 1, or more where a
@@ -115,7 +115,7 @@ class WeightedMeans:
             batch: The global batch, for the message about a value that is not finite.
 
         Raises:
-            KeySetError: The names differ from those of the batches before.
+            KeySetError: The names differ from the names in earlier batches.
         """
         if tuple(metrics) != self._names:
             metrics = self._prepared(metrics)
@@ -166,7 +166,7 @@ class WeightedMeans:
         """Check all losses so far for NaN and infinity, if enabled; every rank must call this.
 
         Args:
-            means: What `reduce` has just returned, if there is something: if all of it is finite,
+            means: The result of the last `reduce`, if there is one: if all values are finite,
                 so were the losses of all ranks.
 
         Raises:
@@ -183,7 +183,7 @@ class WeightedMeans:
         by_rank = self._distributed.allgather(None if own is None else (*own, self._rank))
         found = [which for which in by_rank if which]
         if found:
-            # A step later every rank has it, so the earliest batch tells where it began.
+            # A step later every rank is affected, so the earliest batch shows where it began.
             self._searches.clear()
             batch, name, rank = min(found)
             raise NonFiniteError(
@@ -241,7 +241,7 @@ class WeightedMeans:
         """Return metrics in the order of the columns, without tensors of several elements.
 
         Raises:
-            KeySetError: The names differ from those of the batches before.
+            KeySetError: The names differ from the names in earlier batches.
         """
         if self._columns is None:
             self._set_columns(

@@ -57,7 +57,7 @@ class FrameKind(IntEnum):
     DRAINED = 17
     # Frame from a program at its end; see `worker_program.ProgramOutcome`.
     OUTCOME = OUTCOME_KIND
-    # From a worker: what it tells of its runs, see `channels`.
+    # From a worker: the state of its runs, see `channels`.
     EVENT = EVENT_KIND
     # Between the launchers of several nodes.
     NODE = 20
@@ -155,7 +155,7 @@ class DriverChannel:
             except BlockingIOError:
                 return
             except OSError:
-                # The worker has ended; its exit tells the rest.
+                # The worker has ended; its exit explains the rest.
                 self._outgoing.clear()
                 return
             if num_sent == len(self._outgoing[0]):
@@ -345,8 +345,8 @@ class RunEvents:
     def resume_variables(self) -> Mapping[str, str]:
         """Return the variables to make the next workers resume from the last checkpoints.
 
-        A script with one run is told its directory, so that no other job's run of the same name
-        can be meant. One with several finds each by its name.
+        A script with one run gets its directory, so that no other job's run of the same name
+        can be meant. A script with several finds each by its name.
         """
         paths = list(self._is_completed)
         if not paths:
@@ -403,11 +403,11 @@ class DriverLink:
 
         Args:
             name: A method of the handler that the pool was given.
-            args: What the method is given.
+            args: The arguments of the method.
 
         Raises:
             ConnectionError: The driver has gone.
-            Exception: What the method raised.
+            Exception: The method's own error.
         """
         with self._lock:
             self._channel.send(ChannelFrame(FrameKind.ASK, body=pickle.dumps((name, args))))

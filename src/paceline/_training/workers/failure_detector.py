@@ -32,8 +32,8 @@ class Assignment(NamedTuple):
 class PoolWorker:
     """State of a worker, and its present call.
 
-    `silent_s` is how long nothing was heard of it, in seconds; `progress` is what it told last,
-    `outcome` what its program told at its end.
+    `silent_s` is the time since its last sign of life, in seconds; `progress` is its last message,
+    `outcome` the message of its program at the end.
     """
 
     def __init__(self, rank: int, end: socket.socket) -> None:
@@ -61,7 +61,7 @@ class PoolWorker:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the worker has told an error, or ended by a failure."""
+        """Whether the worker has reported an error, or ended by a failure."""
         return self.error is not None or (self.exit is not None and self.exit.is_failure)
 
     def run_program(self, call: PendingCall) -> None:
@@ -187,7 +187,7 @@ class PoolSettings(NamedTuple):
 class PoolEnd(NamedTuple):
     """Decision to end all calls with an error, and all workers within a grace in seconds.
 
-    `wants_stacks` asks for what the workers were at. With `is_success` the calls return None.
+    `wants_stacks` asks for the workers' stacks. With `is_success` the calls return None.
     """
 
     error: BaseException
@@ -206,7 +206,7 @@ class FailureDetector:
     Args:
         workers: The workers, in rank order.
         settings: The times that count.
-        is_stopped: Tells whether a rank's process is stopped, as by SIGSTOP.
+        is_stopped: Returns whether a rank's process is stopped, as by SIGSTOP.
         layout: The place of these workers among those of other nodes; None if there are none.
 
     Attributes:
@@ -297,7 +297,7 @@ class FailureDetector:
         )
 
     def notice(self) -> str | None:
-        """Return who waits for whom in a collective operation for long, now and then."""
+        """Return ranks that wait long in a collective operation, and for whom, now and then."""
         return None if self._hangs is None else self._hangs.notice(self._calls())
 
     def _note_failed(self, worker: PoolWorker, now: float) -> None:
@@ -369,7 +369,7 @@ class FailureDetector:
         return PoolEnd(error, self._settings.grace_s)
 
     def _is_cause_to_come(self) -> bool:
-        """Tell whether a worker is still at work, or may be dead though its end is not told yet."""
+        """Tell whether a worker is at work, or may be dead with its end not reported yet."""
         return any(
             worker.is_busy or not worker.channel.is_open or worker.silent_s >= self._settings.tick_s
             for worker in self._workers

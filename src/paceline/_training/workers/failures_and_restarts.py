@@ -32,7 +32,7 @@ OUTPUT_IS = "; its output is "
 class WorkerFailedError(PicklableError, RuntimeError):
     """Raised when a worker ended without an exception for the driver to raise.
 
-    `rank` is that of the worker which failed first, `exit_code` what it left with if it left by
+    `rank` is the first failed worker's, `exit_code` its exit code if it left by
     itself, also with 0 before its function had returned, and `signal` the number of the signal that
     ended it if one did. `is_consequence` says that the end only answers another worker's failure.
     """
@@ -132,7 +132,7 @@ def is_told(error: BaseException) -> bool:
     """Return whether an error was raised by a rank's function, not by the loss of a worker.
 
     Args:
-        error: What a call of a pool has raised, which may be a `WorkerFailedError` in both cases.
+        error: The error of a pool's call, which may be a `WorkerFailedError` in both cases.
     """
     return isinstance(error.__cause__, RemoteTraceback)
 
@@ -185,7 +185,7 @@ class WorkerExit:
 
     Attributes:
         rank: The worker's rank.
-        code: The verdict: 0 for success. It is what the worker said itself if it did, else its
+        code: The verdict: 0 for success. The worker's own one if it sent one, else its
             exit code, or 128 + the number of the signal that ended it.
         signal: The number of the signal that ended the process, if one did.
         finished: The worker itself said that it had run to its end; what happened to the process
@@ -194,7 +194,8 @@ class WorkerExit:
         time: When it failed or ended, in seconds since the epoch.
         is_consequence: The error only answers the failure of another rank, or the group's own
             signal.
-        lost_with: What the worker was lost with, such as its node, if nothing else is known.
+        lost_with: The part lost together with the worker, such as its node, if nothing else is
+            known.
         silence: Why it was ended, if it had given no sign of life.
     """
 
@@ -254,7 +255,7 @@ class RestartPolicy:
 
     Workers that were lost are started again. An exit code or an exception is followed by a restart
     as well, if those are retried; but if the next start ends by the same one and has committed no
-    checkpoint, the program is at fault, and another start would be of no use. What was asked to end
+    checkpoint, the program is at fault, and another start would be of no use. A worker asked to end
     is not started again.
 
     Args:
@@ -328,7 +329,7 @@ class RestartPolicy:
         Args:
             error: The error of the call that failed.
             num_commits: How many checkpoints were committed by now.
-            start: From where the workers go on, for the log.
+            start: Where the workers resume from, for the log.
 
         Raises:
             WorkersLostError: Workers were lost too often, or fail the same way again.

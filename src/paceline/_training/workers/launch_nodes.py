@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _CONNECT_S = 5.0
-# When a launcher tells that it waits for node 0, and how often from then on.
+# When a launcher says that it waits for node 0, and how often from then on.
 _TELL_AFTER_S = 10.0
 _TELL_EVERY_S = 60.0
 
@@ -104,7 +104,7 @@ class LaunchNodes:
         Args:
             num_commits: How many checkpoints they have committed.
             received: The signals that this launcher has received.
-            resume: The variables by which workers go on in the runs that these have told of.
+            resume: The variables by which workers resume the runs that these have reported.
             returned: The ranks that have returned without being asked to end.
         """
         self._send(
@@ -137,7 +137,7 @@ class LaunchNodes:
             self._server.join()
 
     def _send(self, message: NodeMessage) -> None:
-        # The reading thread tells of a connection that is broken.
+        # The reading thread reports a broken connection.
         if self._channel is not None:
             with suppress(OSError):
                 self._channel.send(message.frame())

@@ -235,7 +235,7 @@ class NodesServer:
         self._hangs = HangWatch(
             heartbeat_timeout_s, collective_timeout_s, "in the outputs of the launchers"
         )
-        # When each node has told what of its ranks.
+        # The last report of each node about its ranks, and its time.
         self._told: dict[int, tuple[float, list[WatchedRank]]] = {}
         self._tick_s = min(1.0, heartbeat_timeout_s / 5)
         self._wait_s = wait_s
@@ -246,13 +246,13 @@ class NodesServer:
         # The nodes whose workers have not ended; none between two generations.
         self._running: set[int] = set()
         self._failures: list[NodeFailure] = []
-        # When the workers are asked to end, if nobody tells the cause of the failure before.
+        # When the workers are asked to end, if nobody reports the cause of the failure before.
         self._end_at: float | None = None
         self._cause_by = 0.0
         self._received: set[int] = set()
         # The ranks that have returned without being asked to end.
         self._returned: set[int] = set()
-        # The nodes that told of a failure.
+        # The nodes that reported a failure.
         self._failed: set[int] = set()
         self._resume: Mapping[str, str] = {}
         self._num_commits = 0
@@ -276,7 +276,7 @@ class NodesServer:
             while not self._is_over:
                 self._turn()
             leave_by = time.monotonic() + _LEAVE_S
-            # Closed earlier, a connection could lose what was sent last.
+            # Closed earlier, a connection could lose the last messages.
             while self._nodes and time.monotonic() < leave_by:
                 self._turn()
         except Exception:
@@ -487,7 +487,7 @@ class NodesServer:
         if not are_asked and not failure.is_consequence:
             self._ask_to_end()
         elif len(self._failures) == 1:
-            # Another node may yet tell what that is a consequence of.
+            # Another node may yet report the cause of this consequence.
             now = time.monotonic()
             self._end_at, self._cause_by = now + CAUSE_SETTLE_S, now + LONGEST_CAUSE_S
 

@@ -42,7 +42,7 @@ _LEAVE_S = 5.0
 # process waits is seen then at the latest.
 _INTERVAL_S = 0.2
 _END_INTERVAL_S = 0.01
-# How often other nodes are told what the ranks of this one are at.
+# How often other nodes learn the progress of this node's ranks.
 _PROGRESS_S = 2.0
 
 LAUNCH_HINT = "free resources, or ask for fewer workers."
@@ -89,7 +89,7 @@ class LaunchRun(Run):
         # The ranks of this node that had returned when they were asked to end.
         self._returned: list[int] | None = None
         self._events: _Events = SimpleQueue()
-        # Counts by node, with None for this one: all nodes may be told of the same signal.
+        # Counts by node, with None for this one: all nodes may receive the same signal.
         self._counts: Counter[tuple[int | None, int]] = Counter()
 
     def run(self, begin: Callable[[], PendingCall]) -> list[Any]:
@@ -133,7 +133,7 @@ class LaunchRun(Run):
         return self._num_commits_before + self._workers.pool.run_events.num_checkpoints
 
     def begin(self) -> None:
-        """Form the workers and begin the call, once those of other nodes begin as well."""
+        """Form the workers and begin the call, once other nodes begin as well."""
         self._never_begins = self._nodes is not None and not self._await_start(self._nodes)
         if not self._never_begins:
             self._has_ended.clear()
@@ -175,7 +175,7 @@ class LaunchRun(Run):
         return super().take_end()
 
     def _begin_others(self) -> None:
-        """Ask the workers to store their work and end, as others go on from there."""
+        """Ask the workers to store their work and end, as others resume from there."""
         self._is_growing = True
         self._ask_to_end()
 
@@ -268,10 +268,10 @@ class LaunchRun(Run):
             self._returned = [watched.rank for watched in ranks if watched.has_returned]
 
     def _await_start(self, nodes: LaunchNodes) -> bool:
-        """Wait until the workers of all nodes are to start; tell whether they ever will.
+        """Wait until the workers of all nodes are to start; return whether they ever will.
 
         Raises:
-            Exception: They never will, as something has failed.
+            Exception: They never will, after a failure.
         """
         while True:
             event = self._verdict or take(self._events)
@@ -374,18 +374,18 @@ def call_in_workers(
 ) -> list[Any]:
     """Call a function in new worker processes, and return its values in rank order.
 
-    The workers see the driver's environment, working directory and module path. What they print
+    The workers see the driver's environment, working directory and module path. Their output
     goes to the driver's `sys.stdout` and `sys.stderr`, with the rank before each line if there are
     several.
 
     Args:
-        function: What to call, in every worker alike.
+        function: The function to call, in every worker alike.
         num_workers: The number of workers.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         grace_s: The time in seconds that the other workers get when one fails.
         max_restarts: How often the workers are started again after a failure, see
-            `RestartPolicy`. A run of the function goes on from its last checkpoint then.
+            `RestartPolicy`. A run of the function then resumes from its last checkpoint.
         heartbeat_timeout_s: How long a worker may be stopped or hold Python's lock, in seconds;
             None for ever.
         collective_timeout_s: How long ranks may wait for others in a collective operation, in
@@ -397,7 +397,7 @@ def call_in_workers(
         CollectiveMismatchError: Ranks wait in a collective operation that others do not join.
         WorkerFailedError: A worker was ended by a signal, hung or left by `sys.exit()`.
         WorkerStartError: A worker cannot be started.
-        Exception: What the function raised on the rank that failed first, with the traceback of
+        Exception: The function's error on the rank that failed first, with the traceback of
             that rank as its cause.
     """
 

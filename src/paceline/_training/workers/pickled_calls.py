@@ -50,10 +50,10 @@ def dump(
     """Write a value to a file.
 
     Args:
-        value: What to write; the fields of a named tuple go by their own names.
+        value: The value to write; the fields of a named tuple go by their own names.
         file: The file.
         what: How the error's text calls the value.
-        name: What the path to a part of it begins with in that text.
+        name: The beginning of the path to a part, in that text.
         buffers: Gets the memory of tensors and arrays, which is not written then.
 
     Raises:
@@ -302,7 +302,7 @@ def traceback_text(error: BaseException, caller: str) -> str:
 
 # Less than this is quicker in the frame.
 _LEAST_SHARED_BYTES = 1024 * 1024
-# The segment of what is in the frame itself.
+# The segment number of buffers in the frame itself.
 _IN_FRAME = -1
 
 
@@ -310,7 +310,7 @@ class PackedCall(NamedTuple):
     """A call on its way.
 
     Attributes:
-        head: What the frame has.
+        head: The head of the frame.
         segments: The rest, which stays in shared memory as long as this object.
     """
 
@@ -326,7 +326,7 @@ class _Head(NamedTuple):
         stream: Where the pickled call is.
         spans: Where the buffers beside it are.
         places: The segments.
-        data: What is in no segment.
+        data: The buffers outside of segments.
     """
 
     facts: bytes
@@ -367,7 +367,7 @@ def pack_call(
     """Return a call, with how this process is set up, packed for its way to workers.
 
     Args:
-        function: What to call.
+        function: The function to call.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         shared: Where large data go.
@@ -411,7 +411,7 @@ class ReceivedCall:
     """Call received by a worker; `facts` must be loaded and applied before `call`.
 
     Args:
-        head: What the frame had.
+        head: The head of the frame.
         fetch: Gets the content of so many segments from the driver, if they are not on this
             machine.
     """
@@ -449,7 +449,8 @@ def left_error(
     Args:
         rank: The worker.
         world_size: The number of workers.
-        left_by: What it left by, such as "sys.exit(3)"; None if only its process is known to end.
+        left_by: The call that ended it, such as "sys.exit(3)"; None if only its process is known to
+            end.
         exit_code: With which code.
         traceback: Where it left, if that is known; becomes the error's cause.
     """

@@ -60,7 +60,7 @@ class ProcessPool(WorkerPool):
         threads_per_worker: How many threads each worker computes with, or None to share cores.
 
     Attributes:
-        run_events: What the workers of the present or the last generation have sent of their runs.
+        run_events: The events of runs from workers of the present or the last generation.
 
     Raises:
         ValueError: A number is out of range.
@@ -272,7 +272,7 @@ class LocalPool(ProcessPool):
 
     Args:
         num_workers: The number of workers.
-        environment: Variables for the workers besides those of this process.
+        environment: Variables for the workers besides this process's own.
         on_line: Gets each output line of the workers, from a thread of the pool; by default they
             go to `sys.stdout` and `sys.stderr`, with the rank before each if there are several.
         heartbeat_timeout_s: How long a worker may give no sign of life until it counts as lost,
@@ -281,7 +281,7 @@ class LocalPool(ProcessPool):
         grace_s: The time in seconds that the other workers get when a call fails on one.
         threads_per_worker: How many threads each worker computes with; the cores are shared
             equally by default.
-        capacity: Tells how many workers could run at the moment, where something else than this
+        capacity: Returns how many workers could run at the moment, where something else than this
             machine decides it. By default that is the cores that this process may use, divided by
             `threads_per_worker`; without that, any number.
         collective_timeout_s: How long ranks may wait for others in a collective operation, in
@@ -387,10 +387,10 @@ class ProgramPool(ProcessPool):
     if they use Paceline, by their signs of life and the collective operations that they wait in.
 
     Args:
-        command: What each worker runs.
+        command: The command line of each worker.
         layout: Returns where so many workers meet; called for each start.
         capacity: Returns how many could run at this moment.
-        environment: Variables for the workers besides those of this process.
+        environment: Variables for the workers besides this process's own.
         worker_variables: Returns more variables for each worker, besides those that place it.
         on_line: Gets each output line; None leaves a single worker this process's own streams.
         heartbeat_timeout_s: How long a worker may give no sign of life, in seconds.

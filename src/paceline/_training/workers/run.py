@@ -25,7 +25,7 @@ class Run(ABC):
     """Call carried out by workers: repeated after losses, continued by others from a checkpoint.
 
     `begin` it. Then `wait`, and by its answer `take_end` or `go_on`, until `take_end` returns
-    values. Subclasses say what the workers are asked to do and what lies between two generations.
+    values. Subclasses define the call of the workers and the steps between two generations.
 
     Args:
         workers: The workers.
@@ -119,7 +119,7 @@ class Run(ABC):
         self._call.add_done_callback(self._note_end)
 
     def _note_end(self, call: PendingCall) -> None:
-        # A call of workers that were ended to have others is told of too.
+        # Calls end here too if their workers were replaced by others.
         with self._call_lock:
             is_present = call is self._call
             if is_present:
@@ -146,7 +146,7 @@ class Run(ABC):
             self._ask_to_move()
 
     def _resize_if_due(self) -> None:
-        """Go on with more workers, or without leaving nodes, from the checkpoint just committed."""
+        """Form more workers, or leave nodes, from the checkpoint just committed."""
         present, wanted = self._workers.num_present, self._workers.next_size()
         if wanted is None or self._has_ended.is_set():
             return
@@ -158,7 +158,7 @@ class Run(ABC):
         self._begin_others()
 
     def _begin_others(self) -> None:
-        """End the workers, as others go on from the last checkpoint."""
+        """End the workers, as others resume from the last checkpoint."""
         self._is_growing = True
         self._workers.end_generation()
         with self._call_lock:

@@ -158,7 +158,7 @@ class _ServingWorker:
                         ChannelFrame(FrameKind.BEAT, body=self._meter.measure().to_bytes())
                     )
             except OSError:
-                # The driver has gone, and so must this worker and what it has started.
+                # The driver has gone, and so must this worker and its children.
                 os.killpg(0, signal.SIGKILL)
 
     def _carry_out(self, frame: ChannelFrame) -> None:
@@ -166,7 +166,7 @@ class _ServingWorker:
             try:
                 body = self._value(frame)
             finally:
-                # The driver waits for what was printed before it goes on.
+                # The driver waits for this output before it continues.
                 flush()
         except SystemExit as request:
             self._tell(frame.call, request)

@@ -53,7 +53,7 @@ class SharedSegment:
     """Segment of shared memory with copies of buffers, freed with the last reference.
 
     Args:
-        buffers: What is copied, each to a place that is a multiple of 64 bytes.
+        buffers: The data to copy, each to a place that is a multiple of 64 bytes.
 
     Attributes:
         place: Where workers find it.
@@ -332,7 +332,7 @@ _OWN_SEGMENT_BYTES = 16 * 1024 * 1024
 # Each segment holds a descriptor open.
 _MOST_OWN_SEGMENTS = 64
 _MOST_KEPT = 128
-# How many are kept of which nobody can tell whether their data still exist.
+# How many to keep while nobody knows whether their data still exist.
 _MOST_OWNERLESS = 4
 
 _Key = tuple[tuple[int, int], ...]

@@ -207,7 +207,7 @@ _STORE = "distributed."
 
 # How long a rank waits for one that has returned until that is taken for an error.
 _CERTAIN_S = 5.0
-# When those that wait for others are told of first, and how much later each time from then on.
+# Time until waiting ranks are first reported, and the factor for each later report.
 _NOTICE_S = 60.0
 _NOTICE_FACTOR = 4
 # Number of missing ranks with a place in the message; the log has it for all.
@@ -235,7 +235,7 @@ class DetectedHang(NamedTuple):
 
 
 class HangWatch:
-    """Decides whether workers end because ranks wait in vain, and tells of long waits before.
+    """Decides whether workers end because ranks wait in vain, and reports long waits before.
 
     Args:
         heartbeat_timeout_s: How long a worker may give no sign of life, in seconds.
@@ -266,7 +266,7 @@ class HangWatch:
         return WorkerFailedError(text, hang.rank)
 
     def notice(self, calls: Sequence[Sequence[WatchedRank]]) -> str | None:
-        """Return who waits for whom in a collective operation for long, now and then."""
+        """Return ranks that wait long in a collective operation, and for whom, now and then."""
         if self._hang(calls, _NOTICE_S) is None:
             # Wait is over: the next one is reported after the first interval again.
             self._notice_s = _NOTICE_S

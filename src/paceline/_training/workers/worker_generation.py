@@ -90,7 +90,7 @@ class Generation:
         layout: The place of these workers among those of other nodes; None if there are none.
 
     Attributes:
-        run_events: What the workers have sent of their runs.
+        run_events: The events of the workers' runs.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class PendingCall:
     """Call carried out by workers; may be used from any thread.
 
     Args:
-        number: Tells it from other calls of the same pool.
+        number: Its number, unique among the calls of its pool.
         ranks: The ranks that carry it out.
     """
 
@@ -72,7 +72,7 @@ class PendingCall:
             NotSendableError: A value that it returned cannot be pickled.
             WorkerFailedError: A worker died, was stopped, hung or left by `sys.exit()`.
             RuntimeError: The pool was shut down before the call had ended.
-            Exception: What the function raised on the rank that failed first, with the traceback
+            Exception: The function's error on the rank that failed first, with the traceback
                 of that rank as its cause.
         """
         with self._changed:
@@ -183,8 +183,8 @@ class WorkerPool(ABC):
     def reserve(self, num_workers: int) -> int:
         """Reserve room for more workers, and return the number certain to start.
 
-        It hardly waits: what takes longer goes on, so call it again. By default all are certain,
-        as where nobody else can take the place of a worker.
+        It hardly waits: a longer start continues behind it, so call it again. By default all are
+        certain, as where nobody else can take the place of a worker.
 
         Args:
             num_workers: How many there are to be, the living ones of this pool included.
@@ -226,10 +226,10 @@ class WorkerPool(ABC):
         """Submit a function to workers, after earlier calls, and return at once.
 
         Args:
-            function: What to call, on each rank alike.
+            function: The function to call, on each rank alike.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            ranks: Who calls it; all ranks by default.
+            ranks: The ranks that call it; all by default.
 
         Raises:
             NotSendableError: The function or an argument cannot be pickled.
@@ -259,7 +259,7 @@ class WorkerPool(ABC):
     def await_end(self) -> None:
         """Wait until all workers have ended, if a call has failed; in bounded time.
 
-        Until then those that are left may go on writing. What they have used is kept for the next
+        Until then the remaining workers may still write. Their resources are kept for the next
         start.
         """
 
@@ -271,7 +271,7 @@ class WorkerPool(ABC):
 
         Args:
             grace_s: The time to leave in, in seconds.
-            is_restart: Whether what they have used is kept for a start that follows.
+            is_restart: Whether their resources are kept for a start that follows.
         """
 
     @abstractmethod
@@ -305,7 +305,7 @@ class OwnProcessPool(WorkerPool):
     """Pool with this process as a worker: there is no process to signal or to end.
 
     A call is carried out in the thread that submits it, before `submit` returns. Output goes where
-    this process has it go.
+    this process sends its own.
     """
 
     can_restart = False
@@ -401,8 +401,8 @@ class JoinedPool(OwnProcessPool):
     each process gets the values of all ranks.
 
     Such a pool starts nothing and ends nothing. It cannot start lost workers again, or another
-    number of them, nor signal or stop them: whoever started the processes does that, and what was
-    trained goes on from its last checkpoint when the script is started again. A rank that raises
+    number of them, nor signal or stop them: their own launcher does that, and the
+    training resumes from its last checkpoint when the script is started again. A rank that raises
     is named to the others at their next call.
 
     Args:
@@ -477,7 +477,8 @@ class JoinedPool(OwnProcessPool):
 
         Raises:
             RuntimeError: They are joined.
-            ValueError: `num_workers` is another number, or the launcher has not told enough.
+            ValueError: `num_workers` is another number, or the launcher has not set enough
+                variables.
             DistributedTimeoutError: Ranks are missing.
         """
         if self._distributed is not None:
@@ -579,7 +580,7 @@ def skip_interpreter_shutdown() -> None:
     """Have this process leave with its exit code right after the last exit handler.
 
     Does nothing in workers of our own, and when it was called before. From then on `sys.exit`
-    notes what it is given, since Python tells nobody. A code that is not known (`raise
+    notes the exit code, since Python does not record it. A code that is not known (`raise
     SystemExit(3)`, which passes by `sys.exit`) is left to Python.
 
     A worker of torchrun gets SIGTERM when torchrun itself ends, as a second Ctrl-C makes it do.

@@ -127,7 +127,7 @@ class WorkerSettings:
     Attributes:
         num_workers: How many were asked for.
         cluster: "joined" for the processes of an outer launcher, "local" or "ray".
-        resources: What each of them has.
+        resources: The resources of each.
         environment: Variables for them.
         heartbeat_timeout_s: How long one may give no sign of life, in seconds.
     """

@@ -31,7 +31,7 @@ class ElasticLimits:
         first_delay_s: How long to wait before looking again for the first time, in seconds. Each
             further delay is twice as long.
         longest_delay_s: The longest of these delays, in seconds.
-        multiple: The number of workers is a multiple of it, as so many divide a model; or 1.
+        multiple: The number of workers is a multiple of this, as so many divide a model; or 1.
 
     Raises:
         TypeError: A number of workers is no integer.
@@ -104,7 +104,7 @@ class Wait(NamedTuple):
         wanted: The least number of workers.
         available: How many could run.
         waited_s: For how long there have been too few.
-        is_new: Whether this delay begins now; who asks before its end is told the rest of it.
+        is_new: Whether this delay begins now; a caller before its end gets the rest.
     """
 
     delay_s: float
@@ -175,11 +175,11 @@ class ElasticSize:
         self.num_workers = 0
 
     def next_size(self, capacity: int, num_leaving: int = 0) -> int | None:
-        """Return with how many workers to form again from the checkpoint just committed, if at all.
+        """Return the new number of workers, or None to stay.
 
-        With more of them if they can run, and without those that are on leaving nodes. The present
-        ones are ended for it, which is no loss. A group of a fixed size leaves such nodes only if
-        all of its workers can run elsewhere.
+        Workers form again from the checkpoint just committed: more of them if they can run, and
+        none on leaving nodes. The present ones are ended for that, which is no loss. A group of a
+        fixed size leaves such nodes only if all of its workers can run elsewhere.
 
         Args:
             capacity: How many workers could run at this moment: the present ones that are on no
@@ -260,7 +260,7 @@ class Workers(Generic[PoolT]):
     Args:
         limits: How many workers there may be.
         make_pool: Makes the pool, which is not started yet; called again after `stop`.
-        hint: What to do about too few workers, which the error says.
+        hint: The advice for too few workers, for the error.
 
     Attributes:
         num_formed: How often workers were started and set up.
@@ -317,7 +317,7 @@ class Workers(Generic[PoolT]):
             WorkerFailedError: One was lost meanwhile.
             WorkerStartError: One cannot be started.
             ResourcesError: The Ray cluster can never run the least number of workers.
-            Exception: What the workers raised as they were set up.
+            Exception: The workers' error during their setup.
         """
         while delay_s := self.try_form():
             sleep(delay_s)
@@ -389,10 +389,11 @@ class Workers(Generic[PoolT]):
         return self.next_size() is not None and bool(self._told_leaving)
 
     def next_size(self) -> int | None:
-        """Return with how many workers to form again from the checkpoint just committed, if at all.
+        """Return the new number of workers, or None to stay.
 
-        These are more, which can be started for certain, or those that are left without the nodes
-        that will be taken away. Where others must be reserved, this begins it; call it again.
+        Call it after a commit. The new ones are more, which can be started for certain, or those
+        without the nodes that will be taken away. Where others must be reserved, this begins it;
+        call it again.
         """
         present, now = self.num_present, time.monotonic()
         if not present or not self.is_alive:
@@ -483,11 +484,11 @@ class Workers(Generic[PoolT]):
         """Do something with the workers, again after each loss, and return its value.
 
         Args:
-            step: What to do; it forms the workers if they are not alive.
+            step: The work to do; it forms the workers if they are not alive.
             recover: Called with the error of a loss; raises if they do not start again.
 
         Raises:
-            Exception: What the step or `recover` raised.
+            Exception: The error of the step or of `recover`.
         """
         while True:
             try:

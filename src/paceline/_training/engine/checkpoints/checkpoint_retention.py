@@ -54,7 +54,7 @@ class BestValidation:
             self.best, self.best_metrics = earlier.best, earlier.best_metrics
 
     def wants_checkpoint(self, metrics: Mapping[str, Any]) -> bool:
-        """Take a validation's metrics in and tell whether they deserve a checkpoint.
+        """Take a validation's metrics in and return whether they deserve a checkpoint.
 
         Raises:
             ValueError: The policy is "best" and the metric was not returned or is no number.
@@ -111,9 +111,9 @@ class KeptCheckpoints:
 
     Args:
         existing: What exists at first, in the order of storing.
-        rules: What to keep.
-        delete: Deletes one. If it raises a CheckpointError or OSError, training goes on, and it is
-            called again with the next checkpoint.
+        rules: The checkpoints to keep.
+        delete: Deletes one. If it raises a CheckpointError or OSError, training continues, and it
+            is called again with the next checkpoint.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class CheckpointRetention:
     Args:
         core_context: The core context.
         best_validation: How good a validation is.
-        rules: What to keep.
+        rules: The checkpoints to keep.
     """
 
     def __init__(

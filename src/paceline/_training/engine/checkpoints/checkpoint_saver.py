@@ -32,8 +32,8 @@ class CheckpointSaver:
 
     The thread stays until `finish`, as it takes long to begin one where ranks share cores.
 
-    An error of the thread is raised by the next `save` or `check` if training must not go on with
-    it, as `StoreFailures` has it, and by `finish`.
+    An error of the thread is raised by the next `save` or `check` if training must not continue
+    after it, as `StoreFailures` decides, and by `finish`.
 
     Args:
         rank: This rank, which stores its pieces of sharded tensors as a part ``shard_<rank>``.
@@ -59,7 +59,7 @@ class CheckpointSaver:
 
     @property
     def is_newest_lost(self) -> bool:
-        """Whether the newest checkpoint could not be stored, as the last call has found."""
+        """Whether the newest checkpoint could not be stored, as the last call found."""
         return self._failures.is_newest_lost
 
     @property

@@ -114,7 +114,8 @@ def export_dcp(
         output: The new directory.
         model: The number of the model in the order in which they were wrapped.
         optimizer: The number of an optimizer of the model, in a trainer's checkpoint. Its state is
-            written as "optimizer", as `get_optimizer_state_dict` of torch has it; none by default.
+            written as "optimizer", as `get_optimizer_state_dict` of torch names it; none by
+            default.
         key: As for `load_weights`.
 
     Raises:
@@ -260,10 +261,10 @@ def export_onnx(
 
     Args:
         model: The model.
-        inputs: A batch of inputs, which tells shapes and types. The number of samples is left open
+        inputs: A batch of inputs, for the shapes and types. The number of samples is left open
             unless the model depends on it.
         path: The file.
-        names: The names of what the model returns, in order; torch's by default. What it returns by
+        names: The names of the model's outputs, in order; torch's by default. Outputs returned by
             name keeps that.
     """
     # Loading it takes long.
@@ -283,7 +284,7 @@ def export_onnx(
     open_axes = [{0: Dim.AUTO} if isinstance(item, torch.Tensor) else None for item in inputs]
     try:
         with warnings.catch_warnings():
-            # torch warns of what it does itself.
+            # torch warns about calls that it makes itself.
             warnings.simplefilter("ignore", FutureWarning)
             torch.onnx.export(
                 model,

@@ -38,7 +38,7 @@ _FEWEST = 8
 ALIGNMENT_BYTES = 64
 
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
-"""What a tensor is like."""
+"""Properties of a tensor that a copy depends on."""
 
 
 class _Group(NamedTuple):
@@ -359,7 +359,7 @@ def _new_block(num_bytes: int, *, is_locked: bool) -> torch.Tensor:
 def _mapped(num_bytes: int) -> mmap.mmap:
     """Return anonymous memory wiped rather than shared on a fork, where supported.
 
-    What a process shares with a fork is copied page by page when it is written to next: a save in
+    Memory shared with a fork is copied page by page when it is written to next: a save in
     an epoch whose loader workers are forks would stop training several times as long.
     """
     if sys.platform != "linux":

@@ -36,10 +36,10 @@ from paceline.storage._checkpoint_files import CheckpointCorruptError, Checkpoin
 from paceline.storage._storage_by_url import directory_of_checkpoint
 
 _NUM_SHOWN = 5
-# How a step computes, which is nothing to what it keeps.
+# Ways to compute a step, which do not change the state it keeps.
 _WAYS_TO_COMPUTE = ("foreach", "fused", "capturable", "differentiable")
 
-# The states of a parameter, by what the optimizer calls them.
+# The states of a parameter, by the optimizer's names.
 Slots: TypeAlias = Mapping[str, Any]
 
 
@@ -114,8 +114,8 @@ def _check_slots(kind: str, parameter: str, wanted: Slots, found: Slots, place: 
 def wanted_slots(optimizer: torch.optim.Optimizer) -> list[Slots | None]:
     """Return the state slots an optimizer keeps per parameter; None if unknown.
 
-    Those of torch tell by a step of a copy whose parameters have no memory, as most keep nothing
-    before a first step. Where the step needs values, the copy tells the names, but no shapes.
+    Optimizers of torch show them in a step of a copy without memory, as most of them keep nothing
+    before a first step. Where the step needs values, the copy shows the names, but no shapes.
     """
     # Undecorated step: hooks and profiling must not run for the copy.
     step = inspect.unwrap(type(optimizer).step)
@@ -186,7 +186,7 @@ def load_weights(
             a checkpoint, such as ``s3://bucket/prefix/UUID``.
         stored_model: The number of the model in a checkpoint, in the order in which they were
             wrapped.
-        key: For a directory of DCP: what the names of the weights begin with, followed by a dot;
+        key: For a directory of DCP: the prefix of the names of the weights, followed by a dot;
             an empty text if they begin with nothing. For a checkpoint of a train function: the
             name that `save_checkpoint` was given.
 
@@ -256,7 +256,7 @@ def load_optimizer_state(
         model: The model whose parameters it steps, also a wrapped or sharded one.
         path: A directory with what `get_optimizer_state_dict` of torch has returned, such as
             `export_dcp` writes.
-        key: What the names of the state begin with, followed by a dot.
+        key: The prefix of the names of the state, followed by a dot.
 
     Raises:
         CheckpointMismatchError: There is no state of this optimizer; the message says why.

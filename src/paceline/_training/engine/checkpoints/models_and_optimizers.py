@@ -226,10 +226,10 @@ class ModelsAndOptimizers:
         schedulers: The schedulers of the optimizers.
         scaler: The gradient scaler, if there is one.
         parameters: Those whose gradients are kept: the models' and optimizers', each once.
-        bases: For each model what to leave out of it, or None; may be empty.
+        bases: For each model the weights to leave out, or None; may be empty.
         data_rank: The rank among those that train on other samples each; `rank` by default.
         has_sums: Whether gradients of divided parameters are sums over the ranks at any time, as
-            FSDP has them. Those of a tensor-parallel plan are each group's own.
+            FSDP has them. Pieces of a tensor-parallel plan are each group's own.
     """
 
     rank: int
@@ -245,7 +245,7 @@ class ModelsAndOptimizers:
     def shared_state(self) -> dict[str, Any]:
         """Return the state common to all ranks."""
         models = [_model_state(model) for model in self.models]
-        # A walk through a model takes as long as all else of it.
+        # A walk through a model takes as long as all the rest here.
         named = [named_parameters(model) for model in self.models]
         names = _parameter_names(named)
         loose = [each.detach() for each in self.parameters if id(each) not in names]
@@ -317,7 +317,7 @@ class ModelsAndOptimizers:
             there = [_plain_name(name) for name in some]
             here = [_plain_name(names.get(id(each))) for each in parameters_of(optimizer)]
             if there == here or len(there) != len(here):
-                continue  # The check of its parameter groups tells of other numbers.
+                continue  # The check of its parameter groups reports other numbers.
             changed = [(one, two) for one, two in zip(there, here, strict=True) if one != two]
             text = (
                 f"Optimizer {index} must have the parameters of the checkpoint in their order, but"

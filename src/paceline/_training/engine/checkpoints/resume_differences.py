@@ -53,7 +53,7 @@ class SettingChanges:
 
     Args:
         then: What `built_settings` returned before the checkpoint; None if that does not hold it.
-        now: What it returns for the training that goes on.
+        now: Its value for the resumed training.
     """
 
     def __init__(self, then: Mapping[str, list[Any]] | None, now: Mapping[str, list[Any]]) -> None:
@@ -94,7 +94,7 @@ class SettingChanges:
     def in_optimizer(self, state: dict[str, Any], index: int) -> dict[str, Any]:
         """Return an optimizer's stored state with the changes.
 
-        A learning rate keeps what schedulers have made of it, in proportion.
+        A learning rate keeps the changes that schedulers made, in proportion.
 
         Raises:
             ValueError: An option was changed that needs a state which is not stored.
@@ -114,7 +114,7 @@ class SettingChanges:
     def load_scheduler(self, scheduler: Any, state: dict[str, Any], index: int) -> None:
         """Restore a scheduler's stored state with the changes, after its optimizer's state.
 
-        With a changed option the learning rate is that of a training that had it from the start,
+        With a changed option the learning rate is as in a training with that option from the start,
         where the scheduler has a formula for it.
         """
         num_noted = self._num_noted()
@@ -136,7 +136,7 @@ class SettingChanges:
         merged = self._in_record(stored, then, now, name)
         if present is None:
             return merged
-        # A scheduler that warms up has changed `lr` at once, and kept what it was.
+        # A scheduler that warms up has changed `lr` at once, and kept its first value.
         rates = [built.get("initial_lr", built["lr"]) for built in (then, now)]
         if not _is_same(*rates):
             self.note(f"{name}: lr", *rates)
@@ -241,10 +241,10 @@ def check_identity(
 
     Args:
         stored: The identity of the data of the checkpoint; None if they had none.
-        present: That of the present data.
-        is_within_epoch: Whether the checkpoint lies within an epoch. If not, other data are only
-            told of.
-        warn: Called with what to tell of other data.
+        present: The identity of the present data.
+        is_within_epoch: Whether the checkpoint lies within an epoch. If not, other data only
+            cause a warning.
+        warn: Called with the warning about other data.
 
     Raises:
         CheckpointMismatchError: They differ within an epoch; the message names the files.
@@ -314,13 +314,13 @@ def note_epoch_sizes(
     position: Position,
     order: EpochOrder | None,
 ) -> None:
-    """Compare the epochs of a checkpoint with those of the present data.
+    """Compare the epochs of a checkpoint with the epochs of the present data.
 
     Args:
-        changes: Takes what was changed.
+        changes: Takes the changes.
         training: The checkpoint's state that all ranks share.
         position: Where the checkpoint lies.
-        order: The samples of the epoch that goes on; None if they are not known.
+        order: The samples of the resumed epoch; None if they are not known.
 
     Raises:
         CheckpointMismatchError: An epoch was begun that the present data do not have.

@@ -38,9 +38,9 @@ class StateInPieces:
 
     Attributes:
         state: The nested state.
-        name: What the names of its pieces begin with, alike on all ranks that have some.
+        name: The prefix of its pieces' names, alike on all ranks that have some.
         first_rank: As for `take_sharded_tensor_pieces`.
-        is_whole: Whether this rank also stores what is not sharded.
+        is_whole: Whether this rank also stores the tensors that are not sharded.
     """
 
     state: Any
@@ -82,7 +82,7 @@ def take_sharded_tensor_pieces(
 
     Args:
         state: A nested state.
-        name: What the names of its tensors begin with.
+        name: The prefix of its tensors' names.
         pieces: The pieces by name, and under "offsets" where each begins.
         first_rank: One of the ranks that store the tensors. Other ranks that hold them, such as
             another tensor-parallel group, hold copies.
@@ -155,7 +155,7 @@ class TensorCollector:
     """Take the tensors out of a nested value.
 
     Training stands still for it, so what most of a state consists of is looked at without a call,
-    and the pieces of sharded tensors that are divided as before are told by that.
+    and the pieces of sharded tensors that are divided as before are recognized.
 
     Args:
         pieces_before: The pieces of the last collector.
@@ -163,7 +163,7 @@ class TensorCollector:
         take_first: Called once with the first tensors, while the others are still to be found.
 
     Attributes:
-        tensors: What was found, in order. Of a sharded tensor it has this rank's piece.
+        tensors: The tensors found, in order. Of a sharded tensor this is the rank's piece.
         pieces: By number of the tensor, the piece of a sharded one and the first of the ranks that
             store it.
     """

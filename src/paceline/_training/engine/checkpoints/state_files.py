@@ -34,7 +34,7 @@ _SHARDED = "$sharded"
 _ODD_DTYPES = frozenset(("torch.complex128", "torch.complex32"))
 _ODD_BEGINNINGS = ("torch.qint", "torch.quint", "torch.bits")
 _LEAST_SENT_BYTES = 8 * 1024 * 1024
-# Python reads no longer integers from JSON, and its stack has an end for who reads it back.
+# Python reads no longer integers from JSON, and its stack limits how deep a reader may go.
 MAX_DIGITS = 4300
 MAX_DEPTH = 200
 _CONTAINERS = (dict, list, tuple)
@@ -293,7 +293,7 @@ _STEPS: dict[int, Callable[[str, dict[str, Any]], None]] = {}
 def read_training(path: Path) -> dict[str, Any]:
     """Return the part "training" of a checkpoint, upgraded to the current version.
 
-    Its "version" stays that of the files, as the other parts are to be read by it.
+    Its "version" stays the files' own, as it decides how the other parts are read.
 
     Raises:
         CheckpointMismatchError: The directory holds no trainer's state, or of an unknown version.

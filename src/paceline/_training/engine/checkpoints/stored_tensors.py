@@ -220,7 +220,7 @@ def write_whole_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None
         OSError: It cannot be written.
     """
     # safetensors' own `save_file` makes an array of each tensor first, which keeps training from
-    # the interpreter for 30 ms per 1,000 tensors; the rest goes on without the interpreter's lock.
+    # the interpreter for 30 ms per 1,000 tensors; the rest runs without the interpreter's lock.
     specs = {
         name: TensorSpec(
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -236,7 +236,7 @@ def write_whole_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None
         code = re.search(r"os error (\d+)", str(error))
         if code is None:
             raise
-        # A full disk is to be told as what it is.
+        # A full disk must be reported as such, not as a broken file.
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
 
@@ -279,7 +279,7 @@ class StoredTensor:
     """Tensor of a checkpoint in a file or more, read only in the parts needed.
 
     Args:
-        stands_for: What the chief has stored for it.
+        stands_for: The chief's stored value for this tensor.
         files: The files with the pieces.
     """
 
@@ -293,7 +293,7 @@ class StoredTensor:
         """Return a part of the tensor, on the CPU.
 
         Raises:
-            CheckpointCorruptError: Pieces of it are missing.
+            CheckpointCorruptError: Pieces of the tensor are missing.
         """
         size = torch.Size(shape)
         result, num_read = None, 0
@@ -334,7 +334,7 @@ class StoredTensor:
         """Yield all its values in their order, in blocks of this size at most.
 
         Raises:
-            CheckpointCorruptError: Pieces of it are missing.
+            CheckpointCorruptError: Pieces of the tensor are missing.
         """
         inner = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
         num_elements = max(1, max_bytes // self.dtype.itemsize)

@@ -71,7 +71,7 @@ def forking_start(environment: Mapping[str, str], modules: Sequence[str]) -> Sta
 
     Args:
         environment: The workers' environment, as far as it is the same for all.
-        modules: What to load in the server besides torch.
+        modules: The modules to load in the server besides torch.
     """
     if not _CAN_FORK:
         return start_process
@@ -90,7 +90,7 @@ def load_ahead(environment: Mapping[str, str], modules: Sequence[str]) -> None:
         modules: As `forking_start`.
     """
     if _CAN_FORK:
-        # The start of a worker tells if there can be no server.
+        # The start of a worker reports if there can be no server.
         with suppress(ForkServerError):
             _current(environment).load(modules)
 
@@ -111,7 +111,7 @@ class _ForkServer:
     """A running fork server; may be used from any thread.
 
     Args:
-        key: Tells for which workers it is.
+        key: Names the workers it is for.
         environment: An environment of such workers.
     """
 
@@ -155,7 +155,7 @@ class _ForkServer:
             self.close()
             raise
         except BaseException:
-            # Nobody else knows of it when a Ctrl-C interrupts the wait.
+            # Nobody else knows this process when a Ctrl-C interrupts the wait.
             self._popen.kill()
             self.close()
             raise

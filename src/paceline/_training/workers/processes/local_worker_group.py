@@ -37,7 +37,7 @@ from paceline._training.workers.processes.worker_process import (
 
 logger = logging.getLogger(__name__)
 
-# How long what a worker leaves behind may go on: its background processes, mostly cleaners of
+# How long a worker's leftovers may live: its background processes, mostly cleaners of
 # shared memory, and output that they still hold open.
 DRAIN_S = 2.0
 LOOK_INTERVAL_S = 0.05
@@ -91,7 +91,7 @@ class EndedWorkers:
     def _has_members(self, worker: LocalWorker) -> bool:
         """Return whether an ended worker has left living processes in its group."""
         if self._adopted_mark:
-            # Whoever has no parent any more is a child of this process, or has one below it.
+            # A process without a parent becomes a child of this process, or of one below it.
             ended = {other.process.pid for other in self._workers if other.exit is not None}
             children = own_children()
             if children is not None and ended.issuperset(children):
@@ -106,7 +106,7 @@ class EndedWorkers:
         while self._has_members(worker) and time.monotonic() < deadline:
             self._reader.read(_KILL_LOOK_INTERVAL_S)
         # Data left in the pipes count, but only for a time: a process that got away from the group
-        # could go on writing for ever.
+        # could write for ever.
         while worker.open_streams and self._reader.read(0.0) and time.monotonic() < deadline:
             pass
         for pipe in list(worker.open_streams):
@@ -124,16 +124,16 @@ OnExit = Callable[[WorkerExit], None]
 class LocalGroup:
     """Run workers as processes on this machine, each in a session of its own; once only.
 
-    Workers die with this process, however it dies (on Linux; what they started themselves is
-    found by `kill_leftover`). A failure of one is told, and ends no other. Methods may be called
-    from any thread.
+    Workers die with this process, however it dies (on Linux; processes that they started are
+    found by `kill_leftover`). A failure of one is reported, and ends no other. Methods may be
+    called from any thread.
 
     Args:
         specs: The workers, in rank order.
         on_line: Gets each output line, in order per stream, from the group's own thread; while it
             blocks, workers that print are held up. None leaves the workers this process's own
             standard streams.
-        adopt_strays: Make this process the parent of what the workers orphan, and kill that at
+        adopt_strays: Make this process the parent of the workers' orphans, and kill these at
             the end. Until then the process adopts what its other children orphan, too, and does
             not reap that: only one that is there for the group should ask for it.
         heartbeat_timeout_s: How long a worker may be stopped until it counts as lost and is
@@ -375,7 +375,7 @@ class LocalGroup:
                 with self._changed:
                     if self._kill_at is not None:
                         # Stop requested during the start: this worker may have been started too
-                        # late to be told, and has nothing to lose yet.
+                        # late for that stop to reach it, and has nothing to lose yet.
                         worker.send(signal.SIGKILL)
                         break
             if self._stopped_watch is not None:

@@ -93,7 +93,7 @@ def group_timeout(timeout_s: float) -> timedelta:
     """Return how long torch is to wait in a collective operation.
 
     Where somebody watches the workers, that is longer than the limit for them: the error of a
-    watcher names the ranks that are missing, that of torch does not.
+    watcher names the ranks that are missing, torch's does not.
 
     Args:
         timeout_s: How long where nobody watches, in seconds.
@@ -248,7 +248,7 @@ def horovod_variables(num_workers: int, port: int) -> list[dict[str, str]]:
     return [{**same, "HOROVOD_RANK": rank, "HOROVOD_LOCAL_RANK": rank} for rank in ranks]
 
 
-# After so long torch waits for rank 0 itself, and says what is wrong.
+# After so long torch waits for rank 0 itself, and says the cause.
 _LISTEN_S = 60.0
 
 

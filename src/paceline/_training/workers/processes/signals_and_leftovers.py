@@ -24,7 +24,7 @@ class ProcessFacts:
 
     `start_time` is in seconds since the machine's boot on Linux and since the epoch elsewhere: with
     the process id it names a process, as ids are used again. `is_dying` is true, where the system
-    tells it, from when a process has given up its memory and with it its environment until it is a
+    shows it, from when a process has given up its memory and with it its environment until it is a
     zombie, whose children have been handed over.
     """
 
@@ -236,7 +236,7 @@ def kill_leftover(pgid: int, start_time: float, timeout_s: float = 5.0) -> int:
         The number of processes that were killed.
 
     Raises:
-        ValueError: `pgid` is that of the caller, or not a process group of a worker.
+        ValueError: `pgid` is the caller's own, or not a process group of a worker.
     """
     if pgid <= 1 or pgid == os.getpgrp():
         raise ValueError(
@@ -439,8 +439,8 @@ class StoppedWorkerWatch:
     Args:
         timeout_s: How long a worker may be stopped, in seconds.
         ranks: Returns the ranks of the workers that were started and have not ended.
-        is_stopped: Tells whether the worker of a rank is stopped.
-        on_silence: Gets the rank of a silent worker and what is the matter with it.
+        is_stopped: Returns whether the worker of a rank is stopped.
+        on_silence: Gets the rank of a silent worker and the reason.
 
     Raises:
         ValueError: `timeout_s` is below a second.
@@ -500,11 +500,11 @@ class StoppedWorkerWatch:
 def sweeping_after_kill() -> Iterator[dict[str, str]]:
     """Let another process end the workers' leftovers if this process is killed within the block.
 
-    Workers end with this process by themselves, but what they have started does not. To be entered
-    before this process starts threads, as it forks.
+    Workers end with this process by themselves, but processes that they started do not. To be
+    entered before this process starts threads, as it forks.
 
     Yields:
-        The variables that mark what is to be ended, for the environment of the workers.
+        The variables that mark processes to end, for the environment of the workers.
     """
     if sys.platform != "linux":
         yield {}

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     """Tie this process to the supervisor, then execute the command in its place."""
     supervisor, *command = arguments
     _die_with_supervisor(int(supervisor))
-    # Python ignores these signals for itself, and what is ignored stays so across exec.
+    # Python ignores these signals for itself, and ignored signals stay ignored across exec.
     for name in ("SIGPIPE", "SIGXFSZ"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)

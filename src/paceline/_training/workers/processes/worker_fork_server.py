@@ -24,7 +24,7 @@ from paceline._training.workers.processes.signals_and_leftovers import (
 from paceline._training.workers.processes.supervised_exec import PR_SET_PDEATHSIG
 
 _LENGTH = struct.Struct("!I")
-# The three standard streams, the leash, and what a worker gets besides.
+# The three standard streams, the leash, and the worker's further descriptors.
 _MOST_DESCRIPTORS = 16
 
 
@@ -93,7 +93,7 @@ class ServerFacts(NamedTuple):
     Attributes:
         control: The descriptor of the socket to the driver.
         driver: The driver's process id.
-        modules: What to load first.
+        modules: The modules to load first.
     """
 
     control: int
@@ -105,7 +105,7 @@ def serve_forks(facts: ServerFacts) -> str:
     """Fork workers on request until the driver has gone; return in the workers only.
 
     Returns:
-        What the driver wants of this worker.
+        The driver's orders for this worker.
     """
     server = _Server(facts)
     server.load(facts.modules)

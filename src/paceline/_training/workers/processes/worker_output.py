@@ -46,12 +46,12 @@ class OutputLine:
     """Line printed by a worker.
 
     Attributes:
-        rank: Who printed it; None if that is not known.
+        rank: The rank that printed it; None if unknown.
         stream: Where it was printed.
         level: The log level that the line begins with, or ERROR for a traceback, else None.
         time: When it was read, in seconds since the epoch.
         text: The line without its end, its rank prefix and terminal control sequences.
-        is_continued: The line was too long, and the next one of this rank and stream goes on.
+        is_continued: The line was too long, and the next one of this rank and stream continues it.
     """
 
     rank: int | None
@@ -271,7 +271,7 @@ class WorkerOutput:
         """Show and store a line; called from a thread of the workers' pool."""
         stream = sys.stdout if line.stream == "stdout" else sys.stderr
         prefix = f"[rank={line.rank}] " if self._is_one_of_many else ""
-        # Training goes on when nobody reads any more, and on a full disk.
+        # Training continues when nobody reads any more, and on a full disk.
         with suppress(OSError, ValueError, AttributeError):
             stream.write(f"{prefix}{line.text}\n")
             stream.flush()
@@ -298,7 +298,7 @@ class WorkerOutput:
         if rank not in self._files:
             self._directory.mkdir(exist_ok=True)
             path = self._directory / f"rank-{rank}.log"
-            # Each line at once, so that what was printed before a crash is there.
+            # Each line at once, so that output before a crash is there.
             self._files[rank] = path.open("a", encoding="utf-8", buffering=1)
         return self._files[rank]
 
@@ -313,7 +313,7 @@ class LinePrinter:
     """Printer of the workers' lines on the driver's standard streams of the moment.
 
     Args:
-        num_workers: Tells how many workers there are.
+        num_workers: Returns the number of workers.
     """
 
     def __init__(self, num_workers: Callable[[], int]) -> None:
@@ -323,7 +323,7 @@ class LinePrinter:
         """Write a line."""
         stream = sys.stdout if line.stream == "stdout" else sys.stderr
         prefix = f"[rank={line.rank}] " if self._num_workers() > 1 else ""
-        # Training goes on when nobody reads any more.
+        # Training continues when nobody reads any more.
         with suppress(OSError, ValueError, AttributeError):
             stream.write(f"{prefix}{terminal_text(line.text)}\n")
             stream.flush()

@@ -54,9 +54,9 @@ class WorkerSpec:
         node_rank: The number of this node.
         world_size: The number of workers on all nodes.
         signals_whole_group: Signals go to the worker's whole process group, as a shell needs it
-            that waits for what it started. False sends them to the worker's process alone, which
+            that waits for its children. False sends them to the worker's process alone, which
             leaves its data-loading processes to it; SIGKILL always goes to the group.
-        changes_session: What the command starts may lead a session of its own, as below `setsid`.
+        changes_session: The command's children may lead a session of their own, as below `setsid`.
             Whatever has the mark of the worker's group then counts as its process group.
         descriptors: File descriptors of this process that the worker gets under the same numbers.
     """
@@ -122,7 +122,7 @@ class WorkerProcess:
 
     Attributes:
         rank: The worker's rank.
-        pid: Its process id, which is also that of its session.
+        pid: Its process id, also the id of its session.
         pgid: Its process group.
         start_time: When it started, to tell it from a later process with the same id; see
             `kill_leftover`.
@@ -142,8 +142,8 @@ class ProcessHandle(ABC):
     """Handle of a started process; its id is not reused until `reap`.
 
     Attributes:
-        pid: Its id, which is also that of its session and process group.
-        stdout: What it prints, or None if that goes where this process's output goes.
+        pid: Its id, also the id of its session and process group.
+        stdout: Its output, or None if that goes where this process's output goes.
         stderr: The same for its error output.
     """
 
@@ -167,7 +167,7 @@ def start_process(spec: WorkerSpec, environment: Mapping[str, str], is_read: boo
     """Run a worker's command as a child, killed with the calling thread.
 
     Args:
-        spec: What to run.
+        spec: The worker to run.
         environment: The worker's whole environment.
         is_read: Whether its output comes here; else it goes where this process's output goes.
 
@@ -297,7 +297,7 @@ class LocalWorker:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, signum)
             if signum == STACKS_SIGNAL:
-                # Processes of a data loader tell what they read, if they were forked.
+                # Processes of a data loader know what they read, if they were forked.
                 for pid in children_that_handle(self.process.pid, signum):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signum)

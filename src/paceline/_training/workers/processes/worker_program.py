@@ -9,7 +9,7 @@ from this one, see `worker_fork_server`.
 With gloo a process that has done all its work can still abort while the interpreter shuts down: a
 thread of gloo asks for the interpreter lock too late. So the program's end is made of the same
 parts as Python's own (threads, exit handlers, flushing), then the process group is left, then the
-process ends without shutting the interpreter down. The parent is told the result before that.
+process ends without shutting the interpreter down. The parent gets the result before that.
 """
 
 import atexit

@@ -59,7 +59,7 @@ def import_ray() -> Any:
 
 
 def is_ray_connected() -> bool:
-    """Return whether this process is connected to a Ray cluster, or told of an address."""
+    """Return whether this process is connected to a Ray cluster, or given an address."""
     ray = sys.modules.get("ray")
     is_initialized = getattr(ray, "is_initialized", None)
     if is_initialized is not None and is_initialized():
@@ -159,7 +159,7 @@ class RayConnection:
     # ---- what there is -------------------------------------------------------------------
 
     def leaving(self) -> Collection[str]:
-        """Return the ids of nodes to be taken away, as Ray was told with notice."""
+        """Return the ids of nodes to be taken away, as Ray was notified before."""
         # Ray has no public function for it, and older releases have none at all.
         ask = getattr(self.ray._private.state.state, "get_draining_nodes", dict)
         return frozenset(ask())
@@ -167,7 +167,7 @@ class RayConnection:
     def known_leaving(self) -> Collection[str]:
         """Return the last known ids of nodes to be taken away, in bounded time.
 
-        Ray waits for a minute for a head node that is gone, while workers go on.
+        Ray waits for a minute for a head node that is gone, while workers keep running.
         """
         if self._asking is None or not self._asking.is_alive():
             self._asking = threading.Thread(
@@ -267,7 +267,7 @@ def _connect_to_ray(ray: Any) -> None:
         _join_ray_cluster(ray, os.environ[ADDRESS_VARIABLE])
         return
     _own.old_auth = os.environ.get(_AUTH_VARIABLE)
-    # Whoever reaches a cluster without a token may run code on it.
+    # Anyone who reaches a cluster without a token may run code there.
     os.environ.setdefault(_AUTH_VARIABLE, "token")
     _reread_settings()
     try:
@@ -331,7 +331,7 @@ def _machine_cluster() -> str | None:
 def _join_ray_cluster(ray: Any, address: str, **options: Any) -> None:
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "//" not in host:
-        # Ray itself goes on trying for minutes.
+        # Ray itself keeps trying for minutes.
         try:
             socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
         except OSError as error:
@@ -523,7 +523,7 @@ def check_versions(told: Sequence[Mapping[str, Any]]) -> None:
 
 
 def own_versions() -> dict[str, str]:
-    """Return the versions of this process to compare with those of the nodes."""
+    """Return the versions of this process, to compare with the nodes' versions."""
     versions = {name: metadata.version(name) for name in COMPARED}
     return {"Python": platform.python_version(), **versions}
 
@@ -548,7 +548,7 @@ def make_node_watch() -> Callable[[int], None]:
     """Return a thread's function for actors, defined here to travel by value."""
 
     def end_with_node(raylet: int) -> None:
-        """End this process, and so what it holds, when the node's raylet ends.
+        """End this process, to free its resources, when the node's raylet ends.
 
         Ray itself does not see that a raylet has ended which nobody has waited for, as where the
         first process of a container does not.

@@ -171,7 +171,7 @@ class ForwardedStorage(CheckpointStorage):
             for offset in range(0, size, _CHUNK_BYTES):
                 file.write(self.read_file(uuid, name, offset, _CHUNK_BYTES))
 
-    # ---- what the driver does ------------------------------------------------------------
+    # ---- side of the driver ------------------------------------------------------------
 
     def commit(
         self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1, origin: str = ""
@@ -311,7 +311,7 @@ class StorageRequests:
         """Remove the files."""
         shard = self._open.pop(uuid, None)
         if shard is not None:
-            # The worker's own error is the one to tell.
+            # The worker's own error is the one to report.
             with suppress(CheckpointError):
                 shard.close(ConnectionError("The worker must send all files, but did not."))
 

@@ -158,7 +158,7 @@ class ScriptSources(NamedTuple):
 
     Attributes:
         directory: Its path.
-        mark: What `script_directory_mark` tells of it.
+        mark: Its `script_directory_mark`.
     """
 
     directory: str
@@ -266,7 +266,7 @@ class HostOrder(NamedTuple):
         layout: The workers of its node, and where all of them meet.
         host_address: The address of its node.
         driver: Where the driver is met.
-        key: What is known to those who may meet it.
+        key: The secret of those who may connect.
         environment: Variables for the worker.
         flags: Options of its interpreter.
         beat_s: The seconds between two signs of life.
@@ -388,7 +388,7 @@ class WorkerHost:
                 was_stopped = is_stopped
         if self._copy is not None:
             shutil.rmtree(self._copy, ignore_errors=True)
-        # The driver may kill this host as soon as it hears no more of it.
+        # The driver may kill this host as soon as it hears nothing more.
         self._channel.close()
 
     # ---- from the driver -----------------------------------------------------------------

@@ -99,7 +99,7 @@ def make_worker_actor_class() -> Any:
 _PING_S = 0.5
 # How long one may take whose node is in doubt, as another one was lost there.
 _NODE_PING_S = 3.0
-# How long Ray may take to tell why it has killed an actor.
+# How long Ray may take to report why it has killed an actor.
 _CAUSE_S = 10.0
 LACK_OF_MEMORY = (
     "as its node is short of memory. Hint: fewer workers for each node, or smaller batches; Ray's"
@@ -176,7 +176,7 @@ class HostActors:
 
         Args:
             bundles: The bundles of a placement group.
-            index: That of the bundle.
+            index: The index of the bundle.
             is_reserve: Whether it loads what its worker needs before it is ready.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

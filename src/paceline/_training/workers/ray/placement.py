@@ -241,7 +241,7 @@ class RayHosts:
             self._actors.create(self._bundles, index, is_reserve=True)
         if self._given is None:
             is_begun = any(not host.is_ready and host.bundle is None for host in self._actors.all)
-            # Free resources, as told by Ray, may have been given to actors begun before.
+            # Free resources, as reported by Ray, may have been given to actors begun before.
             for _ in range(0 if is_begun else min(missing, self._num_fitting())):
                 self._actors.create(is_reserve=True)
 
@@ -315,10 +315,11 @@ class RayHosts:
                 )
 
     def _has_room(self, bundles: Bundles) -> bool:
-        """Wait a moment for bundles; tell whether they are there.
+        """Wait a moment for bundles; return whether they are there.
 
         Raises:
-            TrainingFailedError: The node of this process was lost; Ray removes what it asks for.
+            TrainingFailedError: The node of this process was lost; Ray removes the requests from
+                there.
         """
         try:
             is_there: bool = bundles.group.wait(_PLACE_INTERVAL_S)

@@ -85,7 +85,7 @@ class RayPool(ProcessPool):
         gpus_per_worker: The GPUs that Ray gives each, also parts of one; by default one if the
             cluster has any.
         resources_per_worker: Further resources of Ray by their names.
-        environment: Variables for the workers besides those of their nodes.
+        environment: Variables for the workers besides their nodes' own.
         on_line: Gets each output line of the workers, from threads of the pool, one at a time; by
             default they go to `sys.stdout` and `sys.stderr`, with the rank before each if there are
             several.

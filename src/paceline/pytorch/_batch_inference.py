@@ -73,7 +73,7 @@ class TorchBatchProcessorContext:
     def output_path(self) -> Path:
         """Return the directory for the results of the present batches on this rank.
 
-        After each checkpoint it is another one. What was written since the last checkpoint is
+        After each checkpoint it is another one. Output written since the last checkpoint is
         removed before its batches are processed again.
 
         Raises:
@@ -102,7 +102,7 @@ class TorchBatchProcessorContext:
     ) -> MetricReducer:
         """Register a metric over all batches, reported at the end; return the reducer to feed.
 
-        Checkpoints hold what each rank has collected: `per_slot_reduce` must return plain values
+        Checkpoints hold each rank's collected values: `per_slot_reduce` must return plain values
         or tensors, and must not change the reducer.
 
         Args:
@@ -132,7 +132,7 @@ class TorchBatchProcessor(ABC):
         """Process a batch.
 
         Args:
-            batch: What the data loader has made of the samples, where the loader has left it.
+            batch: The data loader's batch of the samples, where the loader has left it.
             batch_idx: The number of the batch in the whole data set, from 0. It is the same for
                 any number of ranks.
         """
@@ -166,15 +166,15 @@ class InferenceProgress:
     Args:
         context: The core context.
         reducers: The reducers.
-        facts: What must be the same in all attempts.
+        facts: The facts that must be the same in all attempts.
         output_dir: The directory for results, if there is one.
 
     Attributes:
         num_done: The number of batches that are finished, from the first one on.
 
     Raises:
-        ValueError: Facts differ from those of an earlier attempt, or the directory has results of
-            another run, or lacks those of an earlier attempt.
+        ValueError: Facts differ from an earlier attempt's, or the directory has results of
+            another run, or lacks results of an earlier attempt.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ class BatchInference:
         loader_options: Further arguments of the `DataLoader`.
 
     Attributes:
-        reducers: What collects metrics over all batches.
+        reducers: The collectors of metrics over all batches.
     """
 
     def __init__(
@@ -510,11 +510,11 @@ def torch_batch_process(
     """Process a data set batch by batch, once each, by all ranks together.
 
     The ranks take turns: batch ``i`` goes to the rank ``i % world_size``. Finished batches are
-    counted in checkpoints. After an interruption, a run goes on behind them, with any number of
+    counted in checkpoints. After an interruption, a run continues after them, with any number of
     ranks. See docs/batch-inference.md.
 
     Args:
-        batch_processor_cls: What processes the batches; each rank makes one.
+        batch_processor_cls: The processor of the batches; each rank makes one.
         dataset: The data set, with a length, the same on all ranks.
         batch_size: The number of samples of a batch; the last one may have fewer.
         max_batches: Process only this many batches; all by default.
@@ -525,13 +525,13 @@ def torch_batch_process(
             ranks of a machine must see it. It must be new or empty at first, and an absolute path
             under a master.
         name: The run's name, see `core.init`.
-        resume: The run to go on with, see `core.init`.
+        resume: The run to resume, see `core.init`.
         checkpoint_storage: Where checkpoints go, see `core.init`.
         device: Where this process computes: a GPU of its own by default, else the CPU.
 
     Returns:
         True if all batches are processed; False if the run was preempted and stored a checkpoint
-        to go on from.
+        to resume from.
 
     Raises:
         TypeError: `batch_processor_cls` is no `TorchBatchProcessor`, or the data set has no length.

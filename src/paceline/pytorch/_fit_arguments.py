@@ -170,7 +170,7 @@ def checked_budget(
 
     Args:
         given: The argument.
-        configured: What the config says.
+        configured: The value in the config.
         period: The checkpoint period.
 
     Raises:
@@ -202,7 +202,7 @@ def checked_rules(
         keep_best: See there.
         keep_age: See there.
         keep_bytes: See there.
-        metric: The metric that tells which ones are the best.
+        metric: The metric that ranks checkpoints.
         is_continuous: Whether checkpoints follow each other; they are never all kept then.
 
     Raises:

@@ -24,7 +24,7 @@ class CheckpointLoadContext(PyTorchTrialContext):
     """Stand in for the context of a training while a trial is built to load a checkpoint.
 
     There are no devices but the CPU, no other ranks and no run. `wrap_model`, `wrap_optimizer` and
-    the like only register what they are given.
+    the like only register their arguments.
 
     Args:
         hparams: The hyperparameters.

@@ -55,9 +55,9 @@ def init(
         seed: The seed; the trial's on a cluster, else drawn and recorded for all attempts of the
             run.
         name: The run's name, see `core.init`.
-        resume: The run to go on with, see `core.init`.
+        resume: The run to resume, see `core.init`.
         checkpoint_storage: Where checkpoints go, see `core.init`.
-        precision: What the forward pass computes in: "fp32" (the default), "bf16" or "fp16", the
+        precision: The precision of the forward pass: "fp32" (the default), "bf16" or "fp16", the
             last two under torch's autocast, fp16 with gradient scaling.
         data_parallel: How gradients are summed over the ranks: "flat", after the backward pass in
             one buffer, "overlapped", during it in buckets (each the default: the latter for
@@ -70,7 +70,7 @@ def init(
             all copies. By default all ranks hold one copy.
         tensor_parallel_size: The number of neighbouring ranks that divide each model by the
             tensor-parallel plan of `context.wrap_model`, and train on the same samples. It must
-            divide the number of ranks. With it, `data_parallel` is "flat" or "fsdp" and tells how
+            divide the number of ranks. With it, `data_parallel` is "flat" or "fsdp" and says how
             the groups sum gradients; `shard_size` counts groups. One process trains whole models.
         num_shards: Into how many equal shards each global batch is cut; the number of ranks (or of
             tensor-parallel groups) at the first start by default, and afterwards what the
@@ -84,7 +84,7 @@ def init(
             each rank has for itself, such as "*.queue". Statistics of batch norm are left out
             anyway.
         tensorboard_mode: Who writes TensorBoard files, see `core.init`.
-        trackers: What else shows the run, such as MLflow, see `core.init`.
+        trackers: Further displays of the run, such as MLflow, see `core.init`.
 
     Raises:
         ValueError: `precision` or `data_parallel` is unknown, or both do not go together; or
@@ -207,8 +207,8 @@ def launch(
     """Run a function in several worker processes and return its values, in rank order.
 
     `init()` in the function makes the process group. The function may be defined in the script or
-    in a cell of the notebook; what it uses from there travels with it. Returned tensors and models
-    arrive on the CPU.
+    in a cell of the notebook; the objects it uses from there travel with it. Returned tensors and
+    models arrive on the CPU.
 
     A Ctrl-C reaches all workers: within `fit` the first one stores a checkpoint and ends the
     training, a second one ends the workers. They also end when this process does.
@@ -219,7 +219,7 @@ def launch(
         args: The function's positional arguments.
         kwargs: The function's keyword arguments.
         max_restarts: How often the workers may be started again when one of them is lost or
-            raises. Training goes on from the run's last checkpoint then. The same exception twice
+            raises. Training then resumes from the run's last checkpoint. The same exception twice
             in a row is raised.
         heartbeat_timeout_s: How long a worker may be stopped or hold Python's lock, in seconds;
             None for ever.
@@ -232,7 +232,7 @@ def launch(
         ValueError: `num_workers` is below 1, `max_restarts` below 0, or a timeout not above 0.
         RuntimeError: This process is one of several workers itself; as `WorkerFailedError` if a
             worker was killed or left by `sys.exit()`, also with exit code 0.
-        Exception: What the function raised on the rank that failed first. The whole traceback of
+        Exception: The function's error on the rank that failed first. The whole traceback of
             that rank is its cause.
     """
     if not callable(main):

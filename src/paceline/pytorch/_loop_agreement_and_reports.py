@@ -69,7 +69,7 @@ class LoopHooks(Protocol):
         """Report throughput, or where the time of a batch went, after so many batches."""
 
     def validate(self, position: Position) -> bool:
-        """Validate and report; tell whether the result asks for a checkpoint."""
+        """Validate and report; return whether the result asks for a checkpoint."""
 
     def save(self) -> None:
         """Store a checkpoint, unless this position has one."""
@@ -112,7 +112,8 @@ class RankAgreement:
     Args:
         core: The core context.
         stepper: Its reductions carry the news that some rank wants something.
-        hooks: Told to look at the background now and then; whoever has this keeps it alive.
+        hooks: Asked to look at the background now and then; the owner of this object keeps it
+            alive.
 
     Attributes:
         is_decision_due: Whether the ranks have to agree before the next batch, as the search may
@@ -135,7 +136,7 @@ class RankAgreement:
         self._next_look_s = 0.0
         self._wish = RankWish.NONE
         self._saves_continuously = self._is_save_told = False
-        # After how many batches the ranks tell each other of new checkpoints; None for never.
+        # After how many batches the ranks exchange news of checkpoints; None for never.
         self._news_at: int | None = None
 
     def begin(self, *, saves_continuously: bool) -> None:
@@ -196,7 +197,7 @@ class RankAgreement:
             self.compare_ranks(position, is_idle=is_idle)
 
     def compare_end(self, position: Position, *, is_idle: bool) -> None:
-        """Do what `compare_ranks` does, if training has gone on since then."""
+        """Do what `compare_ranks` does, if training has advanced since then."""
         if self.compared_at not in (None, position):
             self.compare_ranks(position, is_idle=is_idle)
 
@@ -231,7 +232,7 @@ class LoopReports:
 
     Args:
         core: The core context.
-        hooks: What reports; it may be a weak reference.
+        hooks: The reporter; it may be a weak reference.
         stepper: The models and optimizers.
 
     Attributes:
@@ -301,9 +302,9 @@ def check_losses(
 
     Args:
         means: The training metrics.
-        reduced: What they were reduced to just now, if they were.
+        reduced: Their reduced values, if they were reduced just now.
         distributed: Where the ranks meet.
-        hooks: What trains on a shard.
+        hooks: The trainer on a shard.
         data: The data of training.
         stepper: The models.
         position: The present position.
@@ -335,7 +336,7 @@ def describe_origin(
     The batch is run once more, as far as to its backward pass.
 
     Args:
-        hooks: What trains on a shard.
+        hooks: The trainer on a shard.
         data: The data of training.
         stepper: The models.
         position: The present position.
@@ -376,7 +377,7 @@ def _first_layer(
 
 @contextmanager
 def _finite_weights(models: list[torch.nn.Module]) -> Iterator[bool]:
-    """Give layers new weights for the block if theirs are not finite; tell whether there are any.
+    """Give layers new weights for the block if theirs are not finite; return whether some are.
 
     By now, the steps since the batch have made most of them so.
     """

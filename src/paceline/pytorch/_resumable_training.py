@@ -54,8 +54,8 @@ class RegisteredModels:
         lr_schedulers: The schedulers, with what their steps count.
         reducers: Metrics that are no averages.
         moves_data: Whether batches are moved to the device.
-        warned_types: Types of data that cannot be moved, as far as the user was told of them.
-        tracer: What traces the training, if that is wanted.
+        warned_types: Types of data that cannot be moved, as far as the user was warned.
+        tracer: The tracer of the training, if wanted.
         loop: The loop, once it was built.
         num_epoch_batches: The batches of the present epoch; None if nobody knows them ahead.
     """
@@ -136,7 +136,7 @@ class TrainingCallbacks:
 
         Args:
             num_batches: How many batches are trained already.
-            checkpoint: What it goes on from.
+            checkpoint: The checkpoint to resume from.
         """
         for callback in self._callbacks.values():
             # Recorded before its hook: a callback that fails in startup is shut down as well.
@@ -230,7 +230,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         """The profiler for traces, or None."""
         return self._parts.tracer
 
-    # ---- what a subclass says ------------------------------------------------------------
+    # ---- parts of a subclass -------------------------------------------------------------
 
     @abstractmethod
     def make_loaders(self) -> tuple[Any, Any]:
@@ -412,7 +412,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         return has_others and not parts.stepper.accumulation.is_even
 
     def epoch_started(self, epoch: int) -> None:
-        """Tell the callbacks."""
+        """Call the callbacks."""
         self._parts.num_epoch_batches = self.loop.num_epoch_batches(epoch)
         self._callbacks.tell("on_training_epoch_start", epoch)
 
@@ -435,7 +435,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         self._callbacks.tell("on_training_workload_end", reported, batches)
 
     def validate(self, position: Position) -> bool:
-        """Validate, report, and tell whether the result deserves a checkpoint."""
+        """Validate, report, and return whether the result deserves a checkpoint."""
         self.progress.update(position)
         self.progress.note("validating")
         with self.evaluating(self._parts.reducers):
@@ -456,7 +456,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         return metrics
 
     def evaluate(self, loader: Any) -> dict[str, Any]:
-        """Return the metrics of other data than those of validation."""
+        """Return metrics of other data than the validation data."""
         with self.evaluating(self._parts.reducers):
             data = self._data_to_validate(loader, self.loop.data.own_shards)
             return self.run_validation(data, loader, None)[0]

@@ -116,7 +116,7 @@ def last_validation(run_dir: Path) -> dict[str, Any]:
 
 
 class Preempted(BaseException):
-    """Raised by `train_for` when training was told to leave; ends the block of `pytorch.init`.
+    """Raised by `train_for` when training was asked to leave; ends the block of `pytorch.init`.
 
     It is no `Exception`, so that code that handles errors does not catch it by accident.
     """
@@ -175,8 +175,8 @@ class Trainer:
         names the `slowest_rank`. `fit` also samples system metrics of each node, for its length.
 
         Args:
-            sync_timings: Whether times on a GPU are those of its work, as events in its stream
-                mark them; without it they are those of launching the work.
+            sync_timings: Whether times on a GPU measure its work, as events in its stream
+                mark them; without it they measure the launch of the work.
             enabled: Whether to time at all.
             begin_on_batch: The first batch, from 0.
             end_after_batch: The last batch, inclusive; None for all that follow.
@@ -218,8 +218,8 @@ class Trainer:
         """Train to a length; periods count from the start of training.
 
         One validation and one checkpoint follow at the end, unless that step has them already.
-        What is not given comes from the experiment's config, if there is one. A second call goes
-        on where the first one ended.
+        Arguments left out come from the experiment's config, if there is one. A second call
+        continues where the first one ended.
 
         Args:
             checkpoint_period: When to store a checkpoint; never by default. "continuous" begins
@@ -236,10 +236,10 @@ class Trainer:
             test_mode: Train one batch with an optimizer step, validate one, store a checkpoint,
                 and end; `max_length` is not needed then.
             latest_checkpoint: UUID to begin from, or the path or URL of a checkpoint of another
-                storage; what the run goes on from by default.
+                storage; by default the run's last checkpoint.
             resume: "auto" or the directory of an earlier run, or the URL of a checkpoint, to take
-                the state from, if this run is a new one; `pytorch.init(resume=...)` goes on in the
-                earlier run itself.
+                the state from, if this run is a new one; `pytorch.init(resume=...)` continues in
+                the earlier run itself.
             step_zero_validation: Whether to validate before the first batch.
             profiling_enabled: Whether to time every batch, see `configure_profiler`, and to sample
                 system metrics, see `core.ProfilerContext`.
@@ -251,13 +251,13 @@ class Trainer:
             keep_best: Keep so many of the best checkpoints by `metric`.
             keep_age: Keep checkpoints that are younger: seconds, or text such as "7d" or "12h".
             keep_bytes: Keep at most so many bytes of checkpoints: an integer, or text such as
-                "20GB". The oldest are deleted first, those of `keep_best` last, and the newest one
-                never.
+                "20GB". The oldest are deleted first, the ones of `keep_best` last, and the newest
+                one never.
             checkpoint_bytes_per_hour: How many bytes of "continuous" checkpoints to store in an
                 hour at most, as with `keep_bytes`; no limit by default.
             stop_on_nan: Whether to stop when the training loss is NaN or infinite, as found when
                 metrics are reported and before a checkpoint is stored. Losses are the metrics of
-                `train_batch` with "loss" in their names, or all of them if none has it. With a
+                `train_batch` with "loss" in their names, or all of them if none does. With a
                 gradient scaler, which leaves such steps out, ten in a row count.
 
         Raises:
@@ -338,7 +338,7 @@ class Trainer:
     ) -> dict[str, Any]:
         """Train the next batches, epochs or records, and return their metrics.
 
-        A training that was stored goes on from there, so ask `steps_completed` how far it is.
+        A stored training resumes from there, so ask `steps_completed` how far it is.
         Nothing is validated or stored by itself, but for a stop that the trial asks for; see
         `validate` and `save_checkpoint`.
 
@@ -353,7 +353,7 @@ class Trainer:
             the data ended before.
 
         Raises:
-            Preempted: Training was told to leave. The state is stored; the block of
+            Preempted: Training was asked to leave. The state is stored; the block of
                 `pytorch.init` ends quietly.
         """
         checked = checked_unit("unit", unit)
@@ -379,7 +379,7 @@ class Trainer:
             of: How long training is in all, if that is known; for the progress that is shown.
 
         Raises:
-            Preempted: Training was told to leave, where the next batch is asked for. The state is
+            Preempted: Training was asked to leave, where the next batch is asked for. The state is
                 stored.
         """
         self._open()
@@ -396,7 +396,7 @@ class Trainer:
     def validate(self) -> dict[str, Any]:
         """Validate the present state unless already done, and return the metrics.
 
-        When told to leave, it comes to its end; the next `train_for` stores the state and leaves.
+        When asked to leave, it comes to its end; the next `train_for` stores the state and leaves.
         """
         self._open()
         with self._training.interrupt_watched():
@@ -406,7 +406,7 @@ class Trainer:
     def evaluate(self, data_loader: Any) -> dict[str, Any]:
         """Return the metrics of other data, for example a test set, without reporting them.
 
-        When told to leave, it comes to its end, as `validate` does.
+        When asked to leave, it comes to its end, as `validate` does.
 
         Args:
             data_loader: A data loader as for validation; every rank must call this.
@@ -418,7 +418,7 @@ class Trainer:
     def restore(self, checkpoint: str | os.PathLike[str]) -> None:
         """Begin with a checkpoint of another run; for use before training.
 
-        It has no effect in a run that goes on from a checkpoint of its own.
+        It has no effect in a run that resumes from a checkpoint of its own.
 
         Args:
             checkpoint: The checkpoint's directory, which every rank must see, or its URL in an

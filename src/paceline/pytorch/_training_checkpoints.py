@@ -123,7 +123,7 @@ class TrainingCheckpoints:
             alone, else on every rank in the batch after the next checkpoint.
 
     Attributes:
-        uuids: Those of the present call of `fit`, oldest first, as far as this rank knows.
+        uuids: Checkpoints of the present call of `fit`, oldest first, as far as this rank knows.
         latest: The newest there is, also from before; empty without one.
         continuous: When the next one of continuous checkpoints begins.
     """
@@ -157,7 +157,7 @@ class TrainingCheckpoints:
         self._series = self._distributed.broadcast(series)
 
     def forget_uuids(self) -> None:
-        """Forget those of an earlier call of `fit`."""
+        """Forget the checkpoints of an earlier call of `fit`."""
         self.uuids, self._num_announced = [], 0
 
     def kept_uuids(self) -> list[str]:
@@ -223,7 +223,7 @@ class TrainingCheckpoints:
 
         Args:
             parts: The state.
-            destination: What `begin_next` returned.
+            destination: The result of `begin_next`.
             write_more: Called in the thread with the directory before the commit.
             reads_files: Whether `write_more` may want all files in the directory.
         """
@@ -261,10 +261,10 @@ class TrainingCheckpoints:
         """Wait for the checkpoint being stored.
 
         Args:
-            error: What has ended the training, if it has failed.
+            error: The error that ended the training, if it failed.
         """
         try:
-            # A second Ctrl-C means now: what is being stored stays without a manifest.
+            # A second Ctrl-C means now: an unfinished checkpoint stays without a manifest.
             if self._num_saves and not isinstance(error, KeyboardInterrupt):
                 self._saver.finish()
                 # After an error, other ranks may never store their parts.

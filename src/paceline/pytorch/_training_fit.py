@@ -37,7 +37,7 @@ _ENDINGS = {
 class LengthProgress:
     """Progress towards a length, from `begin` to `end`.
 
-    A master shows what it is told, so nothing is shown in a trial of a master.
+    A master shows the reports it gets, so nothing is shown in a trial of a master.
 
     Args:
         context: The core context.
@@ -58,7 +58,7 @@ class LengthProgress:
 
         Args:
             length: Where training ends; None if that is not known, as it goes piece by piece.
-            loop: What trains.
+            loop: The training loop.
         """
         position = loop.position
         is_shown = self._display is not None and length == self._length
@@ -87,7 +87,7 @@ class LengthProgress:
             yield
 
     def __enter__(self) -> None:
-        """Do nothing: `begin` tells more."""
+        """Do nothing: `begin` shows more."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Show how training has ended, and no more."""
@@ -203,7 +203,7 @@ class TrainingFit(ABC):
         progress: The progress towards the length.
         best_validation: Which validations deserve a checkpoint.
         metrics: The metrics that were reported last.
-        validation_metrics: Those of the last validation.
+        validation_metrics: The metrics of the last validation.
         validation_limit: At most so many batches are validated; None for all.
         piece_end: Where a piece of `train_piece` ends that was begun: the name of its unit, and the
             count.
@@ -242,7 +242,7 @@ class TrainingFit(ABC):
     # ---- running -------------------------------------------------------------------------
 
     def run(self, schedule: Schedule) -> StopReason:
-        """Train to a length; if told to leave, store a checkpoint and acknowledge."""
+        """Train to a length; if asked to leave, store a checkpoint and acknowledge."""
         self.set_training_mode()
         self.loop.tracer = self.tracer
         reason = self.loop.run(schedule)
@@ -258,7 +258,7 @@ class TrainingFit(ABC):
         """Train to a length, validate and store at its end, and close the training.
 
         Args:
-            schedule: What happens when.
+            schedule: The times of validations, reports and checkpoints.
             is_test: Whether this is a test of one batch.
             is_validated_first: Whether to validate before the first batch.
         """
@@ -267,7 +267,7 @@ class TrainingFit(ABC):
         self.piece_end = None
         length = schedule.max_length
         if length is not None and length.is_passed(self.loop.position):
-            # An earlier call has trained this far; a later one goes on.
+            # An earlier call has trained this far; a later one continues.
             self.close()
             return StopReason.LENGTH
         profiler = self._core.profiler
@@ -301,7 +301,7 @@ class TrainingFit(ABC):
     def train_piece(
         self, unit: TrainUnit, whole: TrainUnit | None, *, stop_on_nan: bool
     ) -> StopReason:
-        """Train the next batches, epochs or records; a stored piece goes on to its end.
+        """Train the next batches, epochs or records; a stored piece continues to its end.
 
         Args:
             unit: How much.
@@ -391,7 +391,7 @@ class TrainingFit(ABC):
         """Evaluate the models within the block; training modes and collected sums are kept.
 
         Args:
-            sums: What collects metrics over the batches of training.
+            sums: The collector of metrics over the batches of training.
         """
         collected, modes = sums.state(), [(model, model.training) for model in self.models]
         sums.reset()

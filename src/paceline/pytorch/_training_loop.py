@@ -35,9 +35,9 @@ class TrainingLoop:
 
     Args:
         core: The core context.
-        hooks: What to do on a batch and at boundaries; whoever calls `run` keeps it alive.
+        hooks: Methods for a batch and for boundaries; the caller of `run` keeps them alive.
         data: The training data.
-        stepper: Shared with whoever scales losses and steps optimizers.
+        stepper: Shared with the code that scales losses and steps optimizers.
         position: Where to begin.
     """
 
@@ -379,7 +379,7 @@ class TrainingLoop:
 
         Raises:
             NonFiniteError: The loss was not finite and training is to stop then.
-            RanksDifferError: Ranks differ in what they must have alike.
+            RanksDifferError: Ranks differ where they must agree.
         """
         self._check_finite()
         self._agreement.compare_ranks(self.position, is_idle=not self.data.own_shards)

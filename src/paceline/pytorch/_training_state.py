@@ -1,7 +1,7 @@
 """The state of a training: captured for a checkpoint, read, and put back.
 
 Files: ``model_<i>`` and ``optimizer_<i>`` (weights can be read by plain safetensors),
-``training`` (position, schedulers, scaler, and facts that whoever trains adds) and ``rank_<r>``
+``training`` (position, schedulers, scaler, and facts added by the trainer) and ``rank_<r>``
 (generators, open metric sums, accumulated gradients in the middle of a window, buffers).
 ``docs/checkpoints.md`` lists every key.
 """
@@ -57,7 +57,7 @@ class TrainingState:
     Args:
         stepper: The models and optimizers.
         schedulers: The schedulers of the optimizers.
-        collected: What collects metrics over the batches.
+        collected: The collectors of metrics over the batches.
         rank: This rank; the chief stores what all share.
     """
 
@@ -78,7 +78,7 @@ class TrainingState:
 
         Args:
             loop: The loop.
-            facts: What the chief adds to "training".
+            facts: The chief's additions to "training".
         """
         is_divided, objects = self._stepper.is_divided, self._objects()
         shared = self._shared(objects, loop, facts) if self._rank == 0 or is_divided else {}
@@ -211,7 +211,7 @@ def read_state(
     Args:
         path: The checkpoint's directory.
         rank: This rank.
-        world_size: The number of ranks that go on from it.
+        world_size: The number of ranks that resume from it.
         is_sharded: Whether their models are sharded.
         tensor_size: The ranks of a tensor-parallel group.
 

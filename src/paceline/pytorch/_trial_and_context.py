@@ -53,7 +53,7 @@ class PyTorchCallback:
 
         Args:
             avg_metrics: Means over batches and ranks since the last report.
-            batch_metrics: What `train_batch` returned since then on this rank; kept only if some
+            batch_metrics: Results of `train_batch` since then on this rank; kept only if some
                 callback overrides this hook.
         """
 
@@ -117,7 +117,7 @@ class PyTorchTrial(ABC):
         """Train on a shard: forward, `context.backward`, `context.step_optimizer`.
 
         Args:
-            batch: What the training loader gave, on this rank's device.
+            batch: The training loader's batch, on this rank's device.
             epoch_idx: The epoch, from 0.
             batch_idx: The global batch, counted from the start of training, from 0.
 
@@ -397,11 +397,11 @@ class PyTorchTrialContext(TrialFacts):
             model: The model.
             trainable_only: Whether checkpoints leave out the parameters that are frozen now, as
                 long as they stay frozen and do not change: those of a base to which adapters
-                are added. What goes on from a checkpoint must load the same base first, which is
+                are added. A resumed training must load the same base first, which is
                 checked. A text is the base's name, for messages.
             shard_units: With `data_parallel="fsdp"`, which modules are gathered as a whole for
                 their forward and backward pass, besides the model itself: a class or a tuple of
-                classes, such as that of a transformer's layer; a least number of parameters; or a
+                classes, such as a transformer's layer; a least number of parameters; or a
                 function that takes a module and returns whether it is one. By default the members
                 of the model's outermost sequences (`Sequential`, `ModuleList`).
             shard_precision: With `data_parallel="fsdp"` and several ranks, the types in which
@@ -586,7 +586,7 @@ class PyTorchTrialContext(TrialFacts):
 
         Args:
             options: The arguments of `torch.profiler.profile`. `schedule` counts the batches of
-                the training, also of one that goes on from a checkpoint; without it all
+                the training, also of one resumed from a checkpoint; without it all
                 batches are recorded, which needs much memory. `on_trace_ready` is called in place
                 of writing traces.
 

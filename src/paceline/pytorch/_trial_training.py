@@ -77,7 +77,7 @@ def facts_changed_on_resume(
 
     Args:
         training: The checkpoint's state that all ranks share.
-        context: The context of the training that goes on.
+        context: The context of the resumed training.
 
     Raises:
         CheckpointMismatchError: The seed was changed.
@@ -122,8 +122,8 @@ def evaluate_batches(
 
     Args:
         data: The data in shards.
-        evaluate: Takes a batch and its index among those of this rank.
-        stepper: What knows the models.
+        evaluate: Takes a batch and its index among this rank's batches.
+        stepper: The stepper, which knows the models.
         distributed: Where the ranks meet.
         limit: At most so many batches of this rank; None for all.
     """
@@ -179,7 +179,7 @@ def _with_whole_models(
 
 
 def batches_by_rank(data: ShardedData, limit: int | None, world_size: int) -> list[int]:
-    """Return how many batches each rank validates; 0 where nobody can tell in advance.
+    """Return how many batches each rank validates; 0 where that is unknown in advance.
 
     Args:
         data: The data.
@@ -225,7 +225,7 @@ class MetricSums:
         """Add the metrics of a batch.
 
         Raises:
-            KeySetError: The names differ from those of the batches before.
+            KeySetError: The names differ from the names in earlier batches.
             TypeError: A value is no number, tensor or array; the message names it.
             ValueError: The reducers do not name exactly the metrics.
         """
@@ -473,7 +473,7 @@ class TrialTraining(ResumableTraining):
         stepper, train_batch = self._context.stepper, self._train_batch
         if stepper.computes_in_fp32:
             return train_batch
-        # Made once, as this asks torch for what the device can do.
+        # Made once, as this asks torch for the device's abilities.
         autocast = stepper.autocast()
 
         def train(data: Any, epochs: int, batches: int) -> Any:

@@ -83,7 +83,7 @@ class DeepSpeedStepper(Stepper):
     def __init__(self, distributed: DistributedContext, device: torch.device) -> None:
         # The engines divide what all ranks would have.
         super().__init__(distributed, device, rank_check=RankCheck(False))
-        # FSDP tells the profiler that ranks may wait for each other anywhere in `train_batch`.
+        # With FSDP the profiler expects ranks to wait for each other anywhere in `train_batch`.
         self.data_parallel = DataParallel.FSDP
         self.engines: list[Any] = []
         self.calls = _UnwatchedCalls(self, distributed.size)
@@ -176,7 +176,7 @@ class DeepSpeedStepper(Stepper):
 
         Args:
             path: The checkpoint's directory.
-            training: What the checkpoint holds as "training".
+            training: The part "training" of the checkpoint.
 
         Raises:
             CheckpointMismatchError: It was stored by another number of ranks, or by other engines.
@@ -248,7 +248,7 @@ class DeepSpeedState(TrainingState):
         return super()._shared(objects, loop, {**facts, "deepspeed": self._stepper.facts()})
 
     def _own(self, objects: ModelsAndOptimizers, loop: TrainingLoop) -> dict[str, Any]:
-        # DeepSpeed keeps those of one rank only, unless parameters are divided.
+        # DeepSpeed keeps the states of one rank only, unless parameters are divided.
         buffers = [dict(engine.module.named_buffers()) for engine in self._stepper.engines]
         return {**super()._own(objects, loop), "buffers": buffers}
 
@@ -350,7 +350,7 @@ class DeepSpeedTrialContext(PyTorchTrialContext):
         """Register an engine for training and checkpoints; return the same object.
 
         Args:
-            engine: What `deepspeed.initialize` returned first.
+            engine: The first result of `deepspeed.initialize`.
 
         Raises:
             TypeError: It is no engine of DeepSpeed, or one for pipelines.
@@ -416,7 +416,7 @@ class DeepSpeedTrialContext(PyTorchTrialContext):
             )
         return self.engines[0]
 
-    # ---- what the engines do themselves --------------------------------------------------
+    # ---- work of the engines -------------------------------------------------------------
 
     def wrap_model(self, *arguments: Any, **options: Any) -> NoReturn:
         """Raise: an engine has the model."""
@@ -466,7 +466,7 @@ def init(
     """Begin an attempt and yield the context for making a `DeepSpeedTrial`.
 
     With several ranks (`python -m paceline.launch.deepspeed`, DeepSpeed's own launcher, torchrun)
-    the process group is made here if it is not there yet, and DeepSpeed is told of it. A process
+    the process group is made here if it is not there yet, and passed to DeepSpeed. A process
     that works alone gets a group of one, which stays until the process ends.
 
     Args:
@@ -474,11 +474,11 @@ def init(
         distributed: The place among several ranks; found from the environment by default.
         seed: The seed, see `pytorch.init`.
         name: The run's name, see `core.init`.
-        resume: The run to go on with, see `core.init`.
+        resume: The run to resume, see `core.init`.
         checkpoint_storage: Where checkpoints go, see `core.init`.
         tensorboard_mode: Who writes TensorBoard files, see `core.init`.
         device: Where this process trains: a GPU of its own by default, else the CPU.
-        trackers: What else shows the run, see `core.init`.
+        trackers: Further displays of the run, see `core.init`.
 
     Raises:
         ImportError: DeepSpeed is not installed.
@@ -616,7 +616,7 @@ def _only(batch: Any, method: str) -> Iterator[Any]:
 
 
 class Trainer(PyTorchTrainer):
-    """Train a `DeepSpeedTrial`; `fit` and all else are those of `pytorch.Trainer`.
+    """Train a `DeepSpeedTrial`; `fit` and all else are as in `pytorch.Trainer`.
 
     A batch is one optimizer step of the engines: `gradient_accumulation_steps` micro-batches on
     each rank. At the end of an epoch, samples that make no whole batch are left out.

@@ -1,7 +1,7 @@
 """Train a trial class as its experiment's config says.
 
 Run as ``python3 -m paceline.pytorch.run_trial module:Class``, in the directory that has the module.
-It is what an experiment runs whose entrypoint is ``module:Class``.
+An experiment with the entrypoint ``module:Class`` runs this.
 """
 
 import importlib

@@ -40,7 +40,7 @@ class RepeatSampler(_DerivedSampler[T]):
     """Sampler to repeat another sampler for ever; its length is a single pass.
 
     Args:
-        sampler: What to repeat.
+        sampler: The sampler to repeat.
     """
 
     @property
@@ -65,7 +65,7 @@ class DistributedSampler(_DerivedSampler[T]):
     """Take every `num_workers`-th sample of a sampler, beginning with sample `rank`.
 
     Args:
-        sampler: What to take from.
+        sampler: The sampler to take from.
         num_workers: The number of ranks.
         rank: This process among them, from 0.
 
@@ -103,7 +103,7 @@ class SkipSampler(_DerivedSampler[T]):
     passes are whole.
 
     Args:
-        sampler: What to take from.
+        sampler: The sampler to take from.
         skip: How many samples to leave out.
 
     Raises:
@@ -140,7 +140,7 @@ class ReproducibleShuffleSampler(_DerivedSampler[T]):
     passes are counted from 0, with `set_epoch(n)` the next one is pass n.
 
     Args:
-        sampler: What to shuffle; it must end.
+        sampler: The sampler to shuffle; it must end.
         seed: The seed.
 
     Raises:

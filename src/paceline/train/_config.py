@@ -46,7 +46,7 @@ class ElasticConfig:
         first_delay_s: After how many seconds to look again for the first time; each further delay
             is twice as long.
         longest_delay_s: The longest of these delays, in seconds.
-        capacity: Tells how many workers could run at the moment, those that run included, where
+        capacity: Returns how many workers could run at the moment, those that run included, where
             something else than the cluster decides it, such as a scheduler that lends slots. It
             is asked often, so it must return at once.
         num_shards: The shards of a global batch, which is also the most workers that a run can

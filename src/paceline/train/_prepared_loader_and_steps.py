@@ -210,14 +210,14 @@ class PreparedSteps:
     """Optimizer steps of a loop with prepared optimizers, with accumulation and loss scaling.
 
     Args:
-        gradients: What sums the gradients over the ranks.
+        gradients: The reduction of gradients over the ranks.
         device: Where the models are.
 
     Attributes:
         precision: The number format of the forward pass.
         is_used: Whether a prepared optimizer was asked to step.
         gradients: As given.
-        scaler: What scales losses, if the precision needs it.
+        scaler: The scaler of losses, if the precision needs one.
         has_scaled: Whether a loss was scaled since the last update of the scale.
         is_update_due: Whether an optimizer has stepped since then.
     """
@@ -377,7 +377,7 @@ class UserLoop:
     Attributes:
         rank_info: As given.
         device: As given.
-        gradients: What sums the gradients of prepared models.
+        gradients: The reduction of gradients of prepared models.
         steps: The steps of prepared optimizers.
         seed: As given.
         is_seed_given: Whether the user has asked for this seed.
@@ -447,7 +447,7 @@ class UserLoop:
         seed = torch.initial_seed()
         return self.seed if seed == self.seeded_as else seed % _SEED_LIMIT
 
-    # ---- told by loaders -----------------------------------------------------------------
+    # ---- called by loaders ---------------------------------------------------------------
 
     def open_data(self, make: Callable[[], T], *, was_open: bool) -> T:
         """Return a new iterator made by `make`, a function able to draw random numbers."""

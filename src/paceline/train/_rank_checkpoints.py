@@ -69,7 +69,7 @@ class RankCheckpoints:
         existing: The checkpoints that are there, from before.
         rules: Which ones the chief keeps.
         is_score_minimized: Whether a smaller score is better.
-        comparison: What compares the ranks before a checkpoint exists.
+        comparison: The comparison of the ranks before a checkpoint exists.
 
     Attributes:
         num_saves: How many this rank has saved.
@@ -113,8 +113,9 @@ class RankCheckpoints:
         """Wait for the part being stored, check for errors, and return the next number.
 
         Raises:
-            CheckpointWriteError: Training must not go on without what could not be stored.
-            RanksDifferError: Ranks differ in what they must have alike.
+            CheckpointWriteError: Training must not continue without the state that could not be
+                stored.
+            RanksDifferError: Ranks differ where they must agree.
         """
         self.settle()
         self._parts.check()
@@ -133,7 +134,7 @@ class RankCheckpoints:
 
         Args:
             parts: Names of files to nested states, some of them `StateInPieces`.
-            metadata: The checkpoint's "uuid" and "score", and what else is known of it.
+            metadata: The checkpoint's "uuid" and "score", and further facts about it.
             write_more: Called in the thread with the directory before the part is complete.
             num_parts: The first ranks, which store a part; the others do nothing.
         """
@@ -160,11 +161,11 @@ class RankCheckpoints:
         self._saver.settle()
 
     def finish(self, error: BaseException | None) -> None:
-        """Wait until this rank's parts are stored; after an error a moment for those of others.
+        """Wait until this rank's parts are stored; after an error a moment for other ranks' parts.
 
         Raises:
             CheckpointWriteError: A part could not be stored.
-            RanksDifferError: They differ in what they must have alike.
+            RanksDifferError: They differ where they must agree.
         """
         try:
             self._saver.finish()
@@ -218,8 +219,8 @@ def packed_without_pickle(value: Any, *, allow_pickle: bool) -> Any:
     """Return a nested value with each object having a `state_dict()` replaced by its state.
 
     Args:
-        value: What the user saves.
-        allow_pickle: Whether what the safe format does not know is pickled.
+        value: The user's value.
+        allow_pickle: Whether values that the safe format does not know are pickled.
 
     Raises:
         TypeError: Something is not known to the safe format; the message names its key.
@@ -265,7 +266,7 @@ def _packed(value: Any, path: str, allow_pickle: bool, depth: int) -> Any:
         items = [_packed(v, f"{path}[{i}]", allow_pickle, below) for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if is_storable(value):
-        # Training goes on while the checkpoint is written.
+        # Training continues while the checkpoint is written.
         return value.copy() if hasattr(value, "__array__") else value
     if allow_pickle:
         return {_PICKLED: _pickled(value, path)}
@@ -337,9 +338,9 @@ class TrainCheckpointWriter:
         """Save a checkpoint; see `train.save_checkpoint`.
 
         Args:
-            state: What the user saves.
+            state: The user's state.
             files: Paths to store a copy of.
-            allow_pickle: Whether to pickle what the safe format does not know.
+            allow_pickle: Whether to pickle values that the safe format does not know.
             is_sharded: Whether models are divided among the ranks.
         """
         spec, number = self._spec, self._checkpoints.begin()

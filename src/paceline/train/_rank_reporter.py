@@ -33,16 +33,16 @@ faults.register("train.report")
 
 # How often throughput is recorded, in seconds.
 _TIMINGS_INTERVAL_S = 1.0
-# How often a report looks at the clock of what is recorded from time to time, in seconds.
+# How often a report looks at the clock of the records made from time to time, in seconds.
 _LOOK_INTERVAL_S = 0.05
 
 
 class RankReporter:
     """Journal writer of a rank in a single generation of a run.
 
-    Reports of a rank are numbered from 1, and go on from the checkpoint that `begin` was told of.
+    Reports of a rank are numbered from 1, and continue from the checkpoint that `begin` was given.
     The step of a report is the number of batches that prepared loaders have given out for training,
-    or what a library counts. Without such a count, each report counts as a step. Reports may come
+    or a library's own count. Without such a count, each report counts as a step. Reports may come
     from several threads.
 
     Args:
@@ -55,7 +55,7 @@ class RankReporter:
         searched_metrics: The metrics that must be numbers in these.
         on_report: Called after each report of the thread that makes this object; for a function
             that runs in its driver's process.
-        restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
+        restart_causes: The causes that ended the workers of earlier starts, see `AttemptStarted`.
         is_parent_notified: Whether the parent process must hear of the run, see `record_start`.
     """
 
@@ -127,10 +127,10 @@ class RankReporter:
     ) -> None:
         """Set the first step of this rank's reports; only the first call has an effect.
 
-        It comes late, as only `load_checkpoint()` shows that the function goes on from there.
+        It comes late, as only `load_checkpoint()` shows that the function resumes from there.
 
         Args:
-            counters: What `state` has returned.
+            counters: The result of `state`.
             resumed_from: The UUID of the checkpoint.
         """
         with self._lock:
@@ -147,7 +147,8 @@ class RankReporter:
 
         Args:
             metrics: The metrics.
-            validation: What of the chief's report a search judges: all, nothing, or these metrics.
+            validation: The part of the chief's report that a search judges: all, nothing, or these
+                metrics.
             step: The steps that a library has counted.
         """
         encoded = encode_metrics(metrics)
@@ -255,7 +256,7 @@ class RankReporter:
         first = self._first_report
         stored = counters or {"num_reports": first, "num_steps": first, "num_batches": 0}
         self._has_begun = True
-        # A run after another one in the same directory goes on counting.
+        # A run after another one in the same directory continues the count.
         self._batches_before = self._first_report if counters is None else 0
         self.num_reports = stored["num_reports"]
         self._steps_completed = steps_completed = stored["num_steps"]

@@ -55,8 +55,8 @@ _LOOK_INTERVAL_S = 0.5
 class PreemptionCheck:
     """Preemption check with the same answer for all ranks at the same call.
 
-    A signal to any rank counts, and the chief looks every half second for what the driver or the
-    master says, and after a report for what a search of the master decides on it. The ranks tell
+    A signal to any rank counts, and the chief looks every half second for orders of the driver or
+    the master, and after a report for the decision of a master's search. The ranks tell
     each other at calls that they have agreed on before; all other calls cost nothing.
 
     Args:
@@ -194,7 +194,7 @@ class RankSession(LooseSession):
     """Session of a generation of a run in this process, from `begin` to `finish`.
 
     Args:
-        job: What to do.
+        job: The work to do.
         rank_info: This worker's rank.
         device: Where it computes.
         on_report: Called after each report, in a driver's own process.
@@ -254,7 +254,7 @@ class RankSession(LooseSession):
 
     def _make_decision(self) -> SearchDecision:
         run = RunDirectory(Path(self._spec.run_dir))
-        # On a node that does not see the run directory, nobody tells of decisions.
+        # On a node that does not see the run directory, decisions do not arrive.
         judged = self._spec.judged_metrics if run.control_path.parent.exists() else None
         return SearchDecision(
             control=ControlFile(run), generation=self._spec.generation, metrics=judged
@@ -309,14 +309,14 @@ class RankSession(LooseSession):
 
         Args:
             metrics: The metrics.
-            validation: What of them a search judges, see `RankReporter.report`.
+            validation: The part of them that a search judges, see `RankReporter.report`.
             step: The steps that a library has counted.
 
         Raises:
             StoppedError: The driver of a stepwise run ends it at this report.
         """
         if self._gate is not None and self.rank_info.rank == 0:
-            # Whoever stops the run at this report goes on from what was saved before it.
+            # A run stopped at this report resumes from the state saved before it.
             self._checkpoints.settle()
             self._checkpoints.await_commits(self.num_saves, _COMMIT_S)
         number = self.reporter.report(metrics, validation, step)
@@ -338,7 +338,7 @@ class RankSession(LooseSession):
         return self._state.capture() | self.reporter.state()
 
     def load(self, files_to: Path | None) -> Any:
-        """Return the state to go on from; see `train.load_checkpoint`."""
+        """Return the state to resume from; see `train.load_checkpoint`."""
         if self._spec.checkpoint is None:
             return self.job.state
         if self._stored is None:
@@ -439,7 +439,7 @@ class RankSession(LooseSession):
 
     @property
     def is_preempted(self) -> bool:
-        """Whether the function was told to make room."""
+        """Whether the function was asked to make room."""
         return self._preemption is not None and self._preemption.is_preempted
 
     # ---- data ----------------------------------------------------------------------------

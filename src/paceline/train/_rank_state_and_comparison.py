@@ -47,8 +47,8 @@ class StoredRanks(Protocol):
 class RankState:
     """The generators, gradients, scale and place in the data of a rank.
 
-    Models and optimizers are not in here: the loop stores them, and puts them back before it goes
-    on. So this is put back as late as possible: when the loop asks for data, or for it.
+    Models and optimizers are not in here: the loop stores them, and puts them back before it
+    continues. So this is put back as late as possible: when the loop asks for data, or for it.
 
     Args:
         own_loop: The loop.
@@ -175,9 +175,9 @@ class RankComparison:
     checkpoint, and at the end of a function that trains after its last checkpoint.
 
     Args:
-        check: What is compared.
+        check: The values to compare.
         gradients: The prepared models and optimizers.
-        run: What tells this generation of a run from others.
+        run: The identity of this generation of a run.
         rank: The rank.
         world_size: The number of ranks.
         num_busy_ranks: The first ranks, which have samples of their own.
@@ -204,7 +204,7 @@ class RankComparison:
         # Comparisons still due on the chief, besides checkpoints.
         self._begun: list[str] = []
         self._is_on = check.is_on and world_size > 1 and dist.is_initialized()
-        # Optimizers that step what is not prepared, and the hook that notices them.
+        # Optimizers that step models which are not prepared, and the hook that notices them.
         self._strangers: list[torch.optim.Optimizer] = []
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hook: Any = None
@@ -240,7 +240,7 @@ class RankComparison:
                 self.compare(name, self._world_size)
 
     def leave_end(self, device: torch.device) -> bool:
-        """Leave what is compared at the end; tell, on the chief, whether there is anything.
+        """Leave the values to compare at the end; return, on the chief, whether there are any.
 
         Args:
             device: Where this rank trains.
@@ -264,7 +264,7 @@ class RankComparison:
         """Compare, on the chief, the ranks as their functions have ended, which they all have.
 
         Raises:
-            RanksDifferError: They differ in what they all have.
+            RanksDifferError: They differ in values that all have.
         """
         keys = [self._key(_END, rank) for rank in range(self._num_busy_ranks)]
         # A rank has none if its function has left the process group.
@@ -313,7 +313,7 @@ class RankComparison:
             if not is_summed and any(True for _ in unwatched):
                 self._strangers.append(optimizer)
         if len(self._strangers) > _MAX_STRANGERS:
-            # They come and go, such as those of copies that are trained for a few steps.
+            # Optimizers come and go, such as for copies that are trained for a few steps.
             self._strangers.clear()
             self.end()
 
@@ -349,5 +349,5 @@ class RankComparison:
 
 
 def _store() -> Any:
-    # The group has one of its own, whoever has made it.
+    # The group has one of its own, even if a user made it.
     return torch.distributed.distributed_c10d._get_default_store()

@@ -18,7 +18,7 @@ from paceline.train._trainer import Trainer
 
 _RUN_FOLDER = "paceline_run"
 _RESTORED_FOLDER = "paceline_restored"
-# A trial goes on from its newest checkpoint. The other one is for a failure while that is stored.
+# A trial resumes from its newest checkpoint. The other one is for a failure while that is stored.
 _NUM_TO_KEEP = 2
 
 
@@ -30,7 +30,7 @@ class TrainTrainable(tune.Trainable):
     the function has saved becomes one of Tune's with the next report.
 
     Attributes:
-        trainer: The trainer, not started; each trial makes its own one of it.
+        trainer: The trainer, not started; each trial makes its own copy.
         function: The train function.
     """
 
@@ -113,7 +113,7 @@ class TrainTrainable(tune.Trainable):
             self._start = Checkpoint.from_path(folder / facts["uuid"])
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Go on as another trial, with the same workers."""
+        """Continue as another trial, with the same workers."""
         self._end_run()
         self._begin_anew()
         self._config = new_config

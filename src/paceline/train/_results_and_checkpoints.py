@@ -35,7 +35,7 @@ class Checkpoint:
     Attributes:
         uuid: Its name.
         storage: Where it is.
-        metadata: What is known of it without reading it.
+        metadata: The facts known without reading the state.
         tune_file: The file in a checkpoint of Ray Tune that says which one it has, or where.
     """
 
@@ -50,8 +50,8 @@ class Checkpoint:
         """Return the checkpoint in a directory, or the newest complete checkpoint of a run.
 
         Args:
-            path: The directory; that of a checkpoint of Ray Tune; or the `url` of a checkpoint in
-                an object store.
+            path: The directory; or the directory of a checkpoint of Ray Tune; or the `url` of a
+                checkpoint in an object store.
 
         Raises:
             CheckpointNotFoundError: There is none.
@@ -160,13 +160,13 @@ class Report(dict[str, Any]):
 
     Args:
         metrics: Names to values.
-        rank: Who reported.
-        number: Which report of this rank it is, from 1; a function that went on from a checkpoint
-            goes on from there.
+        rank: The rank that reported.
+        number: Which report of this rank it is, from 1; a function that resumed from a checkpoint
+            continues from there.
         time: When, in seconds since the epoch.
         generation: How often the workers had been replaced.
         lag_s: How long it took to the driver, in seconds.
-        validation: What of it a search judges: all, nothing, or these metrics.
+        validation: The part that a search judges: all, nothing, or these metrics.
         step: The steps that training had completed; the number, if nothing has counted them.
     """
 
@@ -199,7 +199,7 @@ class Results(list[Any]):
     """Return values of the function, in rank order, with the results of the run.
 
     Args:
-        values: What they returned.
+        values: The ranks' results.
         run_dir: The run directory.
         attempt: The attempt there.
         generations: Its generations.
@@ -283,7 +283,7 @@ class Results(list[Any]):
 
         `samples_per_second` and `batches_per_second` are its own, `data_wait_fraction` is its wait
         for data as a part of the time. `data_wait_s` and `train_batch_s` are the mean seconds per
-        batch of that wait, and of what the function does with a batch.
+        batch of that wait, and the function's own work on a batch.
         """
         return self._read(rank, TIMINGS_GROUP)
 
@@ -295,7 +295,7 @@ class Results(list[Any]):
         for generation in self._generations:
             key = JournalKey(self._attempt, generation, rank)
             if key not in keys:
-                # Without this rank, the chief tells where a generation began.
+                # Without this rank, the chief shows where a generation began.
                 key = JournalKey(self._attempt, generation, 0)
             for entry in run.reader(key) if key in keys else ():
                 record = entry.decode()
@@ -331,7 +331,7 @@ def report_of(key: JournalKey, record: MetricsReported, lag_s: float = 0.0) -> R
 class IncompleteCheckpointError(TrainingFailedError):
     """Raised at the end of a run when ranks have saved unequally many checkpoints.
 
-    `results` is what the run would have returned.
+    `results` are the results of the unfinished run.
     """
 
     def __init__(self, message: str, results: Any) -> None:
@@ -343,9 +343,9 @@ def check_saves(outcomes: Sequence[RankOutcome], num_lacking: int, results: Resu
     """Require equal numbers of saved checkpoints on all ranks, with all parts stored.
 
     Args:
-        outcomes: What came of the run on each rank.
+        outcomes: The outcome of the run on each rank.
         num_lacking: How many checkpoints lack parts, though all ranks have saved them.
-        results: What the run would have returned.
+        results: The results of the run so far.
 
     Raises:
         IncompleteCheckpointError: They have not.

@@ -51,17 +51,17 @@ class RunRequest:
 
     Attributes:
         function: The train function, or the instance of a class to make.
-        callbacks: Who follows the run.
-        trackers: What else shows the run.
+        callbacks: The followers of the run.
+        trackers: Further displays of the run.
         max_retries: How often workers may be lost.
-        config: What the function is given.
-        dataset: What `get_dataset` returns in it, if anything.
-        checkpoint: What to go on from, if it is stored.
+        config: The argument of the function.
+        dataset: The result of `get_dataset` in the function, if any.
+        checkpoint: The checkpoint to resume from, if there is one.
         state: The same, if it is a state in memory.
         strategy: Which checkpoints to keep.
         is_seed_given: Whether the user has asked for a seed.
         check_ranks: Whether workers are compared, see `Trainer`.
-        is_stepwise: Whether the function waits at each report until it may go on.
+        is_stepwise: Whether the function waits at each report until it may continue.
     """
 
     function: Callable[..., Any] | Instance
@@ -89,7 +89,7 @@ class RunDriver(Run):
 
     Args:
         workers: The workers.
-        request: What to do.
+        request: The orders.
         opened: Where the run writes.
         storage: Where checkpoints go; by default where the run has them.
     """
@@ -145,7 +145,7 @@ class RunDriver(Run):
         return self._follower.latest_checkpoint
 
     def start(self, lock: ExitStack) -> None:
-        """Tell the callbacks and give the workers the function.
+        """Call the callbacks and give the workers the function.
 
         Args:
             lock: Holds the run's lock, which is given back at the end.
@@ -177,8 +177,8 @@ class RunDriver(Run):
             WorkersLostError: Workers were lost too often.
             NotEnoughWorkersError: There were too few workers for too long.
             IncompleteCheckpointError: Ranks have saved unequally many checkpoints.
-            PreemptedError: The run has made room; it can go on from its last checkpoint.
-            Exception: What the user's function or a callback raised.
+            PreemptedError: The run has made room; it can resume from its last checkpoint.
+            Exception: The error of the user's function or of a callback.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -373,8 +373,8 @@ class RunDriver(Run):
         """Wait until the checkpoints are committed that all ranks have saved, and ranks compared.
 
         Args:
-            outcomes: What came of the run on each rank.
-            function: What the chief is to call.
+            outcomes: The outcome of the run on each rank.
+            function: The function for the chief to call.
 
         Returns:
             How many of them lack parts all the same.

@@ -75,23 +75,23 @@ class RunSpec:
         run_dir: The run directory.
         storage: Where checkpoints go.
         attempt: The attempt.
-        generation: The generation of it.
+        generation: The generation of its workers.
         seed: The seed of data order and of the workers' generators.
         is_seed_given: Whether the user has asked for this seed.
         num_shards: The shards of a global batch; 0 until the first workers are there.
         first_report: The number after which reports begin.
-        checkpoint: What `load_checkpoint()` returns, if it is a stored state.
+        checkpoint: The result of `load_checkpoint()`, if it is a stored state.
         num_to_keep: How many checkpoints to keep, or None for all.
         score_attribute: The metric by which the best are kept, or None to keep the newest.
         is_score_minimized: Whether a smaller one is better.
         kept: The checkpoints that earlier generations have left.
-        is_stepwise: Whether the function waits at each report until its driver lets it go on.
+        is_stepwise: Whether the function waits at each report until its driver lets it continue.
         storage_per_node: Whether `storage` is a directory of this node alone.
         check_ranks: Whether workers are compared, see `RankCheck`.
-        restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
+        restart_causes: The causes that ended the workers of earlier starts, see `AttemptStarted`.
         judged_metrics: The metrics that a master's search needs to judge a report; None without
             such a search.
-        searched_metrics: The metrics that must be numbers in what a master's search judges.
+        searched_metrics: The metrics that must be numbers for a master's search.
     """
 
     run_id: str
@@ -152,12 +152,12 @@ class RankOutcome(NamedTuple):
     """Outcome of the function on a single rank.
 
     Attributes:
-        value: What it returned.
+        value: Its result.
         num_reports: How often it reported.
         num_saves: How often it saved a checkpoint.
         num_pending: Of these, how many wait for parts of other ranks.
         is_stopped: Whether the driver of a stepwise run has stopped it at a report.
-        is_preempted: Whether it has ended because it was told to make room.
+        is_preempted: Whether it has ended because it was asked to make room.
         is_to_compare: Whether the ranks are compared yet, as they were trained since the last
             checkpoint.
     """
@@ -263,13 +263,13 @@ def _is_storage_seen(
         return sees_run
     mark = link.ask("mark", storage.url)
     try:
-        # Without the right to write there, the driver could not store what it is sent.
+        # Without the right to write there, the driver could not store the files it is sent.
         return mark is None or os.path.exists(mark)
     finally:
         link.ask("unmark")
 
 
-# How long a signal lets a run go on to its next checkpoint, in seconds; what Slurm gives a job.
+# How long a signal lets a run work until its next checkpoint, in seconds; what Slurm gives a job.
 _GRACE_S = 30.0
 
 
@@ -359,7 +359,7 @@ class PreemptionWatch:
 def note_listener(run: RunDirectory) -> None:
     """Mark the function as asking `should_preempt()`, so a signal leaves time for an answer."""
     with suppress(OSError):
-        # A node that does not see the run directory cannot be told, either.
+        # A node that does not see the run directory cannot be asked, either.
         _listener_path(run).touch()
 
 

@@ -105,7 +105,7 @@ class JsonLinesCallback(_OfWorkers):
 
     Args:
         path: The file; an earlier one of this name is replaced. By default ``results.jsonl`` in
-            the run directory, to which a run that goes on adds its reports.
+            the run directory, to which a resumed run adds its reports.
         workers_to_log: A rank, several of them, or None for all.
     """
 
@@ -151,7 +151,7 @@ class ProgressCallback(_OfWorkers):
 
     Args:
         total: How many reports the chief will make, if that is known.
-        unit: What a report of the chief stands for: "reports", "epochs" or "batches".
+        unit: The meaning of a report of the chief: "reports", "epochs" or "batches".
         stream: Where to show it; standard error by default.
 
     Raises:
@@ -186,7 +186,7 @@ class ProgressCallback(_OfWorkers):
         assert self._progress is not None
         if not self._has_reports:
             self._has_reports = True
-            # A run that goes on has not made the reports before this one in the present time.
+            # A resumed run has not made the reports before this one in the present time.
             self._progress.start(report.number - 1)
         self._progress.update(report.number, 0)
         self._progress.report(report)
@@ -266,8 +266,8 @@ class RunFollower:
 
     Args:
         run: The run directory.
-        callbacks: Who is told.
-        storage: Where the run has the checkpoints of its earlier attempts, if it goes on from them.
+        callbacks: The callbacks to call.
+        storage: Where the run has the checkpoints of its earlier attempts, if it resumes from them.
 
     Attributes:
         checkpoints: The checkpoints that exist by their UUID, oldest first.

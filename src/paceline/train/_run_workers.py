@@ -66,7 +66,7 @@ class TrainWorkers(Workers[WorkerPool]):
         settings: How they are started. An outer launcher's number of processes counts.
 
     Attributes:
-        facts: What the workers have told of their places; empty before they are started.
+        facts: The workers' reports about their places; empty before they are started.
         output: Where their lines go.
     """
 
@@ -129,7 +129,7 @@ class TrainWorkers(Workers[WorkerPool]):
         Raises:
             WorkersLostError: They were lost more often than `max_retries` allows.
             NotEnoughWorkersError: There were too few for too long.
-            Exception: What the user's hook or class raised.
+            Exception: The error of the user's hook or class.
         """
         policy = RestartPolicy(max_retries, hint="It was while they were started.")
         self.call_until_done(self.form, lambda error: policy.check(error, 0, "from the beginning"))
@@ -138,7 +138,7 @@ class TrainWorkers(Workers[WorkerPool]):
         """Have the workers run a train function, or make the instance of a class.
 
         Args:
-            job: The function or the instance, and what it is to do.
+            job: The function or the instance, and its work.
             on_report: Called after each report of a function that runs in this process.
         """
         is_class = isinstance(job.function, Instance)
@@ -254,5 +254,5 @@ def _joined_limits(num_asked_for: int) -> ElasticLimits:
 def _check_storage(distributed: DistributedContext, spec: RunSpec) -> None:
     if not spec.storage_per_node:
         check_shared_storage(storage_from(spec.storage), distributed)
-    # None begins to write before all know what was there already.
+    # None begins to write before all know the files that were there already.
     distributed.allgather(None)

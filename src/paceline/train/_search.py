@@ -56,7 +56,7 @@ class SearchResults(Sequence[TrialResult]):
     Args:
         trials: The trials.
         metric: The metric that was searched for.
-        smaller_is_better: Whether smaller values of it are better.
+        smaller_is_better: Whether smaller values are better.
         directory: The directory of the search.
     """
 
@@ -146,7 +146,7 @@ class SearchResults(Sequence[TrialResult]):
         return html_table(repr(self), *self._cells())
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        # Columns only for differing values: a value common to all trials tells nothing.
+        # Columns only for differing values: a value common to all trials says nothing.
         names = [
             name
             for name in dict.fromkeys(name for trial in self._trials for name in trial.config)
@@ -188,7 +188,7 @@ def search(
     Each trial is a run of the function, on workers that stay warm from trial to trial. The function
     waits at each report until the search has judged it, so a stopped trial trains no further. What
     happens is in a journal on disk: if this process is killed, the same call with the same
-    `directory` goes on, with the same decisions and from the checkpoints of the trials.
+    `directory` continues, with the same decisions and from the checkpoints of the trials.
 
     Args:
         train_func: See `Trainer.run`. It must report the searched metric.
@@ -197,14 +197,14 @@ def search(
         searcher: The search method in the words of an experiment config, such as
             ``{"name": "random", "metric": "loss", "max_trials": 8}``. A length counts in the metric
             that it names, or in reports if the function does not report that.
-        trainer: Workers for one trial at a time. Those of further trials are made with the same
+        trainer: Workers for one trial at a time. Workers of further trials are made with the same
             arguments. By default each trial has one worker.
         max_concurrent_trials: How many trials run at once; as many as there are cores and GPUs for
             by default, but no more than `max_concurrent_trials` of the searcher.
-        config: What each trial's config has besides; any values.
+        config: The further part of each trial's config; any values.
         dataset: See `Trainer.run`.
         checkpoint_strategy: Which checkpoints of a trial to keep; the newest one by default.
-        directory: The directory of the search, for a new one or to go on with an earlier one. By
+        directory: The directory of the search, for a new one or to resume an earlier one. By
             default a new one below ``./paceline_runs``.
         seed: The seed of a new search; drawn by default.
 
@@ -217,7 +217,7 @@ def search(
         SearchMethodError: The search method has failed.
         ValueError: A value is out of range, the trainer has no workers of its own, or `directory`
             has another search.
-        Exception: What the function raised, if all trials have failed.
+        Exception: The function's error, if all trials have failed.
     """
     check_train_function(train_func)
     _check_can_search(max_concurrent_trials)
@@ -278,7 +278,7 @@ def _search_trainers(
         given: The trainer of the caller.
         number: How many trials the caller asks for; as many as there is room for by default.
         most: How many the search may run at once; 0 and None are no limit.
-        stack: Ends what is made here.
+        stack: Ends the workers made here.
     """
     first = given
     if first is None:

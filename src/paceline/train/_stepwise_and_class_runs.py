@@ -51,7 +51,7 @@ class RunIterator(Iterator[Report]):
 
         Raises:
             StopIteration: The run is finished.
-            Exception: What ended the run.
+            Exception: The error that ended the run.
         """
         while not self._waiting:
             if self._driver.is_finished:
@@ -69,7 +69,7 @@ class RunIterator(Iterator[Report]):
         """Return the return values of the function, after waiting for the run's end.
 
         Raises:
-            Exception: What ended the run.
+            Exception: The error that ended the run.
         """
         while not self._driver.is_finished:
             self._advance()
@@ -84,7 +84,7 @@ class RunIterator(Iterator[Report]):
         """Return the results like `get_results`.
 
         Raises:
-            Exception: What ended the run.
+            Exception: The error that ended the run.
         """
         return self.get_results()
 
@@ -129,12 +129,12 @@ _STOP_S = 2.0
 class StepwiseRun(Iterator[Report]):
     """Iterator over the chief's reports, pausing the run at each; see `Trainer.run_stepwise`.
 
-    Asking for the next report lets the function go on from the last one.
+    Asking for the next report lets the function continue after the last one.
 
     Args:
         driver: The run, started.
         iterator: Its reports.
-        known: The `recent` of an earlier run that this one goes on from.
+        known: The `recent` of an earlier run that this one continues.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class StepwiseRun(Iterator[Report]):
         self._run = RunDirectory(driver.run_dir)
 
     def __next__(self) -> Report:
-        """Let the function go on, and return its next report.
+        """Let the function continue, and return its next report.
 
         Raises:
             StopIteration: The run is finished.
-            Exception: What ended the run.
+            Exception: The error that ended the run.
         """
         while True:
             self._run.write_control(Control(reports_released=self._released))
@@ -165,7 +165,7 @@ class StepwiseRun(Iterator[Report]):
     def recent(self) -> dict[int, dict[str, Any]]:
         """The encoded metrics since the latest checkpoint, by the numbers of their reports.
 
-        A run that goes on from that checkpoint may report them again.
+        A run resumed from that checkpoint may report them again.
         """
         latest = self.latest_checkpoint
         first = 0 if latest is None else int(latest.metadata["num_reports"])
@@ -176,7 +176,7 @@ class StepwiseRun(Iterator[Report]):
         """Note a report; return False for a repeat of a report from before a restart.
 
         A function that saves after it reports repeats the last report. One that saves before it
-        reports has another report of the same number; its metrics tell that.
+        reports has another report of the same number; its metrics show that.
         """
         metrics = encode_metrics(report)
         if self._recent.get(report.number) == metrics:
@@ -194,7 +194,7 @@ class StepwiseRun(Iterator[Report]):
         """Return the return values of the function, after the end of the run.
 
         Raises:
-            Exception: What ended the run.
+            Exception: The error that ended the run.
         """
         return self._iterator.get_results()
 
@@ -228,13 +228,13 @@ class ClassRun(RunDriver):
     """Run of a class: a lasting instance in each worker, with functions called until `finish`.
 
     The instances and the functions are in one run: they have the place of their worker, prepared
-    models, loaders and optimizers stay prepared, and reports and checkpoints are those of the run.
+    models, loaders and optimizers stay prepared, and reports and checkpoints belong to the run.
     A call that fails leaves the run open. The next call starts other workers if these have ended,
     which make new instances; `load_checkpoint()` returns the last checkpoint in them.
     """
 
     def start(self, lock: ExitStack) -> None:
-        """Tell the callbacks, and have the workers make their instances.
+        """Call the callbacks, and have the workers make their instances.
 
         Args:
             lock: Holds the run's lock, which is given back at the end.
@@ -242,7 +242,7 @@ class ClassRun(RunDriver):
         Raises:
             WorkersLostError: Workers were lost too often.
             NotEnoughWorkersError: There were too few workers for too long.
-            Exception: What the class or a callback raised.
+            Exception: The error of the class or of a callback.
         """
         self._num_formed = -1
         self._failure: BaseException | None = None
@@ -262,15 +262,15 @@ class ClassRun(RunDriver):
         """Call a function with the instances, and return its results in rank order.
 
         Args:
-            function: What to call.
-            args: What it is given besides the instance.
-            kwargs: What it is given by keywords.
+            function: The function to call.
+            args: Its arguments besides the instance.
+            kwargs: Its keyword arguments.
             ranks: Which workers call it; None for all.
 
         Raises:
             IncompleteCheckpointError: Ranks have saved unequally many checkpoints.
-            PreemptedError: The run has made room; it can go on from its last checkpoint.
-            Exception: What the function or a callback raised.
+            PreemptedError: The run has made room; it can resume from its last checkpoint.
+            Exception: The error of the function or of a callback.
         """
         with self._ending():
             self._form_if_needed()
@@ -291,7 +291,7 @@ class ClassRun(RunDriver):
         """End the run; does nothing the second time.
 
         Args:
-            error: What ends it; else the last call tells.
+            error: The error that ends it; by default the last call's, if it failed.
         """
         if self.is_finished:
             return

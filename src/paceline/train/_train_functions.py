@@ -111,7 +111,7 @@ def save_checkpoint(
 ) -> None:
     """Save a state to resume from; every rank must call equally often.
 
-    The chief's state is stored; the other ranks add what they alone know: their random numbers and
+    The chief's state is stored; the other ranks add their own part: their random numbers and
     their place in the data. The n-th checkpoint exists as soon as all ranks have made their n-th
     call, and none waits for another: only copying the state takes the function's time. Within an
     iteration over a prepared loader, the batch that was given out last counts as done.
@@ -126,7 +126,7 @@ def save_checkpoint(
         files: Paths of files and directories to store a copy of. True asks for nothing more, as
             every checkpoint consists of files.
         shard: Not offered yet.
-        allow_pickle: Whether to pickle what the safe format does not know.
+        allow_pickle: Whether to pickle values that the safe format does not know.
         more: The state by keywords.
 
     Raises:
@@ -157,9 +157,9 @@ def save_checkpoint(
 def load_checkpoint(*, files_to: str | os.PathLike[str] | None = None) -> Any:
     """Return the state to resume from, or None at a fresh start and outside of a run.
 
-    What had a `state_dict()` comes back as that; tensors are on the CPU. The random numbers and
-    the place in the data are put back when a prepared loader is next iterated over, or by
-    `restore_random_state()`: what is drawn before that does not count.
+    Objects with a `state_dict()` come back as such dictionaries; tensors are on the CPU. The random
+    numbers and the place in the data are put back when a prepared loader is next iterated over, or
+    by `restore_random_state()`: numbers drawn before that do not count.
 
     Args:
         files_to: A directory to copy the checkpoint's files to.
@@ -187,11 +187,11 @@ def restore_random_state() -> None:
 def should_preempt() -> bool:
     """Tell whether the run is to make room: save a checkpoint then, and return.
 
-    That is so after SIGTERM or SIGUSR1 to the script, to that of any rank if a launcher has started
-    it, after SIGUSR1 to a worker, and when a master wants it. It is also so when Ray drains a node
-    of the workers: the function is then called again in workers on other nodes. All ranks call it
-    equally often, such as after each step, and get the same answer at the same call, about a second
-    late at most. Outside of a run it is False.
+    That is so after SIGTERM or SIGUSR1 to the script, or to any rank's script if a launcher has
+    started it, after SIGUSR1 to a worker, and when a master wants it. It is also so when Ray drains
+    a node of the workers: the function is then called again in workers on other nodes. All ranks
+    call it equally often, such as after each step, and get the same answer at the same call, about
+    a second late at most. Outside of a run it is False.
     """
     session = current_session()
     return session is not None and session.should_preempt()
@@ -210,7 +210,7 @@ def call_session(*, begins: bool = False) -> "LooseSession":
 def prepare_data_loader(loader: Any, *, move_to_device: bool = True) -> "PreparedLoader":
     """Return a clone of a data loader yielding this worker's part, on its device.
 
-    The loader's batch size is that of one worker. Every option is kept; with `shuffle=True` each
+    The loader's batch size is for one worker. Every option is kept; with `shuffle=True` each
     epoch has an order of its own that depends on the run's seed alone.
 
     Args:
@@ -296,7 +296,7 @@ def backward(loss: "torch.Tensor", **options: Any) -> None:
 
     Args:
         loss: The mean loss of a batch, a 0-d tensor.
-        options: What `torch.Tensor.backward` takes.
+        options: The options of `torch.Tensor.backward`.
     """
     call_session().steps.backward(loss, options)
 
@@ -323,7 +323,7 @@ def accelerate(
     `train.backward(loss)`, as they are scaled.
 
     Args:
-        model: The model; the first three arguments are told apart by their types.
+        model: The model; the first three arguments are distinguished by their types.
         loss: The loss function; a module is moved to the device.
         optimizer: The optimizer of the model.
         mixed_precision: Whether the forward pass computes in 16 bits: True for what suits the
@@ -416,7 +416,7 @@ def get_datasets() -> Any:
 
     Returns:
         A list of a sequence's data sets, a dictionary of a dictionary's. The folds of a cross
-        validation are pairs: what to train on, and what to validate on.
+        validation are pairs: the training data and the validation data.
 
     Raises:
         RuntimeError: It was given none, or this is outside of a run.

@@ -39,21 +39,21 @@ class Trainer(TrainerWorkers):
 
     The workers start at the first run, stay warm for the next one, and end with `shutdown`, the
     end of a `with` block, or this process. Several threads may call a trainer: functions are
-    executed one after the other, and a run is refused while another one goes on.
+    executed one after the other, and a run is refused while another one is active.
 
     Args:
         num_workers: How many workers; by default one for each GPU of this machine, or one. 0 runs
             functions in this process, for debuggers. A pair such as (2, 8) or (4, math.inf) has
-            the least and the most: after a loss a run goes on with what there is, and it takes on
-            more when a checkpoint was committed. A global batch stays the same: the most are its
-            number of shards, or else what the run began with.
+            the least and the most: after a loss a run continues with the workers left, and it takes
+            on more when a checkpoint was committed. A global batch stays the same: the most are its
+            number of shards, or else the number at the run's start.
         cpus_per_worker: The cores of each; by default they share what there is.
         gpus_per_worker: The GPUs of each; by default one each, if there are any.
         resources_per_worker: The same by the names "CPU" and "GPU", and on a Ray cluster what
             else each needs, by Ray's names.
         backend: "torch" (also called "pytorch"), or its config. With "horovod", Horovod is
             initialized in each worker too: it sums the gradients of prepared models, and the
-            function may use it. That needs workers of this machine, or those of
+            function may use it. That needs workers of this machine, or of
             `paceline.launch.horovod`.
         backend_config: How the workers meet.
         cluster: "local" for this machine. "ray" for the Ray cluster that this process is connected
@@ -63,8 +63,8 @@ class Trainer(TrainerWorkers):
             workers, and this is one of them, however many are asked for. On a Ray cluster each
             worker has one CPU by default.
         max_retries: How often in one run workers may be lost; they are started again, and the
-            function goes on from the last checkpoint. `float("inf")` for always.
-        run_dir: The run directory of the first run. If it holds a run already, that goes on from
+            function resumes from the last checkpoint. `float("inf")` for always.
+        run_dir: The run directory of the first run. If it holds a run already, that resumes from
             its last checkpoint. By default each run makes one below ``./paceline_runs``.
         checkpoint_storage: Where checkpoints go: a directory, a URL such as ``s3://bucket/prefix``,
             or the mapping of a config; the run directory by default, and under a master the
@@ -136,7 +136,7 @@ class Trainer(TrainerWorkers):
         self._class_run: ClassRun | None = None
         self._instance: Instance | None = None
         self._class_callbacks: Sequence[TrainingCallback | core.Tracker | str] | None = None
-        # Calls of several threads wait for each other; a run that goes on refuses them.
+        # Calls of several threads wait for each other; an active run refuses them.
         self._turn = threading.RLock()
 
     def replace(self, **changes: Any) -> "Trainer":
@@ -162,7 +162,7 @@ class Trainer(TrainerWorkers):
         placement group. Lost workers end the trial; Tune's `FailureConfig` decides what follows.
 
         Args:
-            train_func: See `run`. Its config is that of the trial.
+            train_func: See `run`. Its config is the trial's.
             dataset: See `run`.
 
         Returns:
@@ -207,15 +207,15 @@ class Trainer(TrainerWorkers):
 
         Args:
             train_func: A function of the config, or of nothing.
-            config: What it is given.
-            callbacks: Who follows the run: callbacks, trackers such as
+            config: Its argument.
+            callbacks: The followers of the run: callbacks, trackers such as
                 `integrations.MLflowTracker()`, or names of trackers such as "mlflow".
-            dataset: What `train.get_dataset()` gives in the function: a `paceline.data.Dataset`, a
-                torch data set, a sequence or another iterable, the path or URL of files; a
+            dataset: The result of `train.get_dataset()` in the function: a `paceline.data.Dataset`,
+                a torch data set, a sequence or another iterable, the path or URL of files; a
                 dictionary or a tuple of several, or the folds of a cross validation, for
                 `train.get_datasets()`; or a function of the config, or of nothing, that makes this
                 in the workers.
-            checkpoint: What `train.load_checkpoint()` gives at first: a `Checkpoint`, the path of
+            checkpoint: The first result of `train.load_checkpoint()`: a `Checkpoint`, the path of
                 one or of a run directory, or a state.
             checkpoint_strategy: Which checkpoints to keep; all by default.
             seed: The seed of data order and generators; the trainer's by default.
@@ -226,14 +226,14 @@ class Trainer(TrainerWorkers):
 
         Raises:
             TypeError: A value has another type; as `NotSendableError` if the function, a value
-                that it uses, or what it returned cannot be pickled: the message names it.
+                that it uses, or its result cannot be pickled: the message names it.
             ValueError: The function has several parameters.
             WorkersLostError: Workers were lost more often than `max_retries` allows.
             WorkerFailedError: A worker left by `sys.exit(0)`, or without workers by any
                 `sys.exit()`.
             NotEnoughWorkersError: Fewer than the least number of workers could run for too long.
             IncompleteCheckpointError: Ranks have saved unequally many checkpoints.
-            Exception: What the function raised on the rank that failed first, with the traceback
+            Exception: The function's error on the rank that failed first, with the traceback
                 of that rank as its cause.
         """
         iterator = self._begin(
@@ -261,7 +261,7 @@ class Trainer(TrainerWorkers):
             dataset: See `run`.
             checkpoint: See `run`.
             checkpoint_strategy: See `run`.
-            ranks: Whose reports; None for those of all ranks.
+            ranks: The ranks to show; None for all.
 
         Returns:
             An iterator of dictionaries, with `is_finished()` and `get_results()`.
@@ -297,7 +297,7 @@ class Trainer(TrainerWorkers):
             dataset: See `run`.
             checkpoint: See `run`.
             checkpoint_strategy: See `run`.
-            known: The `recent` of an earlier run that this one goes on from: reports that are not
+            known: The `recent` of an earlier run that this one continues: reports that are not
                 yielded again.
             run_dir: The run directory, in place of the trainer's.
             seed: The seed of a new run; drawn by default.

@@ -34,9 +34,9 @@ def table_of(settings: TrainWorkerSettings, num_workers: int, facts: Sequence[An
     """Return a table of workers, nodes, devices and resources.
 
     Args:
-        settings: What was asked for.
+        settings: The requested settings.
         num_workers: How many workers there are, or are to be started.
-        facts: What the workers told; empty before they are started.
+        facts: The workers' reports about themselves; empty before they are started.
     """
     title = title_of(settings, num_workers, facts)
     if settings.limits is None:
@@ -99,9 +99,9 @@ class TrainerWorkers:
     _settings: TrainWorkerSettings
     _workers: TrainWorkers
     _max_retries: float
-    # The run that goes on, if there is one.
+    # The active run, if there is one.
     _iterator: RunIterator | None
-    # Calls of several threads wait for each other; a run that goes on refuses them.
+    # Calls of several threads wait for each other; an active run refuses them.
     _turn: threading.RLock
     _run_dir: Path | None
     _given_storage: GivenStorage
@@ -109,7 +109,7 @@ class TrainerWorkers:
     _num_runs: int
     # The last run.
     _driver: RunDriver | None
-    # The class that `start` was given, who follows its run, and that run while it goes on.
+    # The class that `start` was given, the followers of its run, and that run while it is active.
     _instance: Instance | None
     _class_callbacks: Sequence[TrainingCallback | core.Tracker | str] | None
     _class_run: ClassRun | None
@@ -185,23 +185,23 @@ class TrainerWorkers:
     ) -> None:
         """Start the workers, unless `run` is to do so.
 
-        With a class this begins a run, which goes on until `shutdown`: in the class and in what
-        `execute` calls, the functions of `paceline.train` are those of the run. New workers after
-        a loss make new instances; `train.load_checkpoint()` gives them what was saved last.
+        With a class this begins a run, which lasts until `shutdown`: in the class and in what
+        `execute` calls, the functions of `paceline.train` belong to the run. New workers after
+        a loss make new instances; `train.load_checkpoint()` gives them the state saved last.
 
         Args:
             train_cls: A class of which each worker makes an instance, for `execute`.
-            args: What it is made with; `start(cls, (1, 2), {"name": 3})` is `start(cls, 1, 2,
+            args: Its arguments; `start(cls, (1, 2), {"name": 3})` is `start(cls, 1, 2,
                 name=3)`.
             initialization_hook: Called by each worker first, whenever workers are started.
-            callbacks: Who follows the run of the class; see `run`.
-            kwargs: What it is made with.
+            callbacks: The followers of the run of the class; see `run`.
+            kwargs: Its keyword arguments.
 
         Raises:
             TypeError: `callbacks` are given without a class, or are none.
             RuntimeError: The workers are running; as `WorkersLostError` if they were lost too
                 often, as `NotEnoughWorkersError` if there were too few for too long.
-            Exception: What the hook or the class raised.
+            Exception: The error of the hook or of the class.
         """
         with self._turn:
             self._check_idle()
@@ -297,14 +297,14 @@ class TrainerWorkers:
         Reports and checkpoints belong to the run of a class, and are refused without one.
 
         Args:
-            function: What to call; it is given the worker's instance first, if `start` was given
-                a class.
+            function: The function to call; it is given the worker's instance first, if `start` was
+                given a class.
             args: Further arguments.
             kwargs: Keyword arguments.
 
         Raises:
             IncompleteCheckpointError: Ranks have saved unequally many checkpoints.
-            Exception: What the function raised on the rank that failed first.
+            Exception: The function's error on the rank that failed first.
         """
         return self._execute(function, args, kwargs, None)
 
@@ -314,13 +314,13 @@ class TrainerWorkers:
         """Call a function in a single worker and return its result.
 
         Args:
-            function: What to call; see `execute`.
+            function: The function to call; see `execute`.
             args: Further arguments.
             rank: Which worker.
             kwargs: Keyword arguments.
 
         Raises:
-            Exception: What the function raised.
+            Exception: The function's error.
         """
         return self._execute(function, args, kwargs, [rank])[0]
 
@@ -331,8 +331,8 @@ class TrainerWorkers:
 
         Args:
             train_cls: The class.
-            args: What it is made with.
-            kwargs: What it is made with.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
 
         Raises:
             RuntimeError: The workers are running.

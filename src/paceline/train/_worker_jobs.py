@@ -99,7 +99,7 @@ def set_up_joined(
         local_world_size=distributed.local_size,
         node_rank=distributed.cross_rank,
     )
-    # A store that torchrun hosts is told of by the environment.
+    # The environment names a store that torchrun hosts.
     method = "env://" if launched.launcher == "torchrun" else f"tcp://{address}:{port}"
     facts = _set_up_job_worker(config, gpus_per_worker, rank_info, method)
     if uses_horovod:

@@ -50,7 +50,7 @@ class PassSeconds(NamedTuple):
     """Time spent on a pass by a rank, in seconds.
 
     Attributes:
-        whole: All of it.
+        whole: The whole pass.
         data_wait: The wait for batches.
         checkpoint: The capture of the state.
     """
@@ -64,13 +64,13 @@ class PassResult(NamedTuple):
     """Result of a pass on a rank.
 
     Attributes:
-        statistics: What the function returned, and counts.
+        statistics: The result of the function, and counts.
         num_samples: The samples of this rank, as the weight of its statistics.
         num_batches: The batches of the pass.
         last_own: Of a default function: which batch of the pass this rank's last one is, and its
             samples; its "last_" values are of these.
         state: The rank's part of the state, if it was wanted and is not in the file.
-        seconds: What it has taken.
+        seconds: The time it took.
     """
 
     statistics: dict[str, Any]
@@ -131,7 +131,7 @@ class LocalMeans:
 def reduced_statistics(results: Sequence[PassResult]) -> dict[str, Any]:
     """Return the statistics of all ranks: numbers weighted by samples, ``num_samples`` summed.
 
-    Other values are those of rank 0; dictionaries within are reduced as well. A worker without
+    Other values are rank 0's; dictionaries within are reduced as well. A worker without
     samples of its own counts only if none has any, and in the last batch only if it has some there.
     """
     counting = [result for result in results if result.num_samples] or list(results)
@@ -334,15 +334,15 @@ class _ShownPass:
 class PassRecord:
     """Run record of a trainer's passes; the first pass begins the run.
 
-    Steps are the batches that the trainer has trained on, whatever state it went on from. In a
-    trial of a master, or once the program has called `core.init()`, the program reports what it
-    likes by itself, and nothing is recorded besides.
+    Steps are the batches that the trainer has trained on, whatever state it resumed from. In a
+    trial of a master, or once the program has called `core.init()`, the program reports the metrics
+    that it likes by itself, and nothing is recorded besides.
 
     Args:
         directory: The run directory; by default one below ``./paceline_runs``.
         config: The hyperparameters.
         seed: The seed.
-        trackers: What else shows the run.
+        trackers: Further displays of the run.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class PassRecord:
         self._is_wanted = True
         self._run: _OpenRun | None = None
         self._last_step = 0
-        # The names of what was validated at the last step.
+        # The names of the metrics validated at the last step.
         self._validated: set[str] = set()
         self._failure: tuple[Outcome, str] | None = None
         self._last_pass_s = self._data_wait_s = 0.0
@@ -375,7 +375,7 @@ class PassRecord:
 
         Args:
             num_workers: How many workers there are.
-            what: What the time of the block is spent on.
+            what: The purpose of the block.
 
         Raises:
             OSError: The run directory that was asked for cannot be written.
@@ -412,8 +412,8 @@ class PassRecord:
 
         Args:
             num_batches: Its batches.
-            statistics: What came of it.
-            seconds: What it has taken in the chief.
+            statistics: The results.
+            seconds: The time it took in the chief.
             is_repeated: Whether workers were lost in it, so that it ran once more.
         """
         self._last_step += max(1, num_batches)
@@ -431,7 +431,7 @@ class PassRecord:
         """Report a validation; of several since the last pass the first to have a name stands.
 
         Args:
-            statistics: What came of it.
+            statistics: The results.
         """
         metrics = _reportable(statistics)
         news = {name: value for name, value in metrics.items() if name not in self._validated}
@@ -442,7 +442,8 @@ class PassRecord:
         """End the run.
 
         Args:
-            error: What has ended the program's use of the trainer; else the last pass tells.
+            error: The error that ended the program's use of the trainer; by default the last
+                pass's.
         """
         self._is_wanted = False
         if self._run is not None and error is None and self._failure is None:

@@ -48,7 +48,7 @@ class TrainsInPasses(Protocol):
         num_steps: The batches so far.
         seed: The seed.
         position: The position in the data.
-        built: What optimizers and schedulers were built with.
+        built: The options that optimizers and schedulers were built with.
     """
 
     rank: int
@@ -272,7 +272,7 @@ def _write_whole(state: dict[str, Any], path: Path) -> None:
             torch.save(state, file)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
-                # torch's own error hides what the file has said.
+                # torch's own error hides the file's, such as a full disk.
                 raise error.__context__ from None
             raise
         seal_zip(file)
@@ -408,7 +408,7 @@ class KeptState:
     """The parts of a state.
 
     Args:
-        parts: That of each rank, in rank order; None for the chief's if that is in the file.
+        parts: Each rank's part, in rank order; None for the chief's if that is in the file.
         file: Where the chief's part may be.
 
     Attributes:
@@ -448,6 +448,7 @@ def write_part(part: dict[str, Any], path: str | None) -> dict[str, Any] | None:
         with open(path, "wb") as file:
             dump(part, file, what="The state", name="state")
     except (OSError, NotSendableError):
-        # Another user's, or no memory is left; what cannot be pickled is told where it is sent.
+        # Another user's, or no memory is left; values that cannot be pickled are reported where
+        # they are sent.
         return part
     return None

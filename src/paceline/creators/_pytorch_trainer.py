@@ -73,7 +73,7 @@ class TrainerState:
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state: models, optimizers, schedulers, place in the data, generators.
 
-        Tensors are on the CPU. Models are those of `model_creator`, without a wrapper.
+        Tensors are on the CPU. Models are as `model_creator` made them, without a wrapper.
 
         Raises:
             RuntimeError: The trainer was shut down.
@@ -167,7 +167,7 @@ class TrainerState:
 
         Raises:
             RuntimeError: The trainer was shut down.
-            Exception: What the function raised on the rank that failed first.
+            Exception: The function's error on the rank that failed first.
         """
         # State may change: the called function may do anything.
         return self._workers.execute("call", fn, changes_state=True)
@@ -211,7 +211,7 @@ class TrainerState:
             )
 
 
-# How often a validation is tried again after a loss, if there is a state to go on from.
+# How often a validation is tried again after a loss, if there is a state to resume from.
 _NUM_VALIDATION_RETRIES = 3
 
 
@@ -226,7 +226,7 @@ class PyTorchTrainer(TrainerState):
         model_creator: Called with the config; returns a module, or several.
         data_creator: Called with the config; returns a data set, a DataLoader or an iterable of
             batches to train on, or a pair of them to train and to validate on. A DataLoader's batch
-            size is that of one worker.
+            size is for one worker.
         optimizer_creator: Called with the model and the config; returns an optimizer, or several.
             It gets a list of models if there are several.
         loss_creator: A loss class of torch, or a function of the config that returns a loss.
@@ -238,8 +238,8 @@ class PyTorchTrainer(TrainerState):
         validation_function: The same for a validation, with val_iterator; False for none.
         initialization_hook: Called by each worker before anything else; with a `HookWorker` if it
             has a parameter.
-        config: What the functions are given.
-        dataloader_config: What loaders of data sets are made with besides the batch size; two
+        config: The argument of the functions.
+        dataloader_config: Options of loaders of data sets besides the batch size; two
             processes each by default.
         num_replicas: How many workers.
         use_gpu: Whether each worker has a GPU; "auto" for one if there is one.
@@ -247,7 +247,7 @@ class PyTorchTrainer(TrainerState):
             for each of more workers.
         backend: "gloo", "nccl", or "auto" for what suits the device.
         use_fp16: Whether forward passes run in float16 with scaled losses; "bf16" for bfloat16.
-        apex_args: What NVIDIA's Apex would be told, as far as it has a counterpart.
+        apex_args: Options of NVIDIA's Apex, as far as they have a counterpart.
         scheduler_step_freq: When the default train function steps the scheduler: after each
             "batch", after each "epoch", or "manual" for `update_scheduler`.
         cluster: "local" for this machine, "ray" for a Ray cluster, "auto" for the one that this
@@ -275,7 +275,7 @@ class PyTorchTrainer(TrainerState):
             directory below ``./paceline_runs``.
         checkpoint_storage: Where `save()` without a path stores checkpoints: a directory, or a URL
             such as ``s3://bucket/prefix``.
-        trackers: What else shows the run, see `core.init`.
+        trackers: Further displays of the run, see `core.init`.
         use_tqdm: Whether to show the progress of each `train`, on a terminal or in a notebook.
         other: Names of other releases, which are refused by what takes their place.
 
@@ -287,7 +287,7 @@ class PyTorchTrainer(TrainerState):
         RuntimeError: A worker cannot be started.
         TypeError: A value has another type.
         ValueError: A value is unknown or out of range, or a function is missing.
-        Exception: What a creator raised.
+        Exception: The error of a creator.
     """
 
     def __init__(
@@ -435,15 +435,15 @@ class PyTorchTrainer(TrainerState):
             max_retries: How often workers may be lost. They are started again, as many as can run,
                 and the whole pass is run again from the state before it.
             checkpoint: "auto" and None for the state before the pass, which is kept in this
-                process. A path or URL for what `save` has written there, to be gone on from
+                process. A path or URL for a state that `save` wrote there, to resume from
                 instead.
             reduce_results: Whether to return means over all workers, weighted by their samples.
             profile: Whether to time the parts of each step of the default function.
-            info: What a train function with a parameter `info` is told besides.
+            info: Further facts for a train function with a parameter `info`.
 
         Returns:
             Statistics, by default "epoch" from 1, "batch_count", "num_samples" of all workers,
-            "train_loss" and "last_train_loss"; or a list of those of each worker.
+            "train_loss" and "last_train_loss"; or a list of each worker's.
 
         Raises:
             TrainingFailedError: Workers were lost more often than `max_retries` allows.
@@ -454,7 +454,7 @@ class PyTorchTrainer(TrainerState):
             RuntimeError: The trainer was shut down, or another process records in `run_dir`.
             TypeError: A value has another type.
             ValueError: A value is out of range, or there are several models and no function.
-            Exception: What the user's function raised on the rank that failed first.
+            Exception: The user's function's error on the rank that failed first.
         """
         check_pass_arguments(num_steps, max_retries, info)
         keeps = max_retries > 0
@@ -511,7 +511,7 @@ class PyTorchTrainer(TrainerState):
             OSError: `run_dir` cannot be written.
             RuntimeError: The trainer was shut down, or another process records in `run_dir`.
             ValueError: There are no validation data, or several models and no function.
-            Exception: What the user's function raised on the rank that failed first.
+            Exception: The user's function's error on the rank that failed first.
         """
         check_pass_arguments(num_steps, info=info)
         if not self._can_validate:
@@ -529,7 +529,7 @@ class PyTorchTrainer(TrainerState):
         """Step all schedulers with a metric, as needed by ReduceLROnPlateau.
 
         Args:
-            metric: What they judge by.
+            metric: The metric they judge by.
 
         Raises:
             RuntimeError: The trainer was shut down.

@@ -57,7 +57,7 @@ class PyTorchTrainable(tune.Trainable):
         self._trainer.save(Path(checkpoint_dir) / _STATE_FILE)
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
-        """Go on from a saved state."""
+        """Resume from a saved state."""
         self._trainer.load(Path(checkpoint_dir) / _STATE_FILE)
 
     def cleanup(self) -> None:

@@ -59,7 +59,7 @@ class Replica:
     """Models of a worker, with all objects for training them.
 
     Args:
-        spec: What to make.
+        spec: The objects to make.
 
     Raises:
         ResourcesError: A GPU is wanted, but there is none.
@@ -203,13 +203,13 @@ class Replica:
         """Run the train function for a single pass.
 
         Args:
-            order: What is to be done.
+            order: The work to do.
             state_path: A file for the chief's part of the state, if that is wanted.
 
         Raises:
             TypeError: It returned something else than a dictionary.
             ValueError: There are several models and no function for them.
-            RanksDifferError: Ranks differ in what they must have alike.
+            RanksDifferError: Ranks differ where they must agree.
         """
         began = perf_counter()
         if not self._is_start_compared:

@@ -1,4 +1,4 @@
-"""Workers of a `PyTorchTrainer`, with the state from which they go on after a loss."""
+"""Workers of a `PyTorchTrainer`, with the state to resume from after a loss."""
 
 from collections.abc import Callable
 from itertools import count
@@ -26,12 +26,12 @@ _PRELOAD = ("paceline.creators._replica", "torch._dynamo")
 class ReplicaWorkers(Workers[WorkerPool]):
     """The workers of a trainer, each with its replica; they stay until `stop`.
 
-    At first there must be as many as were asked for. When some were lost, it goes on with what can
-    be started, from the state that this process keeps.
+    At first there must be as many as were asked for. When some were lost, it continues with as many
+    as can be started, from the state that this process keeps.
 
     Args:
         settings: How they are started.
-        spec: What each of them makes.
+        spec: The objects that each makes.
 
     Attributes:
         num_losses: How often workers were lost.
@@ -55,7 +55,7 @@ class ReplicaWorkers(Workers[WorkerPool]):
             settings.resources.check_cores(settings.num_workers, "num_cpus_per_worker")
             if spec.use_gpu is True:
                 check_gpu(has_gpu=num_visible_gpus() > 0)
-        # A Ray cluster refuses here what it can never run.
+        # A Ray cluster refuses here workers that it can never run.
         self._made_pool = self._new_pool()
 
     @property
@@ -110,7 +110,7 @@ class ReplicaWorkers(Workers[WorkerPool]):
                 self._next = None
 
     def load(self, state: dict[str, Any]) -> None:
-        """Have the workers go on from a state."""
+        """Have the workers resume from a state."""
         parts = split_pass_state(state)
         self._load(KeptState(parts))
         self.keep(parts)
@@ -134,7 +134,7 @@ class ReplicaWorkers(Workers[WorkerPool]):
     def end_to_resize(self) -> None:
         """End the workers if more can run, or the nodes of some will be taken away.
 
-        The state is kept, so the next call goes on with others.
+        The state is kept, so the next call continues with others.
         """
         if self.is_alive and self.next_size() is not None:
             self._current()
@@ -150,7 +150,7 @@ class ReplicaWorkers(Workers[WorkerPool]):
 
         Raises:
             WorkerFailedError: A worker was lost.
-            Exception: What the method raised on the rank that failed first.
+            Exception: The method's error on the rank that failed first.
         """
         self.form_if_lost()
         try:
@@ -174,11 +174,11 @@ class ReplicaWorkers(Workers[WorkerPool]):
             max_retries: How often workers may be lost.
             keeps_state: Whether to keep the present state before. The method is then also given
                 the file for the next one, or None.
-            source: The state to go on from after a loss; by default what was kept.
+            source: The state to resume from after a loss; by default the kept one.
 
         Raises:
             WorkersLostError: They were lost too often.
-            Exception: What the method raised.
+            Exception: The method's error.
         """
         attempts = count()
 

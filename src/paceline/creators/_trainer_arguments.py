@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 BATCH_SIZE = "*batch_size"
 """The key of a config under which creators find the batch size of one worker.
 
-What the user gives there is the size over all workers.
+The user's number there is the size over all workers.
 """
 
 
@@ -40,8 +40,8 @@ class ReplicaSpec:
     """Specification of a replica built by each worker; the functions come from the user.
 
     Attributes:
-        config: What each function is given.
-        loader_config: What loaders are made with for data sets; None for the default.
+        config: The argument of each function.
+        loader_config: Options of the loaders of data sets; None for the default.
         num_shards: The shards of a global batch, one for each worker that was asked for.
         shard_size: The samples of a shard for data sets.
         precision: "fp32", "fp16" or "bf16".
@@ -91,7 +91,7 @@ class ReplicaPassOrder(NamedTuple):
     Attributes:
         num_steps: How many batches, or None for the rest of the epoch.
         is_profiled: Whether the parts of each step are timed.
-        info: What the user's function is told.
+        info: The facts for the user's function.
         wants_state: Whether the state after the pass is returned.
         progress_path: The file in which the chief notes how far it is; None for none.
     """
@@ -143,7 +143,7 @@ class HookWorker(RankInfo):
     Attributes:
         rank: The worker among all.
         world_size: The number of workers.
-        local_rank: The worker among those of its node.
+        local_rank: The worker among its node's workers.
         local_world_size: The number of workers of its node.
         node_rank: The node.
         config: The user's config.
@@ -439,7 +439,7 @@ def _check_data_parallel(data_parallel: Any, given: Mapping[str, Any], precision
 def _shard_size(batch_size: Any, num_workers: int, name: str) -> int:
     """Return the batch size of a single worker."""
     if batch_size is None and name == "batch_size":
-        # Perhaps nothing of it is used, as with loaders of the user's own.
+        # Perhaps no part is used, as with loaders of the user's own.
         return max(_DEFAULT_BATCH_SIZE // num_workers, 1)
     if integer(name, batch_size) < num_workers:
         raise ValueError(

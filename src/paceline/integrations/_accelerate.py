@@ -22,7 +22,7 @@ def save_accelerator(accelerator: Any, **state: Any) -> None:
 
     Args:
         accelerator: The `Accelerator`.
-        state: What else to save, such as the epoch and the step; see `train.save_checkpoint`.
+        state: More to save, such as the epoch and the step; see `train.save_checkpoint`.
 
     Raises:
         ImportError: Accelerate is not installed.
@@ -35,14 +35,15 @@ def save_accelerator(accelerator: Any, **state: Any) -> None:
         if train.world_rank() == 0:
             train.save_checkpoint({_FOLDER: state}, files=[folder])
         else:
-            # The chief's is that of all; this adds the rank's random numbers and place in the data.
+            # The chief's state serves all; this adds the rank's random numbers and place in the
+            # data.
             train.save_checkpoint()
 
 
 def load_accelerator(accelerator: Any) -> dict[str, Any] | None:
     """Restore the state saved by `save_accelerator` if the run resumes from its checkpoint.
 
-    Call it after `accelerator.prepare`, right before training goes on: random numbers are put back
+    Call it after `accelerator.prepare`, right before training resumes: random numbers are put back
     too.
 
     Args:

@@ -12,7 +12,7 @@ def library_report(
 ) -> None:
     """Report metrics of training, metrics of an evaluation, or both.
 
-    A search judges what was evaluated. If a library evaluates nothing, it judges all reports.
+    A search judges the evaluated metrics. If a library evaluates nothing, it judges all reports.
 
     Args:
         metrics: The report: metrics of training, and where it stands. If there are none, it is what

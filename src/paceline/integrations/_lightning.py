@@ -35,7 +35,7 @@ def lightning_trainer(
     Args:
         every_n_epochs: See `prepare_lightning`.
         every_n_steps: See `prepare_lightning`.
-        arguments: What Lightning's `Trainer` takes, without `accelerator`, `devices`, `num_nodes`
+        arguments: Arguments of Lightning's `Trainer`, without `accelerator`, `devices`, `num_nodes`
             and `strategy`. Lightning's own checkpoints, its logger and its progress bar are off by
             default.
 
@@ -79,15 +79,15 @@ def prepare_lightning(
     """Make a Lightning trainer report, save checkpoints of the run, and resume from the last.
 
     Metrics that the model logs are reported at the end of each epoch, and every
-    `log_every_n_steps` steps; those of a validation once. A search judges what is validated, and
-    all metrics if nothing is. `fit` without `ckpt_path` goes on from the run's checkpoint. When the
-    run is to make room, a checkpoint is saved after the present step, and training ends.
+    `log_every_n_steps` steps; metrics of a validation once. A search judges the validated metrics,
+    and all metrics if there are none. `fit` without `ckpt_path` resumes from the run's checkpoint.
+    When the run is to make room, a checkpoint is saved after the present step, and training ends.
 
     Args:
         trainer: The trainer; its strategy must use the processes that the workers are.
         every_n_epochs: Save a checkpoint after so many epochs; None for never.
         every_n_steps: Save one after so many steps of the optimizer too. Give `fit` loaders of
-            `train.prepare_data_loader` then: only these go on within an epoch.
+            `train.prepare_data_loader` then: only these resume within an epoch.
 
     Returns:
         The same trainer.
@@ -155,7 +155,7 @@ class LightningWorkersStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning 
     """Lightning's strategy for several processes, with gradients averaged by the run.
 
     They are averaged over the samples of all workers in the order of the parameters, so that a run
-    that goes on ends in the same bits with three workers and more too.
+    that resumes ends in the same bits with three workers and more too.
     """
 
     @property
@@ -204,7 +204,7 @@ class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no 
         self._every_n_steps = every_n_steps
         self._start_step = self._saved_step = -1
         self._is_reported = False
-        # The tensors of the last validation. Lightning keeps them beside those of training.
+        # The tensors of the last validation. Lightning keeps them beside the tensors of training.
         self._evaluated: dict[str, Any] = {}
         self._known: dict[str, Any] = {}
         self._fresh: dict[str, Any] = {}
@@ -215,7 +215,7 @@ class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no 
         train.restore_random_state()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        # Lightning repeats the end of the epoch that it goes on after.
+        # Lightning repeats the end of the epoch that it resumes after.
         self._start_step = self._saved_step = trainer.global_step
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -292,7 +292,7 @@ class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no 
         self._saved_step = trainer.global_step
         trainer.save_checkpoint(_PLACE)
         if not trainer.is_global_zero:
-            # The chief's is that of all; this adds what the rank alone knows.
+            # The chief's state serves all; this adds the rank's own part.
             train.save_checkpoint()
 
 

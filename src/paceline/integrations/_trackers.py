@@ -26,7 +26,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w./ :-]")
 class MLflowTracker(Tracker):
     """Show runs in MLflow: metrics, hyperparameters, URLs of checkpoints, and how the run ended.
 
-    A run that goes on stays one run of MLflow. Its status is FINISHED, FAILED, or KILLED if it was
+    A resumed run stays one run of MLflow. Its status is FINISHED, FAILED, or KILLED if it was
     preempted. The newest checkpoint is the tag `paceline.checkpoint`; all that exist are the tags
     `paceline.checkpoint.<UUID>`.
 
@@ -35,7 +35,7 @@ class MLflowTracker(Tracker):
             variable MLFLOW_TRACKING_URI.
         experiment_name: The experiment of MLflow, made if it is not there; by default what the
             variable MLFLOW_EXPERIMENT_NAME says, else MLflow's own default.
-        run_name: The name of the run there; by default that of the run.
+        run_name: The name of the run there; by default the run's own.
         tags: Further tags.
         ranks: Whose metrics, see `core.Tracker`.
         groups: Which groups of metrics, see `core.Tracker`.
@@ -224,15 +224,15 @@ _STEP = "step"
 class WandbTracker(Tracker):
     """Show runs in Weights & Biases: metrics, hyperparameters, URLs of checkpoints, and the end.
 
-    A run that goes on stays one run there. Metrics have their step as "step", which is the axis of
+    A resumed run stays one run there. Metrics have their step as "step", which is the axis of
     their charts. The summary has "checkpoint", the URL of the newest one, and "checkpoints", the
     URLs of all that exist.
 
     Args:
         project: The project; by default what W&B itself takes, such as the variable WANDB_PROJECT.
         entity: The team or user; W&B's own default.
-        mode: "online", "offline" or "disabled"; by default what the variable WANDB_MODE says.
-        run_name: The name of the run there; by default that of the run.
+        mode: "online", "offline" or "disabled"; by default the value of the variable WANDB_MODE.
+        run_name: The name of the run there; by default the run's own.
         directory: Where W&B keeps its files; the run directory by default.
         tags: Tags of the run.
         ranks: Whose metrics, see `core.Tracker`.
@@ -275,7 +275,7 @@ class WandbTracker(Tracker):
             dir=self._directory or str(run.run_dir),
             config=dict(run.config),
             resume="allow",
-            # Another run of this process may go on, such as one of the user's own.
+            # Another run of this process may be active, such as one of the user's own.
             reinit="create_new",
             settings=self._wandb.Settings(silent=True, console="off", disable_git=True),
         )
@@ -304,7 +304,7 @@ class WandbTracker(Tracker):
 
     def abandon(self) -> None:
         """Keep this process's exit from waiting for W&B's own exit if W&B still hangs then."""
-        # Handlers run last in, first out: before that of W&B, which waits without a limit.
+        # Handlers run last in, first out: before W&B's own, which waits without a limit.
         atexit.register(self._end_service)
 
     def _end_service(self) -> None:

@@ -20,12 +20,12 @@ _EVALUATED = "eval_"
 
 
 def prepare_transformers(trainer: Any) -> Any:
-    """Have a trainer of Transformers report, save checkpoints of the run, and go on from the last.
+    """Have a trainer of Transformers report, save checkpoints of the run, and resume from the last.
 
-    What it logs is reported, and what it saves becomes a checkpoint of the run, as its `args` say.
-    A search judges what it evaluates, which has names with `eval_`; all that it logs if `args` has
+    Its logs are reported, and its saved states become checkpoints of the run, as its `args` say.
+    A search judges its evaluations, which have names with `eval_`; all that it logs if `args` has
     no `eval_strategy`.
-    `train()` without `resume_from_checkpoint` goes on from the run's checkpoint. When the run is
+    `train()` without `resume_from_checkpoint` resumes from the run's checkpoint. When the run is
     to make room, a checkpoint is saved after the present step, and training ends. Of the trainer's
     own directories only the newest is kept, unless `save_total_limit` says otherwise.
 
@@ -71,7 +71,7 @@ class _TransformersCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """Reports and checkpoints.
 
     Args:
-        files: What the trainer goes on from.
+        files: The checkpoint that the trainer resumes from.
     """
 
     def __init__(self, files: Any) -> None:

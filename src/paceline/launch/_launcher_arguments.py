@@ -56,7 +56,7 @@ options (with - or _, as `--name VALUE` or `--name=VALUE`):
                                   ranks and has the stacks of all (default 1800; 0: no limit)
 """
 
-# Options of torchrun missing here: told apart from misspelled options.
+# Options of torchrun missing here: distinguished from misspelled options.
 _NOT_OFFERED = frozenset(
     {
         "--event-log-handler",
@@ -381,7 +381,7 @@ class Backend:
         """Yield a function for the variables of the workers, for as long as they run.
 
         Raises:
-            LaunchArgumentError: The back end cannot do what the options ask for.
+            LaunchArgumentError: The back end cannot satisfy the options.
         """
         yield lambda layout: ()
 

@@ -35,7 +35,7 @@ class DeepSpeedBackend(Backend):
         met: set[tuple[str, int]] = set()
 
         def variables(layout: NodeLayout) -> list[dict[str, str]]:
-            # The group before has ended. Its buffers would be taken for those of the next one.
+            # The group before has ended. Its buffers would be taken for the next one's.
             met.add((layout.master_address, layout.master_port))
             _remove_buffers(met)
             return _deepspeed_variables(layout)

@@ -102,7 +102,7 @@ def attempt_nodes() -> AttemptNodes | None:
 
 
 def tell_runner(text: str) -> None:
-    """Tell the runner of this node why the workers have ended, if this is an attempt of a trial."""
+    """Report to this node's runner why the workers have ended, if this is an attempt of a trial."""
     if path := os.environ.get(_RUN_DIRECTORY_VARIABLE):
         from paceline._base.run_directory import (
             NotARunDirectoryError,
@@ -142,7 +142,7 @@ class RankLineWriter:
         """Write a line."""
         descriptor = 1 if line.stream == "stdout" else 2
         data = f"[rank={line.rank}] {line.text}\n".encode()
-        # Training goes on when nobody reads any more, as with `| head`.
+        # Training continues when nobody reads any more, as with `| head`.
         if descriptor not in self._broken and not _write_all(descriptor, data):
             self._broken.add(descriptor)
 
@@ -167,7 +167,7 @@ _LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the launcher and return its exit code: 0, or the code of the first worker to fail.
 
-    After a restart that of the last start counts.
+    After a restart the last start's counts.
     """
     return launch(arguments, Backend("torch_distributed"))
 
@@ -176,8 +176,8 @@ def launch(arguments: Sequence[str] | None, backend: Backend) -> int:
     """Run the launcher for a back end, and return its exit code.
 
     Args:
-        arguments: The command line; that of this process by default.
-        backend: What the workers get besides the variables of torch.distributed.
+        arguments: The command line; by default this process's own.
+        backend: The workers' variables besides those of torch.distributed.
     """
     logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
     try:

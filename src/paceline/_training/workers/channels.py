@@ -153,6 +153,7 @@ class DriverChannel:
             try:
                 num_sent = self._socket.send(self._outgoing[0])
             except BlockingIOError:
+                # The other end reads slowly: the rest is sent once its buffer has room.
                 return
             except OSError:
                 # The worker has ended; its exit explains the rest.
@@ -216,6 +217,7 @@ class BlockingChannel:
             try:
                 num_read = self._socket.recv_into(self._assembler.room())
             except OSError:
+                # A connection that was reset is at its end, like one that was closed.
                 return None
             if num_read == 0:
                 return None
@@ -548,10 +550,12 @@ def _read_from_peer(end: socket.socket, size: int) -> bytes:
 
 def _prepared_socket(end: socket.socket) -> socket.socket:
     end.settimeout(None)
+    # Frames are small, and must not wait for others to be sent together.
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # A node that is gone says nothing: let the system find out within a minute.
     with suppress(AttributeError):
+        # Some systems lack these options.
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)

@@ -22,6 +22,7 @@ from paceline._training.workers.watchdog import WatchedRank
 
 logger = logging.getLogger(__name__)
 
+# The launcher of node 0 may start later than the others.
 _RETRY_S = 0.5
 _CONNECT_S = 5.0
 # When a launcher says that it waits for node 0, and how often from then on.

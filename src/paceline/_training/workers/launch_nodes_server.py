@@ -32,6 +32,7 @@ from paceline._training.workers.watchdog import HangWatch, Progress, WatchedRank
 logger = logging.getLogger(__name__)
 
 PROTOCOL = 2
+# Anyone may connect to the port, so no message may take up much memory.
 LONGEST_BYTES = 64 * 1024
 _TEXT_CHARACTERS = 8000
 # Longest text of a rank's operation or place.
@@ -346,6 +347,7 @@ class NodesServer:
         try:
             end, _ = self._listener.accept()
         except BlockingIOError:
+            # The caller may have gone before it was accepted.
             return
         except OSError as error:
             # Errors of `accept` can pass, for example too many open files.
@@ -353,6 +355,7 @@ class NodesServer:
             time.sleep(self._tick_s)
             return
         if len(self._strangers) >= _MOST_STRANGERS:
+            # The oldest goes: callers that send nothing must not keep launchers out.
             self._drop(self._strangers[0], "")
         with suppress(OSError):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -131,12 +131,14 @@ def map_shared_segment(place: SharedSegmentPlace) -> memoryview | None:
     try:
         descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
+        # No access, as from another container: the driver sends the content then.
         return None
     try:
         # Driver may have closed the file and reused the number of its descriptor.
         if os.pread(descriptor, _TOKEN_BYTES, place.num_bytes) != place.token:
             return None
         # Pages are copied only where written, so no memory is reserved for all of them.
+        # Private, as a call may change its arguments, but not the driver's.
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         return memoryview(mmap.mmap(descriptor, place.num_bytes, flags, protection))

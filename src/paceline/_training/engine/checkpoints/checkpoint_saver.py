@@ -91,6 +91,7 @@ class CheckpointSaver:
             # Other ranks may still be copying, for which they need the cores that storing takes.
             self._head_start_s += time.perf_counter() - began
         if self._thread is None:
+            # A daemon, as `finish` waits for it; an exit without that must not hang.
             self._thread = threading.Thread(
                 target=_work, args=(self._jobs,), name="checkpoint", daemon=True
             )

@@ -249,6 +249,7 @@ def _pack_tensor(
 ) -> str:
     check_tensor(tensor, path)
     tensor = tensor.detach()
+    # Tensors that share their memory are stored once.
     identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
     if tensor.numel() and identity in known:
         return known[identity]

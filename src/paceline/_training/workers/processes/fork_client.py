@@ -55,6 +55,7 @@ _READ_AT_IMPORT = (
 )
 _LOADED = ("torch", "numpy", "cloudpickle", "paceline._training.workers.serve_calls")
 _CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
+# Imports of torch may take long from a network file system.
 _START_S = 120.0
 _ANSWER_S = 30.0
 _REAP_S = 5.0
@@ -368,6 +369,7 @@ def _forget() -> None:
     _servers.clear()
 
 
+# A fork of this process must neither use its servers nor end them.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 atexit.register(stop_fork_server)

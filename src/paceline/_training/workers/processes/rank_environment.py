@@ -144,6 +144,7 @@ def launcher_shards() -> int | None:
 def is_port_free(port: int) -> bool:
     """Tell whether a process on this node could listen on the port now."""
     with socket.socket() as probe:
+        # Closed connections of an earlier run may linger on the port, and do no harm.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))

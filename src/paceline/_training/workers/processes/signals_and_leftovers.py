@@ -79,6 +79,7 @@ def _has_signal(pid: int, field: bytes, signum: int) -> bool:
         with open(f"/proc/{pid}/status", "rb") as file:
             lines = file.read().splitlines()
     except OSError:
+        # The process has ended meanwhile.
         return False
     signals = next((int(line.split()[1], 16) for line in lines if line.startswith(field)), 0)
     return bool(signals >> (signum - 1) & 1)
@@ -367,6 +368,7 @@ def _kill_marked(pid: int, group_id: str) -> bool:
     try:
         if not _has_mark(pid, group_id):
             return False
+        # By descriptor, as the id may be another process's by now.
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except OSError:
         return False
@@ -415,6 +417,7 @@ def _process_marks(pid: int) -> list[bytes]:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environment = file.read()
     except OSError:
+        # The process has ended, or is another user's.
         return []
     prefix = f"{GROUP_VARIABLE}=".encode()
     for entry in environment.split(b"\0"):
@@ -425,6 +428,7 @@ def _process_marks(pid: int) -> list[bytes]:
 
 def _reap(pid: int) -> None:
     with suppress(ChildProcessError):
+        # Another thread may have reaped it before.
         os.waitpid(pid, os.WNOHANG)
 
 
@@ -517,6 +521,7 @@ def sweeping_after_kill() -> Iterator[dict[str, str]]:
             os.setsid()
             _await_end(ours, theirs, group_id)
         finally:
+            # Exit handlers are for the process that forked, not for its copy.
             os._exit(0)
     theirs.close()
     try:

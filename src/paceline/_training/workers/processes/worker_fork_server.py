@@ -137,7 +137,9 @@ class _Child:
     def end(self) -> None:
         """Kill the rest of the worker's process group, and reap the worker."""
         with suppress(ProcessLookupError, PermissionError):
+            # The group may be gone, or belong to another user by now.
             os.killpg(self.pid, signal.SIGKILL)
+        # Reaped last, as another process may have the id from then on.
         os.waitpid(self.pid, 0)
         self.forget()
 
@@ -178,6 +180,7 @@ class _Server:
                 _import(modules)
         except Exception as error:
             send_message(self._control, {"error": f"{type(error).__name__}: {error}"})
+            # Without exit handlers: modules that were imported in part may have left some.
             os._exit(1)
         send_message(self._control, {"error": _reason_against_forks()})
 
@@ -331,6 +334,7 @@ def _import(modules: Sequence[str]) -> None:
             importlib.import_module(name)
     finally:
         gc.enable()
+    # Collections leave frozen objects alone, so forks keep sharing their pages.
     gc.collect()
     gc.freeze()
 

@@ -345,6 +345,7 @@ class OutputReader:
         self._on_line = on_line
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
+        # A full pipe wakes the reader as well, so nobody has to wait for room.
         os.set_blocking(self._wake_writer, False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
 
@@ -406,4 +407,5 @@ class OutputReader:
                 if self._on_line is not None:
                     self._on_line(line)
             except Exception:
+                # A failing callback must not end the reading of the workers' output.
                 logger.exception("A line of output could not be passed on: %r", line)

@@ -98,6 +98,7 @@ class ParentChannel:
                 while data and self._descriptor is not None:
                     data = data[os.write(self._descriptor, data) :]
             except OSError:
+                # The parent has gone: the program trains on without its reports.
                 self._descriptor = None
 
     def _close(self) -> None:

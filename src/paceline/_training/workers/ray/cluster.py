@@ -558,6 +558,7 @@ def make_node_watch() -> Callable[[int], None]:
 
         while os.getppid() == raylet:
             time.sleep(1.0)
+        # Without exit handlers, which could wait for the raylet that is gone.
         os._exit(1)
 
     return end_with_node

@@ -202,6 +202,7 @@ class HostActors:
         for host in hosts:
             self.all.remove(host)
             with suppress(Exception):
+                # An actor that is gone already counts as given back.
                 self._ray.kill(host.actor)
 
     def look(self) -> list[HostActor]:
@@ -262,6 +263,7 @@ class HostActors:
 def log_lack_of_memory(ray: Any, actor: Any, rank: int) -> None:
     """Log it if Ray has killed the actor of a rank because its node was short of memory."""
     with suppress(Exception):
+        # A hint for the log alone: no error of Ray may hide the loss itself.
         reference = actor.is_on_node.remote()
         if not ray.wait([reference], timeout=_CAUSE_S)[0]:
             return
@@ -343,6 +345,7 @@ class RequestServer:
                 _write_at(path, offset, data)
             except OSError as error:
                 self._is_disk_full = True
+                # Space may be freed meanwhile, and lost records cannot be had again.
                 if time.monotonic() < give_up_at and not self._is_closing:
                     time.sleep(_RETRY_S)
                     continue
@@ -533,4 +536,5 @@ class RayGroup:
             with self._line_lock:
                 self._on_line(line)
         except Exception:
+            # A failing callback must not end the reading of other lines.
             logger.exception("A line of output could not be passed on: %r", line)

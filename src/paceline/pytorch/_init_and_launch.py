@@ -170,6 +170,7 @@ def begin_trial(
             if trial is None
             else Beginning(core_context, trial.hparams, trial.config, None)
         )
+        # A training that made room has stored its state, so the script ends quietly.
         with context.exit_stack, suppress(Preempted):
             yield context
 

@@ -357,6 +357,7 @@ def describe_origin(
                 if layer := _first_layer(hooks, moved, position, stepper.models):
                     return f"Run again{weights}, the first layer to return such values is {layer}."
     except Exception as error:
+        # A failed search for the layer must not hide the error that it explains.
         return f"Its layer is not known, as the batch cannot be run again ({error!r})."
     return (
         f"Run again{weights}, all layers return finite values: the loss makes others of them,"
@@ -388,6 +389,7 @@ def _finite_weights(models: list[torch.nn.Module]) -> Iterator[bool]:
         if hasattr(module, "reset_parameters")
         and not all(map(_is_finite, module.parameters(recurse=False)))
     ]
+    # Buffers too, as drawing new weights may reset them.
     tensors = [t for m in broken for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     before = [tensor.detach().clone() for tensor in tensors]
     for module in broken:

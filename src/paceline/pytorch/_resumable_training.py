@@ -173,6 +173,7 @@ def _check_hooks(name: str, callback: Any, base: type) -> None:
         if hook.startswith("_") or not inspect.isfunction(default) or not inspect.isfunction(own):
             continue
         wanted = [each for each in inspect.signature(default).parameters if each != "self"]
+        # Bound, not compared: other names, defaults and `*args` fit as well.
         try:
             inspect.signature(getattr(callback, hook)).bind(*wanted)
         except TypeError as error:

@@ -88,6 +88,7 @@ class ContinuousSaves:
 # that an object store may take to answer.
 _PARTS_S = 60.0
 _STORE_TRIES = 3
+# After an error other ranks may be gone, and their parts will never come.
 _PARTS_AFTER_ERROR_S = 1.0
 _MUST_STORE = "All ranks must store their parts of a checkpoint"
 

@@ -373,6 +373,7 @@ class TrainingFit(ABC):
             try:
                 self.checkpoints.complete()
             except BaseException:
+                # The checkpoint may be lost, so the next call must store another.
                 self.loop.last_checkpoint = None
                 raise
 

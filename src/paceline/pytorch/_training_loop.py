@@ -314,6 +314,7 @@ class TrainingLoop:
         num_records, num_ranks = sum(sizes), int(bool(sizes))
         world_size = self._core.distributed.size
         if world_size > 1:
+            # Exact: float64 holds all counts up to 2**53.
             counts = torch.tensor([num_records, num_ranks], dtype=torch.float64)
             num_records, num_ranks = map(int, sum_over_ranks(counts).tolist())
         self._accumulation.is_even = num_ranks == world_size

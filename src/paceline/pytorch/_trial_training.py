@@ -501,6 +501,7 @@ class TrialTraining(ResumableTraining):
                 returned = self._train_batch(data, epochs, batches)
         metrics = returned if type(returned) is dict else self.metrics_of(returned)
         if self._keeps_batches:
+            # Copies without a graph: trials reuse tensors, and a graph would keep its memory.
             self._batch_metrics.append(
                 {k: v.detach().clone() if hasattr(v, "detach") else v for k, v in metrics.items()}
             )

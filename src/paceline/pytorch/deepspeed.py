@@ -287,6 +287,7 @@ def import_deepspeed() -> Any:
     try:
         import deepspeed
     except ModuleNotFoundError as error:
+        # A module that DeepSpeed itself lacks is another problem, with its own error.
         if error.name != "deepspeed":
             raise
         raise ImportError(

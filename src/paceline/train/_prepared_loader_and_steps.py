@@ -84,6 +84,7 @@ class PreparedLoader:
         # Earlier iteration ends first: only a single iteration has a place that can be saved.
         self.end_iteration()
         iteration = self._run()
+        # Weak, so that an iteration ends as soon as the function drops it.
         self._current = weakref.ref(iteration)
         return iteration
 

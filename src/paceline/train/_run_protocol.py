@@ -303,6 +303,7 @@ class PreemptionWatch:
         """Ask the function to store a checkpoint now, for continuing on other workers."""
         if self._is_moving or not _listener_path(self._run).exists():
             return
+        # Not asked until the file is there; else the next call tries again.
         with suppress(OSError):
             _move_path(self._run).touch()
             self._is_moving = True
@@ -432,6 +433,7 @@ class ReportGate:
                 self._is_in_step = False
                 return
             time.sleep(interval_s)
+            # Short at first, as most reports are answered at once.
             interval_s = min(2 * interval_s, _LONGEST_INTERVAL_S)
 
 

@@ -250,6 +250,7 @@ class ClassRun(RunDriver):
         super().start(lock)
         with self._ending():
             self._await_instances()
+        # A program that leaves without `shutdown` must not leave the run open.
         atexit.register(self._finish_unasked)
 
     def call(

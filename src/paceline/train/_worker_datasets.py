@@ -68,7 +68,7 @@ class RayDataset:
         device = str(self._session.device) if move_to_device else "cpu"
         options = {"batch_size": batch_size, "device": device, **options}
         if "collate_fn" in options:
-            # Ray moves only its own data sets.
+            # Ray leaves the batches of a `collate_fn` where that has put them.
             options.pop("device")
         return RayLoader(self._own, self._session, options)
 

@@ -243,6 +243,7 @@ class NotedProgress:
         self, path: str, total: int | None, then: Callable[[Any], None] | None = None
     ) -> None:
         self._file: int | None = None
+        # Progress is for show: no pass fails for lack of it.
         with suppress(OSError):
             self._file = os.open(path, os.O_WRONLY)
         self._total = -1 if total is None else total
@@ -305,6 +306,7 @@ class _ShownPass:
         self._path = path
         self._progress: TrainingProgress | None = None
         self._has_ended = threading.Event()
+        # A daemon: a display must not hold up the end of the process.
         self._thread = threading.Thread(target=self._draw, name="paceline-progress", daemon=True)
         self._thread.start()
 
@@ -463,6 +465,7 @@ class PassRecord:
                 self._directory, self._config, self._seed, num_workers, self._trackers
             )
         except OSError as error:
+            # Only a directory that the user named has to be writable.
             if self._directory is not None:
                 raise
             logger.warning("Passes are not recorded, as no run directory can be made: %s", error)

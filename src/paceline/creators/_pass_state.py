@@ -277,6 +277,7 @@ def _write_whole(state: dict[str, Any], path: Path) -> None:
             raise
         seal_zip(file)
         file.flush()
+        # A rename may reach the disk before its data, and leave an empty file after a crash.
         os.fsync(file.fileno())
 
 

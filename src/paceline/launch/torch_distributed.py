@@ -110,6 +110,7 @@ def tell_runner(text: str) -> None:
             RunVersionError,
         )
 
+        # Nobody may miss the workers' error because the run directory is gone.
         with suppress(OSError, NotARunDirectoryError, RunVersionError):
             RunDirectory.open(Path(path)).write_launch_error(text)
 
@@ -152,6 +153,7 @@ def _write_all(descriptor: int, data: bytes) -> bool:
         try:
             data = data[os.write(descriptor, data) :]
         except BlockingIOError:
+            # Another program with the same terminal may have made it non-blocking.
             select.select([], [descriptor], [])
         except OSError:
             return False
@@ -159,6 +161,7 @@ def _write_all(descriptor: int, data: bytes) -> bool:
 
 
 _INTERRUPTED = 130
+# A finite time, as waits refuse infinity.
 _FOR_EVER_S = 1e9
 _DEFAULT_PORT_OF_SEVERAL_NODES = 29400
 _LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"

@@ -80,6 +80,7 @@ def searcher_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def searched_length(searcher: Mapping[str, Any]) -> TrainUnit | None:
     """Return the training length set by a config's searcher, or None."""
     length = searcher.get("max_length")
+    # A searcher without a length may count its time in a unit of training.
     if length is None and searcher.get("time_metric") in ("batches", "epochs", "records"):
         length = {searcher["time_metric"]: searcher["max_time"]}
     return unit_of(length)

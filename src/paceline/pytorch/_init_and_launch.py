@@ -93,6 +93,7 @@ def init(
         TypeError: `check_ranks` is neither a bool nor names.
         ImportError: `data_parallel` is "horovod", which is not installed.
     """
+    # Checked first, so that a wrong argument begins no run.
     chosen_data_parallel = None if data_parallel is None else DataParallel.of(data_parallel)
     if precision is not None:
         Precision.of(precision)
@@ -114,6 +115,7 @@ def init(
             check_ranks=compared,
         )
 
+    # An earlier training in this process, as in a notebook, may have left memory in use.
     release_device_memory()
     if chosen_data_parallel is DataParallel.HOROVOD:
         distributed = join_horovod(distributed)
@@ -182,6 +184,7 @@ def _num_shards(
     if given is not None:
         check_count("num_shards", given)
     latest, stored = core_context.latest_checkpoint, None
+    # Read once, as ranks must agree even if a checkpoint is deleted meanwhile.
     if latest is not None and core_context.distributed.rank == 0:
         stored = core_context.checkpoint.get_metadata(latest).get("num_shards")
     stored = core_context.distributed.broadcast(stored)

@@ -115,6 +115,7 @@ def last_validation(run_dir: Path) -> dict[str, Any]:
     return metrics
 
 
+# No Exception, so that no `except Exception` around a user's loop keeps training alive.
 class Preempted(BaseException):
     """Raised by `train_for` when training was asked to leave; ends the block of `pytorch.init`.
 
@@ -323,6 +324,7 @@ class Trainer:
         training.loop.means.stop_on_nan = stop_on_nan
         training.loop.timeline.window = self._window(defaults, profiling_enabled)
         if is_test:
+            # A resumed training may be far along: test one batch more.
             position = training.loop.position
             schedule = Schedule(max_length=Batch(position.batches + 1), reporting=Batch(1))
         is_validated_first = first_argument(

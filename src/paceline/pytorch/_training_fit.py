@@ -315,6 +315,7 @@ class TrainingFit(ABC):
         self.progress.begin(whole, self.loop)
         with self.interrupt_watched():
             reason = self.run(Schedule(max_length=end))
+        # An early end keeps `piece_end`: a resumed run completes the piece.
         if reason.is_early:
             self.close()
             return reason
@@ -353,6 +354,7 @@ class TrainingFit(ABC):
         reason = yield from self.loop.shards()
         self.progress.note_reason(reason)
         if reason.is_early:
+            # Stored first, as an acknowledged leave may end this process at any time.
             self.store()
             self._core.preempt.settle()
             self.close()

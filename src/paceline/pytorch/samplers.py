@@ -53,6 +53,7 @@ class RepeatSampler(_DerivedSampler[T]):
             for item in self._source:
                 is_empty = False
                 yield item
+            # An empty sampler would be asked for ever.
             if is_empty:
                 raise ValueError("A sampler that is repeated must yield something, but is empty.")
 
@@ -119,6 +120,7 @@ class SkipSampler(_DerivedSampler[T]):
 
     def _set_epoch(self, epoch: int) -> None:
         super()._set_epoch(epoch)
+        # Earlier epochs have used up a part of the skipped samples.
         self._num_left = max(0, self._skip - epoch * len(self))
 
     def __iter__(self) -> Iterator[T]:
@@ -170,9 +172,11 @@ class ReproducibleShuffleSampler(_DerivedSampler[T]):
 
     def __iter__(self) -> Iterator[T]:
         items = list(self._source)
+        # A generator cannot go back, so the draws begin anew.
         if self._epoch < self._next_pass:
             self._random = np.random.RandomState(self._seed)
             self._next_pass = 0
+        # Drawn for their effect alone: an epoch's order depends on all draws before it.
         for _ in range(self._next_pass, self._epoch):
             self._random.permutation(len(items))
         order = self._random.permutation(len(items))

@@ -72,6 +72,7 @@ def prepare_model(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"A model must be a torch.nn.Module, but got {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
+        # It sums its gradients by itself.
         return model
     check_whole(model)
     if is_moved:
@@ -111,6 +112,7 @@ def enable_reproducibility(session: LooseSession, seed: int) -> None:
     """Seed everything and choose deterministic operations; see `train.enable_reproducibility`."""
     session.seed, session.is_seed_given = seed, True
     seed_everything(seed, session.rank_info.rank)
+    # cuBLAS is deterministic only with a work space of fixed size.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False
     # Unlike `use_deterministic_algorithms` this does not load torch's compiler.
@@ -191,6 +193,7 @@ def _chosen_precision(
     if isinstance(mixed_precision, str):
         mixed = Precision.of(mixed_precision)
     elif mixed_precision:
+        # Older GPUs have no fast bfloat16.
         is_half = device.type == "cuda" and not torch.cuda.is_bf16_supported()
         mixed = Precision.FP16 if is_half else Precision.BF16
     else:

@@ -107,6 +107,7 @@ class SearchResults(Sequence[TrialResult]):
         def key(trial: TrialResult) -> tuple[bool, float, int]:
             value = math.nan if trial.value is None else trial.value
             value = value if self.smaller_is_better else -value
+            # Values that are not finite come last, whichever way is better.
             is_bad = not math.isfinite(value)
             return is_bad, 0.0 if is_bad else value, trial.number
 
@@ -252,6 +253,7 @@ def search(
     finally:
         journal.close(error)
     errors = [trial.error for trial in results if trial.error is not None]
+    # With any trial completed, failures are results like others.
     if errors and len(errors) == len(results):
         raise errors[0]
     return results

@@ -142,6 +142,7 @@ def save_checkpoint(
             "`save_checkpoint` takes a state or keywords, but got both: keywords"
             f" {sorted(more)}. Hint: put them into the state."
         )
+    # Other ranks may give nothing: they add their random numbers and place in the data.
     if state is None and not more and world_rank() == 0:
         raise TypeError(
             "`save_checkpoint` must be given what to save, but got nothing. Hint:"
@@ -202,6 +203,7 @@ def call_session(*, begins: bool = False) -> "LooseSession":
     session: LooseSession | None = current_session()
     if session is not None:
         return session
+    # Imported late, as it loads torch.
     from paceline.train._rank_session import loose_session
 
     return loose_session(begins=begins)

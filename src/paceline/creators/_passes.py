@@ -60,6 +60,7 @@ class DataPosition:
             seed: The seed of the order.
         """
         if num_shards is None:
+            # Each worker goes through all data, in an order of its own.
             seed = mix_seed(seed, rank) if rank else seed
             whole = ShardedData(
                 loader, num_shards=1, own_shards=range(1), seed=seed, joins_shards=True
@@ -135,6 +136,7 @@ class DataPosition:
         fits = state["num_shards"] == self._data.num_shards
         fits = fits and state["num_batches"] in (None, self.sizes()["num_batches"])
         if not fits:
+            # A place within the epoch means nothing in other data.
             self.go_to(state["epoch"], 0)
         elif state["next_batch"]:
             self._data.load_stream_state(state["stream"])
@@ -274,6 +276,7 @@ def node_data_lock() -> Iterator[None]:
     """
     path = Path(tempfile.gettempdir(), f"paceline-data-{os.getuid()}.lock")
     with path.open("w") as file:
+        # The system frees the lock with the file, also if the process is killed.
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -129,6 +129,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]
         if word in ("-h", "--help"):
             return replace(options, wants_help=True), []
         name, has_value, value = word.partition("=")
+        # Both spellings, as torchrun takes them.
         name = name.replace("_", "-")
         field, read = _known_option(name, word)
         if not has_value:
@@ -170,6 +171,7 @@ def _legacy_trial() -> LaunchArgumentError:
 
 
 def _whole_number(name: str, value: str) -> int:
+    # `int` would take signs, spaces and underscores too.
     if not value.isascii() or not value.isdigit():
         raise LaunchArgumentError(f"`{name}` must be a whole number, but got {value!r}.")
     return int(value)
@@ -200,6 +202,7 @@ def _seconds(name: str, value: str) -> float:
     try:
         seconds = float(value)
     except ValueError:
+        # Any text is refused below, like a number out of range.
         seconds = -1.0
     if not 0.0 <= seconds < float("inf"):
         raise LaunchArgumentError(f"`{name}` must be seconds from 0 on, but got {value!r}.")
@@ -268,6 +271,7 @@ def _check_tensor_size(options: LaunchOptions) -> None:
         # Lower bound alone: a single process trains whole models; spare workers above it wait.
         is_fitting = given[0] == 1 or given[0] % size == 0
     else:
+        # A number that the launcher chooses is rounded to fit.
         num_workers = given * options.num_nodes if isinstance(given, int) else 1
         is_fitting = num_workers == 1 or num_workers % size == 0
     if not is_fitting:
@@ -353,6 +357,7 @@ def _wrapped_command(interpreter: str, flags: list[str], target: list[str]) -> W
             )
         kind = _PROGRAM_FLAGS[first[1:]]
     elif first.startswith("-") or Path(first).is_dir():
+        # Standard input and directories are left to Python itself.
         return None
     else:
         kind, arguments = "script", target

@@ -270,6 +270,7 @@ def _exit_code(error: CollectiveMismatchError | WorkerFailedError, is_interrupte
         return 1
     if error.exit_code is not None:
         return error.exit_code
+    # A shell expects the code of Ctrl-C, though the workers ended by another signal.
     if is_interrupted and error.signal is not None:
         return _INTERRUPTED
     # A worker that hung was killed.
@@ -316,6 +317,7 @@ def _node_layout(
     options: LaunchOptions, num_workers: int, free_port: int, sizes: tuple[int, ...]
 ) -> NodeLayout:
     port = free_port
+    # With several nodes that port is the launchers' own.
     if options.master_port and options.num_nodes == 1:
         port = options.master_port
         if not is_port_free(port):
@@ -340,11 +342,13 @@ def _worker_limits(
     if isinstance(wanted, tuple):
         least, most = wanted
         _check_crowd(least)
+        # Only whole groups of ranks can divide a model.
         bounds = (least, max(least, most - most % tensor_size))
         # Several workers can share a core, but not a GPU.
         limits = ElasticLimits.of(bounds, multiple=tensor_size)
         return limits, lambda: num_visible_gpus() or max(least, num_cores())
     number = _num_workers(wanted)
+    # A number from the user is checked instead, and never changed.
     if tensor_size > 1 and isinstance(wanted, str):
         number = max(1, number - number % tensor_size)
     return ElasticLimits.of(number), lambda: number

@@ -59,7 +59,7 @@ def materialize(
 
     Args:
         model: The model, sharded or not.
-        device: The device for it.
+        device: The device for the model.
         init_weights: Called with each module that has parameters or buffers of its own, after its
             `reset_parameters` if it has that. Inner modules come first.
         has_ranks: Whether there are other ranks, which all call this.

@@ -25,7 +25,7 @@ class PlacementTimeoutError(PlacementError):
     """Raised when resources were not there in time, as others have them or no node came."""
 
 
-# Follows what happened to a worker, in messages beside which its output is.
+# Ends messages about a worker, where its output is shown beside them.
 OUTPUT_IS = "; its output is "
 
 

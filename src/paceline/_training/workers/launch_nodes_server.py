@@ -206,7 +206,7 @@ class _Connection:
 class NodesServer:
     """Has the launchers of all nodes start and end their workers together; a thread of node 0's.
 
-    Anyone may connect to it. What does not say in time that it is a launcher of this group is
+    Anyone may connect. A connection that does not name itself a launcher of this group in time is
     dropped, and messages are small.
 
     Args:

@@ -39,7 +39,7 @@ class SharedSegmentPlace(NamedTuple):
         pid: The driver.
         descriptor: The file in that process.
         num_bytes: The size of its content.
-        token: What follows the content, so that no other file is taken for it.
+        token: Bytes behind the content, so that no other file is taken for this one.
     """
 
     machine: str

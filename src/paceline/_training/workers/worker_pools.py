@@ -183,8 +183,8 @@ class WorkerPool(ABC):
     def reserve(self, num_workers: int) -> int:
         """Reserve room for more workers, and return the number certain to start.
 
-        It hardly waits: a longer start continues behind it, so call it again. By default all are
-        certain, as where nobody else can take the place of a worker.
+        Hardly waits: a longer start continues in the background, so call it again. By default all
+        are certain, as where nobody else can take the place of a worker.
 
         Args:
             num_workers: How many there are to be, the living ones of this pool included.

@@ -220,7 +220,7 @@ class ModelsAndOptimizers:
     """Models, optimizers and schedulers trained by a rank.
 
     Attributes:
-        rank: The rank; the models of the chief are those that all share.
+        rank: The rank; the chief's models are the common state.
         models: The models.
         optimizers: The optimizers.
         schedulers: The schedulers of the optimizers.

@@ -154,7 +154,7 @@ class TensorSlot(int):
 class TensorCollector:
     """Take the tensors out of a nested value.
 
-    Training stands still for it, so what most of a state consists of is looked at without a call,
+    Training stands still meanwhile, so the most common values are looked at without a call,
     and the pieces of sharded tensors that are divided as before are recognized.
 
     Args:

@@ -135,7 +135,7 @@ class LocalGroup:
             standard streams.
         adopt_strays: Make this process the parent of the workers' orphans, and kill these at
             the end. Until then the process adopts what its other children orphan, too, and does
-            not reap that: only one that is there for the group should ask for it.
+            not reap them: only a process that exists for the group should ask for this.
         heartbeat_timeout_s: How long a worker may be stopped until it counts as lost and is
             killed, in seconds; None for ever.
         on_exit: Gets each exit once it is known, from a thread of its own.

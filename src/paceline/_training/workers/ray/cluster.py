@@ -574,7 +574,7 @@ class RayShards:
     """Shards of a Ray data set for the workers of a generation.
 
     The parts have equally many rows. The driver keeps this object until the workers have ended, as
-    Ray ends what reads the data when nobody refers to it.
+    Ray ends the readers of the data when nobody refers to them.
 
     Args:
         dataset: The data set.

@@ -154,7 +154,7 @@ class HostActors:
         sample: Such an order as actors will get that are reserved while workers run.
 
     Attributes:
-        all: Those that were created and not dropped.
+        all: The hosts that were created and not dropped.
         leaving: The ids of the nodes that will be taken away. The next look drops actors there,
             but for those that have worked.
         lacked_memory: Whether Ray has killed the actor for lack of memory that was lost last.

@@ -57,7 +57,7 @@ class RayHosts:
     Args:
         connection: The cluster.
         wanted: The resources of each.
-        strategy: How Ray spreads those that are placed together.
+        strategy: How Ray spreads workers that are placed together.
         sample: Such an order as actors will get that are reserved while workers run.
     """
 

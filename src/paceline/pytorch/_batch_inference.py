@@ -407,7 +407,7 @@ class BatchInference:
         """Process the remaining batches; return True when done, False when preempted.
 
         Args:
-            make_processor: Makes what processes the batches.
+            make_processor: Makes the processor of the batches.
             move_output: Called with the directory for results of the next batches.
             device: Where this process computes.
             interval: The number of batches of each rank from one checkpoint to the next.

@@ -140,7 +140,7 @@ def load_weights_from_checkpoint_path(
 ) -> dict[str, torch.Tensor]:
     """Return a model's weights for `load_state_dict`; tied weights under all their names.
 
-    Of a model that was wrapped with `trainable_only`, they are those that were trained, and the
+    Of a model that was wrapped with `trainable_only`, they are the trained weights, and the
     buffers: `load_state_dict(weights, strict=False)` adds them to the base.
 
     Args:
@@ -171,7 +171,7 @@ def _imported_class(facts: Mapping[str, Any]) -> Any:
             found = getattr(found, name)
     except (ModuleNotFoundError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and not _is_part_of(module_name, error.name):
-            # The module is there, and it is what misses something.
+            # The module is there, but one that it imports is missing.
             raise
         raise ImportError(
             f"The trial's class {facts['class']!r} must be importable, but is not: {error}. Hint:"

@@ -228,7 +228,7 @@ def launch(
         heartbeat_timeout_s: How long a worker may be stopped or hold Python's lock, in seconds;
             None for ever.
         collective_timeout_s: How long workers may wait for others in a collective operation, in
-            seconds. Then an error names those that are missing.
+            seconds. Then an error names the missing ones.
 
     Raises:
         TypeError: `main` cannot be called or `num_workers` is no number; as `NotSendableError`

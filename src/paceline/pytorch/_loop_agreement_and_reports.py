@@ -160,7 +160,7 @@ class RankAgreement:
         if self._news_at is not None and position.batches >= self._news_at:
             self._news_at = None
             self._hooks.tell_stored()
-        # No further batch, as by the time that the next gradients take a word along.
+        # Agreed at once: the next gradients, which carry such news, come a batch later.
         if self.is_decision_due and (wish := self.agree_now()):
             return wish
         stepper = self._stepper
@@ -179,7 +179,7 @@ class RankAgreement:
                 stepper.signal.tell(1.0)
             if not stepper.signal.hear():
                 return RankWish.NONE
-            # All ranks have heard that one of them wants something; now they learn what.
+            # All ranks have heard that one of them wants something; now they learn the wish.
             wish = max(self._core.distributed.allgather(wish))
         if wish is RankWish.SAVE:
             self._wish, self._is_save_told = RankWish.NONE, False

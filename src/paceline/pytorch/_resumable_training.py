@@ -51,7 +51,7 @@ class RegisteredModels:
             each group of ranks that divide a model by a plan.
 
     Attributes:
-        lr_schedulers: The schedulers, with what their steps count.
+        lr_schedulers: The schedulers, with the units of their steps.
         reducers: Metrics that are no averages.
         moves_data: Whether batches are moved to the device.
         warned_types: Types of data that cannot be moved, as far as the user was warned.
@@ -190,7 +190,7 @@ _HOOKS_WITH_FILES = ("on_checkpoint_end", "on_checkpoint_write_end")
 class ResumableTraining(TrainingFit, LoopHooks):
     """The data, loop, callbacks and checkpoints of registered parts.
 
-    Subclasses train on a shard and evaluate data; they say what else a checkpoint holds.
+    Subclasses train on a shard and evaluate data; they name the further parts of a checkpoint.
 
     Args:
         parts: The registered parts.

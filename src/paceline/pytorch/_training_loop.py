@@ -429,7 +429,7 @@ class DrivenLoop(TrainingLoop):
     def shards(self) -> Generator[Any, None, StopReason]:
         """Yield this rank's shards to the end of the epoch; each is trained on before the next.
 
-        What `run` does between two batches happens when the next shard is asked for.
+        The work of `run` between two batches happens when the next shard is asked for.
 
         Returns:
             Why it ended; `StopReason.LENGTH` at the end of the epoch and where `is_left` is set.

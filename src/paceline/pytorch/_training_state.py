@@ -58,7 +58,7 @@ class TrainingState:
         stepper: The models and optimizers.
         schedulers: The schedulers of the optimizers.
         collected: The collectors of metrics over the batches.
-        rank: This rank; the chief stores what all share.
+        rank: This rank; the chief stores the shared part.
     """
 
     def __init__(

@@ -307,7 +307,8 @@ class PyTorchTrialContext(TrialFacts):
         hparams: The hyperparameters.
         seed: The seed of the trial.
         precision: The number format of the forward pass.
-        data_parallel: How gradients are summed over the ranks; None for what suits the devices.
+        data_parallel: How gradients are summed over the ranks; None for the way that suits the
+            devices.
         shard_size: With FSDP, the number of ranks that hold one copy of a model; None for all.
         tensor_parallel_size: The number of ranks that divide a model by a tensor-parallel plan.
         num_shards: Into how many shards a global batch is cut; by default one for each rank, or for

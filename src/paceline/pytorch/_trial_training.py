@@ -453,7 +453,7 @@ class TrialTraining(ResumableTraining):
         return {k: v for k, v in own.items() if type(v) in (int, float, bool)} | changes
 
     def _warn_of_own_numbers(self, before: Mapping[str, Any], position: Position) -> None:
-        """Say once what lags on ranks without samples, on which `train_batch` is not called."""
+        """Warn once about objects that lag on ranks without samples, which skip `train_batch`."""
         after = self._own_numbers()
         if changed := [name for name in before if after.get(name) != before[name]]:
             self._has_warned = True

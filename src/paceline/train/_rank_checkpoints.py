@@ -313,7 +313,7 @@ class TrainCheckpointWriter:
         world_size: The number of ranks.
         reporter: The rank's reports.
         checkpoints: Where it goes.
-        own_state: Returns what this rank alone knows.
+        own_state: Returns this rank's own part of the state.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ from paceline.train._run_protocol import (
 
 logger = logging.getLogger(__name__)
 
-# How often the chief looks for a word of the driver or the master, in seconds.
+# How often the chief looks for orders of the driver or the master, in seconds.
 _LOOK_INTERVAL_S = 0.5
 
 

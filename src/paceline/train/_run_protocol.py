@@ -269,7 +269,7 @@ def _is_storage_seen(
         link.ask("unmark")
 
 
-# How long a signal lets a run work until its next checkpoint, in seconds; what Slurm gives a job.
+# How long a signal lets a run work until its next checkpoint, in seconds; as Slurm gives a job.
 _GRACE_S = 30.0
 
 

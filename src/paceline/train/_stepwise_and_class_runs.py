@@ -215,7 +215,7 @@ class StepwiseRun(Iterator[Report]):
             while not self._driver.is_finished and time.monotonic() < deadline:
                 self._driver.advance(max(0.0, deadline - time.monotonic()))
         except Exception:
-            # Nobody waits for what this run would have returned.
+            # Nobody waits for the results of this run.
             logger.debug("A stopped run has failed.", exc_info=True)
         self.close()
 

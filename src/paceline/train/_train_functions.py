@@ -246,7 +246,7 @@ def prepare_model(
         move_to_device: Whether it is moved to this worker's device.
         data_parallel: How gradients are summed over the ranks: "flat", in one buffer after the
             backward pass; "overlapped", in buckets during it; "fsdp" divides the model among the
-            ranks as well. Make the optimizer of what this returns.
+            ranks as well. Make the optimizer of the returned model.
         shard_units: With "fsdp", which modules are gathered as a whole: a class or a tuple of
             them, a least number of parameters, or a function of a module. By default the members
             of the outermost sequences.

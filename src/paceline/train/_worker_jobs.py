@@ -174,7 +174,7 @@ def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcom
 
 
 def settle(num_expected: int, timeout_s: float) -> int:
-    """Do what awaits the ends of all functions; return how many checkpoints lack a part.
+    """Do the work that awaits the ends of all functions; return how many checkpoints lack a part.
 
     Raises:
         RanksDifferError: Ranks have drifted apart since their last checkpoint.

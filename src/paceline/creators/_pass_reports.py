@@ -99,7 +99,7 @@ class LocalMeans:
     def add(self, metrics: dict[str, torch.Tensor], num_samples: int, batch: int = 0) -> None:
         """Add the metrics of a batch.
 
-        Without samples of its own a worker only takes part in what needs all of them.
+        Without samples of its own a worker only takes part in exchanges of all workers.
         """
         if num_samples:
             self._means.add(metrics, num_samples, batch)

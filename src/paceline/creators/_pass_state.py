@@ -171,6 +171,7 @@ def _load_own(replica: TrainsInPasses, objects: ModelsAndOptimizers, state: dict
     is_same_size = len(ranks) == replica.world_size
     own = ranks[replica.rank if is_same_size else 0]
     objects.load_own_state(own)
+    # States of generators fit the same number of workers alone.
     restore_generators(
         own["random"] if is_same_size else None,
         seed=replica.seed,
@@ -228,6 +229,7 @@ def check_zip(file: BinaryIO) -> None:
     elif is_zip and not (end.startswith(_END_BEGINS) and end.endswith(_NO_COMMENT)):
         raise ValueError("its end is missing or altered")
     elif is_zip and torch.serialization.get_crc32_options():
+        # torch writes checksums of records only if this option is on.
         _check_records(file)
     file.seek(0)
 

@@ -245,7 +245,7 @@ class PyTorchTrainer(TrainerState):
         use_gpu: Whether each worker has a GPU; "auto" for one if there is one.
         batch_size: The batch size for data sets, over all workers; by default 16, or one sample
             for each of more workers.
-        backend: "gloo", "nccl", or "auto" for what suits the device.
+        backend: "gloo", "nccl", or "auto" for the one that suits the device.
         use_fp16: Whether forward passes run in float16 with scaled losses; "bf16" for bfloat16.
         apex_args: Options of NVIDIA's Apex, as far as they have a counterpart.
         scheduler_step_freq: When the default train function steps the scheduler: after each
@@ -277,7 +277,7 @@ class PyTorchTrainer(TrainerState):
             such as ``s3://bucket/prefix``.
         trackers: Further displays of the run, see `core.init`.
         use_tqdm: Whether to show the progress of each `train`, on a terminal or in a notebook.
-        other: Names of other releases, which are refused by what takes their place.
+        other: Names of other releases, which are refused with the name of their replacement.
 
     Raises:
         DeprecationWarning: An argument belongs to another release of the original.

@@ -137,6 +137,7 @@ class Replica:
         join_process_group(backend, timeout_s=self._spec.timeout_s)
         self._gradients = GradientSync(self.world_size, self.device)
         if self.is_sharded:
+            # Taken before the models are divided, to build whole ones later.
             self._outlines = [outline_of(model) for model in self.models]
         for module in (*self.models, self._criterion):
             if module is not self._criterion and self.is_sharded:
@@ -382,6 +383,7 @@ def _make_loss(creator: Callable[..., Any] | None, config: dict[str, Any]) -> An
     if creator is None:
         return None
     is_class = isinstance(creator, type) and issubclass(creator, torch.nn.modules.loss._Loss)
+    # Loss classes of torch take no config.
     return creator() if is_class else creator(config)
 
 

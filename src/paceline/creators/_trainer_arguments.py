@@ -46,7 +46,7 @@ class ReplicaSpec:
         shard_size: The samples of a shard for data sets.
         precision: "fp32", "fp16" or "bf16".
         use_gpu: True, False, or "auto" for a GPU if there is one.
-        backend: "gloo", "nccl", or "auto" for what suits the device.
+        backend: "gloo", "nccl", or "auto" for the one that suits the device.
         timeout_s: How long ranks wait for each other, in seconds.
         deals_out: Whether workers share the data; else each has all that its loader gives.
         is_serial: Whether the workers of a node call `data_creator` one after the other.

@@ -50,7 +50,7 @@ def load_accelerator(accelerator: Any) -> dict[str, Any] | None:
         accelerator: The `Accelerator`.
 
     Returns:
-        What else was saved; None at a fresh start.
+        The further saved state; None at a fresh start.
 
     Raises:
         ImportError: Accelerate is not installed.

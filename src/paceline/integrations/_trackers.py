@@ -31,7 +31,7 @@ class MLflowTracker(Tracker):
     `paceline.checkpoint.<UUID>`.
 
     Args:
-        tracking_uri: Where MLflow keeps runs; by default what MLflow itself takes, such as the
+        tracking_uri: Where MLflow keeps runs; by default MLflow's own choice, such as the
             variable MLFLOW_TRACKING_URI.
         experiment_name: The experiment of MLflow, made if it is not there; by default what the
             variable MLFLOW_EXPERIMENT_NAME says, else MLflow's own default.
@@ -229,7 +229,7 @@ class WandbTracker(Tracker):
     URLs of all that exist.
 
     Args:
-        project: The project; by default what W&B itself takes, such as the variable WANDB_PROJECT.
+        project: The project; by default W&B's own choice, such as the variable WANDB_PROJECT.
         entity: The team or user; W&B's own default.
         mode: "online", "offline" or "disabled"; by default the value of the variable WANDB_MODE.
         run_name: The name of the run there; by default the run's own.

@@ -1,8 +1,8 @@
 """Launcher of a worker per slot for DeepSpeed: ``python3 -m paceline.launch.deepspeed``.
 
-It is the launcher of `torch_distributed` with the same options. The workers get what DeepSpeed's
-own launcher sets besides: LOCAL_SIZE, CROSS_RANK and CROSS_SIZE. What killed workers leave in
-shared memory is removed.
+This is the launcher of `torch_distributed` with the same options. The workers also get
+variables of DeepSpeed's own launcher: LOCAL_SIZE, CROSS_RANK and CROSS_SIZE. Shared memory that
+killed workers leave is removed.
 """
 
 import glob

@@ -257,7 +257,7 @@ def _run_workers(
         runner.run(lambda: workers.pool.program)
     except (CollectiveMismatchError, WorkerFailedError) as error:
         logger.error("%s", error)
-        # The output is not beside it where the runner's word is read.
+        # Readers of the runner's report do not see the output beside it.
         text, found, _ = str(error).partition(OUTPUT_IS)
         tell_runner(f"{text}." if found else text)
         return _exit_code(error, signal.SIGINT in runner.received)

@@ -83,7 +83,7 @@ class DeepSpeedStepper(Stepper):
     def __init__(self, distributed: DistributedContext, device: torch.device) -> None:
         # The engines divide what all ranks would have.
         super().__init__(distributed, device, rank_check=RankCheck(False))
-        # With FSDP the profiler expects ranks to wait for each other anywhere in `train_batch`.
+        # FSDP makes the profiler expect that ranks wait for each other anywhere in `train_batch`.
         self.data_parallel = DataParallel.FSDP
         self.engines: list[Any] = []
         self.calls = _UnwatchedCalls(self, distributed.size)

@@ -72,7 +72,7 @@ def prepare_model(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"A model must be a torch.nn.Module, but got {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
-        # It sums its gradients by itself.
+        # Such a model sums its gradients by itself.
         return model
     check_whole(model)
     if is_moved:

@@ -303,7 +303,7 @@ class PreemptionWatch:
         """Ask the function to store a checkpoint now, for continuing on other workers."""
         if self._is_moving or not _listener_path(self._run).exists():
             return
-        # Not asked until the file is there; else the next call tries again.
+        # Without the file nothing is asked, and the next call tries again.
         with suppress(OSError):
             _move_path(self._run).touch()
             self._is_moving = True

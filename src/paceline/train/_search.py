@@ -253,7 +253,7 @@ def search(
     finally:
         journal.close(error)
     errors = [trial.error for trial in results if trial.error is not None]
-    # With any trial completed, failures are results like others.
+    # Failures are results like others if any trial has completed.
     if errors and len(errors) == len(results):
         raise errors[0]
     return results

@@ -465,7 +465,7 @@ class PassRecord:
                 self._directory, self._config, self._seed, num_workers, self._trackers
             )
         except OSError as error:
-            # Only a directory that the user named has to be writable.
+            # A run directory is optional unless the user named one.
             if self._directory is not None:
                 raise
             logger.warning("Passes are not recorded, as no run directory can be made: %s", error)

@@ -317,7 +317,7 @@ def _node_layout(
     options: LaunchOptions, num_workers: int, free_port: int, sizes: tuple[int, ...]
 ) -> NodeLayout:
     port = free_port
-    # With several nodes that port is the launchers' own.
+    # The port is the launchers' own if there are several nodes.
     if options.master_port and options.num_nodes == 1:
         port = options.master_port
         if not is_port_free(port):
@@ -342,7 +342,7 @@ def _worker_limits(
     if isinstance(wanted, tuple):
         least, most = wanted
         _check_crowd(least)
-        # Only whole groups of ranks can divide a model.
+        # Models are divided by whole groups of ranks.
         bounds = (least, max(least, most - most % tensor_size))
         # Several workers can share a core, but not a GPU.
         limits = ElasticLimits.of(bounds, multiple=tensor_size)

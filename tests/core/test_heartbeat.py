@@ -11,7 +11,7 @@ import pytest
 
 from paceline import core
 from paceline._base.run_directory import HEARTBEAT_LIMIT_S
-from paceline.core import _run_directories as _heartbeat
+from paceline.core import _heartbeats_and_live_reports as _heartbeat
 from paceline.core._heartbeats_and_live_reports import sending_heartbeats
 from paceline.journal import RunDirectory
 

@@ -305,7 +305,10 @@ def test_a_running_attempt_is_not_set_aside(
 
 
 def test_a_master_whose_database_is_deleted_says_so_and_loses_nothing(
-    make_master: Callable[..., Any], write_context: Callable[..., Path], wait_until: Any
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+    wait_until: Any,
+    tmp_path: Path,
 ) -> None:
     """Also what an attempt had reported that ended a moment before, and what one reports after."""
     master = make_master(2).start()
@@ -313,7 +316,16 @@ def test_a_master_whose_database_is_deleted_says_so_and_loses_nothing(
     script = REPORTS.replace("NUM", "3").replace("SLEEP", "0")
     ended = client.create_experiment(CONFIG, write_context(script, "ended"))
     assert ended.wait(interval=0.05).value == "COMPLETED"
-    script = REPORTS.replace("NUM", "60").replace("SLEEP", "0.1")
+    # It stands at step 40 until the master is down.
+    script = "import os\n" + REPORTS.replace("NUM", "60").replace(
+        "time.sleep(SLEEP)",
+        f"""
+        until = time.monotonic() + 600
+        while step == 40 and not os.path.exists({str(tmp_path / "is_down")!r}):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.05)""",
+    )
     running = client.create_experiment(CONFIG, write_context(script, "running"))
     wait_until(lambda: any(list(t.iter_metrics("validation")) for t in running.trials()))
     delete(master.home / "master.sqlite")
@@ -329,6 +341,7 @@ def test_a_master_whose_database_is_deleted_says_so_and_loses_nothing(
     # No trial is asked for a checkpoint.
     assert "Stopping" not in told
     assert "1 trial goes on without a master" in told
+    (tmp_path / "is_down").touch()
     # It was told once, and nothing was tried in vain.
     assert "Traceback" not in (master.home / "master.log").read_text()
     (found,) = fix(master.home).findings

@@ -24,8 +24,6 @@ MAX_SKIPPED_STEPS = 10
 class KeySetError(ValueError):
     """Raised when batches or ranks report different metric names."""
 
-    __module__ = "paceline.pytorch"
-
 
 class _WeightedSum:
     """Weighted sum of a single metric.

@@ -37,8 +37,6 @@ class WorkerFailedError(PicklableError, RuntimeError):
     ended it if one did. `is_consequence` says that the end only answers another worker's failure.
     """
 
-    __module__ = "paceline.train"
-
     def __init__(
         self,
         message: str,
@@ -58,31 +56,21 @@ class WorkerFailedError(PicklableError, RuntimeError):
 class RanksDifferError(RuntimeError):
     """Raised when parameters, rates or buffers differ between ranks, but must be the same."""
 
-    __module__ = "paceline.train"
-
 
 class ResourcesError(ValueError):
     """Raised when the workers are to have more than there is."""
-
-    __module__ = "paceline.train"
 
 
 class NodesDifferError(RuntimeError):
     """Raised when a node cannot run workers as its versions or options are not the driver's."""
 
-    __module__ = "paceline.train"
-
 
 class TrainingFailedError(PicklableError, RuntimeError):
     """Base of a run's errors, apart from exceptions of the user's code."""
 
-    __module__ = "paceline.train"
-
 
 class RunDirectoryError(TrainingFailedError):
     """Raised when a node does not see the run directory of the driver."""
-
-    __module__ = "paceline.train"
 
 
 class WorkersLostError(TrainingFailedError):
@@ -90,8 +78,6 @@ class WorkersLostError(TrainingFailedError):
 
     `num_losses` counts the losses.
     """
-
-    __module__ = "paceline.train"
 
     def __init__(self, message: str, num_losses: int) -> None:
         super().__init__(message)
@@ -103,8 +89,6 @@ class NotEnoughWorkersError(TrainingFailedError):
 
     `wanted` is that number, `available` how many could run at last.
     """
-
-    __module__ = "paceline.train"
 
     def __init__(self, message: str, wanted: int, available: int) -> None:
         super().__init__(message)

@@ -41,8 +41,6 @@ _SEEN = "names of classes"
 class NotSendableError(TypeError):
     """Raised when an object cannot be pickled for its way between driver and workers."""
 
-    __module__ = "paceline.train"
-
 
 def dump(
     value: Any, file: IO[bytes], *, what: str, name: str, buffers: list[Buffer] | None = None

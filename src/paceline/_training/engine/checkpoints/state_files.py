@@ -48,8 +48,6 @@ _ARRAY_DTYPES = frozenset(
 class StateFormatError(TypeError):
     """Error for a state with a value unknown to the safe format."""
 
-    __module__ = "paceline.creators"
-
 
 def save_state(state: Any, directory: Path, name: str, send: FileSender | None = None) -> None:
     """Write ``<name>.json`` and, if there are tensors, ``<name>.safetensors``.

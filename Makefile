@@ -77,7 +77,7 @@ COMPILE := @$(BIN)/python -m compileall -q -x /test_ src tests && $(BIN)/python 
 # Most tests wait for processes, so several at once fit on two cores. The tests of a file share what
 # is slow to start, such as a cluster, so one process runs them all.
 ONE_FILE_EACH := --dist loadfile --no-loadscope-reorder
-TEST_PROCESSES ?= 8
+TEST_PROCESSES ?= 6
 
 test: $(VENV)/.installed-dev test-ui browser
 	$(COMPILE)

@@ -281,7 +281,7 @@ def test_members_do_not_wait_for_one_that_was_preempted_before_it_started(group:
 
 
 def test_slots_are_given_back_if_a_node_does_not_begin(group: Group) -> None:
-    group.submit(start_timeout=0.001)
+    group.submit(start_timeout=20.0)
     group.launches()
     group.begin(1, 0, 4000)
     group.master.core.reconciler._waiting_since[1] = 0.0

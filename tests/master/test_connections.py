@@ -168,6 +168,19 @@ def test_answers_leave_at_once(master: Any) -> None:
     assert all(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in accepted)
 
 
+@pytest.mark.parametrize("has_end", [True, False])
+@pytest.mark.parametrize("num_bytes", [60_000, 100_000])
+def test_a_head_has_a_limit_also_in_one_piece(master: Any, num_bytes: int, has_end: bool) -> None:
+    head = b"GET /api/v1/health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Long: "
+    with socket.create_connection(("127.0.0.1", master.port), timeout=PATIENCE_S) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        end.sendall(head + b"a" * num_bytes + (b"\r\n\r\n" if has_end else b""))
+        if num_bytes < 65_536 and not has_end:
+            end.sendall(b"\r\n\r\n")
+        answer = end.recv(100)
+    assert answer.startswith(b"HTTP/1.1 200" if num_bytes < 65_536 else b"HTTP/1.1 400")
+
+
 def test_half_sent_requests_keep_nobody_out(few_files: MasterWithFewFiles) -> None:
     master = few_files.start()
     with ExitStack() as stack:

@@ -610,6 +610,25 @@ def test_a_token_that_only_reports_adds_nothing_to_the_run_of_another(
     assert dump(master) == before
 
 
+def test_a_run_that_reports_goes_to_the_master_that_begins_to_watch_it(
+    master: Any, watcher: RunsWatcher, run: HandRun
+) -> None:
+    secret = master.http.post("/tokens", json={"name": "far", "scope": "report"}).json()["secret"]
+    run.live()
+    run.begin()
+    run.report(1, 1.0)
+    with Client(f"http://127.0.0.1:{master.port}", secret) as reporter:
+        sync = RunSync(reporter, run.path)
+        sync.send()
+        run.report(2, 1.0)
+        watcher.scan()
+        with pytest.raises(ApiError, match="it reads the records there"):
+            sync.send()
+    run.report(3, 1.0)
+    watcher.scan()
+    assert master.http.get("/trials/1").json()["steps_completed"] == 3
+
+
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_commands_are_refused(
     master: Any, run: HandRun, send: Callable[..., Any], is_alive: bool

@@ -145,11 +145,6 @@ def new_run_storage(path: Path) -> CheckpointStorage:
         raise type(error)(text) from error
 
 
-def is_storage_in_environment() -> bool:
-    """Return whether a variable says where a new run keeps its checkpoints."""
-    return bool(os.environ.get(RUNS_VARIABLE)) or is_checkpoint_url(os.environ.get(RESUME_VARIABLE))
-
-
 def is_checkpoint_url(resume: str | os.PathLike[str] | None) -> bool:
     """Return whether `resume` is the URL of a checkpoint rather than a run directory."""
     return isinstance(resume, str) and "://" in resume

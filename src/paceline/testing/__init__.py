@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 # The points stand in Paceline's own code, so this must load nothing else.
 from paceline import faults
-from paceline._base.imports import late_names, show_public_errors
+from paceline._base.imports import late_names
 
 if TYPE_CHECKING:
     from paceline.testing._compare_runs import (
@@ -45,6 +45,5 @@ __all__ = [
     "verify_resume",
 ]
 
-show_public_errors(__name__, globals())
 
 __getattr__ = late_names(__name__, _PLACES)

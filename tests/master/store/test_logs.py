@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline._cluster.master.store.log_index_and_search import LogFilter, StoredLine, log_levels
+from paceline._cluster.master.store.log_index_and_search import LogFilter, StoredLine
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.messages.runner_messages import LogEntry
 
@@ -249,10 +249,6 @@ def test_more_trials_than_are_kept_in_memory_keep_their_positions(logs: LogStore
     for trial_id in range(0, 300, 7):
         logs.append(trial_id, 1, [entry(1), entry(2)])
         assert texts(logs.read(trial_id)) == ["line 0", "line 1", "line 2"]
-
-
-def test_log_levels_are_ordered() -> None:
-    assert log_levels() == ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -264,8 +264,10 @@ class Connection(HttpToolsProtocol):
         encodings = [value for name, value in self.headers if name == b"transfer-encoding"]
         has_host = len(hosts) == 1 or (not hosts and self.parser.get_http_version() == "1.0")
         is_clear = has_host and encodings in ([], [b"chunked"]) and self.url.startswith(b"/")
-        if not is_clear or len(self.pipeline) >= _MAX_PIPELINED:
-            raise ValueError("the request could be read in two ways, or waits behind many")
+        # A head that comes in one piece is never an incomplete one.
+        num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if num_bytes > MAX_HEADER_BYTES or not is_clear or len(self.pipeline) >= _MAX_PIPELINED:
+            raise ValueError("the request is too long, has two meanings, or waits behind many")
         super().on_headers_complete()
         # Fields behind the body are not those of the request, which the parser would add to.
         self.headers = []

@@ -43,8 +43,9 @@ def check_sender(experiment: Row[Any], *, is_trusted: bool) -> None:
         raise RefusedError(
             "foreign_run",
             "A token of scope `report` must send runs that such a token registered, but"
-            f" experiment {experiment.id} was registered by another. Hint: send with the token"
-            " that registered the run.",
+            f" experiment {experiment.id} was registered by another. Hint: if the master watches"
+            " the directory of the run, it reads the records there; else send with the token that"
+            " registered the run.",
         )
 
 

@@ -54,11 +54,6 @@ class LogFilter:
         return self.search is None or self.search.lower() in line.text.lower()
 
 
-def log_levels() -> tuple[str, ...]:
-    """Return the names of the levels, lowest first."""
-    return _LEVELS
-
-
 def levels_from(level: str) -> tuple[str, ...]:
     """Return a level and the higher ones; () if lines without a level would pass as well."""
     number = _level_number(level)

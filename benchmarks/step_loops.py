@@ -247,7 +247,7 @@ def run_creators(
 ) -> None:
     """Train by the default function of creators, in this process as in its one worker."""
     from paceline._base.process_and_network import PortReservation
-    from paceline.creators import _replica as _replica_functions
+    from paceline.creators._replica import execute, make_replica
     from paceline.creators._trainer_arguments import ReplicaPassOrder, make_replica_spec
 
     spec = make_replica_spec(
@@ -279,8 +279,8 @@ def run_creators(
         before = dict(os.environ)
         os.environ |= {**worker, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.port)}
         try:
-            _replica_functions.set_up(spec)
-            _replica_functions.train(ReplicaPassOrder(num_steps, is_profiled=False, info={}))
+            make_replica(spec)
+            execute("train", ReplicaPassOrder(num_steps, is_profiled=False, info={}))
         finally:
             os.environ.clear()
             os.environ |= before

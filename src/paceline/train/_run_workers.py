@@ -142,15 +142,17 @@ class TrainWorkers(Workers[WorkerPool]):
             on_report: Called after each report of a function that runs in this process.
         """
         is_class = isinstance(job.function, Instance)
-        name = "make_instance" if is_class else "run_job"
+        name, func = "make_instance" if is_class else "run_job", None
+        arguments: tuple[Any, ...] = (job, on_report)
         if self.pool.can_restart:
             func = job.function.kind if is_class else job.function
-            return self.ask(name, (job,), func=func)
-        if self._joined_pool is not None:
+            arguments = (job,)
+        elif self._joined_pool is not None:
             _check_storage(self._joined_pool.distributed, job.spec)
         elif not is_class:
-            return self.ask("run_in_driver", (job, self.settings.resources.gpus, on_report))
-        return self.ask(name, (job, on_report))
+            name = "run_in_driver"
+            arguments = (job, self.settings.resources.gpus, on_report)
+        return self.pool.submit(InWorker(self.settings.functions, name, func), arguments)
 
     def ask(
         self,

@@ -11,44 +11,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from figures import Figure
+
 _MASTER_ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One measured quantity, its bar if there is one, and what the values come from."""
-
-    what: str
-    unit: str
-    values: list[float]
-    bar: float | None
-    is_smaller_better: bool = True
-    beside: str = ""
-    raw: Any = None
-
-    @property
-    def median(self) -> float:
-        """The median of the values."""
-        return statistics.median(self.values)
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the median meets the bar, if there is one."""
-        if self.bar is None:
-            return True
-        return self.median <= self.bar if self.is_smaller_better else self.median >= self.bar
-
-    def shown(self, value: float) -> str:
-        """Return a value with its unit."""
-        return f"{value:,.{0 if value >= 100 else 2}f} {self.unit}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything, with the median."""
-        return asdict(self) | {"median": self.median, "is_met": self.is_met}
 
 
 def measure_report() -> list[Figure]:

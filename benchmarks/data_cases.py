@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from bench_cases import Figure
 from data_readers import BATCH, WORKERS
 from data_server import serving
+from figures import Figure
 
 _NUM_ROUNDS = 2
 _SECONDS = 8

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from bench_cases import Figure
 from data_server import SHARD_ROWS, make_shard, serving
+from figures import Figure
 
 _NUM_SHARDS = 100_000
 _NUM_ROUNDS = 3

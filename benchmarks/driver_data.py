@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_cases import Figure
+from figures import Figure
 
 _NUM_ROUNDS = 3
 _MEGABYTES = 1000

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench_cases import Figure
+from figures import Figure, print_table
 
 _SELF = Path(__file__)
 _NUM_RANKS, _NUM_WARM = 2, 3
@@ -70,8 +70,6 @@ def main() -> None:
 
         run_blocks(given.blocks, given.device)
         return
-    from run import print_table
-
     print_table(measure_fsdp_steps(given.blocks, given.rounds, given.device))
 
 

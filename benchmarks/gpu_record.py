@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from bench_cases import Figure
+from figures import Figure
 
 # Where a part writes its rows; without it they are printed alone.
 ROWS_VARIABLE = "PACELINE_GPU_ROWS"

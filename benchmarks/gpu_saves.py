@@ -16,7 +16,7 @@ from typing import Any
 
 import save_stall
 import torch
-from bench_cases import Figure
+from figures import Figure
 from gpu_machine import copy_bytes_per_s, part_arguments
 from gpu_record import check, emit_figure, leave_out, tell
 from memory_peak import MemoryPeak

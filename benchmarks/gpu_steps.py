@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from bench_cases import Figure
+from figures import Figure
 from gpu_machine import part_arguments
 from gpu_record import Row, Status, check, emit, emit_figure, leave_out
 from peer_loops import PEER_LOOPS

@@ -28,7 +28,7 @@ from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
-from bench_cases import Figure
+from figures import Figure, print_table, store
 from store_cases import s3_server
 
 _SELF = Path(__file__)
@@ -157,8 +157,6 @@ def main() -> None:
     if given.child:
         _be_rank(given)
         return
-    from run import print_table, store
-
     figures = measure_all(given.megabytes, given.ranks, given.rounds, is_s3=given.s3)
     print_table(figures)
     store(figures)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from bench_cases import Figure
+from figures import Figure
 from large_store import LargeStore, fill_home
 
 _NUM_CLIENTS = 25

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench_cases import Call, Figure, start_master, upload_code
+from bench_cases import Call, start_master, upload_code
+from figures import Figure
 
 _NUM_ATTEMPTS = 64
 _NUM_SLOTS = 8

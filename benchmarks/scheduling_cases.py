@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from bench_cases import Figure, start_master
+from bench_cases import start_master
+from figures import Figure
 
 _NUM_WAITING = 1000
 _NUM_SLOTS = 500

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from bench_cases import Call, Figure, start_master, upload_code
+from bench_cases import Call, start_master, upload_code
+from figures import Figure, print_table, store
 
 SCRIPT = """
 import paceline as det
@@ -47,8 +48,6 @@ def main() -> None:
         context.mkdir()
         (context / "train.py").write_text(SCRIPT)
         notes = soak(home, call, context, options)
-    from run import print_table, store
-
     figures = figures_of(notes)
     print_table(figures)
     store(figures)

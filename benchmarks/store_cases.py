@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 from uuid import uuid4
 
-from bench_cases import Figure
+from figures import Figure
 
 _SIZE = 100_000_000
 _NUM_ROUNDS = 15

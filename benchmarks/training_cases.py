@@ -9,7 +9,7 @@ import fsdp_steps
 import rank_saves
 import save_stall
 import step_cost
-from bench_cases import Figure
+from figures import Figure
 
 _WORKS_MS = (0.0, 1.0, 10.0)
 _NUM_ROUNDS = 4

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from bench_cases import Figure, start_master, upload_code
+from bench_cases import start_master, upload_code
+from figures import Figure
 
 _NUM_TRIALS = int(os.environ.get("PACELINE_BENCH_NUM_TRIALS", "1000"))
 _SCRIPT = """

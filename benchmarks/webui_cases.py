@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench_cases import Figure
+from figures import Figure
 
 from paceline.client import Client
 from paceline.client._http_session import read_master_file

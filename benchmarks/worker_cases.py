@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import driver_data
-from bench_cases import Figure
+from figures import Figure
 from worker_children import HEARTBEAT_S, TORCHRUN_SCRIPT
 
 _CHILDREN = Path(__file__).with_name("worker_children.py")

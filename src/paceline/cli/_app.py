@@ -13,6 +13,7 @@ from paceline.cli._backup_and_home_commands import backup, home_app, restore
 from paceline.cli._checkpoint_commands import checkpoint_app
 from paceline.cli._create_command import preview_search
 from paceline.cli._experiment_commands import experiment_app
+from paceline.cli._init_command import init
 from paceline.cli._master_commands import down, status, up
 from paceline.cli._options_and_errors import (
     CaFile,
@@ -23,6 +24,7 @@ from paceline.cli._options_and_errors import (
     report_error,
     trust,
 )
+from paceline.cli._run_command import run
 from paceline.cli._runner_and_pool_commands import pool_app, runner_app
 from paceline.cli._runs_commands import runs_app, sync
 from paceline.cli._slot_and_job_commands import queue_app, slot_app
@@ -148,9 +150,11 @@ app.command("status")(status)
 app.command("backup")(backup)
 app.command("restore")(restore)
 app.command("login")(login)
+app.command("init")(init)
 app.command("sync")(sync)
 app.command("preview-search")(preview_search)
-# Options that it does not know are the script's.
+# Options that they do not know are the script's.
+app.command("run", context_settings={"ignore_unknown_options": True})(run)
 app.command("verify-resume", context_settings={"ignore_unknown_options": True})(verify_resume)
 for _name, _short, _group in (
     ("experiment", "e", experiment_app),

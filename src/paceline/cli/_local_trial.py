@@ -76,7 +76,7 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
     seed = config.reproducibility.experiment_seed
     trial = _first_trial(config, secrets.randbelow(2**31) if seed is None else seed)
     root = Path.cwd() / "paceline_runs"
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip("-.") or "run"
+    name = local_run_name(config)
     path = _unused_for_local(root / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     storage = config.checkpoint_storage.root if config.checkpoint_storage else None
     variables = config.environment.variables
@@ -98,6 +98,11 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
         arguments=[hide_values(argument, private) for argument in sys.argv],
     )
     return RunDirectory.create(path, info)
+
+
+def local_run_name(config: "ExperimentConfig") -> str:
+    """Return the name of an experiment's local runs."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip("-.") or "run"
 
 
 def _open_run(path: Path) -> RunDirectory:
@@ -183,7 +188,7 @@ def _run_entrypoint(
         if not place.is_dir():
             raise CommandError(f"`DIR` must be a directory, but got {str(place)!r}.") from None
         return _refuse_local(f"The entrypoint {command[0]!r} must exist.", _NOT_FOUND)
-    with _signals_passed_to(process):
+    with signals_passed_to(process):
         code = exit_code(process)
     return code if code >= 0 else _SIGNALLED - code
 
@@ -196,7 +201,7 @@ def _refuse_local(message: str, code: int) -> int:
 
 
 @contextmanager
-def _signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+def signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     """Pass signals to the script, the judge of their meaning; Ctrl-C comes from the terminal."""
     passed = (signal.SIGTERM, signal.SIGUSR1)
     old = {number: signal.getsignal(number) for number in (*passed, signal.SIGINT)}

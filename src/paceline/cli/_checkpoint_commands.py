@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli._options_and_errors import CommandError, Json, Uuid
+from paceline.cli._options_and_errors import (
+    SHORTEST_PREFIX,
+    CommandError,
+    Json,
+    Uuid,
+    checkpoint_by_prefix,
+)
 
 if TYPE_CHECKING:
     from paceline.storage._checkpoint_storage import CheckpointStorage
-
-
-# Shorter ones fit too many checkpoints by chance.
-_SHORTEST_PART = 4
 
 
 def export(
@@ -200,7 +202,7 @@ def _export_in_runs_here(checkpoint: str) -> "tuple[CheckpointStorage, str] | No
     from paceline.core._read_runs import RUNS_DIRECTORY, list_runs, storage_at
     from paceline.storage._checkpoint_files import StorageNotInstalledError
 
-    if len(checkpoint) < _SHORTEST_PART:
+    if len(checkpoint) < SHORTEST_PREFIX:
         return None
     found: dict[str, CheckpointStorage] = {}
     for summary in list_runs(Path(RUNS_DIRECTORY)):
@@ -225,7 +227,7 @@ def _export_from_master(uuid: str, target: Path) -> Path:
 
     try:
         with connect() as client:
-            return client.get_checkpoint(uuid).download(target)
+            return checkpoint_by_prefix(client, uuid).download(target)
     except MasterUnreachableError as error:
         raise CommandError(
             f"`CHECKPOINT` must be a directory, or the UUID of a checkpoint of a run in"
@@ -315,7 +317,7 @@ def describe(uuid: Uuid, json: Json = False) -> None:
     from paceline.cli._options_and_errors import connect
 
     with connect() as client:
-        checkpoint = client.get_checkpoint(uuid)
+        checkpoint = checkpoint_by_prefix(client, uuid)
     data = checkpoint.data
     if json:
         print_json(data)
@@ -342,7 +344,8 @@ def download(
     uuid: Annotated[
         str,
         typer.Argument(
-            help="UUID of the checkpoint, or its URL in an object store, which needs no master.",
+            help="UUID of the checkpoint or its beginning, or its URL in an object store, which"
+            " needs no master.",
             metavar="UUID",
         ),
     ],
@@ -359,7 +362,7 @@ def download(
         typer.echo(str(_download_from_store(uuid, output)))
         return
     with connect() as client:
-        path = client.get_checkpoint(uuid).download(output, mode=mode)
+        path = checkpoint_by_prefix(client, uuid).download(output, mode=mode)
     typer.echo(str(path))
 
 
@@ -384,7 +387,10 @@ def _download_from_store(url: str, output: Path | None) -> Path:
 
 @checkpoint_app.command()
 def delete(
-    uuids: Annotated[list[str], typer.Argument(help="UUIDs of the checkpoints.", metavar="UUID")],
+    uuids: Annotated[
+        list[str],
+        typer.Argument(help="UUIDs of the checkpoints, or their beginnings.", metavar="UUID"),
+    ],
     glob: Annotated[
         list[str] | None,
         typer.Option(
@@ -399,7 +405,8 @@ def delete(
     from paceline.cli._options_and_errors import connect
 
     with connect() as client:
-        found = [client.get_checkpoint(uuid) for uuid in dict.fromkeys(uuids)]
+        named = [checkpoint_by_prefix(client, uuid) for uuid in uuids]
+        found = list({checkpoint.uuid: checkpoint for checkpoint in named}.values())
         for checkpoint in found:
             if checkpoint.state.value == "DELETED":
                 raise CommandError(

@@ -1,5 +1,7 @@
 """Commands `paceline experiment`: create, watch, change, archive, delete, fork and download."""
 
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,6 +21,7 @@ from paceline.cli._options_and_errors import (
     Overrides,
     Tail,
     Timestamps,
+    age_in_seconds,
 )
 
 if TYPE_CHECKING:
@@ -198,6 +201,21 @@ def list_experiments(
     archived: Annotated[
         bool, typer.Option("--archived", help="Show archived experiments instead.")
     ] = False,
+    name: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Show only names that contain this text.")
+    ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="LABEL", help="Show only with this label. Repeatable."),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Show only those created since then: an age such as 2d, 12h or 30m, or a date such"
+            " as 2026-11-30 or 2026-11-30T09:00.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """List experiments, newest first."""
@@ -212,7 +230,10 @@ def list_experiments(
     from paceline.cli._options_and_errors import connect
 
     with connect() as client:
-        found = _listed(client, state, limit, "only" if archived else "no")
+        where: list[tuple[str, str, Any]] = [] if name is None else [("name", "contains", name)]
+        where += [] if since is None else [("created_at", ">=", _moment(since))]
+        filters = {"labels": labels or (), "where": where}
+        found = _listed(client, state, limit, "only" if archived else "no", filters)
     if json:
         print_json(found)
         return
@@ -232,28 +253,51 @@ def list_experiments(
         ],
         right=["ID", "Done", "Trials", "Best metric"],
         shortened=["Name"],
-        empty=_nothing_listed(state),
+        empty=_nothing_listed(state, is_filtered=bool(where or labels)),
     )
 
 
 def _listed(
-    client: "Client", word: str | None, limit: int, archived: Literal["no", "only"]
+    client: "Client",
+    word: str | None,
+    limit: int,
+    archived: Literal["no", "only"],
+    filters: dict[str, Any],
 ) -> "list[ExperimentData]":
     """Return the newest experiments shown with this state word, across all its stored states."""
     from paceline.cli._console_output import EXPERIMENT_WORDS, experiment_word
 
     if word is None:
-        return [e.data for e in client.list_experiments(limit=limit, archived=archived)]
+        return [e.data for e in client.list_experiments(limit=limit, archived=archived, **filters)]
     found = [
         e.data
         for stored in EXPERIMENT_WORDS[word]
-        for e in client.list_experiments(state=stored, archived=archived)
+        for e in client.list_experiments(state=stored, archived=archived, **filters)
         if experiment_word(e.data) == word
     ]
     return sorted(found, key=lambda data: -data.id)[:limit]
 
 
-def _nothing_listed(word: str | None) -> str:
+def _moment(text: str) -> float:
+    """Return an age such as `2d`, or a date or time in the local zone, as seconds since the epoch.
+
+    Raises:
+        CommandError: The text is neither.
+    """
+    if (age_s := age_in_seconds(text)) is not None:
+        return time.time() - age_s
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise CommandError(
+            "`--since` must be an age such as 2d, 12h or 30m, or a date such as 2026-11-30, but got"
+            f" {text!r}."
+        ) from None
+
+
+def _nothing_listed(word: str | None, *, is_filtered: bool) -> str:
+    if is_filtered:
+        return "No experiment fits."
     if word is not None:
         return f"No experiment is {word}."
     return "No experiments. Create one with `paceline e create CONFIG`."

@@ -1,6 +1,7 @@
 """Options shared by commands, the client of the chosen master, and errors for users."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
+    from paceline.client._checkpoint import Checkpoint
     from paceline.client._client import Client
 
 
 ExperimentId = Annotated[int, typer.Argument(help="Number of the experiment.", metavar="ID")]
 TrialId = Annotated[int, typer.Argument(help="Number of the trial.", metavar="ID")]
-Uuid = Annotated[str, typer.Argument(help="UUID of the checkpoint.", metavar="UUID")]
+Uuid = Annotated[
+    str, typer.Argument(help="UUID of the checkpoint or its beginning.", metavar="UUID")
+]
 AllLogs = Annotated[
     bool, typer.Option("--logs", help="With -f: print all output of a search's trials.")
 ]
@@ -80,6 +84,15 @@ Home = Annotated[
 ]
 
 
+_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+def age_in_seconds(text: str) -> float | None:
+    """Return an age such as `30d` or `12h` in seconds; None for another text."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([mhdw])", text, re.ASCII)
+    return None if match is None else float(match[1]) * _SECONDS[match[2]]
+
+
 def home_of(home: Path | None) -> Path:
     """Return the home named by an option, or the default home, as an absolute path."""
     from paceline.client._http_session import home_directory
@@ -105,6 +118,25 @@ def connect() -> "Iterator[Client]":
 
     with Client(chosen_master.get()) as client:
         yield client
+
+
+# Shorter ones fit too many checkpoints by chance.
+SHORTEST_PREFIX = 4
+
+
+def checkpoint_by_prefix(client: "Client", text: str) -> "Checkpoint":
+    """Return the checkpoint whose UUID is, or alone begins with, a text.
+
+    Raises:
+        ApiError: There is no such checkpoint.
+        CommandError: The text is the beginning of several.
+    """
+    found = client.find_checkpoints(text) if len(text) >= SHORTEST_PREFIX else []
+    exact = [one for one in found if one.uuid == text]
+    if len(found) > 1 and not exact:
+        uuids = [f"{one.uuid} (trial {one.data.trial_id})" for one in found]
+        raise CommandError(f"`UUID` must fit one checkpoint, but {text!r} fits {', '.join(uuids)}.")
+    return (exact or found)[0] if found else client.get_checkpoint(text)
 
 
 def nested_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def show(
     directory = RunDirectory(path)
     rows = [
         (name, row)
-        for name in ([group] if group else _run_groups(directory))
+        for name in ([group] if group else run_groups(directory))
         for row in read_metrics(directory, name)
         if all_rows or not row.is_superseded
     ]
@@ -197,7 +197,7 @@ def _print_run_rows(rows: list[tuple[str, Any]]) -> None:
     )
 
 
-def _run_groups(run: "RunDirectory") -> list[str]:
+def run_groups(run: "RunDirectory") -> list[str]:
     """Return the names of the metric groups reported by the chief."""
     from paceline._base.journal_records import MetricsReported
 

@@ -253,6 +253,21 @@ def kill(trial: TrialId) -> None:
     typer.echo(f"Trial {trial} is {killed.data.shown_state.value}.")
 
 
+@trial_app.command()
+def stop(trial: TrialId, json: Json = False) -> None:
+    """Stop a trial for good: it stores a checkpoint and ends. The search continues without it."""
+    from paceline.cli._console_output import print_json
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        stopped = client.get_trial(trial).stop()
+    if json:
+        print_json(stopped.data)
+        return
+    ends = " It stores a checkpoint and ends." if stopped.data.is_running else ""
+    typer.echo(f"Trial {trial} is {stopped.data.shown_state.value}.{ends}")
+
+
 @trial_app.command("continue")
 def continue_trial(
     trial: TrialId,

@@ -1,6 +1,7 @@
 """Client of a master: all its calls, as methods and as plain functions."""
 
 import atexit
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -386,6 +387,8 @@ class Client(ClusterClient):
         state: str | None = None,
         limit: int | None = None,
         archived: Literal["no", "only", "all"] = "no",
+        labels: Sequence[str] = (),
+        where: Sequence[Sequence[Any]] = (),
     ) -> list[Experiment]:
         """Return experiments, the newest first.
 
@@ -393,11 +396,20 @@ class Client(ClusterClient):
             state: Only those in this state, such as "ACTIVE".
             limit: At most this many.
             archived: Whether those in the archive are left out, alone or among the others.
+            labels: Only those with all of these labels.
+            where: Only those that meet all of these conditions, each a column, an operator and a
+                value, such as ``("name", "contains", "mnist")`` or ``("created_at", ">=", 1.7e9)``.
         """
         from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         pages = self._session.pages(
-            "experiments", ExperimentData, limit=limit, state=state, archived=archived
+            "experiments",
+            ExperimentData,
+            limit=limit,
+            state=state,
+            archived=archived,
+            label=list(labels) or None,
+            where=[json.dumps(list(condition)) for condition in where] or None,
         )
         return [Experiment(self._session, data) for data in pages]
 
@@ -413,6 +425,13 @@ class Client(ClusterClient):
 
         data = self._session.get(f"checkpoints/{uuid}", CheckpointData)
         return Checkpoint(self._session, data)
+
+    def find_checkpoints(self, prefix: str, *, limit: int = 20) -> list[Checkpoint]:
+        """Return the checkpoints whose UUIDs begin with a text of at least 4 characters."""
+        from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
+
+        found = self._session.get("checkpoints", list[CheckpointData], prefix=prefix, limit=limit)
+        return [Checkpoint(self._session, data) for data in found]
 
     def events(
         self, *, after: int | None = None, experiment_id: int | None = None

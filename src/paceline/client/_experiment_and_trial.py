@@ -2,7 +2,7 @@
 
 import heapq
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -112,6 +112,13 @@ class Trial:
         from paceline._cluster.messages.experiment_models import Trial as TrialData
 
         self.data = self._session.call("POST", f"trials/{self.id}/kill", TrialData)
+        return self
+
+    def stop(self) -> "Trial":
+        """Let the trial store a checkpoint and end, and return its present state."""
+        from paceline._cluster.messages.experiment_models import Trial as TrialData
+
+        self.data = self._session.call("POST", f"trials/{self.id}/stop", TrialData)
         return self
 
     def continue_(
@@ -355,6 +362,38 @@ class Experiment:
         """
         return self._change(max_slots=max_slots or 0)
 
+    def edit(
+        self,
+        *,
+        name: str | None = None,
+        labels: Sequence[str] | None = None,
+        notes: str | None = None,
+        priority: int | None = None,
+        weight: float | None = None,
+        max_slots: int | None = None,
+    ) -> "Experiment":
+        """Change several fields together, or none of them; None leaves a field as it is.
+
+        Args:
+            name: The new name.
+            labels: The new labels, in place of those before.
+            notes: The new notes.
+            priority: As `set_priority` takes it.
+            weight: As `set_weight` takes it.
+            max_slots: As `set_max_slots` takes it, but 0 removes the limit.
+
+        Raises:
+            ApiError: One of them is not possible.
+        """
+        return self._change(
+            name=name,
+            labels=None if labels is None else list(labels),
+            notes=notes,
+            priority=priority,
+            weight=weight,
+            max_slots=max_slots,
+        )
+
     def fork(self, config: dict[str, Any] | None = None, *, activate: bool = True) -> "Experiment":
         """Create an experiment with this experiment's code, and return the new experiment.
 
@@ -533,7 +572,8 @@ class Experiment:
         from paceline._cluster.messages.experiment_models import EditExperiment
         from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
-        path, body = f"experiments/{self.id}", EditExperiment(**fields)
+        # The master checks the fields and says what is wrong in its own words.
+        path, body = f"experiments/{self.id}", EditExperiment.model_construct(**fields)
         self.data = self._session.call("PATCH", path, ExperimentData, body=body)
         return self
 

@@ -225,6 +225,15 @@ class Commands:
                 transaction, trial, TrialState.STOPPING_KILLED, "killed by the user"
             )
 
+    def stop_trial(self, transaction: Transaction, trial_id: int) -> None:
+        """Let a trial store a checkpoint and end; the search sees a canceled trial."""
+        trial = self._changes.trial(transaction.connection, trial_id)
+        self._managed(transaction, trial.experiment_id)
+        if TrialState(trial.state) in (TrialState.ACTIVE, TrialState.STOPPING_COMPLETED):
+            self._changes.stop_trial(
+                transaction, trial, TrialState.STOPPING_CANCELED, "stopped by the user"
+            )
+
     def continue_trial(
         self,
         transaction: Transaction,

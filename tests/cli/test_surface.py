@@ -17,6 +17,7 @@ from paceline.cli._options_and_errors import CommandError
 COMMANDS = {
     "backup": [],
     "checkpoint": ["delete", "describe", "download", "export", "list"],
+    "doctor": [],
     "down": [],
     "examples": ["copy", "list"],
     "experiment": [

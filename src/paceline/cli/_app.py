@@ -17,6 +17,7 @@ from paceline.cli import (  # noqa: F401 - their import adds commands
 from paceline.cli._backup_and_home_commands import backup, home_app, restore
 from paceline.cli._checkpoint_commands import checkpoint_app
 from paceline.cli._create_command import preview_search
+from paceline.cli._doctor_command import doctor
 from paceline.cli._experiment_commands import experiment_app
 from paceline.cli._init_command import init
 from paceline.cli._master_commands import down, status, up
@@ -156,6 +157,7 @@ app.command("backup")(backup)
 app.command("restore")(restore)
 app.command("login")(login)
 app.command("init")(init)
+app.command("doctor")(doctor)
 app.command("sync")(sync)
 app.command("preview-search")(preview_search)
 # Options that they do not know are the script's.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli._command_classes import CommandGroup
 from paceline.cli._options_and_errors import CommandError, Home, Json, home_of, report_error
 
 if TYPE_CHECKING:
@@ -276,9 +277,7 @@ def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:
     typer.echo("Start the master with `paceline up`.")
 
 
-home_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Check the home of a master."
-)
+home_app = CommandGroup(help="Check the home of a master.")
 
 _DIFFERENT = 1
 

@@ -1,6 +1,6 @@
 """Commands `paceline experiment create` and `preview-search`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,9 +11,11 @@ from paceline.cli._options_and_errors import (
     AllLogs,
     CommandError,
     ConfigFile,
+    DryRun,
     Follow,
     Json,
     Overrides,
+    RequestKey,
 )
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ def create(
         bool, typer.Option("--start-master", help="Start a master if none runs.")
     ] = False,
     logs: AllLogs = False,
+    key: RequestKey = None,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Create an experiment from a config and code."""
@@ -73,23 +77,25 @@ def create(
     _check_local_options(is_local=local, is_test=test, is_resumed=resume is not None)
     if directory is None and checked.environment.working_dir is None:
         directory = config.parent
+    if dry_run:
+        _print_dry_run(checked, directory)
+        return
     if local:
         from paceline.cli._local_trial import run_locally
 
-        _refuse_with_local({"--paused": paused, "--json": json, "--start-master": start_master})
+        given = {"--paused": paused, "--json": json, "--start-master": start_master, "--key": key}
+        _refuse_with_local(given)
         place = directory or Path()
         raise typer.Exit(run_locally(checked, place, resume=resume, is_test=test))
+    from paceline.cli._experiment_description import print_created
     from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         with _master_to_submit_to(start_master):
             submitted = config.read_text(encoding="utf-8")
-            experiment = _submit_experiment(client, checked, submitted, directory, paused, json)
-        if follow:
-            from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
-
-            options = FollowOptions(all_logs=logs, is_json=json)
-            raise typer.Exit(ExperimentFollower(experiment, client, options).follow())
+            experiment = _submit_experiment(client, checked, submitted, directory, paused, key)
+        text = f"Created experiment {experiment.id} ({experiment.name})."
+        print_created(experiment, client, text, is_followed=follow, all_logs=logs)
 
 
 def _check_local_options(*, is_local: bool, is_test: bool, is_resumed: bool) -> None:
@@ -103,7 +109,7 @@ def _check_local_options(*, is_local: bool, is_test: bool, is_resumed: bool) -> 
         )
 
 
-def _refuse_with_local(given: dict[str, bool]) -> None:
+def _refuse_with_local(given: Mapping[str, object]) -> None:
     for option, is_given in given.items():
         if is_given:
             raise CommandError(
@@ -118,32 +124,53 @@ def _submit_experiment(
     submitted: str,
     directory: Path | None,
     paused: bool,
-    json: bool,
+    key: str | None,
 ) -> "Experiment":
-    from paceline.cli._console_output import print_json, print_warning
+    from paceline.cli._console_output import print_warning
 
-    experiment = client.create_experiment(config, directory, not paused, submitted_config=submitted)
+    experiment = client.create_experiment(
+        config, directory, not paused, submitted_config=submitted, key=key
+    )
     for warning in experiment.data.warnings:
         if warning not in config.warnings:
             print_warning(warning)
-    typer.echo(_what_was_sent(directory), err=True)
-    if json:
-        print_json(experiment.data)
+    if directory is None:
+        typer.echo("Sent no files: the entrypoint runs in `environment.working_dir`.", err=True)
     else:
-        typer.echo(f"Created experiment {experiment.id} ({experiment.name}).")
+        typer.echo(f"Sent {_files_text(*_code_size(directory))} from {directory}", err=True)
     return experiment
 
 
-def _what_was_sent(directory: Path | None) -> str:
-    from paceline.cli._console_output import format_bytes
+def _code_size(directory: Path | None) -> tuple[int, int]:
+    """Return the number of files to send, and their bytes."""
     from paceline.client._code_and_run_uploads import list_context
 
-    if directory is None:
-        return "Sent no files: the entrypoint runs in `environment.working_dir`."
-    entries = list_context(directory)
-    num_files = sum(not entry.is_directory for entry in entries)
-    size = format_bytes(sum(entry.size for entry in entries))
-    return f"Sent {num_files} file{'s' * (num_files != 1)} ({size}) from {directory}"
+    entries = [] if directory is None else list_context(directory)
+    files = [entry.size for entry in entries if not entry.is_directory]
+    return len(files), sum(files)
+
+
+def _files_text(num_files: int, num_bytes: int) -> str:
+    from paceline.cli._console_output import format_bytes
+
+    return f"{num_files} file{'s' * (num_files != 1)} ({format_bytes(num_bytes)})"
+
+
+def _print_dry_run(config: "ExperimentConfig", directory: Path | None) -> None:
+    """Print the experiment that `create` would make, and the size of its code."""
+    from paceline.cli._console_output import num_trials_text, print_answer
+    from paceline.search._search import preview
+
+    num_files, num_bytes = _code_size(directory)
+    rows = preview(config.search_config(), config.hyperparameters).rows
+    num_trials = sum(row.trials for row in rows)
+    facts = {"num_trials": num_trials, "num_files": num_files, "num_bytes": num_bytes}
+    print_answer(
+        {"config": config.to_json(), **facts},
+        f"Dry run: the config is valid. Experiment {config.name} would have"
+        f" {num_trials_text(num_trials)} ({config.searcher.name}), and"
+        f" {_files_text(num_files, num_bytes)} of code would be sent. Nothing was created.",
+    )
 
 
 @contextmanager

@@ -1,12 +1,18 @@
 """Command `paceline experiment describe`: the experiment, its leaderboard and its rungs."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli._console_output import flatten, format_number, make_table, num_trials_text
-from paceline.cli._options_and_errors import ExperimentId, Json
+from paceline.cli._console_output import (
+    flatten,
+    format_number,
+    make_table,
+    num_trials_text,
+    plain_for_console,
+)
+from paceline.cli._options_and_errors import ExperimentId, Json, is_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +42,7 @@ def describe(
     with connect() as client:
         found = client.get_experiment(experiment)
         if json:
-            print_json(found.data)
+            print_json(experiment_result(client, found))
             return
         best, waits = _best_trial(client, found.data), _waits_for(client, found.data)
         nodes, problems = _nodes_of(client, found.data), _problems_of(client, found.data)
@@ -46,6 +52,42 @@ def describe(
         import yaml
 
         console().print(yaml.safe_dump(found.config, sort_keys=False).rstrip())
+
+
+def experiment_result(client: "Client", experiment: "Experiment") -> dict[str, Any]:
+    """Return an experiment for JSON, with its best trial."""
+    best = _best_trial(client, experiment.data)
+    return {**plain_for_console(experiment.data), "best_trial": best and best.data}
+
+
+def print_created(
+    experiment: "Experiment",
+    client: "Client",
+    text: str,
+    *,
+    is_followed: bool,
+    all_logs: bool = False,
+) -> None:
+    """Print a new experiment, or follow it to its end and exit.
+
+    With JSON, the document has the state at the end.
+    """
+    from paceline.cli._console_output import print_hint, print_json, print_note
+    from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
+
+    if is_followed:
+        print_note(text)
+        raise typer.Exit(
+            ExperimentFollower(experiment, client, FollowOptions(all_logs=all_logs)).follow()
+        )
+    if is_json():
+        print_json(experiment_result(client, experiment))
+    else:
+        typer.echo(text)
+    if experiment.data.state.value == "PAUSED":
+        print_hint(f"`paceline e activate {experiment.id}` starts it.")
+    else:
+        print_hint(f"`paceline e logs {experiment.id} -f` follows it to its end.")
 
 
 def end_note(experiment: "Experiment") -> str | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli._checkpoint_commands import OutputDirectory
+from paceline.cli._command_classes import CommandGroup
 from paceline.cli._options_and_errors import (
     CommandError,
     Follow,
@@ -14,6 +15,7 @@ from paceline.cli._options_and_errors import (
     Level,
     Overrides,
     Rank,
+    RequestKey,
     Search,
     Stream,
     Tail,
@@ -28,9 +30,7 @@ if TYPE_CHECKING:
     from paceline.client._experiment_and_trial import Trial
 
 
-trial_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Show and change a trial."
-)
+trial_app = CommandGroup(help="Show and change a trial.")
 
 
 @trial_app.command()
@@ -246,11 +246,12 @@ def logs(
 @trial_app.command()
 def kill(trial: TrialId) -> None:
     """Kill a trial at once, without a checkpoint."""
+    from paceline.cli._console_output import print_answer
     from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         killed = client.get_trial(trial).kill()
-    typer.echo(f"Trial {trial} is {killed.data.shown_state.value}.")
+    print_answer(killed.data, f"Trial {trial} is {killed.data.shown_state.value}.")
 
 
 @trial_app.command("continue")
@@ -261,27 +262,20 @@ def continue_trial(
     paused: Annotated[
         bool, typer.Option("--paused", help="Create it, but do not start it.")
     ] = False,
-    json: Json = False,
+    key: RequestKey = None,
 ) -> None:
     """Continue a trial in a new experiment.
 
     The new experiment starts from the latest checkpoint of the trial.
     """
-    from paceline.cli._console_output import print_json
-    from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
+    from paceline.cli._experiment_description import print_created
     from paceline.cli._options_and_errors import connect, nested_overrides
 
     with connect() as client:
         changes = nested_overrides(overrides)
-        experiment = client.get_trial(trial).continue_(changes, activate=not paused)
-        if json:
-            print_json(experiment.data)
-        else:
-            typer.echo(f"Created experiment {experiment.id}, which continues trial {trial}.")
-        if follow:
-            raise typer.Exit(
-                ExperimentFollower(experiment, client, FollowOptions(is_json=json)).follow()
-            )
+        experiment = client.get_trial(trial).continue_(changes, activate=not paused, key=key)
+        text = f"Created experiment {experiment.id}, which continues trial {trial}."
+        print_created(experiment, client, text, is_followed=follow)
 
 
 @trial_app.command()
@@ -293,13 +287,14 @@ def download(
     output: OutputDirectory = None,
 ) -> None:
     """Copy the best checkpoint of a trial into a new directory."""
+    from paceline.cli._console_output import print_answer
     from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         checkpoint = _latest_of_trial(client.get_trial(trial)) if latest else None
         chosen = checkpoint or client.get_trial(trial).top_checkpoint()
         path: Path = chosen.download(output)
-    typer.echo(str(path))
+    print_answer({"path": str(path), "uuid": chosen.uuid}, str(path))
 
 
 def _latest_of_trial(trial: "Trial") -> "Checkpoint":

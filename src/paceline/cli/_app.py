@@ -12,6 +12,7 @@ from paceline._base.process_and_network import TerminalStream
 from paceline.cli._backup_and_home_commands import backup, home_app, restore
 from paceline.cli._checkpoint_commands import checkpoint_app
 from paceline.cli._command_classes import CommandGroup, PipeClosedError
+from paceline.cli._console_output import print_answer, print_list
 from paceline.cli._create_command import preview_search
 from paceline.cli._experiment_commands import experiment_app
 from paceline.cli._master_commands import down, status, up
@@ -42,7 +43,6 @@ _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.py[co]", "paceline_runs", "
 @examples_app.command("list", is_list=True)
 def list_examples() -> None:
     """List the examples."""
-    from paceline.cli._console_output import print_list
 
     names = _names()
     print_list([{"name": name} for name in names], ["Name"], [[name] for name in names])
@@ -69,7 +69,6 @@ def copy_example(
             " Hint: give another one as the second argument."
         )
     shutil.copytree(examples_directory() / name, target, ignore=_LEFT_OUT, dirs_exist_ok=True)
-    from paceline.cli._console_output import print_answer
 
     print_answer(
         {"name": name, "path": str(target)},
@@ -145,8 +144,6 @@ def root(
 def version() -> None:
     """Print Paceline's version."""
     from importlib.metadata import version as installed_version
-
-    from paceline.cli._console_output import print_answer
 
     number = installed_version("paceline")
     print_answer({"version": number}, number)

@@ -11,7 +11,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.cli._command_classes import CommandGroup
-from paceline.cli._options_and_errors import CommandError, ExperimentId, Json, Uuid, confirm
+from paceline.cli._completions import complete_checkpoint
+from paceline.cli._console_output import (
+    console,
+    format_bytes,
+    format_moment,
+    format_values,
+    print_answer,
+    print_facts,
+    print_json,
+    print_list,
+    print_table,
+    state_text,
+)
+from paceline.cli._options_and_errors import (
+    CommandError,
+    ExperimentId,
+    Json,
+    Uuid,
+    confirm,
+    connect,
+)
 
 if TYPE_CHECKING:
     from paceline.storage._checkpoint_storage import CheckpointStorage
@@ -91,7 +111,6 @@ def export(
     Directories and local runs need no master. The command needs little memory, however large the
     model is. Checkpoints in an object store, and those of the master, are downloaded first.
     """
-    from paceline.cli._console_output import print_answer
 
     options: dict[str, Any] = {"model": model, "key": key}
     if file_format == "dcp":
@@ -223,7 +242,6 @@ def _export_in_runs_here(checkpoint: str) -> "tuple[CheckpointStorage, str] | No
 
 
 def _export_from_master(uuid: str, target: Path) -> Path:
-    from paceline.cli._options_and_errors import connect
     from paceline.client._http_session import MasterUnreachableError
 
     try:
@@ -277,8 +295,6 @@ def list_checkpoints(
     ] = False,
 ) -> None:
     """List the checkpoints of an experiment, latest first."""
-    from paceline.cli._console_output import format_bytes, print_list, state_text
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_experiment(experiment).checkpoints(sort_by="metric" if best else "steps")
@@ -300,17 +316,6 @@ def list_checkpoints(
 @checkpoint_app.command()
 def describe(uuid: Uuid, json: Json = False) -> None:
     """Show the metadata and files of a checkpoint."""
-    from paceline.cli._console_output import (
-        console,
-        format_bytes,
-        format_moment,
-        format_values,
-        print_facts,
-        print_json,
-        print_table,
-        state_text,
-    )
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         checkpoint = client.get_checkpoint(uuid)
@@ -342,6 +347,7 @@ def download(
         typer.Argument(
             help="UUID of the checkpoint, or its URL in an object store, which needs no master.",
             metavar="UUID",
+            autocompletion=complete_checkpoint,
         ),
     ],
     output: OutputDirectory = None,
@@ -351,8 +357,6 @@ def download(
     ] = "auto",
 ) -> None:
     """Copy the files of a checkpoint into a new directory."""
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._options_and_errors import connect
 
     if "://" in uuid:
         path = _download_from_store(uuid, output)
@@ -383,7 +387,12 @@ def _download_from_store(url: str, output: Path | None) -> Path:
 
 @checkpoint_app.command()
 def delete(
-    uuids: Annotated[list[str], typer.Argument(help="UUIDs of the checkpoints.", metavar="UUID")],
+    uuids: Annotated[
+        list[str],
+        typer.Argument(
+            help="UUIDs of the checkpoints.", metavar="UUID", autocompletion=complete_checkpoint
+        ),
+    ],
     glob: Annotated[
         list[str] | None,
         typer.Option(
@@ -395,8 +404,6 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete the files of checkpoints, or some of the files."""
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = [client.get_checkpoint(uuid) for uuid in dict.fromkeys(uuids)]

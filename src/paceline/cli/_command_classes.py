@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from paceline._base.arguments_and_errors import wrong_value_text
 from paceline.cli._options_and_errors import Json, output_format
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -17,14 +18,6 @@ _ListFormat = Annotated[
     Literal["table", "json", "tsv"],
     typer.Option("--format", help="Format of the list; `tsv` has whole values, tabs escaped."),
 ]
-_BAD_VALUES = {
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_parsing": "must be a number",
-    "greater_than_equal": "must be at least {ge:g}",
-    "less_than_equal": "must be at most {le:g}",
-    "literal_error": "must be {expected}",
-}
 
 
 class PipeClosedError(Exception):
@@ -47,10 +40,7 @@ class _Help:
         except typer.BadParameter as error:
             cause: Any = error.__cause__
             if hasattr(cause, "errors"):
-                problem = cause.errors()[0]
-                text = _BAD_VALUES.get(problem["type"], "must be valid")
-                expected = text.format(**problem.get("ctx", {}))
-                error.message = f"{expected}, but got {problem['input']!r}."
+                error.message = f"{wrong_value_text(cause.errors()[0])}."
             raise
 
 

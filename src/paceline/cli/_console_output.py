@@ -318,8 +318,11 @@ def plain_for_console(value: Any) -> Any:
     """Return messages, and lists and dictionaries of them, as plain JSON values."""
     if hasattr(value, "model_dump"):
         fields = value.model_dump(mode="json")
-        # Same word for a state as in tables, the SDK and the web UI.
-        return fields | {"state": fields.pop("shown_state")} if "shown_state" in fields else fields
+        if "shown_state" in fields:
+            # Same words for states as in tables, the SDK and the web UI; no stored names.
+            fields["state"] = fields.pop("shown_state")
+            fields.pop("experiment_state", None)
+        return fields
     if isinstance(value, dict):
         return {key: plain_for_console(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -7,6 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli._console_output import (
+    console,
+    format_bytes,
+    num_trials_text,
+    print_answer,
+    print_json,
+    print_table,
+    print_warning,
+)
+from paceline.cli._experiment_description import print_created
 from paceline.cli._options_and_errors import (
     AllLogs,
     CommandError,
@@ -16,6 +26,7 @@ from paceline.cli._options_and_errors import (
     Json,
     Overrides,
     RequestKey,
+    connect,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +79,6 @@ def create(
     json: Json = False,
 ) -> None:
     """Create an experiment from a config and code."""
-    from paceline.cli._console_output import print_warning
     from paceline.config._validate_config import load_config
 
     checked = load_config(config, overrides)
@@ -87,8 +97,6 @@ def create(
         _refuse_with_local(given)
         place = directory or Path()
         raise typer.Exit(run_locally(checked, place, resume=resume, is_test=test))
-    from paceline.cli._experiment_description import print_created
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         with _master_to_submit_to(start_master):
@@ -126,7 +134,6 @@ def _submit_experiment(
     paused: bool,
     key: str | None,
 ) -> "Experiment":
-    from paceline.cli._console_output import print_warning
 
     experiment = client.create_experiment(
         config, directory, not paused, submitted_config=submitted, key=key
@@ -151,14 +158,12 @@ def _code_size(directory: Path | None) -> tuple[int, int]:
 
 
 def _files_text(num_files: int, num_bytes: int) -> str:
-    from paceline.cli._console_output import format_bytes
 
     return f"{num_files} file{'s' * (num_files != 1)} ({format_bytes(num_bytes)})"
 
 
 def _print_dry_run(config: "ExperimentConfig", directory: Path | None) -> None:
     """Print the experiment that `create` would make, and the size of its code."""
-    from paceline.cli._console_output import num_trials_text, print_answer
     from paceline.search._search import preview
 
     num_files, num_bytes = _code_size(directory)
@@ -205,7 +210,6 @@ def preview_search(config: ConfigFile, overrides: Overrides = [], json: Json = F
     The command prints the number of trials and their lengths. It needs no master. A real search can
     differ a little, because the order of reports can affect its decisions.
     """
-    from paceline.cli._console_output import print_json
     from paceline.config._validate_config import load_config
     from paceline.search._search import preview
 
@@ -233,7 +237,6 @@ def _preview_as_json(config: "ExperimentConfig", result: "Preview") -> dict[str,
 
 
 def _print_preview(config: "ExperimentConfig", result: "Preview") -> None:
-    from paceline.cli._console_output import console, print_table
 
     unit = _unit(config)
     total = sum(row.trials for row in result.rows)

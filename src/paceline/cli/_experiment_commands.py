@@ -1,6 +1,7 @@
 """Commands `paceline experiment`: create, watch, change, archive, delete, fork and download."""
 
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -8,8 +9,28 @@ import typer
 
 from paceline.cli._checkpoint_commands import list_checkpoints
 from paceline.cli._command_classes import CommandGroup
+from paceline.cli._console_output import (
+    EXPERIMENT_WORDS,
+    Age,
+    exit_code,
+    experiment_word,
+    format_bytes,
+    format_values,
+    lost_records_text,
+    num_trials_text,
+    print_answer,
+    print_list,
+    print_note,
+    progress_text,
+    state_text,
+)
 from paceline.cli._create_command import create
-from paceline.cli._experiment_description import describe, end_note, experiment_result
+from paceline.cli._experiment_description import (
+    describe,
+    end_note,
+    experiment_result,
+    print_created,
+)
 from paceline.cli._options_and_errors import (
     AllLogs,
     CommandError,
@@ -22,6 +43,9 @@ from paceline.cli._options_and_errors import (
     RequestKey,
     Tail,
     Timestamps,
+    confirm,
+    connect,
+    nested_overrides,
 )
 
 if TYPE_CHECKING:
@@ -38,8 +62,6 @@ def archive(experiment: ExperimentId) -> None:
 
 def _change(experiment: int, text: str, change: "Callable[[Experiment], Experiment]") -> None:
     """Change an experiment and print the changed experiment, or a text for people."""
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         print_answer(change(client.get_experiment(experiment)).data, text)
@@ -60,13 +82,6 @@ def delete(
 
     This deletes its metrics, logs and checkpoints.
     """
-    from paceline.cli._console_output import (
-        format_bytes,
-        num_trials_text,
-        print_answer,
-        print_note,
-    )
-    from paceline.cli._options_and_errors import confirm, connect
 
     with connect() as client:
         found = client.get_experiment(experiment)
@@ -108,9 +123,6 @@ def fork(
 
     The copy has the same code and config, with your changes.
     """
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._experiment_description import print_created
-    from paceline.cli._options_and_errors import connect, nested_overrides
 
     with connect() as client:
         found, changes = client.get_experiment(experiment), nested_overrides(overrides)
@@ -134,8 +146,6 @@ def download(
     ] = None,
 ) -> None:
     """Copy the code and config of an experiment into a directory."""
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._options_and_errors import connect
 
     target = Path(f"experiment-{experiment}") if directory is None else directory
     with connect() as client:
@@ -198,6 +208,8 @@ def set_weight(
     ],
 ) -> None:
     """Set an experiment's weight in pools with the policy `fair_share`."""
+    if not 0 < weight < inf:
+        raise CommandError(f"`WEIGHT` must be a number above 0, but got {weight:g}.")
     text = f"Experiment {experiment} has weight {weight:g}."
     _change(experiment, text, lambda found: found.set_weight(weight))
 
@@ -214,14 +226,6 @@ def list_experiments(
     ] = False,
 ) -> None:
     """List experiments, newest first."""
-    from paceline.cli._console_output import (
-        Age,
-        experiment_word,
-        print_list,
-        progress_text,
-        state_text,
-    )
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = _listed(client, state, limit, "only" if archived else "no")
@@ -250,7 +254,6 @@ def _listed(
     client: "Client", word: str | None, limit: int, archived: Literal["no", "only"]
 ) -> "list[ExperimentData]":
     """Return the newest experiments shown with this state word, across all its stored states."""
-    from paceline.cli._console_output import EXPERIMENT_WORDS, experiment_word
 
     if word is None:
         return [e.data for e in client.list_experiments(limit=limit, archived=archived)]
@@ -286,9 +289,7 @@ def logs(
     With -f the command follows the experiment to its end and prints its events. The exit code is
     then 0 if the experiment is COMPLETED, 3 if it is COMPLETED with lost records, else 1.
     """
-    from paceline.cli._console_output import exit_code
     from paceline.cli._experiment_follower import print_damaged_log_lines, print_log_lines
-    from paceline.cli._options_and_errors import connect
 
     if follow and json:
         raise CommandError("`--json` must come without `-f`. Hint: `paceline t logs ID -f --json`.")
@@ -318,8 +319,6 @@ def _follow(experiment: "Experiment", client: "Client", **options: Any) -> None:
 
 
 def _command(experiment: int, verb: Literal["pause", "activate", "cancel", "kill"]) -> None:
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         data = getattr(client.get_experiment(experiment), verb)().data
@@ -328,7 +327,6 @@ def _command(experiment: int, verb: Literal["pause", "activate", "cancel", "kill
 
 def _how_it_stands(data: "ExperimentData") -> str:
     """Return the experiment's state as a sentence, with the outlook of its running trials."""
-    from paceline.cli._console_output import experiment_word, num_trials_text
 
     text = f"Experiment {data.id} is {experiment_word(data)}"
     if not data.num_running or not (data.state.value == "PAUSED" or data.state.is_stopping):
@@ -375,8 +373,6 @@ def wait(
     ] = None,
 ) -> None:
     """Wait for the end of an experiment."""
-    from paceline.cli._console_output import exit_code, lost_records_text, print_answer
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_experiment(experiment)
@@ -407,8 +403,6 @@ def continue_experiment(
 
     Its trials continue from their checkpoints. In a search, only incomplete trials continue.
     """
-    from paceline.cli._console_output import print_answer, print_note
-    from paceline.cli._options_and_errors import connect, nested_overrides
 
     with connect() as client:
         found, changes = client.get_experiment(experiment), nested_overrides(overrides)
@@ -435,12 +429,6 @@ def list_trials(
     best: Annotated[bool, typer.Option("--best", help="Sort by metric, best first.")] = False,
 ) -> None:
     """List the trials of an experiment (short: lt)."""
-    from paceline.cli._console_output import (
-        format_values,
-        print_list,
-        state_text,
-    )
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         of = client.get_experiment(experiment)

@@ -6,13 +6,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli._console_output import (
+    console,
+    experiment_word,
     flatten,
+    format_moment,
     format_number,
+    format_values,
+    lost_records_text,
     make_table,
     num_trials_text,
     plain_for_console,
+    print_facts,
+    print_hint,
+    print_json,
+    print_note,
+    print_table,
+    progress_text,
+    state_text,
 )
-from paceline.cli._options_and_errors import ExperimentId, Json, is_json
+from paceline.cli._options_and_errors import ExperimentId, Json, connect, is_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,8 +48,6 @@ def describe(
     ] = False,
 ) -> None:
     """Show an experiment with its best trial and its rungs."""
-    from paceline.cli._console_output import console, print_json
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_experiment(experiment)
@@ -72,7 +82,6 @@ def print_created(
 
     With JSON, the document has the state at the end.
     """
-    from paceline.cli._console_output import print_hint, print_json, print_note
     from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
 
     if is_followed:
@@ -107,7 +116,6 @@ def _best_trial(client: "Client", data: "ExperimentData") -> "Trial | None":
 
 def _waits_for(client: "Client", data: "ExperimentData") -> str | None:
     """Return the slots a queued experiment waits for and their holders; None if not queued."""
-    from paceline.cli._console_output import experiment_word
 
     if experiment_word(data) != "QUEUED" or data.is_unmanaged:
         return None
@@ -163,14 +171,6 @@ def _print_description(
     problems: str | None,
 ) -> None:
     from paceline._training.progress_display import format_duration
-    from paceline.cli._console_output import (
-        experiment_word,
-        format_moment,
-        lost_records_text,
-        print_facts,
-        progress_text,
-        state_text,
-    )
 
     lost = None
     if data.num_records_lost:
@@ -211,7 +211,6 @@ def _search_text(data: "ExperimentData") -> str | None:
 def _best_facts(
     data: "ExperimentData", best_trial: "Trial | None", note: str | None
 ) -> list[tuple[str, str | None]]:
-    from paceline.cli._console_output import format_number, format_values
 
     if best_trial is None:
         return [("Best", note)]
@@ -220,7 +219,6 @@ def _best_facts(
 
 
 def _print_rungs(experiment: "Experiment") -> None:
-    from paceline.cli._console_output import console, print_table
 
     rows = []
     for number, bracket in enumerate(experiment.search().brackets, start=1):

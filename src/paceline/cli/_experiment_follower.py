@@ -13,6 +13,7 @@ from paceline.cli._console_output import (
     console,
     error_console,
     exit_code,
+    format_moment,
     lost_records_text,
     print_json,
     print_json_line,
@@ -63,8 +64,6 @@ def format_log_line(line: "LogLine", *, timestamps: bool = False, show_trial: bo
     """Return a log line with the requested prefix: time, trial, rank."""
     prefix = ""
     if timestamps:
-        from paceline.cli._console_output import format_moment
-
         prefix += f"{format_moment(line.time)} "
     if show_trial:
         prefix += f"[trial {line.trial_id}] "

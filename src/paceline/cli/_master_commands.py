@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline._base.process_and_network import LOOPBACK, listening_address
+from paceline.cli._console_output import (
+    format_bytes,
+    num_trials_text,
+    print_answer,
+    print_facts,
+    print_json,
+    print_note,
+)
 from paceline.cli._options_and_errors import (
     CommandError,
     Home,
     Json,
+    connect,
     home_of,
     restart_without_token,
 )
@@ -187,7 +196,6 @@ def _up_in_background(
     home: Path, host: str, port: int | None, options: dict[str, Any], flags: dict[str, bool]
 ) -> None:
     """Start a master with options by name; a None value leaves the default to the master."""
-    from paceline.cli._console_output import print_note
     from paceline.cli._master_process import running_master, start_detached
 
     if (file := running_master(home)) is not None:
@@ -264,7 +272,6 @@ def _writes_to_log(home: Path) -> bool:
 
 def _print_master(home: Path, file: "MasterFile", text: str, *, is_new: bool) -> None:
     """Print where a master runs, and a link to sign a browser in, usable once."""
-    from paceline.cli._console_output import print_answer
     from paceline.cli._master_process import NO_WEB_UI, sign_in_link
     from paceline.client._client import Client
     from paceline.client._http_session import ClientError, read_token
@@ -300,7 +307,6 @@ def _interrupt_told(home: Path) -> Iterator[None]:
 
 
 def _tell_interrupt(signals: socket.socket, home: Path) -> None:
-    from paceline.cli._console_output import num_trials_text, print_note
     from paceline.cli._master_process import count_running_trials
     from paceline.client._http_session import read_master_file
 
@@ -331,7 +337,6 @@ def down(
     home: Home = None,
 ) -> None:
     """Stop the master. The next `up` continues its experiments."""
-    from paceline.cli._console_output import num_trials_text, print_answer, print_note
     from paceline.cli._master_process import count_running_trials, is_alive, shut_down
     from paceline.client._http_session import read_master_file
 
@@ -360,7 +365,6 @@ def down(
 
 def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
     """Print the number of trials running without a master, by default on this machine."""
-    from paceline.cli._console_output import num_trials_text
     from paceline.cli._master_process import count_running_attempts
 
     if num_trials is None:
@@ -377,8 +381,6 @@ def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
 def status(json: Json = False) -> None:
     """Show whether a master runs, its load, its sizes and its problems."""
     from paceline._training.progress_display import format_duration
-    from paceline.cli._console_output import print_facts, print_json
-    from paceline.cli._options_and_errors import connect
     from paceline.client._http_session import MasterUnreachableError, home_directory
 
     with connect() as client:
@@ -404,7 +406,6 @@ def status(json: Json = False) -> None:
 
 def _status_facts(info: "MasterStatus") -> list[tuple[str, Any]]:
     """Return the status facts of a master with status support; earlier releases have none."""
-    from paceline.cli._console_output import format_bytes
 
     def by_state(numbers: dict[str, int]) -> str:
         parts = [f"{number:,} {state.lower()}" for state, number in sorted(numbers.items())]

@@ -11,13 +11,28 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from paceline.cli._completions import complete_checkpoint, complete_experiment, complete_trial
+
 if TYPE_CHECKING:
     from paceline.client._client import Client
 
 
-ExperimentId = Annotated[int, typer.Argument(help="Number of the experiment.", metavar="ID")]
-TrialId = Annotated[int, typer.Argument(help="Number of the trial.", metavar="ID")]
-Uuid = Annotated[str, typer.Argument(help="UUID of the checkpoint.", metavar="UUID")]
+ExperimentId = Annotated[
+    int,
+    typer.Argument(
+        help="Number of the experiment.", metavar="ID", autocompletion=complete_experiment
+    ),
+]
+TrialId = Annotated[
+    int,
+    typer.Argument(help="Number of the trial.", metavar="ID", autocompletion=complete_trial),
+]
+Uuid = Annotated[
+    str,
+    typer.Argument(
+        help="UUID of the checkpoint.", metavar="UUID", autocompletion=complete_checkpoint
+    ),
+]
 AllLogs = Annotated[
     bool, typer.Option("--logs", help="With -f: print all output of a search's trials.")
 ]

@@ -13,10 +13,14 @@ import typer
 
 from paceline._base.files import DamagedSecretError, read_secret
 from paceline.cli._command_classes import CommandGroup
+from paceline.cli._completions import complete_node, complete_pool
+from paceline.cli._console_output import Age, format_bytes, print_answer, print_list
 from paceline.cli._options_and_errors import (
     CaFile,
     CommandError,
     chosen_master,
+    connect,
+    output_format,
     restart_without_token,
     trust,
 )
@@ -39,7 +43,9 @@ _STILL_RUNS = (
     " If its runner still runs, it registers again by itself, and gets trials. Hint: stop the"
     " runner on that machine, by Ctrl-C or SIGTERM."
 )
-_Name = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node.")]
+_Name = Annotated[
+    str, typer.Argument(metavar="NODE", help="Name of the node.", autocompletion=complete_node)
+]
 
 
 @runner_app.callback()
@@ -164,8 +170,6 @@ def _serve_node(
 @runner_app.command("list", is_list=True)
 def list_nodes() -> None:
     """List the nodes, the master's own machine among them, with their slots and trials."""
-    from paceline.cli._console_output import Age, format_bytes, print_list
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         nodes = client.nodes(include_local=True)
@@ -221,7 +225,6 @@ def drain(
     ] = False,
 ) -> None:
     """Place no more trials on a node. Its trials store checkpoints and continue elsewhere."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.drain_node(name, finish=finish)
@@ -230,7 +233,6 @@ def drain(
 
 
 def _print_node(client: "Client", name: str, text: str) -> None:
-    from paceline.cli._console_output import print_answer
 
     nodes = {node.name: node for node in client.nodes(include_local=True)}
     print_answer(nodes.get(name), text)
@@ -239,7 +241,6 @@ def _print_node(client: "Client", name: str, text: str) -> None:
 @runner_app.command("resume")
 def resume(name: _Name) -> None:
     """Use a drained node again."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.resume_node(name)
@@ -249,8 +250,6 @@ def resume(name: _Name) -> None:
 @runner_app.command("forget")
 def forget(name: _Name) -> None:
     """Forget a node in the state lost, left or drained."""
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         state = next((node.state for node in client.nodes() if node.name == name), None)
@@ -316,14 +315,14 @@ def _check_token_file(path: Path) -> None:
 
 pool_app = CommandGroup(help="Show and set how pools are shared.")
 
-_Pool = Annotated[str, typer.Argument(metavar="POOL", help="Name of the pool.")]
+_Pool = Annotated[
+    str, typer.Argument(metavar="POOL", help="Name of the pool.", autocompletion=complete_pool)
+]
 
 
 @pool_app.command("list", is_list=True)
 def list_pools() -> None:
     """List the pools with nodes, with settings, or with runners started by the master."""
-    from paceline.cli._console_output import print_list
-    from paceline.cli._options_and_errors import connect, output_format
 
     with connect() as client:
         pools = client.pools()
@@ -372,7 +371,6 @@ def set_pool(
     ] = None,
 ) -> None:
     """Set all settings of a pool. Options not given get their defaults."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.set_pool(name, policy=policy, max_slots=max_slots, labels=read_labels(labels or []))
@@ -380,7 +378,6 @@ def set_pool(
 
 
 def _print_pool(client: "Client", name: str, text: str) -> None:
-    from paceline.cli._console_output import print_answer
 
     pools = {pool.name: pool for pool in client.pools()}
     print_answer(pools.get(name), text)
@@ -389,7 +386,6 @@ def _print_pool(client: "Client", name: str, text: str) -> None:
 @pool_app.command("reset")
 def reset_pool(name: _Pool) -> None:
     """Remove the settings of a pool: first come, first served, without a limit."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.reset_pool(name)

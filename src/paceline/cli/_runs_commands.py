@@ -6,7 +6,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli._command_classes import CommandGroup
-from paceline.cli._options_and_errors import CommandError, Json, is_json
+from paceline.cli._completions import complete_run
+from paceline.cli._console_output import (
+    Age,
+    console,
+    format_moment,
+    format_values,
+    print_alerts,
+    print_facts,
+    print_json,
+    print_list,
+    print_note,
+    print_table,
+    print_time_table,
+    restarts_text,
+)
+from paceline.cli._options_and_errors import CommandError, Json, connect, is_json
 
 if TYPE_CHECKING:
     from paceline._base.run_directory import RunDirectory
@@ -36,7 +51,6 @@ def list_run_directories(
     ] = None,
 ) -> None:
     """List the runs in a directory, newest first."""
-    from paceline.cli._console_output import Age, print_list
     from paceline.core._read_runs import list_runs
 
     if directory is not None and not directory.is_dir():
@@ -69,6 +83,7 @@ RunPath = Annotated[
         help="Run directory. For a run in ./paceline_runs: `last`, or the start or end of its"
         " name.",
         metavar="RUN_DIR",
+        autocompletion=complete_run,
     ),
 ]
 
@@ -87,7 +102,6 @@ def show(
 ) -> None:
     """Show a run and its reported metrics."""
     from paceline._base.run_directory import RunDirectory
-    from paceline.cli._console_output import print_alerts
     from paceline.core._read_runs import read_alerts, read_history, read_metrics, summarize_run
 
     path = find_run(run)
@@ -110,7 +124,6 @@ def show(
 @runs_app.command("time")
 def show_time(run: RunPath, json: Json = False) -> None:
     """Show how the time of a run was spent: training, starts, lost work."""
-    from paceline.cli._console_output import print_json, print_time_table
     from paceline.core._read_runs import time_shares_of_run
 
     shares = time_shares_of_run(find_run(run))
@@ -149,12 +162,6 @@ def find_run(run: Path) -> Path:
 
 
 def _print_run_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> None:
-    from paceline.cli._console_output import (
-        format_moment,
-        format_values,
-        print_facts,
-        restarts_text,
-    )
 
     print_facts(
         [
@@ -179,7 +186,6 @@ def _likely_cause(summary: "RunSummary") -> str | None:
 
 
 def _print_run_rows(rows: list[tuple[str, Any]]) -> None:
-    from paceline.cli._console_output import console, format_values, print_table
 
     console().print()
     print_table(
@@ -233,9 +239,9 @@ def _run_as_json(run: "RunSummary") -> dict[str, Any]:
         "name": run.name,
         "path": str(run.path),
         "state": run_state_name(run),
-        "created": run.created,
+        "created_at": run.created,
         "num_attempts": run.num_attempts,
-        "last_step": run.last_step,
+        "steps_completed": run.last_step,
         "latest_checkpoint": run.latest_checkpoint,
         "error": run.error,
         "restarts": len(run.restart_causes),
@@ -247,7 +253,6 @@ def _print_run_json(
     run: "RunDirectory", summary: "RunSummary", rows: list[tuple[str, Any]]
 ) -> None:
     from paceline._base.journal_records import encode_metrics
-    from paceline.cli._console_output import print_json
     from paceline.core._read_runs import read_alerts, read_history
 
     metrics = [
@@ -275,7 +280,9 @@ def sync(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Run directories, or names of runs in ./paceline_runs.", metavar="RUN_DIR"
+            help="Run directories, or names of runs in ./paceline_runs.",
+            metavar="RUN_DIR",
+            autocompletion=complete_run,
         ),
     ],
     watch: Annotated[
@@ -286,8 +293,6 @@ def sync(
 
     If you send a run again, only its new data is sent.
     """
-    from paceline.cli._console_output import print_json
-    from paceline.cli._options_and_errors import connect
     from paceline.client._code_and_run_uploads import RunSync
 
     with connect() as client:
@@ -310,7 +315,6 @@ def _sync_as_json(sync: "RunSync", result: "SyncResult") -> dict[str, Any]:
 
 
 def _send_run(sync: "RunSync") -> "SyncResult":
-    from paceline.cli._console_output import print_note
 
     result = sync.send()
     records = "1 record" if result.num_records == 1 else f"{result.num_records} records"
@@ -324,7 +328,6 @@ def _watch_runs(results: "dict[RunSync, SyncResult]") -> None:
     import time
     from dataclasses import replace
 
-    from paceline.cli._console_output import print_note
     from paceline.client._http_session import MasterUnreachableError
 
     is_away = False

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 import typer
 
 from paceline.cli._command_classes import CommandGroup
-from paceline.cli._options_and_errors import CommandError, ExperimentId, Limit
+from paceline.cli._completions import complete_node
+from paceline.cli._console_output import Age, format_bytes, print_answer, print_list
+from paceline.cli._options_and_errors import CommandError, ExperimentId, Limit, connect
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Slot
@@ -45,7 +47,6 @@ def slots_text(counts: _SlotCounts, num_slots: int, *, verb: str = "") -> str:
 
 def memory_text(sizes: Sequence[int]) -> str | None:
     """Return the memory of devices, for example `4 x 79.6 GiB`; None if unknown."""
-    from paceline.cli._console_output import format_bytes
 
     if not any(sizes):
         return None
@@ -66,7 +67,12 @@ slot_app = CommandGroup(help="Show and drain the devices for trials.")
 
 
 _Node = Annotated[
-    str, typer.Argument(metavar="NODE", help="Name of its node; `local` is the master's machine.")
+    str,
+    typer.Argument(
+        metavar="NODE",
+        help="Name of its node; `local` is the master's machine.",
+        autocompletion=complete_node,
+    ),
 ]
 _Slot = Annotated[int, typer.Argument(metavar="SLOT", min=0, help="Number of the slot.")]
 
@@ -74,8 +80,6 @@ _Slot = Annotated[int, typer.Argument(metavar="SLOT", min=0, help="Number of the
 @slot_app.command("list", is_list=True)
 def list_slots() -> None:
     """List the slots with their trials."""
-    from paceline.cli._console_output import print_list
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         slots = client.slots()
@@ -108,7 +112,6 @@ def drain(
     ] = False,
 ) -> None:
     """Place no more trials on a slot. Its trial stores a checkpoint and continues elsewhere."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.drain_slot(node, slot, finish=finish)
@@ -117,7 +120,6 @@ def drain(
 
 
 def _print_slot(client: "Client", node: str, slot: int, text: str) -> None:
-    from paceline.cli._console_output import print_answer
 
     [changed] = [one for one in client.slots() if (one.node, one.id) == (node, slot)]
     print_answer(changed, text)
@@ -126,7 +128,6 @@ def _print_slot(client: "Client", node: str, slot: int, text: str) -> None:
 @slot_app.command("resume")
 def resume(node: _Node, slot: _Slot) -> None:
     """Use a drained slot again."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.resume_slot(node, slot)
@@ -152,8 +153,6 @@ def list_jobs(
     limit: Limit = 100,
 ) -> None:
     """List the trials waiting for slots, the next first, with the reason of each wait."""
-    from paceline.cli._console_output import Age, print_list
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         queue = client.queue(pool=pool, limit=limit)
@@ -195,8 +194,6 @@ def move(
     end: Annotated[bool, typer.Option("--end", help="Move it to the end.")] = False,
 ) -> None:
     """Move an experiment in the queue of its pool, among those of the same priority."""
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._options_and_errors import connect
 
     num_given = [ahead_of is not None, behind is not None, front, end].count(True)
     if num_given != 1:

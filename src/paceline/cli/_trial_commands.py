@@ -7,6 +7,24 @@ import typer
 
 from paceline.cli._checkpoint_commands import OutputDirectory
 from paceline.cli._command_classes import CommandGroup
+from paceline.cli._console_output import (
+    ERROR_KINDS,
+    console,
+    format_age,
+    format_number,
+    format_values,
+    lost_records_text,
+    print_alerts,
+    print_answer,
+    print_facts,
+    print_json,
+    print_json_line,
+    print_table,
+    print_time_table,
+    restarts_text,
+    state_text,
+)
+from paceline.cli._experiment_description import print_created
 from paceline.cli._options_and_errors import (
     CommandError,
     Follow,
@@ -21,6 +39,8 @@ from paceline.cli._options_and_errors import (
     Tail,
     Timestamps,
     TrialId,
+    connect,
+    nested_overrides,
 )
 
 if TYPE_CHECKING:
@@ -46,8 +66,6 @@ def describe(
     ] = False,
 ) -> None:
     """Show the hyperparameters, metrics and attempts of a trial."""
-    from paceline.cli._console_output import print_alerts, print_json
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_trial(trial)
@@ -64,15 +82,6 @@ def describe(
 
 
 def _print_trial_facts(data: "TrialData", state: str) -> None:
-    from paceline.cli._console_output import (
-        ERROR_KINDS,
-        format_age,
-        format_number,
-        format_values,
-        lost_records_text,
-        print_facts,
-        state_text,
-    )
 
     best = lost = None
     if data.num_records_lost:
@@ -105,7 +114,6 @@ def _print_trial_facts(data: "TrialData", state: str) -> None:
 
 def _worker_restarts(data: "TrialData") -> str | None:
     """Return how often workers were started again within attempts, and why the last time."""
-    from paceline.cli._console_output import restarts_text
 
     causes = [one.last_restart_cause for one in data.attempts if one.last_restart_cause]
     return restarts_text(causes, sum(one.restarts for one in data.attempts))
@@ -118,7 +126,6 @@ def _runs_on(data: "TrialData") -> str | None:
 
 
 def _print_summary(data: "TrialData") -> None:
-    from paceline.cli._console_output import console, print_table
 
     rows = [
         (group, name, s.count, s.last, s.min, s.max, s.mean)
@@ -135,7 +142,6 @@ def _print_summary(data: "TrialData") -> None:
 
 def _print_attempts(data: "TrialData") -> None:
     from paceline._training.progress_display import format_duration
-    from paceline.cli._console_output import console, print_table
 
     rows: list[tuple[Any, ...]] = []
     for attempt in data.attempts:
@@ -179,8 +185,6 @@ def metrics(
 
     Reports that a later attempt repeated appear once.
     """
-    from paceline.cli._console_output import format_values, print_json_line, print_table
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_trial(trial)
@@ -207,8 +211,6 @@ def metrics(
 @trial_app.command("time")
 def show_time(trial: TrialId, json: Json = False) -> None:
     """Show how the time of a trial was spent: training, starts, lost work."""
-    from paceline.cli._console_output import print_json, print_time_table
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         spent = client.get_trial(trial).time()
@@ -232,7 +234,6 @@ def logs(
 ) -> None:
     """Print the output of a trial."""
     from paceline.cli._experiment_follower import print_damaged_log_lines, print_log_lines
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_trial(trial)
@@ -246,8 +247,6 @@ def logs(
 @trial_app.command()
 def kill(trial: TrialId) -> None:
     """Kill a trial at once, without a checkpoint."""
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         killed = client.get_trial(trial).kill()
@@ -268,8 +267,6 @@ def continue_trial(
 
     The new experiment starts from the latest checkpoint of the trial.
     """
-    from paceline.cli._experiment_description import print_created
-    from paceline.cli._options_and_errors import connect, nested_overrides
 
     with connect() as client:
         changes = nested_overrides(overrides)
@@ -287,8 +284,6 @@ def download(
     output: OutputDirectory = None,
 ) -> None:
     """Copy the best checkpoint of a trial into a new directory."""
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         checkpoint = _latest_of_trial(client.get_trial(trial)) if latest else None
@@ -310,7 +305,6 @@ _SHORT = 10
 
 def print_environments(environments: "list[AttemptEnvironment]", *, is_whole: bool) -> None:
     """Print the environment of the newest attempt in short, or all environments in full."""
-    from paceline.cli._console_output import console, print_facts
 
     known = [one for one in environments if one.environment is not None]
     if is_whole:
@@ -322,8 +316,6 @@ def print_environments(environments: "list[AttemptEnvironment]", *, is_whole: bo
 
 def _print_whole(environments: "list[AttemptEnvironment]") -> None:
     import yaml
-
-    from paceline.cli._console_output import console
 
     found: list[dict[str, Any]] = []
     # Equal environments are shown once.

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from paceline.cli._command_classes import CommandGroup
+from paceline.cli._completions import complete_token
+from paceline.cli._console_output import format_moment, print_answer, print_list
+from paceline.cli._options_and_errors import CommandError, connect
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Token
@@ -58,8 +61,6 @@ def create(
     ] = None,
 ) -> None:
     """Make a token and print its secret. The secret is not shown again."""
-    from paceline.cli._console_output import format_moment, print_answer
-    from paceline.cli._options_and_errors import CommandError, connect
 
     expires_in_s = _seconds(expires)
     try:
@@ -83,8 +84,6 @@ def create(
 @token_app.command("list", is_list=True)
 def list_tokens() -> None:
     """List the tokens without their secrets."""
-    from paceline.cli._console_output import format_moment, print_list
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         tokens = client.list_tokens()
@@ -111,11 +110,14 @@ def list_tokens() -> None:
 
 @token_app.command("revoke")
 def revoke(
-    token: Annotated[str, typer.Argument(metavar="NAME", help="Name or id of the token.")],
+    token: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Name or id of the token.", autocompletion=complete_token
+        ),
+    ],
 ) -> None:
     """Revoke a token for good. Requests with the token are refused."""
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._options_and_errors import CommandError, connect
 
     try:
         with connect() as client:
@@ -128,8 +130,6 @@ def revoke(
 @token_app.command("renew-home")
 def renew_home() -> None:
     """Replace the token in the master's home. Requests with the old token are refused."""
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         home = client.master().home
@@ -138,7 +138,6 @@ def renew_home() -> None:
 
 
 def _seconds(text: str) -> float | None:
-    from paceline.cli._options_and_errors import CommandError
 
     if text == _NEVER:
         return None
@@ -167,9 +166,7 @@ user_app = CommandGroup(help="Manage the password of the web UI.")
 
 def login() -> None:
     """Print a sign-in link for the web UI. The link works once."""
-    from paceline.cli._console_output import print_answer
     from paceline.cli._master_process import NO_WEB_UI, sign_in_link
-    from paceline.cli._options_and_errors import connect
     from paceline.client._http_session import home_directory, read_master_file
 
     with connect() as client:
@@ -194,8 +191,6 @@ def set_password(
     ] = "admin",
 ) -> None:
     """Set the password for the web UI. This ends all sign-ins of the user."""
-    from paceline.cli._console_output import print_answer
-    from paceline.cli._options_and_errors import CommandError, connect
 
     if password is None:
         if not sys.stdin.isatty():

@@ -16,8 +16,8 @@ from paceline.client._http_session import (
     MASTER_VARIABLE,
     TOKEN_VARIABLE,
     HttpSession,
+    checked_key,
     home_directory,
-    new_key,
 )
 
 if TYPE_CHECKING:
@@ -363,7 +363,7 @@ class Client(ClusterClient):
             source=None if model_dir is None else _git_source_of(Path(model_dir)),
         )
         data = self._session.call(
-            "POST", "experiments", ExperimentData, body=body, key=key or new_key()
+            "POST", "experiments", ExperimentData, body=body, key=checked_key(key)
         )
         return Experiment(self._session, data)
 

@@ -15,7 +15,7 @@ from paceline.client._http_session import (
     HttpSession,
     MasterUnreachableError,
     NoCheckpointError,
-    new_key,
+    checked_key,
 )
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Trial:
 
         body = ContinueTrial(config=config or {}, activate=activate)
         path = f"trials/{self.id}/continue"
-        data = self._session.call("POST", path, ExperimentData, body=body, key=key or new_key())
+        data = self._session.call("POST", path, ExperimentData, body=body, key=checked_key(key))
         return Experiment(self._session, data)
 
     def iter_metrics(self, group: str | None = None) -> Iterator["MetricRow"]:
@@ -380,7 +380,7 @@ class Experiment:
 
         body = ForkExperiment(config=config or {}, activate=activate)
         path = f"experiments/{self.id}/fork"
-        data = self._session.call("POST", path, ExperimentData, body=body, key=key or new_key())
+        data = self._session.call("POST", path, ExperimentData, body=body, key=checked_key(key))
         return Experiment(self._session, data)
 
     def forked_config(self, config: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -458,7 +458,7 @@ class Experiment:
 
         # A repeated request must not reopen the experiment twice.
         body = ContinueExperiment(config=config or {})
-        return self._command("continue", body, key or new_key())
+        return self._command("continue", body, checked_key(key))
 
     def wait(self, interval: float = 1.0, timeout: float | None = None) -> "ExperimentState":
         """Wait until the experiment has ended and return its last state.

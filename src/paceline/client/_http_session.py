@@ -154,6 +154,18 @@ def given_token() -> str | None:
         ) from error
 
 
+def _check_url(url: str) -> None:
+    try:
+        place = urlsplit(url)
+        is_right = place.scheme in ("http", "https") and place.hostname and place.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise MasterUnreachableError(
+            f"The URL of a master must be of the form http://HOST:PORT, but got {url!r}."
+        )
+
+
 def _token_for(url: str, home: Path) -> str:
     """Return the token of the home; without one, say first if no master answers at the URL."""
     try:
@@ -194,6 +206,7 @@ def find_master(master: str | None = None, token: str | None = None) -> MasterAc
     if "://" not in url:
         url = f"http://{url}"
     url = url.rstrip("/")
+    _check_url(url)
     return MasterAccess(
         url,
         token or given_token() or _token_for(url, home),
@@ -201,9 +214,19 @@ def find_master(master: str | None = None, token: str | None = None) -> MasterAc
     )
 
 
-def new_key() -> str:
-    """Return a random key for a request that may be sent again."""
-    return uuid.uuid4().hex
+def checked_key(key: str | None) -> str:
+    """Return the caller's key of a request that may be sent again; a random one for None.
+
+    Raises:
+        ClientError: It cannot be a key.
+    """
+    if key is None:
+        return uuid.uuid4().hex
+    if not (0 < len(key) <= _LONGEST_KEY and key.isascii() and key.isprintable()):
+        raise ClientError(
+            f"`key` must have 1 to {_LONGEST_KEY} printable ASCII characters, but got {key!r}."
+        )
+    return key
 
 
 Model = TypeVar("Model")
@@ -215,6 +238,7 @@ _ATTEMPTS = 5
 _BACKOFF_S = 0.5
 _TIMEOUT_S = 60.0
 _PAGE_SIZE = 200
+_LONGEST_KEY = 100
 
 
 class _Pool(NamedTuple):

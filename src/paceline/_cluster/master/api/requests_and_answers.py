@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Send
 
+from paceline._base.arguments_and_errors import wrong_value_text
 from paceline._cluster.master.experiments.state_decisions import (
     NotFoundError,
     RefusedError,
@@ -138,10 +139,12 @@ def install_problem_answers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _validation(_request: Request, error: RequestValidationError) -> Response:
+        # First part of a place: path, query, header or body.
         found = "; ".join(
-            f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()
+            f"`{'.'.join(map(str, entry['loc'][1:] or entry['loc']))}` {wrong_value_text(entry)}"
+            for entry in error.errors()
         )
-        return problem(422, "invalid_request", found)
+        return problem(422, "invalid_request", f"{found}.")
 
 
 def _install_general(app: FastAPI) -> None:

@@ -220,5 +220,12 @@ def valid(name: str, text: str) -> Any:
     return json.loads(documents[0])
 
 
+def error_of(text: str) -> dict[str, Any]:
+    """Return the error for a program in the last line of what a command has printed."""
+    error: dict[str, Any] = json.loads(text.splitlines()[-1])
+    jsonschema_rs.validator_for({"$defs": SCHEMAS["$defs"], **SCHEMAS["error"]}).validate(error)
+    return error
+
+
 if __name__ == "__main__":
     PUBLISHED.write_text(published_text(), encoding="utf-8")

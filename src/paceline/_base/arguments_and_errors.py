@@ -40,7 +40,9 @@ def wrong_value_text(problem: Mapping[str, Any]) -> str:
     kind = problem["type"]
     if kind not in _WRONG_VALUES:
         return f"is wrong: {problem['msg']}"
-    text = _WRONG_VALUES[kind].format(**problem.get("ctx", {})).rstrip(".")
+    limits = problem.get("ctx", {}).items()
+    shown = {name: f"{one:g}" if isinstance(one, float) else one for name, one in limits}
+    text = _WRONG_VALUES[kind].format(**shown).rstrip(".")
     if kind in ("missing", "extra_forbidden", "value_error"):
         return text
     value = repr(problem["input"])

@@ -35,13 +35,11 @@ def command_examples() -> dict[str, list[str]]:
 def help_ending(command_path: str) -> str:
     """Return two examples and the exit codes of a command or a group, as lines for its help."""
     path = " ".join(_WORDS.get(word, word) for word in command_path.split()[1:])
+    prefix = f"{path} " if path else ""
+    below = [each for name, each in command_examples().items() if name.startswith(prefix)]
     # A group shows an example of each of its first two commands.
-    below = [
-        examples[0]
-        for name, examples in command_examples().items()
-        if not path or name.startswith(f"{path} ")
-    ]
-    shown = command_examples().get(path) or below[:2]
+    of_group = [example for place in zip(*below, strict=True) for example in place]
+    shown = command_examples().get(path) or of_group[:2]
     lines = ["", "Examples:", *(f"  paceline {example}" for example in shown), ""]
     codes = _COMMON | _EXIT_CODES.get(path, {})
     for title, group in (("Exit codes", codes), ("Exit codes with -f", _FOLLOWED)):

@@ -197,7 +197,8 @@ class Commands:
         if state is not ExperimentState.PAUSED:
             raise TransitionError(
                 f"Experiment {experiment_id} must be PAUSED to be activated, but is"
-                f" {told_state(state.value)}. Hint: `paceline experiment continue` reopens an ended one."
+                f" {told_state(state.value)}."
+                " Hint: `paceline experiment continue` reopens an ended one."
             )
         self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
 

@@ -76,18 +76,18 @@ def test_a_comparison_shows_what_differs_and_last_least_and_greatest_values(
     one = paceline("runs", "compare", "run0", cwd=tmp_path, code=1)
     assert "at least twice" in one.stderr
     none = paceline("runs", "compare", "run0", "nothing", cwd=tmp_path, code=1)
-    assert "must be a Paceline run directory" in none.stderr
+    assert "must be a run directory" in none.stderr
 
 
 def test_a_run_is_deleted_only_if_it_is_confirmed(
     paceline: Any, runs: list[Path], tmp_path: Path
 ) -> None:
     refused = paceline("runs", "delete", "run1", cwd=tmp_path, code=1)
-    assert "Hint: `--yes`" in refused.stderr
+    assert "Hint: add `--yes`." in refused.stderr
     assert names(tmp_path) == {"run0", "run1", "run2"}
     told = json.loads(paceline("runs", "delete", "run1", "--yes", "--json", cwd=tmp_path).stdout)
     assert told["path"] == str(runs[1])
-    assert told["size_bytes"] > 0
+    assert told["num_bytes"] > 0
     assert names(tmp_path) == {"run0", "run2"}
 
 
@@ -106,7 +106,7 @@ def test_only_ended_runs_without_a_master_are_deleted_and_never_through_a_link(
         for run, message in (
             ("link", "is a link"),
             ("other", "must be a Paceline run directory"),
-            ("nothing", "must be a Paceline run directory"),
+            ("nothing", "must be a run directory"),
             (mastered, "belongs to a trial"),
             (alive, "a process works on"),
         ):
@@ -137,7 +137,7 @@ def test_pruning_keeps_the_newest_or_the_recently_used_runs(
     assert names(tmp_path) == {"run0", "run1", "run2"}
     assert "`--yes`" in paceline("runs", "prune", "--keep", 1, cwd=tmp_path, code=1).stderr
     pruned = paceline("runs", "prune", "--older-than", "2d", "-y", "--json", cwd=tmp_path).stdout
-    (row,) = json.loads(pruned)["runs"]
+    (row,) = json.loads(pruned)
     assert (row["path"].endswith("run0"), row["is_deleted"]) == (True, True)
     told = paceline("runs", "prune", "--keep", 1, "--yes", cwd=tmp_path).stdout
     assert told.splitlines()[-1] == "Deleted 1 run."

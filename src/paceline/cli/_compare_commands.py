@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli._console_output import flatten, format_number, print_list
 from paceline.cli._experiment_commands import experiment_app
-from paceline.cli._options_and_errors import CommandError, Json
+from paceline.cli._options_and_errors import CommandError, connect
 from paceline.cli._runs_commands import find_run, run_groups, run_state_name, runs_app
 
 if TYPE_CHECKING:
@@ -16,33 +17,29 @@ if TYPE_CHECKING:
 _KINDS = ("last", "min", "max")
 
 
-@runs_app.command("compare")
+@runs_app.command("compare", is_list=True)
 def compare_runs(
     runs: Annotated[
         list[Path],
         typer.Argument(help="Runs, each named as for `runs show`.", metavar="RUN_DIR RUN_DIR..."),
     ],
-    json: Json = False,
 ) -> None:
     """Compare runs: settings that differ, and metrics side by side."""
     _check_number(len(runs), "RUN_DIR")
-    _show([_run_as_column(find_run(run)) for run in runs], json=json)
+    _show([_run_as_column(find_run(run)) for run in runs])
 
 
-@experiment_app.command("compare")
+@experiment_app.command("compare", is_list=True)
 def compare_experiments(
     experiments: Annotated[
         list[int], typer.Argument(help="Numbers of the experiments.", metavar="ID ID...")
     ],
-    json: Json = False,
 ) -> None:
     """Compare experiments: settings that differ, and the metrics of their best trials."""
-    from paceline.cli._options_and_errors import connect
-
     _check_number(len(experiments), "ID")
     with connect() as client:
         columns = [_experiment_as_column(client, experiment) for experiment in experiments]
-    _show(columns, json=json)
+    _show(columns)
 
 
 def _check_number(number: int, name: str) -> None:
@@ -102,12 +99,7 @@ def _experiment_as_column(client: "Client", number: int) -> dict[str, Any]:
     }
 
 
-def _show(columns: list[dict[str, Any]], *, json: bool) -> None:
-    from paceline.cli._console_output import flatten, print_json, print_table
-
-    if json:
-        print_json(columns)
-        return
+def _show(columns: list[dict[str, Any]]) -> None:
     facts = ("state", "best_trial", "best_metric")
     rows = [(fact, *(one[fact] for one in columns)) for fact in facts if fact in columns[0]]
     settings = [flatten(column["settings"]) for column in columns]
@@ -119,13 +111,11 @@ def _show(columns: list[dict[str, Any]], *, json: bool) -> None:
     # Validation first: it decides.
     for name in sorted(names, key=lambda name: not name.startswith("validation/")):
         rows.append((name, *(_metric_text(column["metrics"].get(name)) for column in columns)))
-    print_table(["", *(column["name"] for column in columns)], rows)
+    print_list(columns, ["", *(column["name"] for column in columns)], rows)
 
 
 def _metric_text(found: dict[str, Any] | None) -> str | None:
     """Return the last value, with the least and the greatest one if there were several."""
-    from paceline.cli._console_output import format_number
-
     if found is None:
         return None
     last, least, most = (format_number(found[kind]) for kind in _KINDS)

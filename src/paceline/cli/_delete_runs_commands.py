@@ -2,17 +2,24 @@
 
 import os
 import shutil
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli._console_output import (
+    format_age,
+    format_bytes,
+    print_answer,
+    print_json,
+    print_table,
+)
 from paceline.cli._options_and_errors import (
     CommandError,
-    Json,
     age_in_seconds,
+    confirm,
+    is_json,
     report_error,
 )
 from paceline.cli._runs_commands import RunPath, find_run, run_state_name, runs_app
@@ -24,24 +31,19 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @runs_app.command()
-def delete(run: RunPath, yes: Yes = False, json: Json = False) -> None:
+def delete(run: RunPath, yes: Yes = False) -> None:
     """Delete a run: its directory with metrics, logs and checkpoints.
 
     A run in use, a run of a master and anything that is no run directory are refused.
     """
-    from paceline.cli._console_output import format_bytes, print_json
-
     path = find_run(run).absolute()
     stays = _check_deletable(path)
     size = _size_of(path)
-    _confirm(f"Delete {path} ({format_bytes(size)})?", yes)
+    confirm(f"Delete {path} ({format_bytes(size)})?", is_confirmed=yes)
     _delete_run(path)
-    if json:
-        print_json({"path": str(path), "size_bytes": size, "checkpoints_left_in": stays})
-        return
-    typer.echo(f"Deleted {path} ({format_bytes(size)}).")
-    if stays:
-        typer.echo(f"Its checkpoints in {stays} stay.")
+    told = f"Deleted {path} ({format_bytes(size)})."
+    told += f"\nIts checkpoints in {stays} stay." if stays else ""
+    print_answer({"path": str(path), "num_bytes": size, "checkpoints_left_in": stays}, told)
 
 
 @runs_app.command()
@@ -64,12 +66,10 @@ def prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
     yes: Yes = False,
-    json: Json = False,
 ) -> None:
     """Delete old runs. Runs in use and runs of a master stay."""
     import time
 
-    from paceline.cli._console_output import format_bytes, print_json
     from paceline.core._read_runs import RUNS_DIRECTORY, list_runs
 
     if (older_than is None) == (keep is None):
@@ -88,21 +88,21 @@ def prune(
         runs = runs[: max(len(runs) - keep, 0)]
     rows = [_row_of(run) for run in runs if _is_deletable(run.path)]
     rows = [row for row in rows if age_s is None or row["last_active"] < time.time() - age_s]
-    if not json:
+    if not is_json():
         _print_rows(rows, place)
     if rows and not dry_run:
-        size = format_bytes(sum(row["size_bytes"] for row in rows))
-        _confirm(f"Delete {len(rows)} run{'s' * (len(rows) > 1)} ({size})?", yes)
-        for row in rows:
-            try:
-                _delete_run(Path(row["path"]))
-                row["is_deleted"] = True
-            except CommandError as error:
-                report_error(str(error))
+        size = format_bytes(sum(row["num_bytes"] for row in rows))
+        confirm(f"Delete {len(rows)} run{'s' * (len(rows) > 1)} ({size})?", is_confirmed=yes)
+    for row in rows if not dry_run else ():
+        try:
+            _delete_run(Path(row["path"]))
+            row["is_deleted"] = True
+        except CommandError as error:
+            report_error(str(error))
     num_deleted = sum(row["is_deleted"] for row in rows)
-    if json:
-        print_json({"is_dry_run": dry_run, "runs": rows})
-    elif rows and not dry_run:
+    if is_json():
+        print_json(rows)
+    elif num_deleted:
         typer.echo(f"Deleted {num_deleted} run{'s' * (num_deleted != 1)}.")
     if not dry_run and num_deleted < len(rows):
         raise typer.Exit(1)
@@ -113,14 +113,12 @@ def _row_of(run: "RunSummary") -> dict[str, Any]:
         "path": str(run.path),
         "state": run_state_name(run),
         "last_active": _last_active(run),
-        "size_bytes": _size_of(run.path),
+        "num_bytes": _size_of(run.path),
         "is_deleted": False,
     }
 
 
 def _print_rows(rows: list[dict[str, Any]], place: Path) -> None:
-    from paceline.cli._console_output import format_age, format_bytes, print_table
-
     print_table(
         ["Run", "State", "Last active", "Size"],
         [
@@ -128,7 +126,7 @@ def _print_rows(rows: list[dict[str, Any]], place: Path) -> None:
                 Path(row["path"]).name,
                 row["state"],
                 format_age(row["last_active"]),
-                format_bytes(row["size_bytes"]),
+                format_bytes(row["num_bytes"]),
             )
             for row in rows
         ],
@@ -136,14 +134,6 @@ def _print_rows(rows: list[dict[str, Any]], place: Path) -> None:
         shortened=["Run"],
         empty=f"No runs to delete in {place}.",
     )
-
-
-def _confirm(question: str, yes: bool) -> None:
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise CommandError("Deletion must be confirmed, but there is no terminal. Hint: `--yes`.")
-    typer.confirm(question, abort=True, err=True)
 
 
 def _last_active(run: "RunSummary") -> float:

@@ -1,7 +1,7 @@
 """Command `paceline doctor`: what this machine offers to trainings, and what to mend."""
 
 import importlib.metadata
-import json as json_module
+import json
 import os
 import re
 import shutil
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import typer
 
 from paceline._base.gpus import NO_DRIVER, ask_gpu_program
-from paceline.cli._options_and_errors import Json, chosen_master, home_of
+from paceline.cli._console_output import print_list
+from paceline.cli._options_and_errors import chosen_master, connect, home_of
 
 _PROBLEM_FOUND = 1
 _LIMIT_S = 10.0
@@ -38,25 +39,27 @@ class Finding(NamedTuple):
     hint: str = ""
 
 
-def doctor(json: Json = False) -> None:
+def doctor() -> None:
     """Check this machine: Python, torch, GPUs, clusters, disks, ports, packages and the master.
 
-    Each line is ok, a warning or a problem, with what to do. A check that hangs is ended. The exit
+    Each check is ok, a warning or a problem, with what to do. A check that hangs is ended. The exit
     code is 1 if there is a problem.
     """
-    from paceline.cli._console_output import console, print_json
+    from rich.text import Text
 
-    found = []
-    for finding in _findings():
-        found.append(finding)
-        if not json:
-            output = console()
-            output.print(f"{finding.level:8}", style=_STYLES[finding.level], end=" ")
-            output.print(f"{finding.name:13} {finding.detail}", soft_wrap=True)
-            if finding.hint:
-                output.print(f"{'':22} Hint: {finding.hint}", soft_wrap=True)
-    if json:
-        print_json([finding._asdict() for finding in found])
+    found = list(_findings())
+    print_list(
+        [finding._asdict() for finding in found],
+        ["Level", "Check", "Detail"],
+        [
+            (
+                Text(finding.level, style=_STYLES[finding.level]),
+                finding.name,
+                finding.detail + (f"\nHint: {finding.hint}" if finding.hint else ""),
+            )
+            for finding in found
+        ],
+    )
     if any(finding.level == "problem" for finding in found):
         raise typer.Exit(_PROBLEM_FOUND)
 
@@ -85,7 +88,7 @@ def _answer(program: str, limit_s: float, *arguments: str) -> dict[str, Any]:
     start = "import sys; sys.path[:] = sys.argv.pop(1).split(':')\n"
     command = [sys.executable, "-c", start + program, ":".join(sys.path), *arguments]
     told = ask_gpu_program(command, None, limit_s=limit_s)
-    found: dict[str, Any] = json_module.loads(told.splitlines()[-1])
+    found: dict[str, Any] = json.loads(told.splitlines()[-1])
     return found
 
 
@@ -270,7 +273,6 @@ def _release(version: str) -> list[int]:
 
 def _check_master() -> Finding:
     from paceline.cli._master_process import running_master
-    from paceline.cli._options_and_errors import connect
     from paceline.client._http_session import MASTER_VARIABLE, ClientError
 
     is_named = chosen_master.get() or os.environ.get(MASTER_VARIABLE)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from paceline.cli._console_output import flatten, print_answer
 from paceline.cli._experiment_commands import experiment_app
-from paceline.cli._options_and_errors import CommandError, ExperimentId, Json
+from paceline.cli._options_and_errors import CommandError, ExperimentId, connect
 
 if TYPE_CHECKING:
     from paceline.client._experiment_and_trial import Experiment
@@ -33,11 +34,8 @@ def set_fields(
     max_slots: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Most slots at once; 0 for no limit.")
     ] = None,
-    json: Json = False,
 ) -> None:
     """Set the priority, the weight or the largest number of slots of an experiment."""
-    from paceline.cli._options_and_errors import connect
-
     given = {"priority": priority, "weight": weight, "max_slots": max_slots}
     changes = {name: value for name, value in given.items() if value is not None}
     if not changes:
@@ -47,7 +45,7 @@ def set_fields(
             priority=priority, weight=weight, max_slots=max_slots
         )
     told = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in changes.items())
-    _show_changed(found, f"has {told}", json=json)
+    _show_changed(found, f"has {told}")
 
 
 @experiment_app.command()
@@ -57,11 +55,8 @@ def label(
         list[str] | None, typer.Argument(help="Labels to add; none to show them.", metavar="LABEL")
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove these labels instead.")] = False,
-    json: Json = False,
 ) -> None:
     """Show the labels of an experiment, or add or remove some."""
-    from paceline.cli._options_and_errors import connect
-
     with connect() as client:
         found = client.get_experiment(experiment)
         before, given = found.data.labels, labels or []
@@ -75,21 +70,18 @@ def label(
         if after != before:
             found.edit(labels=after)
     told = f"has the labels {', '.join(after)}" if after else "has no labels"
-    _show_changed(found, told, json=json)
+    _show_changed(found, told)
 
 
 @experiment_app.command()
 def rename(
     experiment: ExperimentId,
     name: Annotated[str, typer.Argument(help="The new name.", metavar="NAME")],
-    json: Json = False,
 ) -> None:
     """Give an experiment another name."""
-    from paceline.cli._options_and_errors import connect
-
     with connect() as client:
         found = client.get_experiment(experiment).edit(name=name)
-    _show_changed(found, f"is named {found.name}", json=json)
+    _show_changed(found, f"is named {found.name}")
 
 
 @experiment_app.command()
@@ -101,29 +93,21 @@ def note(
     append: Annotated[
         bool, typer.Option("--append", help="Add the text as a line below the notes.")
     ] = False,
-    json: Json = False,
 ) -> None:
     """Show or replace the notes of an experiment."""
-    from paceline.cli._options_and_errors import connect
-
     with connect() as client:
         found = client.get_experiment(experiment)
         if text is not None:
             lines = [found.data.notes] if append and found.data.notes else []
             found.edit(notes="\n".join([*lines, text]))
-    if text is None and not json:
-        typer.echo(found.data.notes or f"Experiment {experiment} has no notes.")
-    else:
-        _show_changed(found, "has new notes", json=json)
+    told = f"Experiment {experiment} has new notes."
+    if text is None:
+        told = found.data.notes or f"Experiment {experiment} has no notes."
+    print_answer(found.data, told)
 
 
-def _show_changed(experiment: "Experiment", told: str, *, json: bool) -> None:
-    from paceline.cli._console_output import print_json
-
-    if json:
-        print_json(experiment.data)
-    else:
-        typer.echo(f"Experiment {experiment.id} {told}.")
+def _show_changed(experiment: "Experiment", told: str) -> None:
+    print_answer(experiment.data, f"Experiment {experiment.id} {told}.")
 
 
 @experiment_app.command()
@@ -144,8 +128,6 @@ def export(
     The files are config.yaml, and trials and metrics as CSV or as lines of JSON. In CSV, a text
     that a spreadsheet would run as a formula begins with an apostrophe.
     """
-    from paceline.cli._options_and_errors import connect
-
     target = Path(f"experiment-{experiment}-export") if directory is None else directory
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CommandError(f"`DIR` must be new or empty, but {str(target)!r} is not.")
@@ -158,15 +140,14 @@ def export(
         (target / "config.yaml").write_text(text, encoding="utf-8")
         num_trials = _write_rows(target / f"trials.{file_format}", _trial_rows(found))
         num_values = _write_rows(target / f"metrics.{file_format}", _metric_rows(found))
-    typer.echo(
+    print_answer(
+        {"path": str(target), "num_trials": num_trials, "num_values": num_values},
         f"Wrote config.yaml, trials.{file_format} ({num_trials} rows) and metrics.{file_format}"
-        f" ({num_values} rows) into {target}."
+        f" ({num_values} rows) into {target}.",
     )
 
 
 def _trial_rows(experiment: "Experiment") -> Iterator[dict[str, Any]]:
-    from paceline.cli._console_output import flatten
-
     trials = [trial.data for trial in experiment.trials()]
     hparams = [flatten(data.hparams, "hparams.") for data in trials]
     names = dict.fromkeys(name for found in hparams for name in found)

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli._options_and_errors import CommandError, Json
+from paceline.cli._console_output import print_answer
+from paceline.cli._options_and_errors import CommandError
 
 Door = Literal["core", "trial", "function", "creators", "declarative"]
 
@@ -28,7 +29,6 @@ def init(
             " optimizer. declarative: a YAML file."
         ),
     ] = "core",
-    json: Json = False,
 ) -> None:
     """Make a small project that runs as it stands.
 
@@ -36,7 +36,6 @@ def init(
     and .venv.
     """
     from paceline.cli._app import examples_directory
-    from paceline.cli._console_output import print_json
 
     _check_free(directory)
     source = examples_directory() / "starters" / door
@@ -49,13 +48,12 @@ def init(
         with open(directory / name, "x", encoding="utf-8") as file:
             file.write(text)
     main = "run.yaml" if "run.yaml" in files else "train.py"
-    if json:
-        found = {"directory": str(directory), "door": door, "files": list(files), "main": main}
-        print_json(found)
-        return
-    typer.echo(f"Made a project in {directory}: {', '.join(files)}.")
     enter = "" if directory.resolve() == Path.cwd() else f"cd {directory} && "
-    typer.echo(f"Start it with: {enter}paceline run {main}")
+    print_answer(
+        {"directory": str(directory), "door": door, "files": list(files), "main": main},
+        f"Made a project in {directory}: {', '.join(files)}.\n"
+        f"Start it with: {enter}paceline run {main}",
+    )
 
 
 def _check_free(directory: Path) -> None:

@@ -18,7 +18,8 @@ import typer
 
 from paceline._base.process_and_network import exit_code
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
-from paceline.cli._options_and_errors import CommandError
+from paceline.cli._console_output import format_values
+from paceline.cli._options_and_errors import CommandError, report_error
 
 if TYPE_CHECKING:
     from paceline.config._experiment_config import ExperimentConfig
@@ -53,7 +54,6 @@ def run_locally(
     run = _create_run(config) if resume is None else _open_run(resume)
     info = run.read_info()
     assert info.trial is not None
-    from paceline.cli._console_output import format_values
 
     typer.echo(f"Run directory: {run.path}", err=True)
     if info.trial.hparams:
@@ -194,7 +194,6 @@ def _run_entrypoint(
 
 
 def _refuse_local(message: str, code: int) -> int:
-    from paceline.cli._options_and_errors import report_error
 
     report_error(message)
     return code

@@ -17,6 +17,7 @@ from paceline.client._http_session import (
     MASTER_VARIABLE,
     TOKEN_VARIABLE,
     HttpSession,
+    checked_key,
     home_directory,
 )
 
@@ -329,6 +330,7 @@ class Client(ClusterClient):
         *,
         overrides: Sequence[str] = (),
         submitted_config: str | None = None,
+        key: str | None = None,
     ) -> Experiment:
         """Check a configuration, send the code and create an experiment.
 
@@ -338,11 +340,13 @@ class Client(ClusterClient):
             activate: Whether to start at once; otherwise the experiment waits, paused.
             overrides: Changes of the configuration, such as "searcher.max_trials=4".
             submitted_config: The text to show as submitted; by default the file's text.
+            key: A key of your own: a call that is repeated with it within a day returns the
+                experiment of the first call.
 
         Raises:
             ConfigError: The configuration is wrong.
             ContextError: The directory cannot be sent.
-            ApiError: The master refused.
+            ApiError: The master refused; `key_reused` if the key belongs to another request.
             MasterUnreachableError: No master answers.
         """
         from paceline._cluster.messages.experiment_models import CreateExperiment
@@ -359,7 +363,9 @@ class Client(ClusterClient):
             activate=activate,
             source=None if model_dir is None else _git_source_of(Path(model_dir)),
         )
-        data = self._session.call("POST", "experiments", ExperimentData, body=body, has_key=True)
+        data = self._session.call(
+            "POST", "experiments", ExperimentData, body=body, key=checked_key(key)
+        )
         return Experiment(self._session, data)
 
     def preview_search(

@@ -21,7 +21,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.row_ids_and_counts import new_id
-from paceline._cluster.messages.states import ExperimentState, TrialState
+from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 from paceline.config._environment_and_secrets import reveal_secrets, without_secrets
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._searcher_section import Searcher
@@ -196,7 +196,8 @@ class Commands:
             return
         if state is not ExperimentState.PAUSED:
             raise TransitionError(
-                f"Experiment {experiment_id} must be PAUSED to be activated, but is {state.value}."
+                f"Experiment {experiment_id} must be PAUSED to be activated, but is"
+                f" {told_state(state.value)}."
                 " Hint: `paceline experiment continue` reopens an ended one."
             )
         self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
@@ -439,7 +440,8 @@ class Commands:
 def _check_can_reopen(experiment: Row[Any], searcher: Searcher) -> None:
     if not ExperimentState(experiment.state).is_terminal:
         raise RefusedError(
-            "not_ended", f"Experiment {experiment.id} must have ended, but is {experiment.state}."
+            "not_ended",
+            f"Experiment {experiment.id} must have ended, but is {told_state(experiment.state)}.",
         )
     if not searcher.can_reopen:
         raise RefusedError(

@@ -247,5 +247,64 @@ def error_of(text: str) -> dict[str, Any]:
     return error
 
 
+# Column of the tables, JSON key, attribute in the SDK, title in the web UI. A dash: no such place.
+WORDS = {
+    "experiment": [
+        ("ID", "id", "id", "Id"),
+        ("Name", "name", "name", "Name"),
+        ("State", "state", "state", "State"),
+        ("Progress", "progress", "progress", "Progress"),
+        ("Trials", "num_trials", "data.num_trials", "Trials"),
+        ("Best metric", "best_metric", "best_metric", "Best"),
+        ("Created", "created_at", "data.created_at", "Created"),
+    ],
+    "trial": [
+        ("Trial", "id", "id", "Trial"),
+        ("State", "state", "state", "State"),
+        ("Batches", "steps_completed", "steps_completed", "Batches"),
+        ("Best metric", "best_metric", "best_metric", "-"),
+        ("Hyperparameters", "hparams", "hparams", "-"),
+    ],
+    "checkpoint": [
+        ("UUID", "uuid", "uuid", "UUID"),
+        ("Trial", "trial_id", "trial_id", "Trial"),
+        ("Batches", "steps_completed", "steps_completed", "Batches"),
+        ("Metric", "metric", "metric", "-"),
+        ("Size", "size", "data.size", "Size"),
+    ],
+}
+GUIDE = PUBLISHED.with_name("cli.md")
+
+
+def guide_text() -> str:
+    """Return the guide of the command line with its two tables made anew."""
+    words = [
+        f"| {thing} | {column} | `{key}` | `{attribute}` | {title} |"
+        for thing, rows in WORDS.items()
+        for column, key, attribute, title in rows
+    ]
+    names = [
+        f"| `{name}` | {_type_text(one)} |" for name, one in json_schemas()["commands"].items()
+    ]
+    text = GUIDE.read_text(encoding="utf-8")
+    for mark, head, rows in (
+        ("words", "| thing | column | JSON | SDK | web UI |\n|---|---|---|---|---|", words),
+        ("schemas", "| command | JSON |\n|---|---|", names),
+    ):
+        begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->"
+        before, after = text.split(begin)[0], text.split(end)[1]
+        text = before + begin + "\n".join([head, *rows]) + "\n" + end + after
+    return text
+
+
+def _type_text(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_type_text(one) for one in schema["anyOf"])
+    if "items" in schema:
+        return f"list of {_type_text(schema['items'])}"
+    return f"`{schema['$ref'].rpartition('/')[2]}`" if "$ref" in schema else str(schema["type"])
+
+
 if __name__ == "__main__":
     PUBLISHED.write_text(published_text(), encoding="utf-8")
+    GUIDE.write_text(guide_text(), encoding="utf-8")

@@ -10,6 +10,8 @@ import pytest
 from json_answers import valid
 from test_surface import COMMANDS
 
+from paceline.client import Checkpoint, Experiment, Trial
+
 ALL = {
     " ".join([group, *below])
     for group, names in COMMANDS.items()
@@ -26,6 +28,27 @@ OFFLINE = {
 def test_the_published_schemas_are_those_of_all_commands() -> None:
     assert json_answers.COMMANDS.keys() == ALL
     assert json_answers.PUBLISHED.read_text(encoding="utf-8") == json_answers.published_text()
+
+
+def test_the_tables_of_the_guide_are_made_from_these() -> None:
+    assert json_answers.GUIDE.read_text(encoding="utf-8") == json_answers.guide_text()
+
+
+@pytest.mark.parametrize("thing", json_answers.WORDS)
+def test_a_thing_has_the_same_word_everywhere(thing: str) -> None:
+    kind = {"experiment": Experiment, "trial": Trial, "checkpoint": Checkpoint}[thing]
+    model = json_answers.SCHEMAS["$defs"][thing.capitalize()]["properties"]
+    page = {
+        "experiment": "pages/Experiments.tsx",
+        "trial": "pages/experiment/TrialTable.tsx",
+        "checkpoint": "components/CheckpointTable.tsx",
+    }[thing]
+    titles = (Path(__file__).parents[2] / "webui" / "src" / page).read_text(encoding="utf-8")
+    for _, key, attribute, title in json_answers.WORDS[thing]:
+        assert key in model, key
+        name = attribute.removeprefix("data.")
+        assert name in model if attribute != name else hasattr(kind, name), attribute
+        assert title == "-" or f'title: "{title}"' in titles, title
 
 
 def test_a_changed_key_is_no_valid_answer() -> None:
@@ -123,6 +146,13 @@ def test_every_command_of_a_master_prints_its_json(
     assert not run("up", "--detach")["is_new"]
     seen |= {"runner drain", "runner resume", "sync"}
     assert seen == ALL - OFFLINE
+    for words, thing in (
+        (("e", "list"), "experiment"),
+        (("e", "lt", one), "trial"),
+        (("c", "list", one), "checkpoint"),
+    ):
+        titles = mastered(*words, "--format", "tsv").stdout.splitlines()[0]
+        assert titles.split("\t") == [row[0] for row in json_answers.WORDS[thing]]
 
 
 def test_commands_without_a_master_print_their_json(

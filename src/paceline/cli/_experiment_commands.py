@@ -252,7 +252,7 @@ def list_experiments(
         found = _listed(client, state, limit, "only" if archived else "no", filters)
     print_list(
         found,
-        ["ID", "Name", "State", "Done", "Trials", "Best metric", "Created"],
+        ["ID", "Name", "State", "Progress", "Trials", "Best metric", "Created"],
         [
             (
                 e.id,
@@ -265,7 +265,7 @@ def list_experiments(
             )
             for e in found
         ],
-        right=["ID", "Done", "Trials", "Best metric"],
+        right=["ID", "Progress", "Trials", "Best metric"],
         shortened=["Name"],
         empty=_nothing_listed(state, is_filtered=bool(where or labels)),
     )

@@ -193,6 +193,8 @@ def test_runs_of_a_place_that_is_not_there_is_an_error(paceline: Any, tmp_path: 
 
 def test_runs_of_an_empty_place(paceline: Any, tmp_path: Path) -> None:
     assert paceline("runs", "list", cwd=tmp_path).stdout == "No runs in paceline_runs.\n"
-    assert "must be a Paceline run directory" in (
-        paceline("runs", "show", "nothing", cwd=tmp_path, code=1).stderr
-    )
+    refused = paceline("runs", "show", "nothing", cwd=tmp_path, code=1).stderr
+    assert "`RUN_DIR` must be a run directory, or a name or part of a name" in refused
+    refused = paceline("runs", "show", tmp_path, cwd=tmp_path, code=1).stderr
+    assert "must be a Paceline run directory" in refused
+    assert "Errno" not in refused

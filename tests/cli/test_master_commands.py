@@ -739,7 +739,7 @@ def test_ctrl_c_leaves_the_experiment_running(mastered: Any, code: Path) -> None
     assert "running" in errors
     assert "Traceback" not in errors
     newest = json.loads(mastered("e", "list", "--json", "--limit", 1).stdout)[0]
-    assert newest["state"] == "ACTIVE"
+    assert newest["state"] == "RUNNING"
     mastered("e", "kill", newest["id"])
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import paceline as package
 from paceline._cluster.messages.master_models import Node
 from paceline._cluster.messages.runner_messages import PROTOCOL
-from paceline.cli import _options_and_errors as _connection
+from paceline.cli import _runner_and_pool_commands as _commands
 from paceline.cli._runner_and_pool_commands import runner_app as app
 from paceline.cli._slot_and_job_commands import memory_text, slots_text
 
@@ -31,7 +31,7 @@ def with_client(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def use(**answers: Any) -> None:
         client = SimpleNamespace(**answers)
-        monkeypatch.setattr(_connection, "connect", lambda: nullcontext(client))
+        monkeypatch.setattr(_commands, "connect", lambda: nullcontext(client))
 
     return use
 

@@ -1,11 +1,11 @@
 """`paceline verify-resume` on scripts of the core API: what it prints and how it ends."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_answers import valid
 
 Paceline = Callable[..., Any]
 
@@ -70,7 +70,7 @@ def test_script_that_differs_gets_its_differences(
     assert f"are in {runs}." in result.stderr
     assert (runs / "straight").is_dir()
     ignored = paceline(*words, "--json", "--ignore", "total.json:*", "--ignore", "state:", code=1)
-    answer = json.loads(ignored.stdout)
+    answer = valid("verify-resume", ignored.stdout)
     assert answer["is_exact"] is False
     [fault] = answer["faults"]
     assert (fault["hit_step"], fault["resumed_from"]) == (13, 10)

@@ -16,6 +16,39 @@ def wrong(name: str, must: str, value: Any, hint: str = "") -> str:
     return f"`{name}` must be {must}, but got {shown}." + (f" Hint: {hint}" if hint else "")
 
 
+# Kinds of wrong values that pydantic names, in this project's words.
+_WRONG_VALUES = {
+    "missing": "must be given",
+    "extra_forbidden": "is no known field",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+    "string_pattern_mismatch": "must match {pattern}",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "value_error": "is wrong: {error}",
+}
+
+
+def wrong_value_text(problem: Mapping[str, Any]) -> str:
+    """Return the text about a wrong value, from an entry of pydantic's `ValidationError.errors`."""
+    kind = problem["type"]
+    if kind not in _WRONG_VALUES:
+        return f"is wrong: {problem['msg']}"
+    limits = problem.get("ctx", {}).items()
+    shown = {name: f"{one:g}" if isinstance(one, float) else one for name, one in limits}
+    text = _WRONG_VALUES[kind].format(**shown).rstrip(".")
+    if kind in ("missing", "extra_forbidden", "value_error"):
+        return text
+    value = repr(problem["input"])
+    return f"{text}, but got {value if len(value) <= 200 else f'{value[:200]}...'}"
+
+
 def check_count(name: str, value: object, least: int = 1) -> None:
     """Check an argument: an integer of at least `least`.
 

@@ -40,12 +40,13 @@ def run_gpu_program(name: str, *arguments: str) -> str:
     return ""
 
 
-def ask_gpu_program(command: list[str], what: str) -> str:
+def ask_gpu_program(command: list[str], what: str | None, *, limit_s: float = _LIMIT_S) -> str:
     """Return the output of a command.
 
     Args:
         command: The program and its arguments.
-        what: The question, for the log.
+        what: The question, for the log; None for no log.
+        limit_s: Seconds that it may take.
 
     Raises:
         OSError: It cannot be started.
@@ -61,9 +62,10 @@ def ask_gpu_program(command: list[str], what: str) -> str:
         errors="replace",
     )
     try:
-        output, complaint = process.communicate(timeout=_LIMIT_S)
+        output, complaint = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        logger.warning("%s does not tell of the GPUs: no answer for %g s.", what, _LIMIT_S)
+        if what is not None:
+            logger.warning("%s does not tell of the GPUs: no answer for %g s.", what, limit_s)
         raise
     finally:
         _end_process(process)

@@ -1,5 +1,6 @@
 """Process and network: cores, waits with signals, terminal text, addresses, ports, TCPStore."""
 
+import json
 import os
 import queue
 import re
@@ -253,6 +254,23 @@ def terminal_text(text: str) -> str:
 def escape_in_json(document: str) -> str:
     """Return JSON with terminal control characters escaped; only strings can contain them."""
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
+
+
+# A spreadsheet takes text that begins so for a formula, and runs it.
+_FORMULA = re.compile(r"[=+\-@\t\r]")
+
+
+def csv_text(text: str) -> str:
+    """Return a text as a CSV cell that no spreadsheet runs as a formula."""
+    return f"'{text}" if _FORMULA.match(text) else text
+
+
+def csv_cell(value: Any) -> Any:
+    """Return a value as a CSV cell: numbers exact, including non-finite numbers."""
+    if isinstance(value, str):
+        return csv_text(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number or value is None else json.dumps(value)
 
 
 class TerminalStream:

@@ -203,9 +203,10 @@ class RunDirectory:
             if version == RUN_FORMAT_VERSION:
                 check_seal(data)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            why = getattr(error, "strerror", None) or error
             raise NotARunDirectoryError(
                 f"{str(self.path)!r} must be a Paceline run directory, but its run.json cannot be"
-                f" read ({error})."
+                f" read ({why})."
             ) from error
         if version != RUN_FORMAT_VERSION:
             raise RunVersionError(

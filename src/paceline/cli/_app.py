@@ -4,25 +4,38 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from paceline._base.process_and_network import TerminalStream
+from paceline.cli import (  # noqa: F401 - their import adds commands
+    _compare_commands,
+    _delete_runs_commands,
+    _experiment_edit_commands,
+)
 from paceline.cli._backup_and_home_commands import backup, home_app, restore
 from paceline.cli._checkpoint_commands import checkpoint_app
+from paceline.cli._command_classes import CommandGroup, PipeClosedError
+from paceline.cli._console_output import print_answer, print_list
 from paceline.cli._create_command import preview_search
+from paceline.cli._doctor_command import doctor
 from paceline.cli._experiment_commands import experiment_app
+from paceline.cli._init_command import init
 from paceline.cli._master_commands import down, status, up
 from paceline.cli._options_and_errors import (
     CaFile,
     CommandError,
     chosen_master,
+    error_code,
     is_cli_user_error,
+    is_json,
     is_paceline_command,
+    output_format,
     report_error,
     trust,
 )
+from paceline.cli._run_command import run
 from paceline.cli._runner_and_pool_commands import pool_app, runner_app
 from paceline.cli._runs_commands import runs_app, sync
 from paceline.cli._slot_and_job_commands import queue_app, slot_app
@@ -30,18 +43,17 @@ from paceline.cli._trial_commands import trial_app
 from paceline.cli._user_and_token_commands import login, token_app, user_app
 from paceline.cli._verify_resume_command import verify_resume
 
-examples_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="List and copy the examples of Paceline."
-)
+examples_app = CommandGroup(help="List and copy the examples of Paceline.")
 
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.py[co]", "paceline_runs", "checkpoints")
 
 
-@examples_app.command("list")
+@examples_app.command("list", is_list=True)
 def list_examples() -> None:
     """List the examples."""
-    for name in _names():
-        typer.echo(name)
+
+    names = _names()
+    print_list([{"name": name} for name in names], ["Name"], [[name] for name in names])
 
 
 @examples_app.command("copy")
@@ -65,7 +77,11 @@ def copy_example(
             " Hint: give another one as the second argument."
         )
     shutil.copytree(examples_directory() / name, target, ignore=_LEFT_OUT, dirs_exist_ok=True)
-    typer.echo(f"Copied {name} to {target}. Read {target / 'README.md'} first.")
+
+    print_answer(
+        {"name": name, "path": str(target)},
+        f"Copied {name} to {target}. Read {target / 'README.md'} first.",
+    )
 
 
 def examples_directory() -> Path:
@@ -88,17 +104,15 @@ def _names() -> list[str]:
     return sorted(p.name for p in examples_directory().iterdir() if (p / "README.md").is_file())
 
 
-app = typer.Typer(
+app = CommandGroup(
     name="paceline",
-    no_args_is_help=True,
-    rich_markup_mode=None,
     # Plain texts are quicker to read than Rich's tracebacks, and a pipe keeps them whole.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# 128 + SIGINT, as shells report it.
-_INTERRUPTED = 130
+# 128 + SIGINT and 128 + SIGPIPE, as shells report them.
+_INTERRUPTED, _PIPE_CLOSED = 130, 141
 
 
 def _print_version(value: bool) -> None:
@@ -139,7 +153,8 @@ def version() -> None:
     """Print Paceline's version."""
     from importlib.metadata import version as installed_version
 
-    typer.echo(installed_version("paceline"))
+    number = installed_version("paceline")
+    print_answer({"version": number}, number)
 
 
 app.command("up")(up)
@@ -148,9 +163,12 @@ app.command("status")(status)
 app.command("backup")(backup)
 app.command("restore")(restore)
 app.command("login")(login)
+app.command("init")(init)
+app.command("doctor", is_list=True)(doctor)
 app.command("sync")(sync)
 app.command("preview-search")(preview_search)
-# Options that it does not know are the script's.
+# Options that they do not know are the script's.
+app.command("run", context_settings={"ignore_unknown_options": True})(run)
 app.command("verify-resume", context_settings={"ignore_unknown_options": True})(verify_resume)
 for _name, _short, _group in (
     ("experiment", "e", experiment_app),
@@ -173,19 +191,43 @@ for _name, _short, _group in (
 
 
 def main() -> None:
-    """Run the command line and exit: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
+    """Run the command line and exit: 0 success, 1 failure, 2 wrong usage, 130 interrupted.
+
+    The exit code is 141 if the reader of the output has closed its pipe.
+    """
     is_paceline_command.set(True)
     sys.stdout, sys.stderr = TerminalStream(sys.stdout), TerminalStream(sys.stderr)
+    if {"--json", "--format=json"} & set(sys.argv):
+        # Errors before the command, too, are for a program.
+        output_format.set("json")
     try:
-        app()
+        code = app(prog_name="paceline", standalone_mode=False)
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
-    except BrokenPipeError:
+        code = _INTERRUPTED
+    except (BrokenPipeError, PipeClosedError):
         # The reader, such as `head`, has seen enough; Python's own flush at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        code = _PIPE_CLOSED
     except Exception as error:
-        if not is_cli_user_error(error):
-            raise
-        report_error(str(error))
-        sys.exit(1)
+        code = _report(error)
+    sys.exit(code)
+
+
+def _report(error: Any) -> int:
+    """Report an error that the user can fix, and return the exit code; raise any other error."""
+    if isinstance(error, typer.Abort):
+        report_error("The command was not confirmed.", "aborted")
+    elif is_cli_user_error(error):
+        report_error(str(error), error_code(error))
+    elif not hasattr(error, "format_message"):
+        raise error
+    elif is_json():
+        context = getattr(error, "ctx", None)
+        hint = f" Hint: see `{context.command_path} --help`." if context else ""
+        report_error(f"{error.format_message()}{hint}", "usage")
+        return int(error.exit_code)
+    else:
+        error.show()
+        return int(error.exit_code)
+    return 1

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli._command_classes import CommandGroup
+from paceline.cli._console_output import format_bytes, format_moment, print_json, print_json_line
 from paceline.cli._options_and_errors import CommandError, Home, Json, home_of, report_error
 
 if TYPE_CHECKING:
@@ -94,8 +96,6 @@ def _follow_home(made: "Backup", home: Path, every: float, keep: int | None, *, 
 
 def _tell_backup(result: "BackupResult", *, json: bool) -> None:
     import sys
-
-    from paceline.cli._console_output import format_bytes, print_json_line
 
     content = result.content
     if json:
@@ -192,7 +192,6 @@ def restore(
 
 def _restore_copy(copy: Path, *, json: bool) -> None:
     from paceline._cluster.master.upkeep.home_restore import restore_copy
-    from paceline.cli._console_output import print_json
 
     moved_to, access = restore_copy(copy)
     if json:
@@ -242,7 +241,6 @@ def _tell_access(access: "RestoredAccess") -> None:
 
 
 def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:
-    from paceline.cli._console_output import format_bytes, format_moment, print_json
 
     content = result.content
     if json:
@@ -276,9 +274,7 @@ def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:
     typer.echo("Start the master with `paceline up`.")
 
 
-home_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Check the home of a master."
-)
+home_app = CommandGroup(help="Check the home of a master.")
 
 _DIFFERENT = 1
 
@@ -311,7 +307,6 @@ def check(
     """
     from paceline._cluster.master.upkeep.home_check import check
     from paceline._cluster.master.upkeep.home_check import fix as fix_damage
-    from paceline.cli._console_output import print_json
 
     directory = home_of(home)
     result = (fix_damage if fix else check)(directory, is_quick=quick)

@@ -10,14 +10,33 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli._options_and_errors import CommandError, Json, Uuid
+from paceline.cli._command_classes import CommandGroup
+from paceline.cli._completions import complete_checkpoint
+from paceline.cli._console_output import (
+    console,
+    format_bytes,
+    format_moment,
+    format_values,
+    print_answer,
+    print_facts,
+    print_json,
+    print_list,
+    print_table,
+    state_text,
+)
+from paceline.cli._options_and_errors import (
+    SHORTEST_PREFIX,
+    CommandError,
+    ExperimentId,
+    Json,
+    Uuid,
+    checkpoint_by_prefix,
+    confirm,
+    connect,
+)
 
 if TYPE_CHECKING:
     from paceline.storage._checkpoint_storage import CheckpointStorage
-
-
-# Shorter ones fit too many checkpoints by chance.
-_SHORTEST_PART = 4
 
 
 def export(
@@ -90,6 +109,7 @@ def export(
     Directories and local runs need no master. The command needs little memory, however large the
     model is. Checkpoints in an object store, and those of the master, are downloaded first.
     """
+
     options: dict[str, Any] = {"model": model, "key": key}
     if file_format == "dcp":
         options |= {"optimizer": optimizer}
@@ -106,7 +126,7 @@ def export(
     except (ValueError, OSError) as error:
         # Message of the cause: the error may name a local copy unknown to the user.
         raise CommandError(f"Checkpoint {checkpoint!r} cannot be exported: {error}") from error
-    typer.echo(str(output))
+    print_answer({"path": str(output)}, str(output))
 
 
 def _check_export_output(output: Path, *, is_directory: bool) -> None:
@@ -200,7 +220,7 @@ def _export_in_runs_here(checkpoint: str) -> "tuple[CheckpointStorage, str] | No
     from paceline.core._read_runs import RUNS_DIRECTORY, list_runs, storage_at
     from paceline.storage._checkpoint_files import StorageNotInstalledError
 
-    if len(checkpoint) < _SHORTEST_PART:
+    if len(checkpoint) < SHORTEST_PREFIX:
         return None
     found: dict[str, CheckpointStorage] = {}
     for summary in list_runs(Path(RUNS_DIRECTORY)):
@@ -220,12 +240,11 @@ def _export_in_runs_here(checkpoint: str) -> "tuple[CheckpointStorage, str] | No
 
 
 def _export_from_master(uuid: str, target: Path) -> Path:
-    from paceline.cli._options_and_errors import connect
     from paceline.client._http_session import MasterUnreachableError
 
     try:
         with connect() as client:
-            return client.get_checkpoint(uuid).download(target)
+            return checkpoint_by_prefix(client, uuid).download(target)
     except MasterUnreachableError as error:
         raise CommandError(
             f"`CHECKPOINT` must be a directory, or the UUID of a checkpoint of a run in"
@@ -252,9 +271,7 @@ def _write_export(path: Path, output: Path, file_format: str, options: dict[str,
         typer.echo(f"Left out, as they are tied to others: {names}", err=True)
 
 
-checkpoint_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
+checkpoint_app = CommandGroup(
     help="List, download, export and delete checkpoints.",
 )
 checkpoint_app.command("export")(export)
@@ -267,31 +284,26 @@ OutputDirectory = Annotated[
 ]
 
 
-@checkpoint_app.command("list")
+@checkpoint_app.command("list", is_list=True)
 def list_checkpoints(
-    experiment: Annotated[int, typer.Argument(help="Number of the experiment.", metavar="ID")],
+    experiment: ExperimentId,
     best: Annotated[bool, typer.Option("--best", help="Sort by metric, best first.")] = False,
     deleted: Annotated[
         bool, typer.Option("--deleted", help="Also show checkpoints with deleted files.")
     ] = False,
-    json: Json = False,
 ) -> None:
     """List the checkpoints of an experiment, latest first."""
-    from paceline.cli._console_output import format_bytes, print_json, print_table, state_text
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_experiment(experiment).checkpoints(sort_by="metric" if best else "steps")
     shown = [c for c in found if deleted or c.state.value != "DELETED"]
-    if json:
-        print_json([checkpoint.data for checkpoint in shown])
-        return
     rows: list[list[Any]] = []
     for c in shown:
         row = [c.uuid, c.trial_id, c.steps_completed, c.metric, format_bytes(c.data.size)]
         rows.append([*row, state_text(c.state.value)] if deleted else row)
     titles = ["UUID", "Trial", "Batches", "Metric", "Size"]
-    print_table(
+    print_list(
+        [checkpoint.data for checkpoint in shown],
         [*titles, "State"] if deleted else titles,
         rows,
         right=titles[1:],
@@ -302,20 +314,9 @@ def list_checkpoints(
 @checkpoint_app.command()
 def describe(uuid: Uuid, json: Json = False) -> None:
     """Show the metadata and files of a checkpoint."""
-    from paceline.cli._console_output import (
-        console,
-        format_bytes,
-        format_moment,
-        format_values,
-        print_facts,
-        print_json,
-        print_table,
-        state_text,
-    )
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
-        checkpoint = client.get_checkpoint(uuid)
+        checkpoint = checkpoint_by_prefix(client, uuid)
     data = checkpoint.data
     if json:
         print_json(data)
@@ -342,8 +343,10 @@ def download(
     uuid: Annotated[
         str,
         typer.Argument(
-            help="UUID of the checkpoint, or its URL in an object store, which needs no master.",
+            help="UUID of the checkpoint or its beginning, or its URL in an object store, which"
+            " needs no master.",
             metavar="UUID",
+            autocompletion=complete_checkpoint,
         ),
     ],
     output: OutputDirectory = None,
@@ -353,14 +356,13 @@ def download(
     ] = "auto",
 ) -> None:
     """Copy the files of a checkpoint into a new directory."""
-    from paceline.cli._options_and_errors import connect
 
     if "://" in uuid:
-        typer.echo(str(_download_from_store(uuid, output)))
-        return
-    with connect() as client:
-        path = client.get_checkpoint(uuid).download(output, mode=mode)
-    typer.echo(str(path))
+        path = _download_from_store(uuid, output)
+    else:
+        with connect() as client:
+            path = checkpoint_by_prefix(client, uuid).download(output, mode=mode)
+    print_answer({"path": str(path)}, str(path))
 
 
 def _download_from_store(url: str, output: Path | None) -> Path:
@@ -384,7 +386,14 @@ def _download_from_store(url: str, output: Path | None) -> Path:
 
 @checkpoint_app.command()
 def delete(
-    uuids: Annotated[list[str], typer.Argument(help="UUIDs of the checkpoints.", metavar="UUID")],
+    uuids: Annotated[
+        list[str],
+        typer.Argument(
+            help="UUIDs of the checkpoints or their beginnings.",
+            metavar="UUID",
+            autocompletion=complete_checkpoint,
+        ),
+    ],
     glob: Annotated[
         list[str] | None,
         typer.Option(
@@ -396,10 +405,10 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete the files of checkpoints, or some of the files."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
-        found = [client.get_checkpoint(uuid) for uuid in dict.fromkeys(uuids)]
+        named = [checkpoint_by_prefix(client, uuid) for uuid in uuids]
+        found = list({checkpoint.uuid: checkpoint for checkpoint in named}.values())
         for checkpoint in found:
             if checkpoint.state.value == "DELETED":
                 raise CommandError(
@@ -407,15 +416,14 @@ def delete(
                     " before."
                 )
         names = ", ".join(checkpoint.uuid for checkpoint in found)
-        if not yes:
-            which = f"the files {', '.join(glob)}" if glob else "the files"
-            typer.confirm(f"Delete {which} of {names}?", abort=True)
+        which = f"the files {', '.join(glob)}" if glob else "the files"
+        confirm(f"Delete {which} of {names}?", is_confirmed=yes)
+        texts = []
         for checkpoint in found:
             checkpoint.delete(glob or None)
-            if not glob:
-                typer.echo(f"Deleted {checkpoint.uuid}.")
-                continue
             lost = len(checkpoint.data.resources)
             left = checkpoint.reload().data
             lost -= len(left.resources) if left.state.value != "DELETED" else 0
-            typer.echo(f"Deleted {lost} files of {checkpoint.uuid}.")
+            of = f"{lost} files of " if glob else ""
+            texts.append(f"Deleted {of}{checkpoint.uuid}.")
+    print_answer([checkpoint.data for checkpoint in found], "\n".join(texts))

@@ -1,13 +1,18 @@
 """Console output: tables, JSON, formats of numbers and times, words for states."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+import typer
 
 from paceline._base.process_and_network import escape_in_json, terminal_text
 from paceline._training.progress_display import format_duration
+from paceline.cli._options_and_errors import is_json, output_format
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,14 +77,71 @@ def print_json(value: Any) -> None:
     _write_json(value, indent=2)
 
 
-def print_json_line(value: Any) -> None:
-    """Print a message as a single line of JSON."""
-    _write_json(value, indent=None)
+def print_json_line(value: Any, stream: TextIO | None = None) -> None:
+    """Print a message as a single line of JSON, on stdout by default."""
+    _write_json(value, indent=None, stream=stream)
 
 
-def _write_json(value: Any, indent: int | None) -> None:
-    document = json.dumps(_plain_for_console(value), indent=indent, ensure_ascii=False)
-    sys.stdout.write(escape_in_json(document) + "\n")
+def _write_json(value: Any, indent: int | None, stream: TextIO | None = None) -> None:
+    document = json.dumps(plain_for_console(value), indent=indent, ensure_ascii=False)
+    (stream or sys.stdout).write(escape_in_json(document) + "\n")
+
+
+def print_answer(value: Any, text: str) -> None:
+    """Print the answer of a command: a JSON document for programs, or a text for people."""
+    if is_json():
+        print_json(value)
+    else:
+        typer.echo(text)
+
+
+def print_note(text: str) -> None:
+    """Print a line beside the answer of a command: on stdout, but with JSON on stderr."""
+    typer.echo(text, err=is_json())
+
+
+def print_hint(text: str) -> None:
+    """Print a next command to stderr."""
+    typer.echo(f"Hint: {text}", err=True)
+
+
+def print_list(
+    values: Any, columns: Sequence[str], rows: Iterable[Sequence[Any]], **options: Any
+) -> None:
+    """Print a list in the chosen format: a table, JSON or tab-separated values.
+
+    Args:
+        values: The messages of the list, for JSON.
+        columns: The titles.
+        rows: Cells as for `print_table`.
+        options: Further arguments of `print_table`.
+    """
+    if output_format.get() == "json":
+        print_json(values)
+    elif output_format.get() == "table":
+        print_table(columns, rows, **options)
+    else:
+        for row in (columns, *rows):
+            sys.stdout.write("\t".join(map(_tsv_cell, row)) + "\n")
+
+
+def _tsv_cell(value: Any) -> str:
+    """Return a whole value in a single cell; empty for None."""
+    from paceline._base.journal_records import decode_value
+
+    value = value.moment if isinstance(value, Age) else decode_value(value)
+    text = "" if value is None else str(value)
+    return re.sub(r"[\\\t\n\r]", lambda found: repr(found[0])[1:-1], text)
+
+
+@dataclass(frozen=True, slots=True)
+class Age:
+    """Cell with a moment in seconds since the epoch; a table shows its age."""
+
+    moment: float | None
+
+    def __str__(self) -> str:
+        return format_age(self.moment)
 
 
 def make_table() -> "Table":
@@ -252,13 +314,19 @@ def _cell(value: Any) -> "str | Text":
     return "-" if value is None else format_number(value)
 
 
-def _plain_for_console(value: Any) -> Any:
+def plain_for_console(value: Any) -> Any:
+    """Return messages, and lists and dictionaries of them, as plain JSON values."""
     if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
+        fields = value.model_dump(mode="json")
+        if "shown_state" in fields:
+            # Same words for states as in tables, the SDK and the web UI; no stored names.
+            fields["state"] = fields.pop("shown_state")
+            fields.pop("experiment_state", None)
+        return fields
     if isinstance(value, dict):
-        return {key: _plain_for_console(item) for key, item in value.items()}
+        return {key: plain_for_console(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain_for_console(item) for item in value]
+        return [plain_for_console(item) for item in value]
     return value
 
 

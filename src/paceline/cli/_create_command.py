@@ -1,19 +1,32 @@
 """Commands `paceline experiment create` and `preview-search`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli._console_output import (
+    console,
+    format_bytes,
+    num_trials_text,
+    print_answer,
+    print_json,
+    print_table,
+    print_warning,
+)
+from paceline.cli._experiment_description import print_created
 from paceline.cli._options_and_errors import (
     AllLogs,
     CommandError,
     ConfigFile,
+    DryRun,
     Follow,
     Json,
     Overrides,
+    RequestKey,
+    connect,
 )
 
 if TYPE_CHECKING:
@@ -61,10 +74,11 @@ def create(
         bool, typer.Option("--start-master", help="Start a master if none runs.")
     ] = False,
     logs: AllLogs = False,
+    key: RequestKey = None,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Create an experiment from a config and code."""
-    from paceline.cli._console_output import print_warning
     from paceline.config._validate_config import load_config
 
     checked = load_config(config, overrides)
@@ -73,23 +87,23 @@ def create(
     _check_local_options(is_local=local, is_test=test, is_resumed=resume is not None)
     if directory is None and checked.environment.working_dir is None:
         directory = config.parent
+    if dry_run:
+        _print_dry_run(checked, directory)
+        return
     if local:
         from paceline.cli._local_trial import run_locally
 
-        _refuse_with_local({"--paused": paused, "--json": json, "--start-master": start_master})
+        given = {"--paused": paused, "--json": json, "--start-master": start_master, "--key": key}
+        _refuse_with_local(given)
         place = directory or Path()
         raise typer.Exit(run_locally(checked, place, resume=resume, is_test=test))
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         with _master_to_submit_to(start_master):
             submitted = config.read_text(encoding="utf-8")
-            experiment = _submit_experiment(client, checked, submitted, directory, paused, json)
-        if follow:
-            from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
-
-            options = FollowOptions(all_logs=logs, is_json=json)
-            raise typer.Exit(ExperimentFollower(experiment, client, options).follow())
+            experiment = _submit_experiment(client, checked, submitted, directory, paused, key)
+        text = f"Created experiment {experiment.id} ({experiment.name})."
+        print_created(experiment, client, text, is_followed=follow, all_logs=logs)
 
 
 def _check_local_options(*, is_local: bool, is_test: bool, is_resumed: bool) -> None:
@@ -103,7 +117,7 @@ def _check_local_options(*, is_local: bool, is_test: bool, is_resumed: bool) -> 
         )
 
 
-def _refuse_with_local(given: dict[str, bool]) -> None:
+def _refuse_with_local(given: Mapping[str, object]) -> None:
     for option, is_given in given.items():
         if is_given:
             raise CommandError(
@@ -118,32 +132,50 @@ def _submit_experiment(
     submitted: str,
     directory: Path | None,
     paused: bool,
-    json: bool,
+    key: str | None,
 ) -> "Experiment":
-    from paceline.cli._console_output import print_json, print_warning
 
-    experiment = client.create_experiment(config, directory, not paused, submitted_config=submitted)
+    experiment = client.create_experiment(
+        config, directory, not paused, submitted_config=submitted, key=key
+    )
     for warning in experiment.data.warnings:
         if warning not in config.warnings:
             print_warning(warning)
-    typer.echo(_what_was_sent(directory), err=True)
-    if json:
-        print_json(experiment.data)
+    if directory is None:
+        typer.echo("Sent no files: the entrypoint runs in `environment.working_dir`.", err=True)
     else:
-        typer.echo(f"Created experiment {experiment.id} ({experiment.name}).")
+        typer.echo(f"Sent {_files_text(*_code_size(directory))} from {directory}", err=True)
     return experiment
 
 
-def _what_was_sent(directory: Path | None) -> str:
-    from paceline.cli._console_output import format_bytes
+def _code_size(directory: Path | None) -> tuple[int, int]:
+    """Return the number of files to send, and their bytes."""
     from paceline.client._code_and_run_uploads import list_context
 
-    if directory is None:
-        return "Sent no files: the entrypoint runs in `environment.working_dir`."
-    entries = list_context(directory)
-    num_files = sum(not entry.is_directory for entry in entries)
-    size = format_bytes(sum(entry.size for entry in entries))
-    return f"Sent {num_files} file{'s' * (num_files != 1)} ({size}) from {directory}"
+    entries = [] if directory is None else list_context(directory)
+    files = [entry.size for entry in entries if not entry.is_directory]
+    return len(files), sum(files)
+
+
+def _files_text(num_files: int, num_bytes: int) -> str:
+
+    return f"{num_files} file{'s' * (num_files != 1)} ({format_bytes(num_bytes)})"
+
+
+def _print_dry_run(config: "ExperimentConfig", directory: Path | None) -> None:
+    """Print the experiment that `create` would make, and the size of its code."""
+    from paceline.search._search import preview
+
+    num_files, num_bytes = _code_size(directory)
+    rows = preview(config.search_config(), config.hyperparameters).rows
+    num_trials = sum(row.trials for row in rows)
+    facts = {"num_trials": num_trials, "num_files": num_files, "num_bytes": num_bytes}
+    print_answer(
+        {"config": config.to_json(), **facts},
+        f"Dry run: the config is valid. Experiment {config.name} would have"
+        f" {num_trials_text(num_trials)} ({config.searcher.name}), and"
+        f" {_files_text(num_files, num_bytes)} of code would be sent. Nothing was created.",
+    )
 
 
 @contextmanager
@@ -178,7 +210,6 @@ def preview_search(config: ConfigFile, overrides: Overrides = [], json: Json = F
     The command prints the number of trials and their lengths. It needs no master. A real search can
     differ a little, because the order of reports can affect its decisions.
     """
-    from paceline.cli._console_output import print_json
     from paceline.config._validate_config import load_config
     from paceline.search._search import preview
 
@@ -206,7 +237,6 @@ def _preview_as_json(config: "ExperimentConfig", result: "Preview") -> dict[str,
 
 
 def _print_preview(config: "ExperimentConfig", result: "Preview") -> None:
-    from paceline.cli._console_output import console, print_table
 
     unit = _unit(config)
     total = sum(row.trials for row in result.rows)

@@ -1,24 +1,54 @@
 """Commands `paceline experiment`: create, watch, change, archive, delete, fork and download."""
 
+import time
+from collections.abc import Callable
+from datetime import datetime
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from paceline.cli._checkpoint_commands import list_checkpoints
+from paceline.cli._command_classes import CommandGroup
+from paceline.cli._console_output import (
+    EXPERIMENT_WORDS,
+    Age,
+    exit_code,
+    experiment_word,
+    format_bytes,
+    format_values,
+    lost_records_text,
+    num_trials_text,
+    print_answer,
+    print_list,
+    print_note,
+    progress_text,
+    state_text,
+)
 from paceline.cli._create_command import create
-from paceline.cli._experiment_description import describe, end_note
+from paceline.cli._experiment_description import (
+    describe,
+    end_note,
+    experiment_result,
+    print_created,
+)
 from paceline.cli._options_and_errors import (
     AllLogs,
     CommandError,
+    DryRun,
     ExperimentId,
     Follow,
-    Json,
     JsonLines,
     Limit,
     Overrides,
+    RequestKey,
     Tail,
     Timestamps,
+    age_in_seconds,
+    confirm,
+    connect,
+    nested_overrides,
 )
 
 if TYPE_CHECKING:
@@ -29,32 +59,32 @@ if TYPE_CHECKING:
 
 def archive(experiment: ExperimentId) -> None:
     """Archive an ended experiment. Lists do not show archived experiments."""
-    from paceline.cli._options_and_errors import connect
+    text = f"Experiment {experiment} is in the archive."
+    _change(experiment, text, lambda found: found.archive())
+
+
+def _change(experiment: int, text: str, change: "Callable[[Experiment], Experiment]") -> None:
+    """Change an experiment and print the changed experiment, or a text for people."""
 
     with connect() as client:
-        client.get_experiment(experiment).archive()
-    typer.echo(f"Experiment {experiment} is in the archive.")
+        print_answer(change(client.get_experiment(experiment)).data, text)
 
 
 def unarchive(experiment: ExperimentId) -> None:
     """Move an experiment out of the archive."""
-    from paceline.cli._options_and_errors import connect
-
-    with connect() as client:
-        client.get_experiment(experiment).unarchive()
-    typer.echo(f"Experiment {experiment} is no longer in the archive.")
+    text = f"Experiment {experiment} is no longer in the archive."
+    _change(experiment, text, lambda found: found.unarchive())
 
 
 def delete(
     experiment: ExperimentId,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Delete an ended experiment with all its data.
 
     This deletes its metrics, logs and checkpoints.
     """
-    from paceline.cli._console_output import format_bytes, num_trials_text
-    from paceline.cli._options_and_errors import CommandError, connect
 
     with connect() as client:
         found = client.get_experiment(experiment)
@@ -62,20 +92,23 @@ def delete(
         if loss.obstacle is not None:
             raise CommandError(loss.obstacle)
         num_checkpoints, size = loss.num_checkpoints, format_bytes(loss.checkpoint_bytes)
-        typer.echo(
+        print_note(
             f"Deleting experiment {experiment} ({found.name}) takes away"
             f" {num_trials_text(loss.num_trials)}, {loss.num_metric_points} metric values and"
             f" {num_checkpoints} checkpoint{'s' * (num_checkpoints != 1)} ({size})."
         )
-        if not yes:
-            typer.confirm("Delete it?", abort=True)
-        left_behind = found.delete()
+        if not dry_run:
+            confirm("Delete it?", is_confirmed=yes)
+        left_behind = [] if dry_run else found.delete()
     if left_behind:
         raise CommandError(
             f"Experiment {experiment} is deleted, but these could not be removed:"
             f" {', '.join(left_behind)}."
         )
-    typer.echo(f"Experiment {experiment} is deleted.")
+    print_answer(
+        {"experiment_id": experiment, "is_deleted": not dry_run, **loss.model_dump()},
+        "Dry run: nothing was deleted." if dry_run else f"Experiment {experiment} is deleted.",
+    )
 
 
 def fork(
@@ -86,23 +119,24 @@ def fork(
     ] = False,
     follow: Follow = False,
     logs: AllLogs = False,
+    key: RequestKey = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Create a copy of an experiment.
 
     The copy has the same code and config, with your changes.
     """
-    from paceline.cli._options_and_errors import connect, nested_overrides
 
     with connect() as client:
-        found = client.get_experiment(experiment)
-        made = found.fork(nested_overrides(overrides), activate=not paused)
-        typer.echo(f"Created experiment {made.id} ({made.name}) from experiment {experiment}.")
-        if follow:
-            from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
-
-            raise typer.Exit(
-                ExperimentFollower(made, client, FollowOptions(all_logs=logs)).follow()
-            )
+        found, changes = client.get_experiment(experiment), nested_overrides(overrides)
+        if dry_run:
+            config = found.forked_config(changes)
+            text = f"Dry run: the config of {config['name']} is valid. Nothing was created."
+            print_answer({"config": config}, text)
+            return
+        made = found.fork(changes, activate=not paused, key=key)
+        text = f"Created experiment {made.id} ({made.name}) from experiment {experiment}."
+        print_created(made, client, text, is_followed=follow, all_logs=logs)
 
 
 def download(
@@ -115,20 +149,22 @@ def download(
     ] = None,
 ) -> None:
     """Copy the code and config of an experiment into a directory."""
-    from paceline.cli._options_and_errors import connect
 
     target = Path(f"experiment-{experiment}") if directory is None else directory
     with connect() as client:
         num_files = client.get_experiment(experiment).download_code(target)
-    typer.echo(f"Wrote config.yaml and {num_files} file{'s' * (num_files != 1)} into {target}.")
+    print_answer(
+        {"path": str(target), "num_files": num_files},
+        f"Wrote config.yaml and {num_files} file{'s' * (num_files != 1)} into {target}.",
+    )
 
 
-experiment_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
+experiment_app = CommandGroup(
     help="Create, watch and change experiments.",
 )
 
+# As of the command `timeout`.
+_NOT_ENDED = 124
 StateWord = Literal["QUEUED", "RUNNING", "PAUSED", "STOPPING", "COMPLETED", "CANCELED", "ERROR"]
 
 experiment_app.command()(create)
@@ -144,15 +180,12 @@ def set_max_slots(
     ],
 ) -> None:
     """Set how many slots the trials of an experiment may use at once. Running trials continue."""
-    from paceline.cli._options_and_errors import connect
-
     if max_slots != "none" and not (max_slots.isdecimal() and int(max_slots) > 0):
         raise CommandError(f"`NUMBER` must be a number above 0, or none, but got {max_slots!r}.")
-    with connect() as client:
-        number = None if max_slots == "none" else int(max_slots)
-        client.get_experiment(experiment).set_max_slots(number)
-    told = "as many slots as there are" if number is None else f"{number} slot{'s' * (number > 1)}"
-    typer.echo(f"Experiment {experiment} may use {told} at a time.")
+    number = None if max_slots == "none" else int(max_slots)
+    slots = "as many slots as there are" if number is None else f"{number} slot{'s' * (number > 1)}"
+    text = f"Experiment {experiment} may use {slots} at a time."
+    _change(experiment, text, lambda found: found.set_max_slots(number))
 
 
 @experiment_app.command()
@@ -166,11 +199,8 @@ def set_priority(
     ],
 ) -> None:
     """Set an experiment's priority in pools with the policy `priority`."""
-    from paceline.cli._options_and_errors import connect
-
-    with connect() as client:
-        client.get_experiment(experiment).set_priority(priority)
-    typer.echo(f"Experiment {experiment} has priority {priority}.")
+    text = f"Experiment {experiment} has priority {priority}."
+    _change(experiment, text, lambda found: found.set_priority(priority))
 
 
 @experiment_app.command()
@@ -181,14 +211,13 @@ def set_weight(
     ],
 ) -> None:
     """Set an experiment's weight in pools with the policy `fair_share`."""
-    from paceline.cli._options_and_errors import connect
+    if not 0 < weight < inf:
+        raise CommandError(f"`WEIGHT` must be a number above 0, but got {weight:g}.")
+    text = f"Experiment {experiment} has weight {weight:g}."
+    _change(experiment, text, lambda found: found.set_weight(weight))
 
-    with connect() as client:
-        client.get_experiment(experiment).set_weight(weight)
-    typer.echo(f"Experiment {experiment} has weight {weight:g}.")
 
-
-@experiment_app.command("list")
+@experiment_app.command("list", is_list=True)
 def list_experiments(
     limit: Limit = 20,
     state: Annotated[
@@ -198,26 +227,32 @@ def list_experiments(
     archived: Annotated[
         bool, typer.Option("--archived", help="Show archived experiments instead.")
     ] = False,
-    json: Json = False,
+    name: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Show only names that contain this text.")
+    ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="LABEL", help="Show only with this label. Repeatable."),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Show only those created since then: an age such as 2d, 12h or 30m, or a date such"
+            " as 2026-11-30 or 2026-11-30T09:00.",
+        ),
+    ] = None,
 ) -> None:
     """List experiments, newest first."""
-    from paceline.cli._console_output import (
-        experiment_word,
-        format_age,
-        print_json,
-        print_table,
-        progress_text,
-        state_text,
-    )
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
-        found = _listed(client, state, limit, "only" if archived else "no")
-    if json:
-        print_json(found)
-        return
-    print_table(
-        ["ID", "Name", "State", "Done", "Trials", "Best metric", "Created"],
+        where: list[tuple[str, str, Any]] = [] if name is None else [("name", "contains", name)]
+        where += [] if since is None else [("created_at", ">=", _moment(since))]
+        filters = {"labels": labels or (), "where": where}
+        found = _listed(client, state, limit, "only" if archived else "no", filters)
+    print_list(
+        found,
+        ["ID", "Name", "State", "Progress", "Trials", "Best metric", "Created"],
         [
             (
                 e.id,
@@ -226,34 +261,56 @@ def list_experiments(
                 progress_text(e),
                 e.num_trials,
                 e.best_metric,
-                format_age(e.created_at),
+                Age(e.created_at),
             )
             for e in found
         ],
-        right=["ID", "Done", "Trials", "Best metric"],
+        right=["ID", "Progress", "Trials", "Best metric"],
         shortened=["Name"],
-        empty=_nothing_listed(state),
+        empty=_nothing_listed(state, is_filtered=bool(where or labels)),
     )
 
 
 def _listed(
-    client: "Client", word: str | None, limit: int, archived: Literal["no", "only"]
+    client: "Client",
+    word: str | None,
+    limit: int,
+    archived: Literal["no", "only"],
+    filters: dict[str, Any],
 ) -> "list[ExperimentData]":
     """Return the newest experiments shown with this state word, across all its stored states."""
-    from paceline.cli._console_output import EXPERIMENT_WORDS, experiment_word
 
     if word is None:
-        return [e.data for e in client.list_experiments(limit=limit, archived=archived)]
+        return [e.data for e in client.list_experiments(limit=limit, archived=archived, **filters)]
     found = [
         e.data
         for stored in EXPERIMENT_WORDS[word]
-        for e in client.list_experiments(state=stored, archived=archived)
+        for e in client.list_experiments(state=stored, archived=archived, **filters)
         if experiment_word(e.data) == word
     ]
     return sorted(found, key=lambda data: -data.id)[:limit]
 
 
-def _nothing_listed(word: str | None) -> str:
+def _moment(text: str) -> float:
+    """Return an age such as `2d`, or a date or time in the local zone, as seconds since the epoch.
+
+    Raises:
+        CommandError: The text is neither.
+    """
+    if (age_s := age_in_seconds(text)) is not None:
+        return time.time() - age_s
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise CommandError(
+            "`--since` must be an age such as 2d, 12h or 30m, or a date such as 2026-11-30, but got"
+            f" {text!r}."
+        ) from None
+
+
+def _nothing_listed(word: str | None, *, is_filtered: bool) -> str:
+    if is_filtered:
+        return "No experiment fits."
     if word is not None:
         return f"No experiment is {word}."
     return "No experiments. Create one with `paceline e create CONFIG`."
@@ -276,9 +333,7 @@ def logs(
     With -f the command follows the experiment to its end and prints its events. The exit code is
     then 0 if the experiment is COMPLETED, 3 if it is COMPLETED with lost records, else 1.
     """
-    from paceline.cli._console_output import exit_code
     from paceline.cli._experiment_follower import print_damaged_log_lines, print_log_lines
-    from paceline.cli._options_and_errors import connect
 
     if follow and json:
         raise CommandError("`--json` must come without `-f`. Hint: `paceline t logs ID -f --json`.")
@@ -308,16 +363,14 @@ def _follow(experiment: "Experiment", client: "Client", **options: Any) -> None:
 
 
 def _command(experiment: int, verb: Literal["pause", "activate", "cancel", "kill"]) -> None:
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         data = getattr(client.get_experiment(experiment), verb)().data
-    typer.echo(_how_it_stands(data))
+    print_answer(data, _how_it_stands(data))
 
 
 def _how_it_stands(data: "ExperimentData") -> str:
     """Return the experiment's state as a sentence, with the outlook of its running trials."""
-    from paceline.cli._console_output import experiment_word, num_trials_text
 
     text = f"Experiment {data.id} is {experiment_word(data)}"
     if not data.num_running or not (data.state.value == "PAUSED" or data.state.is_stopping):
@@ -358,28 +411,28 @@ def kill(experiment: ExperimentId) -> None:
 def wait(
     experiment: ExperimentId,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two requests.")] = 1.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="Wait no longer. The default is no limit."),
+    ] = None,
 ) -> None:
-    """Wait for the end of an experiment.
-
-    The exit code is 0 if it is COMPLETED, 3 if it is COMPLETED with lost records, 4 if its search
-    ended because no trial reported the searched metric, else 1.
-    """
-    from paceline.cli._console_output import exit_code, lost_records_text
-    from paceline.cli._options_and_errors import connect
+    """Wait for the end of an experiment."""
 
     with connect() as client:
         found = client.get_experiment(experiment)
         try:
-            state = found.wait(interval).value
+            found.wait(interval, timeout)
+            code = exit_code(found.data)
         except ValueError as error:
             raise CommandError(str(error)) from error
-        note = end_note(found)
-    lost = found.data.num_records_lost
-    more = f"; {lost_records_text(lost)}" if lost else ""
-    typer.echo(f"Experiment {experiment} is {state}{more}.")
-    if note:
-        typer.echo(note)
-    raise typer.Exit(exit_code(found.data))
+        except TimeoutError:
+            code = _NOT_ENDED
+        lost = found.data.num_records_lost
+        more = f"; {lost_records_text(lost)}" if lost else ""
+        text = f"Experiment {experiment} is {found.state.value}{more}."
+        notes = [text, None if code == _NOT_ENDED else end_note(found)]
+        print_answer(experiment_result(client, found), "\n".join(filter(None, notes)))
+    raise typer.Exit(code)
 
 
 @experiment_app.command("continue")
@@ -388,12 +441,12 @@ def continue_experiment(
     follow: Follow = False,
     overrides: Overrides = [],  # noqa: B006
     logs: AllLogs = False,
+    key: RequestKey = None,
 ) -> None:
     """Reopen an ended experiment.
 
     Its trials continue from their checkpoints. In a search, only incomplete trials continue.
     """
-    from paceline.cli._options_and_errors import connect, nested_overrides
 
     with connect() as client:
         found, changes = client.get_experiment(experiment), nested_overrides(overrides)
@@ -405,34 +458,27 @@ def continue_experiment(
             follower = ExperimentFollower(
                 found, client, FollowOptions(all_logs=logs, is_from_now=True)
             )
-        typer.echo(_how_it_stands(found.continue_(changes).data))
-        if follower is not None:
+        text = _how_it_stands(found.continue_(changes, key=key).data)
+        if follower is None:
+            print_answer(experiment_result(client, found), text)
+        else:
+            print_note(text)
             raise typer.Exit(follower.follow())
 
 
-@experiment_app.command("list-trials")
+@experiment_app.command("list-trials", is_list=True)
 def list_trials(
     experiment: ExperimentId,
     limit: Limit = 200,
     best: Annotated[bool, typer.Option("--best", help="Sort by metric, best first.")] = False,
-    json: Json = False,
 ) -> None:
     """List the trials of an experiment (short: lt)."""
-    from paceline.cli._console_output import (
-        format_values,
-        print_json,
-        print_table,
-        state_text,
-    )
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         of = client.get_experiment(experiment)
         found = of.trials(sort_by="metric" if best else "id", limit=limit)
-    if json:
-        print_json([trial.data for trial in found])
-        return
-    print_table(
+    print_list(
+        [trial.data for trial in found],
         ["Trial", "State", "Batches", "Best metric", "Hyperparameters"],
         [
             (
@@ -449,6 +495,6 @@ def list_trials(
     )
 
 
-experiment_app.command("lt", hidden=True)(list_trials)
-experiment_app.command("list-checkpoints")(list_checkpoints)
-experiment_app.command("lc", hidden=True)(list_checkpoints)
+experiment_app.command("lt", hidden=True, is_list=True)(list_trials)
+experiment_app.command("list-checkpoints", is_list=True)(list_checkpoints)
+experiment_app.command("lc", hidden=True, is_list=True)(list_checkpoints)

@@ -1,12 +1,30 @@
 """Command `paceline experiment describe`: the experiment, its leaderboard and its rungs."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli._console_output import flatten, format_number, make_table, num_trials_text
-from paceline.cli._options_and_errors import ExperimentId, Json
+from paceline.cli._console_output import (
+    console,
+    experiment_word,
+    flatten,
+    format_moment,
+    format_number,
+    format_values,
+    lost_records_text,
+    make_table,
+    num_trials_text,
+    plain_for_console,
+    print_facts,
+    print_hint,
+    print_json,
+    print_note,
+    print_table,
+    progress_text,
+    state_text,
+)
+from paceline.cli._options_and_errors import ExperimentId, Json, connect, is_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,13 +48,11 @@ def describe(
     ] = False,
 ) -> None:
     """Show an experiment with its best trial and its rungs."""
-    from paceline.cli._console_output import console, print_json
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_experiment(experiment)
         if json:
-            print_json(found.data)
+            print_json(experiment_result(client, found))
             return
         best, waits = _best_trial(client, found.data), _waits_for(client, found.data)
         nodes, problems = _nodes_of(client, found.data), _problems_of(client, found.data)
@@ -46,6 +62,41 @@ def describe(
         import yaml
 
         console().print(yaml.safe_dump(found.config, sort_keys=False).rstrip())
+
+
+def experiment_result(client: "Client", experiment: "Experiment") -> dict[str, Any]:
+    """Return an experiment for JSON, with its best trial."""
+    best = _best_trial(client, experiment.data)
+    return {**plain_for_console(experiment.data), "best_trial": best and best.data}
+
+
+def print_created(
+    experiment: "Experiment",
+    client: "Client",
+    text: str,
+    *,
+    is_followed: bool,
+    all_logs: bool = False,
+) -> None:
+    """Print a new experiment, or follow it to its end and exit.
+
+    With JSON, the document has the state at the end.
+    """
+    from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
+
+    if is_followed:
+        print_note(text)
+        raise typer.Exit(
+            ExperimentFollower(experiment, client, FollowOptions(all_logs=all_logs)).follow()
+        )
+    if is_json():
+        print_json(experiment_result(client, experiment))
+    else:
+        typer.echo(text)
+    if experiment.data.state.value == "PAUSED":
+        print_hint(f"`paceline e activate {experiment.id}` starts it.")
+    else:
+        print_hint(f"`paceline e logs {experiment.id} -f` follows it to its end.")
 
 
 def end_note(experiment: "Experiment") -> str | None:
@@ -65,7 +116,6 @@ def _best_trial(client: "Client", data: "ExperimentData") -> "Trial | None":
 
 def _waits_for(client: "Client", data: "ExperimentData") -> str | None:
     """Return the slots a queued experiment waits for and their holders; None if not queued."""
-    from paceline.cli._console_output import experiment_word
 
     if experiment_word(data) != "QUEUED" or data.is_unmanaged:
         return None
@@ -121,14 +171,6 @@ def _print_description(
     problems: str | None,
 ) -> None:
     from paceline._training.progress_display import format_duration
-    from paceline.cli._console_output import (
-        experiment_word,
-        format_moment,
-        lost_records_text,
-        print_facts,
-        progress_text,
-        state_text,
-    )
 
     lost = None
     if data.num_records_lost:
@@ -169,7 +211,6 @@ def _search_text(data: "ExperimentData") -> str | None:
 def _best_facts(
     data: "ExperimentData", best_trial: "Trial | None", note: str | None
 ) -> list[tuple[str, str | None]]:
-    from paceline.cli._console_output import format_number, format_values
 
     if best_trial is None:
         return [("Best", note)]
@@ -178,7 +219,6 @@ def _best_facts(
 
 
 def _print_rungs(experiment: "Experiment") -> None:
-    from paceline.cli._console_output import console, print_table
 
     rows = []
     for number, bracket in enumerate(experiment.search().brackets, start=1):

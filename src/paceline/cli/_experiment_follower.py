@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -13,10 +13,13 @@ from paceline.cli._console_output import (
     console,
     error_console,
     exit_code,
+    format_moment,
     lost_records_text,
+    print_json,
     print_json_line,
 )
 from paceline.cli._event_feed import EventFeed, FeedLine
+from paceline.cli._options_and_errors import is_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,8 +64,6 @@ def format_log_line(line: "LogLine", *, timestamps: bool = False, show_trial: bo
     """Return a log line with the requested prefix: time, trial, rank."""
     prefix = ""
     if timestamps:
-        from paceline.cli._console_output import format_moment
-
         prefix += f"{format_moment(line.time)} "
     if show_trial:
         prefix += f"[trial {line.trial_id}] "
@@ -104,7 +105,7 @@ class FollowOptions:
     timestamps: bool = False
     is_from_now: bool = False
     tail: int | None = None
-    is_json: bool = False
+    is_json: bool = field(default_factory=is_json)
 
 
 class ExperimentFollower:
@@ -154,9 +155,18 @@ class ExperimentFollower:
                 f" `paceline e cancel {experiment.id}` ends it.",
                 soft_wrap=True,
             )
+            self._print_result()
             return _INTERRUPTED
         self._print_end()
+        self._print_result()
         return exit_code(experiment.data)
+
+    def _print_result(self) -> None:
+        """Print the experiment as JSON if asked: its state at the end, and its best trial."""
+        from paceline.cli._experiment_description import experiment_result
+
+        if self._options.is_json:
+            print_json(experiment_result(self._client, self._experiment.reload()))
 
     def _begin_now(self) -> None:
         """Connect first, so no later event is missed; then skip everything before."""

@@ -18,7 +18,8 @@ import typer
 
 from paceline._base.process_and_network import exit_code
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
-from paceline.cli._options_and_errors import CommandError
+from paceline.cli._console_output import format_values
+from paceline.cli._options_and_errors import CommandError, report_error
 
 if TYPE_CHECKING:
     from paceline.config._experiment_config import ExperimentConfig
@@ -53,7 +54,6 @@ def run_locally(
     run = _create_run(config) if resume is None else _open_run(resume)
     info = run.read_info()
     assert info.trial is not None
-    from paceline.cli._console_output import format_values
 
     typer.echo(f"Run directory: {run.path}", err=True)
     if info.trial.hparams:
@@ -76,7 +76,7 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
     seed = config.reproducibility.experiment_seed
     trial = _first_trial(config, secrets.randbelow(2**31) if seed is None else seed)
     root = Path.cwd() / "paceline_runs"
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip("-.") or "run"
+    name = local_run_name(config)
     path = _unused_for_local(root / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     storage = config.checkpoint_storage.root if config.checkpoint_storage else None
     variables = config.environment.variables
@@ -98,6 +98,11 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
         arguments=[hide_values(argument, private) for argument in sys.argv],
     )
     return RunDirectory.create(path, info)
+
+
+def local_run_name(config: "ExperimentConfig") -> str:
+    """Return the name of an experiment's local runs."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip("-.") or "run"
 
 
 def _open_run(path: Path) -> RunDirectory:
@@ -183,20 +188,19 @@ def _run_entrypoint(
         if not place.is_dir():
             raise CommandError(f"`DIR` must be a directory, but got {str(place)!r}.") from None
         return _refuse_local(f"The entrypoint {command[0]!r} must exist.", _NOT_FOUND)
-    with _signals_passed_to(process):
+    with signals_passed_to(process):
         code = exit_code(process)
     return code if code >= 0 else _SIGNALLED - code
 
 
 def _refuse_local(message: str, code: int) -> int:
-    from paceline.cli._options_and_errors import report_error
 
     report_error(message)
     return code
 
 
 @contextmanager
-def _signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+def signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     """Pass signals to the script, the judge of their meaning; Ctrl-C comes from the terminal."""
     passed = (signal.SIGTERM, signal.SIGUSR1)
     old = {number: signal.getsignal(number) for number in (*passed, signal.SIGINT)}

@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline._base.process_and_network import LOOPBACK, listening_address
+from paceline.cli._console_output import (
+    format_bytes,
+    num_trials_text,
+    print_answer,
+    print_facts,
+    print_json,
+    print_note,
+)
 from paceline.cli._options_and_errors import (
     CommandError,
     Home,
     Json,
+    connect,
     home_of,
     restart_without_token,
 )
@@ -196,17 +205,17 @@ def _up_in_background(
                 f" runs at {file.shown_url}. Hint: stop it with `paceline down` (`--keep-trials`"
                 " lets trials continue), or choose another `--home`."
             )
-        typer.echo(f"A master runs already at {file.shown_url} (process {file.pid}).")
-        _tell_sign_in_link(home, file)
+        text = f"A master runs already at {file.shown_url} (process {file.pid})."
+        _print_master(home, file, text, is_new=False)
         return
     arguments = ["--host", host]
     for name, value in options.items():
         arguments += [] if value is None else [f"--{name}", str(value)]
     arguments += [f"--{name}" for name, is_set in flags.items() if is_set]
     file = start_detached(home, arguments)
-    typer.echo(f"The master runs at {file.shown_url} (process {file.pid}, home {home}).")
-    _tell_sign_in_link(home, file)
-    typer.echo("Stop it with `paceline down`.")
+    text = f"The master runs at {file.shown_url} (process {file.pid}, home {home})."
+    _print_master(home, file, text, is_new=True)
+    print_note("Stop it with `paceline down`.")
 
 
 def _differences_from_running(
@@ -244,9 +253,12 @@ def _announce_master(home: Path, stop: threading.Event) -> None:
         file = read_master_file(home)
         # The file may be an earlier master's.
         if file is not None and file.pid == os.getpid():
-            typer.echo(f"The master runs at {file.shown_url} (home {home}). Ctrl-C stops it.")
-            if not _writes_to_log(home):
-                _tell_sign_in_link(home, file)
+            text = f"The master runs at {file.shown_url} (home {home}). Ctrl-C stops it."
+            if _writes_to_log(home):
+                typer.echo(text)
+            else:
+                _print_master(home, file, text, is_new=True)
+                sys.stdout.flush()
             return
 
 
@@ -258,18 +270,22 @@ def _writes_to_log(home: Path) -> bool:
         return False
 
 
-def _tell_sign_in_link(home: Path, file: "MasterFile") -> None:
-    """Print a link to sign a browser in, usable once, or the lack of a web UI."""
+def _print_master(home: Path, file: "MasterFile", text: str, *, is_new: bool) -> None:
+    """Print where a master runs, and a link to sign a browser in, usable once."""
     from paceline.cli._master_process import NO_WEB_UI, sign_in_link
     from paceline.client._client import Client
     from paceline.client._http_session import ClientError, read_token
 
+    link = None
     try:
         with Client(file.url, read_token(home)) as client:
             has_web_ui = client.master().has_web_ui
-            typer.echo(f"Sign in: {sign_in_link(client, file)}" if has_web_ui else NO_WEB_UI)
+            link = sign_in_link(client, file) if has_web_ui else None
+            text += f"\nSign in: {link}" if has_web_ui else f"\n{NO_WEB_UI}"
     except ClientError as error:
         typer.echo(f"No sign-in link could be made: {error}", err=True)
+    facts = {"url": file.shown_url, "pid": file.pid, "home": str(home), "is_new": is_new}
+    print_answer(facts | {"sign_in_url": link}, text)
 
 
 @contextmanager
@@ -291,7 +307,6 @@ def _interrupt_told(home: Path) -> Iterator[None]:
 
 
 def _tell_interrupt(signals: socket.socket, home: Path) -> None:
-    from paceline.cli._console_output import num_trials_text
     from paceline.cli._master_process import count_running_trials
     from paceline.client._http_session import read_master_file
 
@@ -303,7 +318,7 @@ def _tell_interrupt(signals: socket.socket, home: Path) -> None:
             return
         if num_trials := count_running_trials(file, home):
             gets = "gets" if num_trials == 1 else "get"
-            typer.echo(
+            print_note(
                 f"\nStopping: {num_trials_text(num_trials)} {gets} up to {_DRAIN_S} s to store"
                 " checkpoints and will go on at the next `paceline up`. Ctrl-C again leaves what"
                 " runs running."
@@ -322,14 +337,14 @@ def down(
     home: Home = None,
 ) -> None:
     """Stop the master. The next `up` continues its experiments."""
-    from paceline.cli._console_output import num_trials_text
     from paceline.cli._master_process import count_running_trials, is_alive, shut_down
     from paceline.client._http_session import read_master_file
 
     directory = home_of(home)
     file = read_master_file(directory)
     if file is None or not is_alive(file.pid):
-        typer.echo(f"No master runs in {directory}.")
+        facts = {"home": str(directory), "url": None, "was_running": False}
+        print_answer(facts, f"No master runs in {directory}.")
         _tell_left_running(directory)
         return
     num_trials = count_running_trials(file, directory)
@@ -337,19 +352,19 @@ def down(
     # it.
     if num_trials and not keep_trials and (directory / "master.sqlite").exists():
         gets = "gets" if num_trials == 1 else "get"
-        typer.echo(
+        print_note(
             f"Stopping: {num_trials_text(num_trials)} {gets} up to {timeout:g} s to store"
             " checkpoints and will go on at the next `paceline up`."
         )
     shut_down(file, directory, keep_trials=keep_trials, timeout_s=timeout)
-    typer.echo(f"Stopped the master at {file.shown_url}.")
+    facts = {"home": str(directory), "url": file.shown_url, "was_running": True}
+    print_answer(facts, f"Stopped the master at {file.shown_url}.")
     # Nobody can be asked about other nodes any more.
     _tell_left_running(directory, num_trials if keep_trials else None)
 
 
 def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
     """Print the number of trials running without a master, by default on this machine."""
-    from paceline.cli._console_output import num_trials_text
     from paceline.cli._master_process import count_running_attempts
 
     if num_trials is None:
@@ -366,8 +381,6 @@ def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
 def status(json: Json = False) -> None:
     """Show whether a master runs, its load, its sizes and its problems."""
     from paceline._training.progress_display import format_duration
-    from paceline.cli._console_output import print_facts, print_json
-    from paceline.cli._options_and_errors import connect
     from paceline.client._http_session import MasterUnreachableError, home_directory
 
     with connect() as client:
@@ -393,7 +406,6 @@ def status(json: Json = False) -> None:
 
 def _status_facts(info: "MasterStatus") -> list[tuple[str, Any]]:
     """Return the status facts of a master with status support; earlier releases have none."""
-    from paceline.cli._console_output import format_bytes
 
     def by_state(numbers: dict[str, int]) -> str:
         parts = [f"{number:,} {state.lower()}" for state, number in sorted(numbers.items())]

@@ -1,6 +1,7 @@
 """Options shared by commands, the client of the chosen master, and errors for users."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,18 +11,48 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from paceline.cli._completions import complete_checkpoint, complete_experiment, complete_trial
+
 if TYPE_CHECKING:
+    from paceline.client._checkpoint import Checkpoint
     from paceline.client._client import Client
 
 
-ExperimentId = Annotated[int, typer.Argument(help="Number of the experiment.", metavar="ID")]
-TrialId = Annotated[int, typer.Argument(help="Number of the trial.", metavar="ID")]
-Uuid = Annotated[str, typer.Argument(help="UUID of the checkpoint.", metavar="UUID")]
+ExperimentId = Annotated[
+    int,
+    typer.Argument(
+        help="Number of the experiment.", metavar="ID", autocompletion=complete_experiment
+    ),
+]
+TrialId = Annotated[
+    int,
+    typer.Argument(help="Number of the trial.", metavar="ID", autocompletion=complete_trial),
+]
+Uuid = Annotated[
+    str,
+    typer.Argument(
+        help="UUID of the checkpoint or its beginning.",
+        metavar="UUID",
+        autocompletion=complete_checkpoint,
+    ),
+]
 AllLogs = Annotated[
     bool, typer.Option("--logs", help="With -f: print all output of a search's trials.")
 ]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON only, one object per line.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check and print the effect, but change nothing.")
+]
+RequestKey = Annotated[
+    str | None,
+    typer.Option(
+        "--key",
+        metavar="TEXT",
+        help="Key of your own, such as a job's name. If you repeat the command with the same key"
+        " within a day, the experiment of the first time is returned.",
+    ),
+]
 Limit = Annotated[int, typer.Option("--limit", min=1, metavar="N", help="Show at most N entries.")]
 Overrides = Annotated[
     list[str],
@@ -80,11 +111,31 @@ Home = Annotated[
 ]
 
 
+_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+def age_in_seconds(text: str) -> float | None:
+    """Return an age such as `30d` or `12h` in seconds; None for another text."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([mhdw])", text, re.ASCII)
+    return None if match is None else float(match[1]) * _SECONDS[match[2]]
+
+
 def home_of(home: Path | None) -> Path:
     """Return the home named by an option, or the default home, as an absolute path."""
     from paceline.client._http_session import home_directory
 
     return home_directory() if home is None else home.expanduser().absolute()
+
+
+# Set by `--json` and `--format`, before the command runs.
+output_format: ContextVar[Literal["table", "json", "tsv"]] = ContextVar(
+    "output_format", default="table"
+)
+
+
+def is_json() -> bool:
+    """Return whether standard output is for a JSON document alone."""
+    return output_format.get() == "json"
 
 
 # Set by the `--master` option, before the command runs.
@@ -105,6 +156,25 @@ def connect() -> "Iterator[Client]":
 
     with Client(chosen_master.get()) as client:
         yield client
+
+
+# Shorter ones fit too many checkpoints by chance.
+SHORTEST_PREFIX = 4
+
+
+def checkpoint_by_prefix(client: "Client", text: str) -> "Checkpoint":
+    """Return the checkpoint whose UUID is, or alone begins with, a text.
+
+    Raises:
+        ApiError: There is no such checkpoint.
+        CommandError: The text is the beginning of several.
+    """
+    found = client.find_checkpoints(text) if len(text) >= SHORTEST_PREFIX else []
+    exact = [one for one in found if one.uuid == text]
+    if len(found) > 1 and not exact:
+        uuids = [f"{one.uuid} (trial {one.data.trial_id})" for one in found]
+        raise CommandError(f"`UUID` must fit one checkpoint, but {text!r} fits {', '.join(uuids)}.")
+    return (exact or found)[0] if found else client.get_checkpoint(text)
 
 
 def nested_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -154,20 +224,53 @@ def is_cli_user_error(error: BaseException) -> bool:
     return isinstance(error, CommandError) or not kinds.isdisjoint(_USER_ERRORS)
 
 
-def report_error(message: str) -> None:
-    """Print an error to stderr: the problem in red, the hint below."""
+def error_code(error: BaseException) -> str:
+    """Return the stable code of an error, for programs: the master's, or one from its class."""
+    name = type(error).__name__.removesuffix("Error")
+    return str(getattr(error, "code", None) or re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower())
+
+
+def confirm(question: str, *, is_confirmed: bool) -> None:
+    """Ask on a terminal whether to continue, unless `--yes` was given.
+
+    Raises:
+        CommandError: There is no terminal.
+        typer.Abort: The answer is no.
+    """
+    if is_confirmed:
+        return
+    if not sys.stdin.isatty():
+        raise CommandError(
+            f"`--yes` must be given to confirm without a terminal: {question} Hint: add `--yes`."
+        )
+    typer.confirm(question, abort=True, err=True)
+
+
+def report_error(message: str, code: str = "command") -> None:
+    """Print an error to stderr: the problem in red, the hint below; with `--json`, one JSON line.
+
+    Args:
+        message: The problem, and the hint behind `Hint:`.
+        code: Code of the error for programs.
+    """
     from rich.text import Text
 
-    from paceline.cli._console_output import error_console
+    from paceline.cli._console_output import error_console, print_json_line
 
+    lines = [line.partition("Hint:") for line in message.strip().splitlines()]
+    parts = [(problem.strip(), hint.strip()) for problem, _, hint in lines]
+    if is_json():
+        problems, hints = ("\n".join(filter(None, texts)) for texts in zip(*parts, strict=True))
+        error = {"code": code, "message": problems, "hint": hints or None}
+        print_json_line(error, sys.stderr)
+        return
     console = error_console()
-    for line in message.strip().splitlines():
-        problem, separator, hint = line.partition("Hint:")
-        if problem.strip():
-            text = Text("Error: ", style="bold red").append(problem.strip(), style="not bold red")
+    for problem, hint in parts:
+        if problem:
+            text = Text("Error: ", style="bold red").append(problem, style="not bold red")
             console.print(text, soft_wrap=True)
-        if separator:
-            text = Text("Hint: ", style="bold").append(hint.strip(), style="not bold")
+        if hint:
+            text = Text("Hint: ", style="bold").append(hint, style="not bold")
             console.print(text, soft_wrap=True)
 
 

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from paceline._base.files import DamagedSecretError, read_secret
+from paceline.cli._command_classes import CommandGroup
+from paceline.cli._completions import complete_node, complete_pool
+from paceline.cli._console_output import Age, format_bytes, print_answer, print_list
 from paceline.cli._options_and_errors import (
     CaFile,
     CommandError,
-    Json,
     chosen_master,
+    connect,
+    output_format,
     restart_without_token,
     trust,
 )
@@ -27,8 +31,8 @@ if TYPE_CHECKING:
     from paceline.client._client import Client
 
 
-runner_app = typer.Typer(
-    rich_markup_mode=None,
+runner_app = CommandGroup(
+    no_args_is_help=False,
     invoke_without_command=True,
     help="Run trials of a master on this machine, or manage its nodes.",
 )
@@ -39,7 +43,9 @@ _STILL_RUNS = (
     " If its runner still runs, it registers again by itself, and gets trials. Hint: stop the"
     " runner on that machine, by Ctrl-C or SIGTERM."
 )
-_Name = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node.")]
+_Name = Annotated[
+    str, typer.Argument(metavar="NODE", help="Name of the node.", autocompletion=complete_node)
+]
 
 
 @runner_app.callback()
@@ -161,18 +167,13 @@ def _serve_node(
     runner.run()
 
 
-@runner_app.command("list")
-def list_nodes(json: Json = False) -> None:
+@runner_app.command("list", is_list=True)
+def list_nodes() -> None:
     """List the nodes, the master's own machine among them, with their slots and trials."""
-    from paceline.cli._console_output import format_age, format_bytes, print_json, print_table
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         nodes = client.nodes(include_local=True)
-        trials = {} if json else _trials_by_node(client)
-    if json:
-        print_json(nodes)
-        return
+        trials = _trials_by_node(client)
     rows = [
         {
             "Node": node.name,
@@ -185,13 +186,14 @@ def list_nodes(json: Json = False) -> None:
             "Memory": format_bytes(node.memory_bytes),
             "Address": node.address,
             "Trials": ", ".join(map(str, sorted(trials.get(node.name, ())))),
-            "Seen": format_age(node.seen_at),
+            "Seen": Age(node.seen_at),
         }
         for node in nodes
     ]
     # A terminal is narrow: columns without any value are left out.
     titles = [title for title in (rows or [{}])[0] if any(row[title] for row in rows)]
-    print_table(
+    print_list(
+        nodes,
         titles,
         [[row[title] for title in titles] for row in rows],
         right=["Slots", "GPU memory", "Memory"],
@@ -223,32 +225,37 @@ def drain(
     ] = False,
 ) -> None:
     """Place no more trials on a node. Its trials store checkpoints and continue elsewhere."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.drain_node(name, finish=finish)
-    typer.echo(f"The node {name} gets no more trials. `paceline runner resume {name}` undoes it.")
+        undo = f"`paceline runner resume {name}` undoes it."
+        _print_node(client, name, f"The node {name} gets no more trials. {undo}")
+
+
+def _print_node(client: "Client", name: str, text: str) -> None:
+
+    nodes = {node.name: node for node in client.nodes(include_local=True)}
+    print_answer(nodes.get(name), text)
 
 
 @runner_app.command("resume")
 def resume(name: _Name) -> None:
     """Use a drained node again."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.resume_node(name)
-    typer.echo(f"The node {name} gets trials again.")
+        _print_node(client, name, f"The node {name} gets trials again.")
 
 
 @runner_app.command("forget")
 def forget(name: _Name) -> None:
     """Forget a node in the state lost, left or drained."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         state = next((node.state for node in client.nodes() if node.name == name), None)
         client.forget_node(name)
-    typer.echo(f"The node {name} is forgotten.{'' if state == 'left' else _STILL_RUNS}")
+    still = "" if state == "left" else _STILL_RUNS
+    print_answer({"name": name, "state": state}, f"The node {name} is forgotten.{still}")
 
 
 def _host_name() -> str:
@@ -306,25 +313,21 @@ def _check_token_file(path: Path) -> None:
         )
 
 
-pool_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Show and set how pools are shared."
-)
+pool_app = CommandGroup(help="Show and set how pools are shared.")
 
-_Pool = Annotated[str, typer.Argument(metavar="POOL", help="Name of the pool.")]
+_Pool = Annotated[
+    str, typer.Argument(metavar="POOL", help="Name of the pool.", autocompletion=complete_pool)
+]
 
 
-@pool_app.command("list")
-def list_pools(json: Json = False) -> None:
+@pool_app.command("list", is_list=True)
+def list_pools() -> None:
     """List the pools with nodes, with settings, or with runners started by the master."""
-    from paceline.cli._console_output import print_json, print_table
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         pools = client.pools()
-    if json:
-        print_json(pools)
-        return
-    print_table(
+    print_list(
+        pools,
         ["Pool", "Policy", "Nodes", "Slots", "Limit", "Labels"],
         [
             (
@@ -343,7 +346,7 @@ def list_pools(json: Json = False) -> None:
     for pool in pools:
         if pool.failure is not None:
             typer.echo(f"Pool {pool.name}: {pool.failure}", err=True)
-        elif pool.detail is not None:
+        elif pool.detail is not None and output_format.get() == "table":
             typer.echo(f"Pool {pool.name}: {pool.detail}")
 
 
@@ -368,18 +371,22 @@ def set_pool(
     ] = None,
 ) -> None:
     """Set all settings of a pool. Options not given get their defaults."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.set_pool(name, policy=policy, max_slots=max_slots, labels=read_labels(labels or []))
-    typer.echo(f"The pool {name} has the policy {policy}.")
+        _print_pool(client, name, f"The pool {name} has the policy {policy}.")
+
+
+def _print_pool(client: "Client", name: str, text: str) -> None:
+
+    pools = {pool.name: pool for pool in client.pools()}
+    print_answer(pools.get(name), text)
 
 
 @pool_app.command("reset")
 def reset_pool(name: _Pool) -> None:
     """Remove the settings of a pool: first come, first served, without a limit."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.reset_pool(name)
-    typer.echo(f"The pool {name} has its default settings.")
+        _print_pool(client, name, f"The pool {name} has its default settings.")

@@ -5,7 +5,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli._options_and_errors import CommandError, Json
+from paceline.cli._command_classes import CommandGroup
+from paceline.cli._completions import complete_run
+from paceline.cli._console_output import (
+    Age,
+    console,
+    format_moment,
+    format_values,
+    print_alerts,
+    print_facts,
+    print_json,
+    print_list,
+    print_note,
+    print_table,
+    print_time_table,
+    restarts_text,
+)
+from paceline.cli._options_and_errors import CommandError, Json, connect, is_json
 
 if TYPE_CHECKING:
     from paceline._base.run_directory import RunDirectory
@@ -13,9 +29,7 @@ if TYPE_CHECKING:
     from paceline.core._read_runs import RunSummary
 
 
-runs_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Show local runs without a master."
-)
+runs_app = CommandGroup(help="Show local runs without a master.")
 
 _RUNS = Path("paceline_runs")
 _STATE_STYLES = {
@@ -27,7 +41,7 @@ _STATE_STYLES = {
 }
 
 
-@runs_app.command("list")
+@runs_app.command("list", is_list=True)
 def list_run_directories(
     directory: Annotated[
         Path | None,
@@ -35,20 +49,16 @@ def list_run_directories(
             help="Directory of the runs. The default is ./paceline_runs.", metavar="DIR"
         ),
     ] = None,
-    json: Json = False,
 ) -> None:
     """List the runs in a directory, newest first."""
-    from paceline.cli._console_output import format_age, print_json, print_table
     from paceline.core._read_runs import list_runs
 
     if directory is not None and not directory.is_dir():
         raise CommandError(f"`DIR` must be a directory, but {str(directory)!r} is none.")
     place = directory or _RUNS
     runs = list_runs(place)[::-1]
-    if json:
-        print_json([_run_as_json(run) for run in runs])
-        return
-    print_table(
+    print_list(
+        [_run_as_json(run) for run in runs],
         ["Run", "State", "Attempts", "Batches", "Checkpoint", "Started"],
         [
             (
@@ -57,7 +67,7 @@ def list_run_directories(
                 run.num_attempts,
                 run.last_step,
                 run.latest_checkpoint and run.latest_checkpoint[:8],
-                format_age(run.created),
+                Age(run.created),
             )
             for run in runs
         ],
@@ -73,6 +83,7 @@ RunPath = Annotated[
         help="Run directory. For a run in ./paceline_runs: `last`, or the start or end of its"
         " name.",
         metavar="RUN_DIR",
+        autocompletion=complete_run,
     ),
 ]
 
@@ -91,7 +102,6 @@ def show(
 ) -> None:
     """Show a run and its reported metrics."""
     from paceline._base.run_directory import RunDirectory
-    from paceline.cli._console_output import print_alerts
     from paceline.core._read_runs import read_alerts, read_history, read_metrics, summarize_run
 
     path = find_run(run)
@@ -99,7 +109,7 @@ def show(
     directory = RunDirectory(path)
     rows = [
         (name, row)
-        for name in ([group] if group else _run_groups(directory))
+        for name in ([group] if group else run_groups(directory))
         for row in read_metrics(directory, name)
         if all_rows or not row.is_superseded
     ]
@@ -114,7 +124,6 @@ def show(
 @runs_app.command("time")
 def show_time(run: RunPath, json: Json = False) -> None:
     """Show how the time of a run was spent: training, starts, lost work."""
-    from paceline.cli._console_output import print_json, print_time_table
     from paceline.core._read_runs import time_shares_of_run
 
     shares = time_shares_of_run(find_run(run))
@@ -128,7 +137,7 @@ def find_run(run: Path) -> Path:
     """Return the directory of a run, named by its path, its name or a part of the name.
 
     Raises:
-        CommandError: The part fits several runs.
+        CommandError: The part fits several runs or none.
     """
     from paceline.core._read_runs import list_runs
 
@@ -144,16 +153,15 @@ def find_run(run: Path) -> Path:
             f"`RUN_DIR` must fit one run, but {part!r} fits"
             f" {', '.join(path.name for path in fitting)}."
         )
-    return fitting[0] if fitting else run
+    if not fitting:
+        raise CommandError(
+            f"`RUN_DIR` must be a run directory, or a name or part of a name in ./{_RUNS}, but got"
+            f" {part!r}. Hint: `paceline runs list` shows the runs there."
+        )
+    return fitting[0]
 
 
 def _print_run_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> None:
-    from paceline.cli._console_output import (
-        format_moment,
-        format_values,
-        print_facts,
-        restarts_text,
-    )
 
     print_facts(
         [
@@ -178,7 +186,6 @@ def _likely_cause(summary: "RunSummary") -> str | None:
 
 
 def _print_run_rows(rows: list[tuple[str, Any]]) -> None:
-    from paceline.cli._console_output import console, format_values, print_table
 
     console().print()
     print_table(
@@ -197,7 +204,7 @@ def _print_run_rows(rows: list[tuple[str, Any]]) -> None:
     )
 
 
-def _run_groups(run: "RunDirectory") -> list[str]:
+def run_groups(run: "RunDirectory") -> list[str]:
     """Return the names of the metric groups reported by the chief."""
     from paceline._base.journal_records import MetricsReported
 
@@ -232,9 +239,9 @@ def _run_as_json(run: "RunSummary") -> dict[str, Any]:
         "name": run.name,
         "path": str(run.path),
         "state": run_state_name(run),
-        "created": run.created,
+        "created_at": run.created,
         "num_attempts": run.num_attempts,
-        "last_step": run.last_step,
+        "steps_completed": run.last_step,
         "latest_checkpoint": run.latest_checkpoint,
         "error": run.error,
         "restarts": len(run.restart_causes),
@@ -246,7 +253,6 @@ def _print_run_json(
     run: "RunDirectory", summary: "RunSummary", rows: list[tuple[str, Any]]
 ) -> None:
     from paceline._base.journal_records import encode_metrics
-    from paceline.cli._console_output import print_json
     from paceline.core._read_runs import read_alerts, read_history
 
     metrics = [
@@ -274,7 +280,9 @@ def sync(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Run directories, or names of runs in ./paceline_runs.", metavar="RUN_DIR"
+            help="Run directories, or names of runs in ./paceline_runs.",
+            metavar="RUN_DIR",
+            autocompletion=complete_run,
         ),
     ],
     watch: Annotated[
@@ -285,37 +293,45 @@ def sync(
 
     If you send a run again, only its new data is sent.
     """
-    from paceline.cli._options_and_errors import connect
     from paceline.client._code_and_run_uploads import RunSync
 
     with connect() as client:
         # All are opened first, so that a wrong name is found before anything is sent.
-        syncs = [RunSync(client, _find_runs(path)) for path in runs]
-        going_on = [one for one in syncs if _send_run(one).is_alive]
+        syncs = [RunSync(client, find_run(path)) for path in runs]
+        results = {one: _send_run(one) for one in syncs}
         if watch:
-            _watch_runs(going_on)
+            _watch_runs(results)
+    if is_json():
+        print_json([_sync_as_json(one, result) for one, result in results.items()])
 
 
-def _find_runs(path: Path) -> Path:
-    in_runs = Path("paceline_runs") / path
-    return in_runs if not path.exists() and in_runs.exists() else path
+def _sync_as_json(sync: "RunSync", result: "SyncResult") -> dict[str, Any]:
+    return {
+        "name": sync.name,
+        "experiment_id": result.experiment_id,
+        "num_records": result.num_records,
+        "is_alive": result.is_alive,
+    }
 
 
 def _send_run(sync: "RunSync") -> "SyncResult":
+
     result = sync.send()
     records = "1 record" if result.num_records == 1 else f"{result.num_records} records"
     going_on = "; the run goes on" if result.is_alive else ""
-    typer.echo(f"{sync.name} is experiment {result.experiment_id}: sent {records}{going_on}.")
+    print_note(f"{sync.name} is experiment {result.experiment_id}: sent {records}{going_on}.")
     return result
 
 
-def _watch_runs(going_on: "list[RunSync]") -> None:
+def _watch_runs(results: "dict[RunSync, SyncResult]") -> None:
     """Send news about every second until all runs have ended; Ctrl-C leaves the runs alone."""
     import time
+    from dataclasses import replace
 
     from paceline.client._http_session import MasterUnreachableError
 
     is_away = False
+    going_on = [sync for sync, result in results.items() if result.is_alive]
     while going_on:
         time.sleep(_WATCH_S)
         for sync in list(going_on):
@@ -327,6 +343,8 @@ def _watch_runs(going_on: "list[RunSync]") -> None:
                 is_away = True
                 break
             is_away = False
+            num_records = results[sync].num_records + result.num_records
+            results[sync] = replace(result, num_records=num_records)
             if not result.is_alive:
                 going_on.remove(sync)
-                typer.echo(f"{sync.name} has ended.")
+                print_note(f"{sync.name} has ended.")

@@ -6,10 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import typer
 
-from paceline.cli._options_and_errors import CommandError, ExperimentId, Json, Limit
+from paceline.cli._command_classes import CommandGroup
+from paceline.cli._completions import complete_node
+from paceline.cli._console_output import Age, format_bytes, print_answer, print_list
+from paceline.cli._options_and_errors import CommandError, ExperimentId, Limit, connect
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Slot
+    from paceline.client._client import Client
+
+# The most that the master lists at once.
+_MOST_WAITING = 1000
 
 
 class _SlotCounts(Protocol):
@@ -40,7 +47,6 @@ def slots_text(counts: _SlotCounts, num_slots: int, *, verb: str = "") -> str:
 
 def memory_text(sizes: Sequence[int]) -> str | None:
     """Return the memory of devices, for example `4 x 79.6 GiB`; None if unknown."""
-    from paceline.cli._console_output import format_bytes
 
     if not any(sizes):
         return None
@@ -57,30 +63,29 @@ def labels_text(labels: Mapping[str, str]) -> str:
     return ", ".join(f"{key}={value}" for key, value in labels.items())
 
 
-slot_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Show and drain the devices for trials."
-)
+slot_app = CommandGroup(help="Show and drain the devices for trials.")
 
 
 _Node = Annotated[
-    str, typer.Argument(metavar="NODE", help="Name of its node; `local` is the master's machine.")
+    str,
+    typer.Argument(
+        metavar="NODE",
+        help="Name of its node; `local` is the master's machine.",
+        autocompletion=complete_node,
+    ),
 ]
 _Slot = Annotated[int, typer.Argument(metavar="SLOT", min=0, help="Number of the slot.")]
 
 
-@slot_app.command("list")
-def list_slots(json: Json = False) -> None:
+@slot_app.command("list", is_list=True)
+def list_slots() -> None:
     """List the slots with their trials."""
-    from paceline.cli._console_output import print_json, print_table
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         slots = client.slots()
-    if json:
-        print_json(slots)
-        return
     has_memory = any(slot.memory_bytes for slot in slots)
-    print_table(
+    print_list(
+        slots,
         [
             *("Node", "Slot", "Device", *(["Memory"] if has_memory else [])),
             *("Pool", "State", "Experiment", "Trial"),
@@ -107,22 +112,26 @@ def drain(
     ] = False,
 ) -> None:
     """Place no more trials on a slot. Its trial stores a checkpoint and continues elsewhere."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.drain_slot(node, slot, finish=finish)
-    undo = f"`paceline slot resume {node} {slot}` undoes it."
-    typer.echo(f"The slot {slot} of {node} gets no more trials. {undo}")
+        undo = f"`paceline slot resume {node} {slot}` undoes it."
+        _print_slot(client, node, slot, f"The slot {slot} of {node} gets no more trials. {undo}")
+
+
+def _print_slot(client: "Client", node: str, slot: int, text: str) -> None:
+
+    [changed] = [one for one in client.slots() if (one.node, one.id) == (node, slot)]
+    print_answer(changed, text)
 
 
 @slot_app.command("resume")
 def resume(node: _Node, slot: _Slot) -> None:
     """Use a drained slot again."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.resume_slot(node, slot)
-    typer.echo(f"The slot {slot} of {node} gets trials again.")
+        _print_slot(client, node, slot, f"The slot {slot} of {node} gets trials again.")
 
 
 def _slot_state(slot: "Slot") -> str:
@@ -131,31 +140,24 @@ def _slot_state(slot: "Slot") -> str:
     return "free" if slot.trial_id is None else "in use"
 
 
-queue_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
+queue_app = CommandGroup(
     help="Show and change the order in which experiments get slots.",
 )
 
 
-@queue_app.command("list")
+@queue_app.command("list", is_list=True)
 def list_jobs(
     pool: Annotated[
         str | None, typer.Option("--pool", metavar="NAME", help="Show only this pool.")
     ] = None,
     limit: Limit = 100,
-    json: Json = False,
 ) -> None:
     """List the trials waiting for slots, the next first, with the reason of each wait."""
-    from paceline.cli._console_output import format_age, print_json, print_table
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         queue = client.queue(pool=pool, limit=limit)
-    if json:
-        print_json(queue)
-        return
-    print_table(
+    print_list(
+        queue,
         ["Pool", "Ahead", "Trial", "Experiment", "Slots", "Rank", "Waits since", "Why"],
         [
             (
@@ -165,7 +167,7 @@ def list_jobs(
                 f"{entry.experiment_id} {entry.experiment_name}",
                 entry.num_slots,
                 _rank(entry.priority, entry.weight),
-                format_age(entry.waiting_since),
+                Age(entry.waiting_since),
                 entry.detail,
             )
             for entry in queue
@@ -192,7 +194,6 @@ def move(
     end: Annotated[bool, typer.Option("--end", help="Move it to the end.")] = False,
 ) -> None:
     """Move an experiment in the queue of its pool, among those of the same priority."""
-    from paceline.cli._options_and_errors import connect
 
     num_given = [ahead_of is not None, behind is not None, front, end].count(True)
     if num_given != 1:
@@ -203,7 +204,10 @@ def move(
     to: Literal["front", "end"] | None = "front" if front else "end" if end else None
     with connect() as client:
         client.move_in_queue(experiment, ahead_of=ahead_of, behind=behind, to=to)
-    typer.echo(f"Experiment {experiment} is moved. `paceline job list` shows the order.")
+        print_answer(
+            client.queue(limit=_MOST_WAITING),
+            f"Experiment {experiment} is moved. `paceline job list` shows the order.",
+        )
 
 
 def _rank(priority: int | None, weight: float | None) -> str:

@@ -6,6 +6,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli._checkpoint_commands import OutputDirectory
+from paceline.cli._command_classes import CommandGroup
+from paceline.cli._console_output import (
+    ERROR_KINDS,
+    console,
+    format_age,
+    format_number,
+    format_values,
+    lost_records_text,
+    print_alerts,
+    print_answer,
+    print_facts,
+    print_json,
+    print_json_line,
+    print_table,
+    print_time_table,
+    restarts_text,
+    state_text,
+)
+from paceline.cli._experiment_description import print_created
 from paceline.cli._options_and_errors import (
     CommandError,
     Follow,
@@ -14,11 +33,14 @@ from paceline.cli._options_and_errors import (
     Level,
     Overrides,
     Rank,
+    RequestKey,
     Search,
     Stream,
     Tail,
     Timestamps,
     TrialId,
+    connect,
+    nested_overrides,
 )
 
 if TYPE_CHECKING:
@@ -28,9 +50,7 @@ if TYPE_CHECKING:
     from paceline.client._experiment_and_trial import Trial
 
 
-trial_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Show and change a trial."
-)
+trial_app = CommandGroup(help="Show and change a trial.")
 
 
 @trial_app.command()
@@ -46,8 +66,6 @@ def describe(
     ] = False,
 ) -> None:
     """Show the hyperparameters, metrics and attempts of a trial."""
-    from paceline.cli._console_output import print_alerts, print_json
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_trial(trial)
@@ -64,15 +82,6 @@ def describe(
 
 
 def _print_trial_facts(data: "TrialData", state: str) -> None:
-    from paceline.cli._console_output import (
-        ERROR_KINDS,
-        format_age,
-        format_number,
-        format_values,
-        lost_records_text,
-        print_facts,
-        state_text,
-    )
 
     best = lost = None
     if data.num_records_lost:
@@ -105,7 +114,6 @@ def _print_trial_facts(data: "TrialData", state: str) -> None:
 
 def _worker_restarts(data: "TrialData") -> str | None:
     """Return how often workers were started again within attempts, and why the last time."""
-    from paceline.cli._console_output import restarts_text
 
     causes = [one.last_restart_cause for one in data.attempts if one.last_restart_cause]
     return restarts_text(causes, sum(one.restarts for one in data.attempts))
@@ -118,7 +126,6 @@ def _runs_on(data: "TrialData") -> str | None:
 
 
 def _print_summary(data: "TrialData") -> None:
-    from paceline.cli._console_output import console, print_table
 
     rows = [
         (group, name, s.count, s.last, s.min, s.max, s.mean)
@@ -135,7 +142,6 @@ def _print_summary(data: "TrialData") -> None:
 
 def _print_attempts(data: "TrialData") -> None:
     from paceline._training.progress_display import format_duration
-    from paceline.cli._console_output import console, print_table
 
     rows: list[tuple[Any, ...]] = []
     for attempt in data.attempts:
@@ -179,8 +185,6 @@ def metrics(
 
     Reports that a later attempt repeated appear once.
     """
-    from paceline.cli._console_output import format_values, print_json_line, print_table
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_trial(trial)
@@ -207,8 +211,6 @@ def metrics(
 @trial_app.command("time")
 def show_time(trial: TrialId, json: Json = False) -> None:
     """Show how the time of a trial was spent: training, starts, lost work."""
-    from paceline.cli._console_output import print_json, print_time_table
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         spent = client.get_trial(trial).time()
@@ -232,7 +234,6 @@ def logs(
 ) -> None:
     """Print the output of a trial."""
     from paceline.cli._experiment_follower import print_damaged_log_lines, print_log_lines
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_trial(trial)
@@ -246,11 +247,19 @@ def logs(
 @trial_app.command()
 def kill(trial: TrialId) -> None:
     """Kill a trial at once, without a checkpoint."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         killed = client.get_trial(trial).kill()
-    typer.echo(f"Trial {trial} is {killed.data.shown_state.value}.")
+    print_answer(killed.data, f"Trial {trial} is {killed.data.shown_state.value}.")
+
+
+@trial_app.command()
+def stop(trial: TrialId) -> None:
+    """Stop a trial for good: it stores a checkpoint and ends. The search continues without it."""
+    with connect() as client:
+        stopped = client.get_trial(trial).stop()
+    ends = " It stores a checkpoint and ends." if stopped.data.is_running else ""
+    print_answer(stopped.data, f"Trial {trial} is {stopped.data.shown_state.value}.{ends}")
 
 
 @trial_app.command("continue")
@@ -261,27 +270,18 @@ def continue_trial(
     paused: Annotated[
         bool, typer.Option("--paused", help="Create it, but do not start it.")
     ] = False,
-    json: Json = False,
+    key: RequestKey = None,
 ) -> None:
     """Continue a trial in a new experiment.
 
     The new experiment starts from the latest checkpoint of the trial.
     """
-    from paceline.cli._console_output import print_json
-    from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
-    from paceline.cli._options_and_errors import connect, nested_overrides
 
     with connect() as client:
         changes = nested_overrides(overrides)
-        experiment = client.get_trial(trial).continue_(changes, activate=not paused)
-        if json:
-            print_json(experiment.data)
-        else:
-            typer.echo(f"Created experiment {experiment.id}, which continues trial {trial}.")
-        if follow:
-            raise typer.Exit(
-                ExperimentFollower(experiment, client, FollowOptions(is_json=json)).follow()
-            )
+        experiment = client.get_trial(trial).continue_(changes, activate=not paused, key=key)
+        text = f"Created experiment {experiment.id}, which continues trial {trial}."
+        print_created(experiment, client, text, is_followed=follow)
 
 
 @trial_app.command()
@@ -293,13 +293,12 @@ def download(
     output: OutputDirectory = None,
 ) -> None:
     """Copy the best checkpoint of a trial into a new directory."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         checkpoint = _latest_of_trial(client.get_trial(trial)) if latest else None
         chosen = checkpoint or client.get_trial(trial).top_checkpoint()
         path: Path = chosen.download(output)
-    typer.echo(str(path))
+    print_answer({"path": str(path), "uuid": chosen.uuid}, str(path))
 
 
 def _latest_of_trial(trial: "Trial") -> "Checkpoint":
@@ -315,7 +314,6 @@ _SHORT = 10
 
 def print_environments(environments: "list[AttemptEnvironment]", *, is_whole: bool) -> None:
     """Print the environment of the newest attempt in short, or all environments in full."""
-    from paceline.cli._console_output import console, print_facts
 
     known = [one for one in environments if one.environment is not None]
     if is_whole:
@@ -327,8 +325,6 @@ def print_environments(environments: "list[AttemptEnvironment]", *, is_whole: bo
 
 def _print_whole(environments: "list[AttemptEnvironment]") -> None:
     import yaml
-
-    from paceline.cli._console_output import console
 
     found: list[dict[str, Any]] = []
     # Equal environments are shown once.

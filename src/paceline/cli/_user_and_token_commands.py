@@ -1,20 +1,22 @@
 """Commands `paceline login`, `user` and `token`."""
 
 import re
+import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli._options_and_errors import Json
+from paceline.cli._command_classes import CommandGroup
+from paceline.cli._completions import complete_token
+from paceline.cli._console_output import format_moment, print_answer, print_list
+from paceline.cli._options_and_errors import CommandError, connect
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Token
 
 
-token_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Manage tokens for programs and people."
-)
+token_app = CommandGroup(help="Manage tokens for programs and people.")
 
 _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 _NEVER = "never"
@@ -57,11 +59,8 @@ def create(
             help="Of the scope `runner`: the only pool that its nodes may be in. Default: any.",
         ),
     ] = None,
-    json: Json = False,
 ) -> None:
     """Make a token and print its secret. The secret is not shown again."""
-    from paceline.cli._console_output import format_moment, print_json
-    from paceline.cli._options_and_errors import CommandError, connect
 
     expires_in_s = _seconds(expires)
     try:
@@ -71,10 +70,7 @@ def create(
             )
     except ValueError as error:
         raise CommandError(str(error)) from error
-    if json:
-        print_json(token)
-        return
-    typer.echo(token.secret)
+    print_answer(token, token.secret)
     moment = format_moment(token.expires_at)
     expiry = "never expires" if moment is None else f"expires at {moment}"
     only = f", is for {found}" if (found := _binding(token)) else ""
@@ -85,19 +81,15 @@ def create(
     )
 
 
-@token_app.command("list")
-def list_tokens(json: Json = False) -> None:
+@token_app.command("list", is_list=True)
+def list_tokens() -> None:
     """List the tokens without their secrets."""
-    from paceline.cli._console_output import format_moment, print_json, print_table
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         tokens = client.list_tokens()
-    if json:
-        print_json(tokens)
-        return
     now = time.time()
-    print_table(
+    print_list(
+        tokens,
         ["ID", "Name", "Scope", "For", "State", "Created", "Expires"],
         [
             (
@@ -118,32 +110,34 @@ def list_tokens(json: Json = False) -> None:
 
 @token_app.command("revoke")
 def revoke(
-    token: Annotated[str, typer.Argument(metavar="NAME", help="Name or id of the token.")],
+    token: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Name or id of the token.", autocompletion=complete_token
+        ),
+    ],
 ) -> None:
     """Revoke a token for good. Requests with the token are refused."""
-    from paceline.cli._options_and_errors import CommandError, connect
 
     try:
         with connect() as client:
             revoked = client.revoke_token(int(token) if token.isdecimal() else token)
     except LookupError as error:
         raise CommandError(str(error)) from error
-    typer.echo(f"The token {revoked.name} (id {revoked.id}) is revoked.")
+    print_answer(revoked, f"The token {revoked.name} (id {revoked.id}) is revoked.")
 
 
 @token_app.command("renew-home")
 def renew_home() -> None:
     """Replace the token in the master's home. Requests with the old token are refused."""
-    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         home = client.master().home
         client.renew_home_token()
-    typer.echo(f"The home {home} has another token now, in its file `token`.")
+    print_answer({"home": home}, f"The home {home} has another token now, in its file `token`.")
 
 
 def _seconds(text: str) -> float | None:
-    from paceline.cli._options_and_errors import CommandError
 
     if text == _NEVER:
         return None
@@ -167,43 +161,44 @@ def _token_state(revoked_at: float | None, expires_at: float | None, now: float)
     return "expired" if expires_at is not None and expires_at <= now else "valid"
 
 
-user_app = typer.Typer(help="Manage the password of the web UI.", no_args_is_help=True)
+user_app = CommandGroup(help="Manage the password of the web UI.")
 
 
 def login() -> None:
     """Print a sign-in link for the web UI. The link works once."""
     from paceline.cli._master_process import NO_WEB_UI, sign_in_link
-    from paceline.cli._options_and_errors import connect
     from paceline.client._http_session import home_directory, read_master_file
 
     with connect() as client:
-        if not client.master().has_web_ui:
+        has_web_ui = client.master().has_web_ui
+        if not has_web_ui:
             typer.echo(NO_WEB_UI, err=True)
-        typer.echo(sign_in_link(client, read_master_file(home_directory())))
+        link = sign_in_link(client, read_master_file(home_directory()))
+    print_answer({"sign_in_url": link, "has_web_ui": has_web_ui}, link)
 
 
 @user_app.command("set-password")
 def set_password(
     password: Annotated[
-        str,
+        str | None,
         typer.Option(
-            prompt=True,
-            hide_input=True,
-            confirmation_prompt=True,
             metavar="TEXT",
             help="Password, at least 8 characters. By default the command asks for it.",
         ),
-    ],
+    ] = None,
     user: Annotated[
         str, typer.Option(metavar="NAME", help="Name of the user. The only user is `admin`.")
     ] = "admin",
 ) -> None:
     """Set the password for the web UI. This ends all sign-ins of the user."""
-    from paceline.cli._options_and_errors import CommandError, connect
 
+    if password is None:
+        if not sys.stdin.isatty():
+            raise CommandError("`--password` must be given without a terminal to ask for it.")
+        password = typer.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
     try:
         with connect() as client:
             client.set_password(password, user=user)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    typer.echo(f"The password of {user} is set.")
+    print_answer({"user": user}, f"The password of {user} is set.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli._console_output import console, print_json, print_table
 from paceline.cli._options_and_errors import Json, report_error
 
 if TYPE_CHECKING:
@@ -163,7 +164,6 @@ def _progress_on_stderr() -> Iterator[None]:
 
 
 def _print_verdict(verdict: "Verdict") -> None:
-    from paceline.cli._console_output import console, print_table
 
     print_table(
         ["Fault", "Came at step", "Resumed from", "Trained again", "Result"],
@@ -201,7 +201,6 @@ def _result_text(outcome: "FaultOutcome") -> Any:
 
 
 def _print_json(verdict: "Verdict") -> None:
-    from paceline.cli._console_output import print_json
 
     print_json(
         {

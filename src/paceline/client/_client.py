@@ -1,6 +1,7 @@
 """Client of a master: all its calls, as methods and as plain functions."""
 
 import atexit
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from paceline.client._http_session import (
     MASTER_VARIABLE,
     TOKEN_VARIABLE,
     HttpSession,
+    checked_key,
     home_directory,
 )
 
@@ -328,6 +330,7 @@ class Client(ClusterClient):
         *,
         overrides: Sequence[str] = (),
         submitted_config: str | None = None,
+        key: str | None = None,
     ) -> Experiment:
         """Check a configuration, send the code and create an experiment.
 
@@ -337,11 +340,13 @@ class Client(ClusterClient):
             activate: Whether to start at once; otherwise the experiment waits, paused.
             overrides: Changes of the configuration, such as "searcher.max_trials=4".
             submitted_config: The text to show as submitted; by default the file's text.
+            key: A key of your own: a call that is repeated with it within a day returns the
+                experiment of the first call.
 
         Raises:
             ConfigError: The configuration is wrong.
             ContextError: The directory cannot be sent.
-            ApiError: The master refused.
+            ApiError: The master refused; `key_reused` if the key belongs to another request.
             MasterUnreachableError: No master answers.
         """
         from paceline._cluster.messages.experiment_models import CreateExperiment
@@ -358,7 +363,9 @@ class Client(ClusterClient):
             activate=activate,
             source=None if model_dir is None else _git_source_of(Path(model_dir)),
         )
-        data = self._session.call("POST", "experiments", ExperimentData, body=body, has_key=True)
+        data = self._session.call(
+            "POST", "experiments", ExperimentData, body=body, key=checked_key(key)
+        )
         return Experiment(self._session, data)
 
     def preview_search(
@@ -386,6 +393,8 @@ class Client(ClusterClient):
         state: str | None = None,
         limit: int | None = None,
         archived: Literal["no", "only", "all"] = "no",
+        labels: Sequence[str] = (),
+        where: Sequence[Sequence[Any]] = (),
     ) -> list[Experiment]:
         """Return experiments, the newest first.
 
@@ -393,11 +402,20 @@ class Client(ClusterClient):
             state: Only those in this state, such as "ACTIVE".
             limit: At most this many.
             archived: Whether those in the archive are left out, alone or among the others.
+            labels: Only those with all of these labels.
+            where: Only those that meet all of these conditions, each a column, an operator and a
+                value, such as ``("name", "contains", "mnist")`` or ``("created_at", ">=", 1.7e9)``.
         """
         from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         pages = self._session.pages(
-            "experiments", ExperimentData, limit=limit, state=state, archived=archived
+            "experiments",
+            ExperimentData,
+            limit=limit,
+            state=state,
+            archived=archived,
+            label=list(labels) or None,
+            where=[json.dumps(list(condition)) for condition in where] or None,
         )
         return [Experiment(self._session, data) for data in pages]
 
@@ -413,6 +431,13 @@ class Client(ClusterClient):
 
         data = self._session.get(f"checkpoints/{uuid}", CheckpointData)
         return Checkpoint(self._session, data)
+
+    def find_checkpoints(self, prefix: str, *, limit: int = 20) -> list[Checkpoint]:
+        """Return the checkpoints whose UUIDs begin with a text of at least 4 characters."""
+        from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
+
+        found = self._session.get("checkpoints", list[CheckpointData], prefix=prefix, limit=limit)
+        return [Checkpoint(self._session, data) for data in found]
 
     def events(
         self, *, after: int | None = None, experiment_id: int | None = None

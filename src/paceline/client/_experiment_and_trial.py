@@ -2,8 +2,8 @@
 
 import heapq
 import time
-from collections.abc import Iterator
-from math import isfinite
+from collections.abc import Iterator, Sequence
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -15,6 +15,7 @@ from paceline.client._http_session import (
     HttpSession,
     MasterUnreachableError,
     NoCheckpointError,
+    checked_key,
 )
 
 if TYPE_CHECKING:
@@ -114,21 +115,33 @@ class Trial:
         self.data = self._session.call("POST", f"trials/{self.id}/kill", TrialData)
         return self
 
+    def stop(self) -> "Trial":
+        """Let the trial store a checkpoint and end, and return its present state."""
+        from paceline._cluster.messages.experiment_models import Trial as TrialData
+
+        self.data = self._session.call("POST", f"trials/{self.id}/stop", TrialData)
+        return self
+
     def continue_(
-        self, config: dict[str, Any] | None = None, *, activate: bool = True
+        self,
+        config: dict[str, Any] | None = None,
+        *,
+        activate: bool = True,
+        key: str | None = None,
     ) -> "Experiment":
         """Continue from the latest checkpoint as a new trial of a new experiment.
 
         Args:
             config: Fields of the configuration to change, nested as in the configuration file.
             activate: Whether to start at once; otherwise the experiment waits, paused.
+            key: A key of your own, as for `Client.create_experiment`.
         """
         from paceline._cluster.messages.experiment_models import ContinueTrial
         from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         body = ContinueTrial(config=config or {}, activate=activate)
         path = f"trials/{self.id}/continue"
-        data = self._session.call("POST", path, ExperimentData, body=body, has_key=True)
+        data = self._session.call("POST", path, ExperimentData, body=body, key=checked_key(key))
         return Experiment(self._session, data)
 
     def iter_metrics(self, group: str | None = None) -> Iterator["MetricRow"]:
@@ -355,20 +368,70 @@ class Experiment:
         """
         return self._change(max_slots=max_slots or 0)
 
-    def fork(self, config: dict[str, Any] | None = None, *, activate: bool = True) -> "Experiment":
+    def edit(
+        self,
+        *,
+        name: str | None = None,
+        labels: Sequence[str] | None = None,
+        notes: str | None = None,
+        priority: int | None = None,
+        weight: float | None = None,
+        max_slots: int | None = None,
+    ) -> "Experiment":
+        """Change several fields together, or none of them; None leaves a field as it is.
+
+        Args:
+            name: The new name.
+            labels: The new labels, in place of those before.
+            notes: The new notes.
+            priority: As `set_priority` takes it.
+            weight: As `set_weight` takes it.
+            max_slots: As `set_max_slots` takes it, but 0 removes the limit.
+
+        Raises:
+            ApiError: One of them is not possible.
+        """
+        return self._change(
+            name=name,
+            labels=None if labels is None else list(labels),
+            notes=notes,
+            priority=priority,
+            weight=weight,
+            max_slots=max_slots,
+        )
+
+    def fork(
+        self,
+        config: dict[str, Any] | None = None,
+        *,
+        activate: bool = True,
+        key: str | None = None,
+    ) -> "Experiment":
         """Create an experiment with this experiment's code, and return the new experiment.
 
         Args:
             config: Fields of the configuration to change.
             activate: Whether the new experiment starts at once; else it is paused.
+            key: A key of your own, as for `Client.create_experiment`.
         """
         from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
         from paceline._cluster.messages.experiment_models import ForkExperiment
 
         body = ForkExperiment(config=config or {}, activate=activate)
         path = f"experiments/{self.id}/fork"
-        data = self._session.call("POST", path, ExperimentData, body=body, has_key=True)
+        data = self._session.call("POST", path, ExperimentData, body=body, key=checked_key(key))
         return Experiment(self._session, data)
+
+    def forked_config(self, config: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the configuration that `fork` would store for the same changes.
+
+        Raises:
+            ConfigError: The configuration would be wrong.
+        """
+        from paceline.config._validate_config import merge_configs, validate_config
+
+        low = {**self.config, "name": f"{self.name} (fork)"}
+        return validate_config(merge_configs(low, config or {})).to_json()
 
     def download_code(self, path: str | Path) -> int:
         """Copy the code and the configuration, as `config.yaml`, into a new or empty directory.
@@ -421,27 +484,35 @@ class Experiment:
 
         return self._session.call("DELETE", f"experiments/{self.id}", Deletion).left_behind
 
-    def continue_(self, config: dict[str, Any] | None = None) -> "Experiment":
+    def continue_(
+        self, config: dict[str, Any] | None = None, *, key: str | None = None
+    ) -> "Experiment":
         """Reopen an ended experiment: its unfinished trials resume from their checkpoints.
 
         Args:
             config: Fields of the configuration to change; only for a `single` search.
+            key: A key of your own: a call that is repeated with it within a day reopens nothing.
         """
         from paceline._cluster.messages.experiment_models import ContinueExperiment
 
-        return self._command("continue", ContinueExperiment(config=config or {}))
+        # A repeated request must not reopen the experiment twice.
+        body = ContinueExperiment(config=config or {})
+        return self._command("continue", body, checked_key(key))
 
-    def wait(self, interval: float = 1.0) -> "ExperimentState":
+    def wait(self, interval: float = 1.0, timeout: float | None = None) -> "ExperimentState":
         """Wait until the experiment has ended and return its last state.
 
         Args:
             interval: Seconds between two looks; the first ones come sooner.
+            timeout: Seconds to wait at most; None for no limit.
 
         Raises:
+            TimeoutError: The experiment has not ended in time.
             ValueError: The experiment is paused, so that waiting could last for ever.
             MasterUnreachableError: No master answered for ten minutes.
         """
         last_contact = time.monotonic()
+        deadline = inf if timeout is None else last_contact + timeout
         pause_s = min(interval, _FIRST_PAUSE_S)
         while True:
             try:
@@ -458,7 +529,10 @@ class Experiment:
                         f"Experiment {self.id} must be running to wait for it, but is paused."
                         f" Hint: `paceline e activate {self.id}` first."
                     )
-            time.sleep(pause_s)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"Experiment {self.id} has not ended within {timeout:g} s.")
+            time.sleep(min(pause_s, left_s))
             pause_s = min(interval, pause_s * 1.5)
 
     def trials(
@@ -533,15 +607,14 @@ class Experiment:
         from paceline._cluster.messages.experiment_models import EditExperiment
         from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
-        path, body = f"experiments/{self.id}", EditExperiment(**fields)
+        # The master checks the fields and says what is wrong in its own words.
+        path, body = f"experiments/{self.id}", EditExperiment.model_construct(**fields)
         self.data = self._session.call("PATCH", path, ExperimentData, body=body)
         return self
 
-    def _command(self, verb: str, body: Any = None) -> "Experiment":
+    def _command(self, verb: str, body: Any = None, key: str | None = None) -> "Experiment":
         from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         path = f"experiments/{self.id}/{verb}"
-        # A repeated request must not reopen the experiment twice.
-        has_key = verb == "continue"
-        self.data = self._session.call("POST", path, ExperimentData, body=body, has_key=has_key)
+        self.data = self._session.call("POST", path, ExperimentData, body=body, key=key)
         return self

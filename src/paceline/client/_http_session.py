@@ -13,7 +13,7 @@ import msgspec
 
 from paceline._base.arguments_and_errors import PicklableError
 from paceline._base.files import DamagedSecretError, NotRegularFileError, read_regular, read_secret
-from paceline._base.process_and_network import LOOPBACK_HOSTS
+from paceline._base.process_and_network import LOOPBACK_HOSTS, await_listener
 from paceline._base.sealed_json import check_seal
 
 if TYPE_CHECKING:
@@ -154,6 +154,39 @@ def given_token() -> str | None:
         ) from error
 
 
+def _check_url(url: str) -> None:
+    try:
+        place = urlsplit(url)
+        is_right = place.scheme in ("http", "https") and place.hostname and place.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise MasterUnreachableError(
+            f"The URL of a master must be of the form http://HOST:PORT, but got {url!r}."
+        )
+
+
+def _token_for(url: str, home: Path) -> str:
+    """Return the token of the home; without one, say first if no master answers at the URL."""
+    try:
+        return read_token(home)
+    except MasterUnreachableError:
+        place = urlsplit(url)
+        port = place.port or (443 if place.scheme == "https" else 80)
+        error = await_listener(place.hostname or "", port, 0.0)
+        if error is None:
+            raise
+        raise MasterUnreachableError(_unanswered(url, error)) from error
+
+
+def _unanswered(url: str, error: Exception) -> str:
+    """Return the message about a URL at which no master answers."""
+    return (
+        f"A master must answer at {url}, but none does ({error})."
+        f" Hint: start one with `{START_COMMAND}`, or check the URL."
+    )
+
+
 def find_master(master: str | None = None, token: str | None = None) -> MasterAccess:
     """Return the master's address: the arguments, else the environment, else the home's files.
 
@@ -173,11 +206,27 @@ def find_master(master: str | None = None, token: str | None = None) -> MasterAc
     if "://" not in url:
         url = f"http://{url}"
     url = url.rstrip("/")
+    _check_url(url)
     return MasterAccess(
         url,
-        token or given_token() or read_token(home),
+        token or given_token() or _token_for(url, home),
         file.certificate if file is not None and file.url == url else None,
     )
+
+
+def checked_key(key: str | None) -> str:
+    """Return the caller's key of a request that may be sent again; a random one for None.
+
+    Raises:
+        ClientError: It cannot be a key.
+    """
+    if key is None:
+        return uuid.uuid4().hex
+    if not (0 < len(key) <= _LONGEST_KEY and key.isascii() and key.isprintable()):
+        raise ClientError(
+            f"`key` must have 1 to {_LONGEST_KEY} printable ASCII characters, but got {key!r}."
+        )
+    return key
 
 
 Model = TypeVar("Model")
@@ -189,6 +238,7 @@ _ATTEMPTS = 5
 _BACKOFF_S = 0.5
 _TIMEOUT_S = 60.0
 _PAGE_SIZE = 200
+_LONGEST_KEY = 100
 
 
 class _Pool(NamedTuple):
@@ -289,11 +339,11 @@ class HttpSession:
         *,
         params: Mapping[str, Any] | None = None,
         body: Any = None,
-        has_key: bool = False,
+        key: str | None = None,
     ) -> Model:
         """Send a request and return its decoded answer; `body` is a message.
 
-        With `has_key` the route takes a key, by which the master knows a request that is repeated.
+        By its `key` the master knows a request that is repeated, if the route takes one.
 
         Raises:
             ApiError: The master refused the request.
@@ -302,7 +352,7 @@ class HttpSession:
         from pydantic import TypeAdapter
 
         content = None if body is None else body.model_dump_json().encode()
-        response = self.send(method, path, params=params, content=content, has_key=has_key)
+        response = self.send(method, path, params=params, content=content, key=key)
         return TypeAdapter(model).validate_json(response.content)
 
     def send(
@@ -312,15 +362,15 @@ class HttpSession:
         *,
         params: Mapping[str, Any] | None = None,
         content: "bytes | Path | None" = None,
-        has_key: bool = False,
+        key: str | None = None,
     ) -> "httpx2.Response":
         """Send a request and return the answer, always a success.
 
         Requests that may be repeated are, when the connection breaks or the master is overloaded.
         """
-        request = _SentRequest(method, path, params, content, uuid.uuid4().hex if has_key else None)
+        request = _SentRequest(method, path, params, content, key)
         for attempt in range(1, _ATTEMPTS + 1):
-            is_last = attempt == _ATTEMPTS or not (method in _IDEMPOTENT or has_key)
+            is_last = attempt == _ATTEMPTS or not (method in _IDEMPOTENT or key)
             pool = self._opened()
             try:
                 response = self._send_once(pool, request)
@@ -390,10 +440,7 @@ class HttpSession:
                 return self._send_once(self._opened(), request)
             if explained := _explain_tls(error, url):
                 raise MasterUnreachableError(explained) from error
-            raise MasterUnreachableError(
-                f"A master must answer at {url}, but none does ({error})."
-                f" Hint: start one with `{START_COMMAND}`."
-            ) from error
+            raise MasterUnreachableError(_unanswered(url, error)) from error
         except httpx2.TransportError as error:
             self._has_moved(pool)
             if explained := _explain_tls(error, url):

@@ -1269,6 +1269,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/trials/{trial_id}/stop": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Stop Trial
+         * @description Let a trial store a checkpoint and end.
+         */
+        post: operations["stop_trial_api_v1_trials__trial_id__stop_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/trials/{trial_id}/continue": {
         parameters: {
             query?: never;
@@ -1363,6 +1383,26 @@ export interface paths {
          * @description List lines of all trials of an experiment in order of time.
          */
         get: operations["list_experiment_logs_api_v1_experiments__experiment_id__logs_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/checkpoints": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Find Checkpoints
+         * @description Find checkpoints by the beginning of their UUIDs.
+         */
+        get: operations["find_checkpoints_api_v1_checkpoints_get"];
         put?: never;
         post?: never;
         delete?: never;
@@ -5343,6 +5383,37 @@ export interface operations {
             };
         };
     };
+    stop_trial_api_v1_trials__trial_id__stop_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Trial"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     continue_trial_api_v1_trials__trial_id__continue_post: {
         parameters: {
             query?: never;
@@ -5531,6 +5602,40 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["LogPage"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    find_checkpoints_api_v1_checkpoints_get: {
+        parameters: {
+            query: {
+                /** @description Beginning of their UUIDs. */
+                prefix: string;
+                /** @description At most so many. */
+                limit?: number;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Checkpoint"][];
                 };
             };
             /** @description What was wrong, with a `code`. */

@@ -77,6 +77,13 @@ class ShownState(str, Enum):
         return self in (self.STOPPED, self.COMPLETED, self.CANCELED, self.ERROR)
 
 
+def told_state(state: str) -> str:
+    """Return a stored state as text of a message, in the words that users see elsewhere."""
+    if state == ExperimentState.ACTIVE.value:
+        return "QUEUED or RUNNING"
+    return "STOPPING" if state.startswith("STOPPING_") else state
+
+
 def shown_experiment_state(state: ExperimentState, num_running: int) -> ShownState:
     """Return the shown state: an active experiment is RUNNING, or QUEUED without slots."""
     if state is ExperimentState.ACTIVE:

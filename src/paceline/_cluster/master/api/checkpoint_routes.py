@@ -56,6 +56,23 @@ _PIECE_BYTES = 1024 * 1024
 Uuid = Annotated[str, Path(min_length=1, max_length=128)]
 
 
+@checkpoint_router.get("/checkpoints")
+def find_checkpoints(
+    records: RecordsOf,
+    prefix: Annotated[
+        str, Query(min_length=4, max_length=128, description="Beginning of their UUIDs.")
+    ],
+    limit: Annotated[int, Query(ge=1, le=100, description="At most so many.")] = 20,
+) -> list[Checkpoint]:
+    """Find checkpoints by the beginning of their UUIDs."""
+    uuids = tables.checkpoints.c.uuid
+    # A range uses the index, and takes `%` and `_` for themselves.
+    query = select(tables.checkpoints).where(uuids >= prefix, uuids < f"{prefix}\U0010ffff")
+    with records.database.read() as connection:
+        rows = connection.execute(query.order_by(uuids).limit(limit)).all()
+        return checkpoint_views(list(rows))
+
+
 @checkpoint_router.get("/checkpoints/{uuid}")
 def read_checkpoint(uuid: Uuid, records: RecordsOf) -> Checkpoint:
     """Read a checkpoint."""

@@ -2,12 +2,14 @@
 
 import asyncio
 import functools
+import hashlib
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Annotated, Any, Protocol, TypeVar
+from contextlib import AbstractContextManager, suppress
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
+import msgspec
 from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic_core import to_json
@@ -17,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Send
 
+from paceline._base.arguments_and_errors import wrong_value_text
 from paceline._cluster.master.experiments.state_decisions import (
     NotFoundError,
     RefusedError,
@@ -32,7 +35,7 @@ from paceline._cluster.master.store.api_models_from_rows import (
 )
 from paceline._cluster.master.store.database import DatabaseUnavailableError, Transaction
 from paceline._cluster.master.store.list_pages import EncodingCache, NameCache, Order
-from paceline._cluster.master.store.row_ids_and_counts import once
+from paceline._cluster.master.store.row_ids_and_counts import KeyReusedError, once
 from paceline._cluster.messages.experiment_models import Checkpoint, Page, Problem
 from paceline.config._fields_and_problems import ConfigError
 from paceline.search._search_method import SearchMethodError
@@ -136,10 +139,12 @@ def install_problem_answers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _validation(_request: Request, error: RequestValidationError) -> Response:
+        # First part of a place: path, query, header or body.
         found = "; ".join(
-            f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()
+            f"`{'.'.join(map(str, entry['loc'][1:] or entry['loc']))}` {wrong_value_text(entry)}"
+            for entry in error.errors()
         )
-        return problem(422, "invalid_request", found)
+        return problem(422, "invalid_request", f"{found}.")
 
 
 def _install_general(app: FastAPI) -> None:
@@ -237,6 +242,13 @@ async def write_rows(master: Master, job: Callable[[Transaction], Result]) -> Re
     return await asyncio.wrap_future(master.database.write(job))
 
 
+class KeyedRequest(NamedTuple):
+    """Key that a client gave a request, within its route, and the digest of the body."""
+
+    key: str
+    digest: str
+
+
 async def _request_key(
     request: Request,
     idempotency_key: Annotated[
@@ -244,23 +256,43 @@ async def _request_key(
         Header(
             max_length=100,
             description="A new random key; a request that is sent again with it, within a day,"
-            " gets the experiment of the first one.",
+            " gets the experiment of the first one. Another request with it is refused.",
         ),
     ] = None,
-) -> str | None:
-    return None if idempotency_key is None else f"{request.url.path} {idempotency_key}"
+) -> KeyedRequest | None:
+    if idempotency_key is None:
+        return None
+    content = await request.body()
+    # A body that is no JSON is refused later, where all bodies are checked.
+    with suppress(msgspec.DecodeError, RecursionError):
+        body = msgspec.json.decode(content)
+        if isinstance(body, dict):
+            # The commit of the code may change while the code, named by its digest, does not.
+            body.pop("source", None)
+        content = msgspec.json.encode(body, order="sorted")
+    digest = hashlib.sha256(content).hexdigest()
+    return KeyedRequest(f"{request.url.path} {idempotency_key}", digest)
 
 
-RequestKey = Annotated[str | None, Depends(_request_key)]
+RequestKey = Annotated[KeyedRequest | None, Depends(_request_key)]
 
 
-async def write_once(master: Master, key: str | None, job: Callable[[Transaction], int]) -> int:
-    """Run a job like `write_rows`, but at most once for the same request key."""
+async def write_once(
+    master: Master, key: KeyedRequest | None, job: Callable[[Transaction], int]
+) -> int:
+    """Run a job like `write_rows`, but at most once for the same request key.
+
+    Raises:
+        ApiError: Another request had this key.
+    """
 
     def keyed_job(transaction: Transaction) -> int:
         if key is None:
             return job(transaction)
-        return once(transaction.connection, key, lambda: job(transaction))
+        try:
+            return once(transaction.connection, *key, lambda: job(transaction))
+        except KeyReusedError as error:
+            raise ApiError(409, "key_reused", str(error)) from error
 
     return await write_rows(master, keyed_job)
 

@@ -34,6 +34,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
     ),
     # Reading routes change nothing, but see everything: configs, code, logs, checkpoints.
     RouteScope.READ: (
+        "GET /checkpoints",
         "GET /checkpoints/{uuid}",
         "GET /checkpoints/{uuid}/files/{path:path}",
         "GET /config-schema",
@@ -86,6 +87,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "POST /queue/move",
         "POST /trials/{trial_id}/continue",
         "POST /trials/{trial_id}/kill",
+        "POST /trials/{trial_id}/stop",
         "PUT /contexts/{digest}",
     ),
     # A run is known by its id, a random text that only its directory and readers have.

@@ -3,7 +3,6 @@
 import asyncio
 import csv
 import io
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +17,7 @@ from fastapi.responses import StreamingResponse
 from numpy.typing import NDArray
 from sqlalchemy import Connection, select
 
+from paceline._base.process_and_network import csv_cell, csv_text
 from paceline._cluster.master.api.experiment_routes import ExperimentId
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import (
@@ -116,6 +116,13 @@ def list_environments(trial_id: TrialId, records: RecordsOf) -> list[AttemptEnvi
 async def kill_trial(trial_id: TrialId, master: MasterOf) -> Trial:
     """End a trial at once."""
     await write_rows(master, lambda transaction: master.commands.kill_trial(transaction, trial_id))
+    return await asyncio.to_thread(read_trial, trial_id, master)
+
+
+@trial_router.post("/trials/{trial_id}/stop")
+async def stop_trial(trial_id: TrialId, master: MasterOf) -> Trial:
+    """Let a trial store a checkpoint and end."""
+    await write_rows(master, lambda transaction: master.commands.stop_trial(transaction, trial_id))
     return await asyncio.to_thread(read_trial, trial_id, master)
 
 
@@ -252,8 +259,6 @@ series_csv_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
 _ROWS_PER_READ = 16_384
 _SERIES = re.compile("([0-9]+)/([^/]+)/(.+)", re.DOTALL)
-# A spreadsheet takes text that begins so for a formula, and runs it.
-_FORMULA = re.compile(r"[=+\-@\t\r]")
 
 SeriesNames = Annotated[
     list[str],
@@ -304,7 +309,7 @@ def _csv_selection(name: str) -> Selection:
 
 def _csv_lines(master: Master, selections: list[tuple[str, Selection]], x: str) -> Iterator[bytes]:
     batches = [] if x == "batches" else ["batches"]
-    yield _encoded([["series", _csv_text(x), "value", *batches]])
+    yield _encoded([["series", csv_text(x), "value", *batches]])
     for name, selection in selections:
         after: int | None = -1
         # No read stays open while the client takes its time: it would hold old pages on disk.
@@ -314,7 +319,7 @@ def _csv_lines(master: Master, selections: list[tuple[str, Selection]], x: str) 
                 read = list(islice(points, _ROWS_PER_READ))
             after = read[-1][0] if len(read) == _ROWS_PER_READ else None
             yield _encoded(
-                [name, _csv_cell(along), _csv_cell(value), *([step] if batches else [])]
+                [name, csv_cell(along), csv_cell(value), *([step] if batches else [])]
                 for step, along, value in read
             )
 
@@ -341,15 +346,3 @@ def _encoded(rows: Any) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode("utf-8", "replace")
-
-
-def _csv_cell(value: Any) -> Any:
-    """Return a reported value as a CSV cell: numbers exact, including non-finite numbers."""
-    if isinstance(value, str):
-        return _csv_text(value)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number or value is None else json.dumps(value)
-
-
-def _csv_text(text: str) -> str:
-    return f"'{text}" if _FORMULA.match(text) else text

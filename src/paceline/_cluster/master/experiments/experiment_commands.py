@@ -21,7 +21,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.row_ids_and_counts import new_id
-from paceline._cluster.messages.states import ExperimentState, TrialState
+from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 from paceline.config._environment_and_secrets import reveal_secrets, without_secrets
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._searcher_section import Searcher
@@ -196,7 +196,8 @@ class Commands:
             return
         if state is not ExperimentState.PAUSED:
             raise TransitionError(
-                f"Experiment {experiment_id} must be PAUSED to be activated, but is {state.value}."
+                f"Experiment {experiment_id} must be PAUSED to be activated, but is"
+                f" {told_state(state.value)}."
                 " Hint: `paceline experiment continue` reopens an ended one."
             )
         self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
@@ -223,6 +224,15 @@ class Commands:
         if not state.is_terminal and state not in harsher:
             self._changes.stop_trial(
                 transaction, trial, TrialState.STOPPING_KILLED, "killed by the user"
+            )
+
+    def stop_trial(self, transaction: Transaction, trial_id: int) -> None:
+        """Let a trial store a checkpoint and end; the search sees a canceled trial."""
+        trial = self._changes.trial(transaction.connection, trial_id)
+        self._managed(transaction, trial.experiment_id)
+        if TrialState(trial.state) in (TrialState.ACTIVE, TrialState.STOPPING_COMPLETED):
+            self._changes.stop_trial(
+                transaction, trial, TrialState.STOPPING_CANCELED, "stopped by the user"
             )
 
     def continue_trial(
@@ -430,7 +440,8 @@ class Commands:
 def _check_can_reopen(experiment: Row[Any], searcher: Searcher) -> None:
     if not ExperimentState(experiment.state).is_terminal:
         raise RefusedError(
-            "not_ended", f"Experiment {experiment.id} must have ended, but is {experiment.state}."
+            "not_ended",
+            f"Experiment {experiment.id} must have ended, but is {told_state(experiment.state)}.",
         )
     if not searcher.can_reopen:
         raise RefusedError(

@@ -29,6 +29,7 @@ from paceline._cluster.messages.states import (
     CheckpointState,
     ExperimentState,
     TrialState,
+    told_state,
 )
 
 
@@ -134,7 +135,8 @@ def set_archived(transaction: Transaction, experiment_id: int, *, is_archived: b
     if is_archived and not ExperimentState(row.state).is_terminal:
         raise RefusedError(
             "not_ended",
-            f"Experiment {experiment_id} must have ended to be archived, but is {row.state}.",
+            f"Experiment {experiment_id} must have ended to be archived, but is"
+            f" {told_state(row.state)}.",
         )
     if row.is_archived != is_archived:
         _change_experiment(transaction, experiment_id, {"is_archived": is_archived})
@@ -145,7 +147,9 @@ def _check_waits(row: Row[Any]) -> None:
     state = ExperimentState(row.state)
     if row.external_id is None and not (state.is_terminal or state.is_stopping):
         return
-    how = "runs without this master" if row.external_id is not None else f"is {row.state}"
+    how = (
+        "runs without this master" if row.external_id is not None else f"is {told_state(row.state)}"
+    )
     raise RefusedError(
         "not_scheduled",
         f"Experiment {row.id} must be active or paused to change when it gets slots, but {how}.",
@@ -321,8 +325,8 @@ def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> 
 def _obstacle_to_deletion(connection: Connection, row: Row[Any]) -> str | None:
     if not ExperimentState(row.state).is_terminal:
         return (
-            f"Experiment {row.id} must have ended to be deleted, but is {row.state}. Hint: kill it"
-            " first, or wait for its end."
+            f"Experiment {row.id} must have ended to be deleted, but is {told_state(row.state)}."
+            " Hint: kill it first, or wait for its end."
         )
     if row.external_path is not None and Path(row.external_path).exists():
         return (

@@ -5,7 +5,13 @@ from enum import Enum
 from typing import TypeVar
 
 from paceline._base.arguments_and_errors import PicklableError
-from paceline._cluster.messages.states import ErrorKind, ExitReason, ExperimentState, TrialState
+from paceline._cluster.messages.states import (
+    ErrorKind,
+    ExitReason,
+    ExperimentState,
+    TrialState,
+    told_state,
+)
 from paceline.search._search_method import ExitReason as SearchExit
 
 _E, _T = ExperimentState, TrialState
@@ -116,7 +122,8 @@ def check_transition(
         TransitionError: It may not; the message names both.
     """
     if wanted not in transitions[present]:
-        raise TransitionError(f"{what} must not go from {present.value} to {wanted.value}.")
+        states = f"from {told_state(present.value)} to {told_state(wanted.value)}"
+        raise TransitionError(f"{what} must not go {states}.")
     return wanted
 
 

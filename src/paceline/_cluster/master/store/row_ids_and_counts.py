@@ -74,19 +74,33 @@ _KEPT_S = 86_400
 _SWEEP_EVERY = 1000
 
 
-def once(connection: Connection, key: str, create: Callable[[], int]) -> int:
+class KeyReusedError(ValueError):
+    """Raised when a key comes with another request than the first time."""
+
+
+def once(connection: Connection, key: str, digest: str, create: Callable[[], int]) -> int:
     """Return the stored result for a request key seen within a day, else call `create`.
 
-    The key is stored in the transaction of the creation.
+    The key is stored in the transaction of the creation, with the digest of its request.
+
+    Raises:
+        KeyReusedError: The key was stored with another digest.
     """
     meta = tables.meta
     name = _PREFIX + key
     found = connection.scalar(select(meta.c.value).where(meta.c.key == name))
     if found is not None:
-        return int(found.split()[1])
+        # Keys of earlier versions have no digest.
+        _, created, *digests = found.split()
+        if digests not in ([], [digest]):
+            raise KeyReusedError(
+                f"The key {key.rpartition(' ')[2]!r} must come with the same request each time, but"
+                f" belongs to another one, about experiment {created}. Hint: choose another key."
+            )
+        return int(created)
     created = create()
     now = time.time()
-    connection.execute(insert(meta).values(key=name, value=f"{now:020.6f} {created}"))
+    connection.execute(insert(meta).values(key=name, value=f"{now:020.6f} {created} {digest}"))
     # Cleanup now and then is enough: old keys need no exact expiry.
     if created % _SWEEP_EVERY == 0:
         is_old = meta.c.value < f"{now - _KEPT_S:020.6f}"

@@ -104,6 +104,11 @@ class Backup:
                 "The place of backups must be a directory, but"
                 f" {str(_first_file(self._to))!r} is a file."
             ) from error
+        except OSError as error:
+            raise BackupError(
+                f"The directory of backups {str(self._to)!r} must be writable, but cannot be made"
+                f" ({error.strerror})."
+            ) from error
         with (self._to / ".lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,12 +12,13 @@ NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
 BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS ?= $(addprefix tests/,journal messages storage config search)
 
-.PHONY: help demo ui test-ui browser format test test-fast test-all test-stores test-versions exactness fault-matrix test-backends check bench bench-peers bench-data \
+.PHONY: help demo ui docs test-ui browser format test test-fast test-all test-stores test-versions exactness fault-matrix test-backends check bench bench-peers bench-data \
   proof soak faults gpu gpu-wheels lock clean
 
 help:
 	@echo "make demo       a hyperparameter search from start to leaderboard, under 3 minutes"
 	@echo "make ui         the web UI, built for the master to serve"
+	@echo "make docs       the documentation as a site, into build/site and for the master to serve"
 	@echo "make test-ui    the web UI, built and tested without a browser"
 	@echo "make browser    a Chromium for the tests of the web UI, unless there is one"
 	@echo "make test       the tests that are not slow, campaigns with few rounds"
@@ -29,7 +30,7 @@ help:
 	@echo "make fault-matrix  what is seen of each fault of a worker, as a table, about 10 minutes"
 	@echo "make test-backends  DeepSpeed and Horovod, built in environments of their own"
 	@echo "make format     what the linter and the formatter can mend"
-	@echo "make check      linter, formatter and types"
+	@echo "make check      linter, formatter, types and documentation"
 	@echo "make bench      the benchmarks, as a table"
 	@echo "make bench-peers  training steps and worker groups of Paceline and of others, 20 minutes"
 	@echo "make bench-data  reading data by Paceline and by others, 40 minutes"
@@ -50,6 +51,10 @@ NODE := $(NPM) --version >/dev/null 2>&1 || $(PIP) install -r webui/scripts/node
 
 ui: | $(BIN)/python
 	@$(BUILD_UI) --check || { { $(NODE); } && $(BUILD_UI); }
+
+# It fails on dead links and anchors, pages in no group, and public names without docstring.
+docs: $(VENV)/.installed-dev
+	@$(BIN)/python docs/site/build.py
 
 # Tests in a browser skip, and say so, where the web UI cannot be built or no browser can be had.
 test-ui: | $(BIN)/python
@@ -132,6 +137,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python docs/site/build.py
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py

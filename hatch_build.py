@@ -1,4 +1,7 @@
-"""The build hook of wheel and sdist: both carry the web UI, which webui/scripts/build.py builds."""
+"""The build hook of wheel and sdist: both carry the web UI and the documentation.
+
+webui/scripts/build.py builds the one, docs/site/build.py the other.
+"""
 
 import inspect
 import os
@@ -8,6 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,9 @@ SKIP_VARIABLE = "PACELINE_SKIP_WEBUI"
 REGISTRY = "https://registry.npmjs.org/"
 REGISTRY_TIMEOUT_S = 10
 SCRIPTS = Path(__file__).resolve().parent / "webui" / "scripts"
+DOCS_SCRIPT = Path(__file__).resolve().parent / "docs" / "site" / "build.py"
+# What makes the pages, and what the reference is read from, beside the package's dependencies.
+DOCS_MODULES = ("zensical", "griffe", "markdown_it", "typer", "fastapi", "pydantic", "sqlalchemy")
 
 
 class WebUiHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -37,8 +44,12 @@ class WebUiHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build the web UI and add it to the archive, or say why it is left out."""
         if version == "editable":
-            self.app.display_info("Editable installs show the web UI that `make ui` builds.")
+            self.app.display_info(
+                "Editable installs show the web UI that `make ui` builds, and the documentation"
+                " that `make docs` builds."
+            )
             return
+        self.add_documentation(build_data)
         if not is_up_to_date() and (obstacle := build()):
             self.app.display_warning(
                 f"The web UI is left out: {obstacle}. Hint: run `make ui` in the source directory,"
@@ -47,6 +58,16 @@ class WebUiHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         # Git ignores it.
         build_data["artifacts"].append("/src/paceline/_cluster/master/webui/**")
+
+    def add_documentation(self, build_data: dict[str, Any]) -> None:
+        """Add the documentation to the archive, or say why it is left out."""
+        if obstacle := build_documentation():
+            self.app.display_warning(
+                f"The documentation is left out: {obstacle}. Hint: run `make docs` in the source"
+                " directory, then build or install again."
+            )
+            return
+        build_data["artifacts"].append("/src/paceline/_cluster/master/docs/**")
 
 
 def is_skipped() -> bool:
@@ -57,6 +78,19 @@ def is_skipped() -> bool:
 def is_up_to_date() -> bool:
     """Tell whether the web UI was built from this source."""
     return call(sys.executable, SCRIPTS / "build.py", "--check") == 0
+
+
+def build_documentation() -> str | None:
+    """Build the documentation unless it is up to date; return what stands in the way."""
+    if call(sys.executable, DOCS_SCRIPT, "--check") == 0:
+        return None
+    # They are many, and torch is among the package's own: no build installs them for these pages.
+    if missing := [name for name in DOCS_MODULES if find_spec(name) is None]:
+        return f"it was not built from this source, and building it needs {', '.join(missing)}"
+    # Standard output belongs to who builds a package.
+    command = [sys.executable, DOCS_SCRIPT]
+    status = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    return f"its build failed with status {status}" if status else None
 
 
 def has_node() -> bool:

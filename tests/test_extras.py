@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
 # They serve people and tests, not the package.
-FOR_OTHERS = {"dev", "examples", "test"}
+FOR_OTHERS = {"dev", "docs", "examples", "test"}
 # Functions that are given the name of a module.
 FINDERS = {"find_spec", "import_module", "required_library"}
 # Packages whose module has another name.

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import psutil
 from fastapi import Header, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import RedirectResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from sqlalchemy import Connection, func, select
@@ -58,7 +58,11 @@ from paceline._cluster.messages.runner_messages import LOCAL_NAME, LOCAL_NODE
 from paceline._cluster.messages.states import ExperimentState
 
 ASSETS_PATH = Path(__file__).resolve().parents[1] / "webui"
+DOCUMENTATION_PATH = Path(__file__).resolve().parents[1] / "docs"
 _HASHED_FOLDER = "assets/"
+# Names that the build of the documentation gives to files by their content.
+_HASHED_NAME = re.compile(r"assets/.*\.[0-9a-f]{8}\.min\.(?:js|css)")
+_DOCUMENTATION = "docs"
 _LONGEST_NAME = 200
 _SMALLEST_TO_COMPRESS = 1024
 _COMPRESSED_TYPES = ("text/", "application/javascript", "application/json", "image/svg+xml")
@@ -67,10 +71,10 @@ _MISSING_PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width">
 <meta name="color-scheme" content="light dark"></head>
 <body style="font-family: system-ui; max-width: 40rem; margin: 4rem auto; padding: 0 1rem">
-<h1>There is no web UI</h1>
+<h1>There is no {name}</h1>
 <p>It was not built when Paceline was installed. Build it in Paceline's source directory, install
 again unless the installation is editable, and load this page again:</p>
-<pre>make ui
+<pre>make {target}
 pip install --force-reinstall --no-deps .</pre>
 <p>The command line and the REST API work without it.</p>
 </body></html>
@@ -89,11 +93,13 @@ def has_web_ui(root: Path = ASSETS_PATH) -> bool:
 class WebUi:
     """ASGI application: files below `root`, else the UI's page with client-side routing.
 
-    Only files of the build are served, so no request here needs a sign-in.
+    Below `/docs/` are the files of the documentation. Only files of a build are served, so no
+    request here needs a sign-in.
     """
 
-    def __init__(self, root: Path = ASSETS_PATH) -> None:
+    def __init__(self, root: Path = ASSETS_PATH, documentation: Path = DOCUMENTATION_PATH) -> None:
         self._root = root
+        self._documentation = documentation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request with a file or the UI's page."""
@@ -105,26 +111,47 @@ class WebUi:
 
     def _answer(self, path: str, headers: Headers) -> Response:
         name = path.lstrip("/")
-        file = self._file(name)
+        folder, slash, page_name = name.partition("/")
+        if folder == _DOCUMENTATION:
+            # Links of its pages are relative to the folder.
+            return self._answer_docs(page_name, headers) if slash else RedirectResponse("/docs/")
+        file = _file(self._root, name)
         if file is not None:
             return _file_response(file, headers, is_hashed=name.startswith(_HASHED_FOLDER))
         accepts_page = "text/html" in headers.get("accept", "")
         if name and (not accepts_page or name.startswith(_HASHED_FOLDER)):
-            return problem(404, "not_found", f"There is no file {path[:_LONGEST_NAME]!r}.")
-        page = self._file("index.html")
-        if page is None:
-            return Response(_MISSING_PAGE, 503, {_POLICY: _MISSING_POLICY}, media_type="text/html")
-        return _file_response(page, headers, is_hashed=False)
+            return _no_file(path)
+        page = _file(self._root, "index.html")
+        return _missing("web UI", "ui") if page is None else _file_response(page, headers)
 
-    def _file(self, name: str) -> Path | None:
-        # No file of the build has such a name, and the system would refuse to look for some.
-        if not name or "\0" in name or len(name) > _LONGEST_NAME:
-            return None
-        path = (self._root / name).resolve()
-        return path if path.is_relative_to(self._root) and path.is_file() else None
+    def _answer_docs(self, name: str, headers: Headers) -> Response:
+        file = _file(self._documentation, name if name.rpartition("/")[2] else f"{name}index.html")
+        if file is not None:
+            is_hashed = _HASHED_NAME.fullmatch(name) is not None
+            return _file_response(file, headers, is_hashed=is_hashed)
+        if _file(self._documentation, "index.html") is None:
+            return _missing("documentation", "docs")
+        return _no_file(f"/{_DOCUMENTATION}/{name}")
 
 
-def _file_response(path: Path, headers: Headers, *, is_hashed: bool) -> Response:
+def _file(root: Path, name: str) -> Path | None:
+    # No file of a build has such a name, and the system would refuse to look for some.
+    if not name or "\0" in name or len(name) > _LONGEST_NAME:
+        return None
+    path = (root / name).resolve()
+    return path if path.is_relative_to(root) and path.is_file() else None
+
+
+def _no_file(path: str) -> Response:
+    return problem(404, "not_found", f"There is no file {path[:_LONGEST_NAME]!r}.")
+
+
+def _missing(name: str, target: str) -> Response:
+    page = _MISSING_PAGE.format(name=name, target=target)
+    return Response(page, 503, {_POLICY: _MISSING_POLICY}, media_type="text/html")
+
+
+def _file_response(path: Path, headers: Headers, *, is_hashed: bool = False) -> Response:
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
     body, packed, etag = _load_web_file(path, path.stat().st_mtime_ns)
     sent = {"ETag": etag, "Vary": "Accept-Encoding", _POLICY: _FILE_POLICY}

@@ -121,8 +121,10 @@ class NamePages:
     def _entry(self, path: str, member: Any, text: str) -> list[str]:
         if member is None:
             return [text + "."]
-        known = self._places.get(_source_path(member, path), "")
-        if known and not known.endswith(f"#{_anchor(path)}"):
+        source = _source_path(member, path)
+        known = self._places.get(source, "")
+        package = known.partition(".md#")[0]
+        if source.startswith(f"{package}.") and known.partition("#")[2] != _anchor(path):
             return [text + ".", f"See [`{known.partition('#')[2]}`]({known})."]
         try:
             target = member.final_target if member.is_alias else member
@@ -238,7 +240,10 @@ def _linked_row(package: str) -> Callable[[re.Match[str]], str]:
 
 def _source_path(member: Any, path: str) -> str:
     """Return where a name is defined, its own path if that is known only at run time."""
-    found: str = getattr(member, "target_path", None) or getattr(member, "path", path)
+    try:
+        found: str = getattr(member, "final_target", member).path
+    except (AttributeError, griffe.AliasResolutionError):
+        return str(getattr(member, "target_path", path))
     return found
 
 

@@ -12,7 +12,7 @@ DOCS = ROOT / "docs"
 # Groups of the navigation, in this order; a page stands at the first pattern that it matches. The
 # pages of a pattern are in the order of their names. A page that matches none fails the build.
 NAVIGATION: dict[str, dict[str, list[str]]] = {
-    "Start": {"": ["index.md", "start/index.md", "start/*.md"]},
+    "Start": {"": ["index.md", "overview.md", "start/index.md", "start/*.md"]},
     "Guides": {
         "Train": [
             *("pytorch.md", "train.md", "core-api.md", "creators.md", "declarative.md"),
@@ -89,7 +89,7 @@ class Pages:
     def place(self, path: Path) -> str:
         """Return the place of a file of the repository in the site."""
         if path == self._root / "README.md":
-            return "README.md" if self._has_index else "index.md"
+            return "overview.md" if self._has_index else "index.md"
         top = self._docs if path.is_relative_to(self._docs) else self._root
         name = path.relative_to(top).as_posix()
         is_page = path.suffix == ".md" or path.suffix in _COPIED
@@ -140,7 +140,7 @@ class Pages:
                 places = list(take(patterns))
                 entries += places if not part else [{part: places}] if places else []
             groups += [{title: entries}] if entries else []
-        left -= {"LICENSE.md", "README.md"}
+        left.discard("LICENSE.md")
         if left:
             raise SiteError(
                 "\n".join(f"{place}: the page stands in no group." for place in sorted(left))

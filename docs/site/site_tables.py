@@ -21,8 +21,8 @@ _METRIC_ROW = re.compile(r"^\| (`(?:paceline|process)_.*?) \| (.*?) \|$", re.MUL
 # Variables that other pages explain, or that Paceline sets for processes of its own.
 _MORE_VARIABLES = {
     "PACELINE_COLLECTIVE_TIMEOUT_S": (
-        "training scripts",
-        "how long a rank waits for the others in calls of the core API, in seconds",
+        "set for workers",
+        "how long they may wait in a collective operation until they are ended, in seconds",
     ),
     "PACELINE_FAULT": (
         "tests",
@@ -54,7 +54,10 @@ _MORE_VARIABLES = {
     ),
     "PACELINE_RESTART_CAUSES": ("set for workers", "why the group was formed again"),
     "PACELINE_RUN_DIR": ("set for processes", "the run directory of this attempt"),
-    "PACELINE_THREADS": ("set for workers", "the number of threads of torch in each worker"),
+    "PACELINE_THREADS": (
+        "set for workers",
+        "the `OMP_NUM_THREADS` that Paceline chose, not the user",
+    ),
     "PACELINE_WORKER_CHANNEL": ("set for workers", "how a worker reaches its driver"),
     "PACELINE_WORKER_GROUP": (
         "set for workers",
@@ -246,8 +249,12 @@ def variables_page(source: Path = ROOT / "src") -> str:
     known = set(_VARIABLE.findall(" ".join(names for names, _, _ in rows)))
     rows += [(f"`{name}`", *texts) for name, texts in _MORE_VARIABLES.items() if name not in known]
     known |= _MORE_VARIABLES.keys()
-    # Limits of the time of uploads are named by parts in the code.
-    missing = {name for name in variables_in(source) if not any(name in one for one in known)}
+    missing = {
+        name
+        for name in variables_in(source)
+        # The code puts the names of some together from their beginning.
+        if not any(one == name or one.startswith(f"{name}_") for one in known)
+    }
     if missing:
         raise SiteError(
             "\n".join(f"{name}: the variable has no text." for name in sorted(missing))

@@ -1,27 +1,37 @@
 """Pages that are not as they must be fail the build before any HTML is made."""
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import site_pages
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """Return a copy of all that pages are made from."""
-    for folder in ("docs", "examples"):
-        ignored = shutil.ignore_patterns("__pycache__", "paceline_runs", "*.webp")
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-    for image in ROOT.glob("docs/images/*.webp"):
-        (tmp_path / image.relative_to(ROOT)).touch()
-    for page in [*ROOT.glob("*.md"), ROOT / "LICENSE"]:
-        shutil.copy(page, tmp_path)
-    return tmp_path
+def repository(tmp_path: Path) -> Path:
+    """Return a small repository with pages in some groups, and files that they link to."""
+    for name, text in {
+        "README.md": "# Paceline\n[guide](docs/train.md) [licence](LICENSE)\n",
+        "CHANGELOG.md": "# Changelog\n",
+        "CONTRIBUTING.md": "# Contributing\n",
+        "LICENSE": "Apache\n",
+        "docs/train.md": "# The train function\n",
+        "docs/pytorch.md": "# The trainer\n",
+        "docs/images/trial.webp": "",
+        "examples/hpc/README.md": "# Jobs\n",
+        "examples/hpc/train.py": "print('trained')\n",
+    }.items():
+        path = tmp_path / "repository" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "repository"
+
+
+def add_page(repository: Path, name: str, text: str) -> None:
+    path = repository / "docs" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def places(entry: Any) -> list[str]:
@@ -32,82 +42,71 @@ def places(entry: Any) -> list[str]:
     return [place for part in parts for place in places(part)]
 
 
-def test_each_page_stands_in_the_navigation_once(copy: Path) -> None:
-    pages = site_pages.Pages({"reference/paceline.core.md": "# paceline.core\n"}, copy)
+def test_each_page_of_this_repository_stands_in_the_navigation_once() -> None:
+    pages = site_pages.Pages({"reference/paceline.core.md": "# paceline.core\n"})
     navigation = pages.navigation()
     listed = places(navigation)
     assert sorted(listed) == sorted(pages.texts.keys() - {"LICENSE.md"})
     assert {"index.md", "train.md", "examples/hpc/README.md", "decisions/README.md"} <= {*listed}
     titles = [title for group in navigation for title in group]
     assert titles == [title for title in site_pages.NAVIGATION if title in titles]
-    [guides] = [group["Guides"] for group in navigation if "Guides" in group]
-    assert places(guides)[:2] == ["pytorch.md", "train.md"]
 
 
-def test_a_page_of_a_folder_needs_no_line(copy: Path) -> None:
-    for name in ("start/train.md", "coming-from/ray.md", "troubleshooting.md"):
-        page = copy / "docs" / name
-        page.parent.mkdir(exist_ok=True)
-        page.write_text("# A page\n")
-    groups = {
-        title: places(group)
-        for one in site_pages.Pages({}, copy).navigation()
-        for title, group in one.items()
+def test_a_page_of_a_folder_needs_no_line(repository: Path) -> None:
+    for name in ("start/train.md", "start/index.md", "coming-from/ray.md", "troubleshooting.md"):
+        add_page(repository, name, "# A page\n")
+    navigation = site_pages.Pages({}, repository).navigation()
+    groups = {title: places(group) for one in navigation for title, group in one.items()}
+    assert groups == {
+        "Start": ["index.md", "start/index.md", "start/train.md"],
+        "Guides": ["pytorch.md", "train.md"],
+        "Coming from": ["coming-from/ray.md"],
+        "Troubleshooting": ["troubleshooting.md", "CHANGELOG.md", "CONTRIBUTING.md"],
     }
-    assert groups["Start"] == ["index.md", "start/train.md"]
-    assert groups["Coming from"] == ["coming-from/ray.md"]
-    assert groups["Troubleshooting"][0] == "troubleshooting.md"
 
 
-def test_a_page_in_no_group_fails(copy: Path) -> None:
-    (copy / "docs" / "forgotten.md").write_text("# Forgotten\n")
+def test_an_index_of_the_site_stands_before_the_readme(repository: Path) -> None:
+    add_page(repository, "index.md", "# Documentation\n[install](../README.md#install)\n")
+    pages = site_pages.Pages({}, repository)
+    assert places(pages.navigation())[:2] == ["index.md", "overview.md"]
+    assert "[install](overview.md#install)" in pages.texts["index.md"]
+
+
+def test_a_page_in_no_group_fails(repository: Path) -> None:
+    add_page(repository, "forgotten.md", "# Forgotten\n")
     with pytest.raises(site_pages.SiteError, match=r"^forgotten\.md: the page stands in no group"):
-        site_pages.Pages({}, copy).navigation()
+        site_pages.Pages({}, repository).navigation()
 
 
-@pytest.mark.parametrize(
-    "link",
-    ["[gone](gone.md)", "![gone](images/gone.webp)", "[out](../../out.md)", "[all](decisions)"],
-)
-def test_a_link_to_no_file_fails(copy: Path, link: str) -> None:
-    (copy.parent / "out.md").write_text("# Outside\n")
-    page = copy / "docs" / "train.md"
-    page.write_text(page.read_text() + f"\n{link}\n")
-    target = re.escape(link.partition("(")[2].rstrip(")"))
-    with pytest.raises(
-        site_pages.SiteError, match=rf"^docs/train\.md: there is no file '{target}'\.$"
-    ):
-        site_pages.Pages({}, copy)
+@pytest.mark.parametrize("link", ["gone.md", "images/gone.webp", "../../out.md", "images"])
+def test_a_link_to_no_file_fails(repository: Path, link: str) -> None:
+    (repository.parent / "out.md").write_text("# Outside\n")
+    add_page(repository, "train.md", f"# The train function\n\nA ![link]({link})\n")
+    fault = rf"^docs/train\.md: there is no file '{re.escape(link)}'\.$"
+    with pytest.raises(site_pages.SiteError, match=fault):
+        site_pages.Pages({}, repository)
 
 
-def test_links_lead_to_the_same_files_as_on_github(copy: Path) -> None:
-    page = copy / "docs" / "start" / "first.md"
-    page.parent.mkdir()
-    page.write_text(
+def test_links_lead_to_the_same_files_as_on_github(repository: Path) -> None:
+    text = (
         "[a](../train.md#data) [b](../../README.md#install) [c](../../examples/hpc/README.md)"
         " [d](https://docs.ray.io) [e](#here) ![f](../images/trial.webp)"
-        " [g](../../examples/streamed_data/train.py)\n"
+        " [g](../../examples/hpc/train.py)\n"
         "```sh\n[not](a-link.md)\n```\n"
     )
-    pages = site_pages.Pages({}, copy)
-    assert pages.texts["start/first.md"] == (
-        "[a](../train.md#data) [b](../index.md#install) [c](../examples/hpc/README.md)"
-        " [d](https://docs.ray.io) [e](#here) ![f](../images/trial.webp)"
-        " [g](../examples/streamed_data/train.py.md)\n"
-        "```sh\n[not](a-link.md)\n```\n"
-    )
-    assert pages.files["images/trial.webp"] == copy / "docs/images/trial.webp"
-    script = pages.texts["examples/streamed_data/train.py.md"]
-    assert (copy / "examples/streamed_data/train.py").read_text() in script
+    add_page(repository, "start/first.md", text)
+    pages = site_pages.Pages({}, repository)
+    wanted = text.replace("../../README.md", "../index.md").replace("../../examples", "../examples")
+    assert pages.texts["start/first.md"] == wanted.replace("train.py", "train.py.md")
+    assert pages.files["images/trial.webp"] == repository / "docs/images/trial.webp"
+    script = pages.texts["examples/hpc/train.py.md"]
+    assert "```python\nprint('trained')\n```" in script
 
 
-def test_what_belongs_to_an_item_stays_in_its_list(copy: Path) -> None:
-    page = copy / "docs" / "start" / "list.md"
-    page.parent.mkdir()
-    page.write_text(
-        "1. One\n\n   ```\n   code\n     deeper\n   ```\n\n2. Two\n\n- Three\n\n  Four\n\nFive\n"
-    )
-    assert site_pages.Pages({}, copy).texts["start/list.md"] == (
+def test_what_belongs_to_an_item_stays_in_its_list(repository: Path) -> None:
+    text = "1. One\n\n   ```\n   code\n     deeper\n   ```\n\n2. Two\n\n- Three\n\n  Four\n\nFive\n"
+    add_page(repository, "start/list.md", text)
+    assert site_pages.Pages({}, repository).texts["start/list.md"] == (
         "1. One\n\n    ```\n    code\n      deeper\n    ```\n\n2. Two\n\n"
         "- Three\n\n    Four\n\nFive\n"
     )

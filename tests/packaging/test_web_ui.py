@@ -1,8 +1,10 @@
-"""Every way to install carries the web UI, or says how to get it."""
+"""Every way to install carries the web UI and the documentation, or says how to get them."""
 
 import json
 import re
 import shutil
+import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -18,19 +20,21 @@ pytestmark = pytest.mark.timeout(1500)
 
 UI = "paceline/_cluster/master/webui/"
 LEFT_OUT = "The web UI is left out"
+DOCUMENTATION = "paceline/_cluster/master/docs/"
+DOCUMENTATION_LEFT_OUT = "The documentation is left out"
 
 
-def ui_files(archive: Path) -> dict[str, bytes]:
-    """Return the web UI's files in a wheel or sdist."""
+def ui_files(archive: Path, folder: str = UI) -> dict[str, bytes]:
+    """Return the web UI's files, or those of another folder, in a wheel or sdist."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
-            names = [name for name in wheel.namelist() if name.startswith(UI)]
-            return {name.removeprefix(UI): wheel.read(name) for name in names}
+            names = [name for name in wheel.namelist() if name.startswith(folder)]
+            return {name.removeprefix(folder): wheel.read(name) for name in names}
     with tarfile.open(archive) as sdist:
         found = {
-            member.name.partition(f"/src/{UI}")[2]: sdist.extractfile(member)
+            member.name.partition(f"/src/{folder}")[2]: sdist.extractfile(member)
             for member in sdist.getmembers()
-            if f"/src/{UI}" in member.name and member.isfile()
+            if f"/src/{folder}" in member.name and member.isfile()
         }
         return {name: file.read() for name, file in found.items() if file is not None}
 
@@ -134,6 +138,35 @@ def test_a_web_ui_of_another_source_is_left_out(
     page.write_text(content)
     assert requirements(builder, "wheel", built_source) == []
     assert "index.html" in ui_files(build(builder, "build_wheel", built_source, tmp_path)[0])
+
+
+def test_the_documentation_is_carried_if_it_was_built_from_this_source(
+    source: Path, builder: Any, tmp_path: Path
+) -> None:
+    """A build of a package has nothing that makes HTML, so what `make docs` made is taken."""
+    check = [sys.executable, str(source / "docs" / "site" / "build.py"), "--check"]
+    if subprocess.run(check, check=False).returncode != 0:
+        pytest.skip("NOT TESTED: the documentation is not built from this source. Hint: make docs")
+    skip = {"PACELINE_SKIP_WEBUI": "1"}
+    sdist, said = build(builder, "build_sdist", source, tmp_path / "dist", **skip)
+    assert DOCUMENTATION_LEFT_OUT not in said
+    files = ui_files(sdist, DOCUMENTATION)
+    assert {"index.html", "search.json", "reference/paceline.core.html"} <= files.keys()
+    unpacked = unpack(sdist, tmp_path / "unpacked")
+    wheel, said = build(builder, "build_wheel", unpacked, tmp_path / "dist", **skip)
+    assert DOCUMENTATION_LEFT_OUT not in said
+    assert ui_files(wheel, DOCUMENTATION) == files
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = [one.compress_size for one in archive.infolist() if DOCUMENTATION in one.filename]
+    assert sum(sizes) < 3 * 2**20
+
+    with (unpacked / "src" / "paceline" / "core" / "__init__.py").open("a") as module:
+        module.write("\n# Another source.\n")
+    wheel, said = build(builder, "build_wheel", unpacked, tmp_path / "other", **skip)
+    [line] = [line for line in said.splitlines() if DOCUMENTATION_LEFT_OUT in line]
+    assert "building it needs zensical" in line
+    assert "Hint: run `make docs`" in line
+    assert ui_files(wheel, DOCUMENTATION) == {}
 
 
 def test_a_skipped_web_ui_is_told_at_the_build_and_by_the_master(

@@ -1,8 +1,10 @@
 """What the master tells of itself."""
 
 import logging
+import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -10,6 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline import __version__
+
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -58,6 +62,11 @@ def test_metrics_and_status_tell_what_is_stored_and_asked(make_master: Any) -> N
     assert value("paceline_attempts", state="RUNNING") == 1
     assert value("paceline_queue_trials") == 1
     assert value("paceline_metric_points") == 2
+    rows = re.findall(r"^\| (`(?:paceline|process)_.*?) \|", GUIDE.read_text(), re.MULTILINE)
+    named = {*re.findall(r"\w+", " ".join(rows))}
+    # The endings are those of histograms.
+    shown = {re.sub(r"_(bucket|count|sum)$", "", name) for name, _ in found}
+    assert [name for name in sorted(shown) if name not in named] == []
     assert (value("paceline_slots_used"), value("paceline_slots_drained")) == (1, 0)
     assert 7 <= (value("paceline_ingest_newest_lag_seconds") or 0) < 300
     assert value("paceline_connections", kind="known") == 1

@@ -191,7 +191,7 @@ def test_a_stopped_trial_stores_a_checkpoint_and_ends(mastered: Any, code: Path)
     assert mastered("t", "stop", trial).stdout.startswith(f"Trial {trial} is STOPPING.")
     mastered("e", "wait", newest, code=None)
     found = describe()
-    assert (found["shown_state"], found["stop_reason"]) == ("CANCELED", "stopped by the user")
+    assert (found["state"], found["stop_reason"]) == ("CANCELED", "stopped by the user")
     # A kill would have ended it by a signal, in the middle of its wait.
     assert found["attempts"][-1]["exit"]["outcome"] == "preempted"
     assert found["latest_checkpoint"] is not None

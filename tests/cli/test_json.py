@@ -92,8 +92,6 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("checkpoint describe", uuid)["uuid"] == uuid
     assert Path(run("checkpoint download", uuid, "-o", tmp_path / "a")["path"]).is_dir()
     assert run("trial download", trial, "-o", tmp_path / "b")["uuid"] == uuid
-    [left] = run("checkpoint delete", uuid, "--glob", "more.txt", "--yes")
-    assert (list(left["resources"]), left["state"]) == (["state.txt"], "PARTIALLY_DELETED")
     assert run("experiment export", one, tmp_path / "d")["num_trials"] == 1
     assert run("experiment download", one, tmp_path / "c")["num_files"] == 2
 
@@ -120,6 +118,9 @@ def test_every_command_of_a_master_prints_its_json(
     mastered("e", "kill", three)
     mastered("e", "wait", three, code=None)
     assert run("experiment continue", one, "-f")["state"] == "COMPLETED"
+    # Nothing could continue without this checkpoint, the only one that is kept.
+    [left] = run("checkpoint delete", uuid, "--glob", "more.txt", "--yes")
+    assert (list(left["resources"]), left["state"]) == (["state.txt"], "PARTIALLY_DELETED")
     for options, is_deleted in ((["--dry-run"], False), (["--yes"], True)):
         assert run("experiment delete", two, *options)["is_deleted"] is is_deleted
 

@@ -50,7 +50,7 @@ def project(tmp_path: Path) -> Path:
 def states(paceline: Any, project: Path) -> list[tuple[str, int, int]]:
     """Return state, attempts and last step of the runs, the newest first."""
     found = json.loads(paceline("runs", "list", "--json", cwd=project).stdout)
-    return [(run["state"], run["num_attempts"], run["last_step"]) for run in found]
+    return [(run["state"], run["num_attempts"], run["steps_completed"]) for run in found]
 
 
 def test_a_script_gets_its_arguments_and_gives_its_exit_code_and_is_resumed(
@@ -105,7 +105,7 @@ def test_the_first_trial_of_an_experiment_runs_with_changed_fields(
         (["binary.py"], 2, "`SCRIPT` must be"),
         (["train.py", "--set", "lr=1"], 2, "`--set` must come with a YAML file"),
         (["train.py", "-n", "two"], 2, "`--workers` must be a number from 1 on"),
-        (["train.py", "--resume", "no"], 1, "must be a Paceline run directory"),
+        (["train.py", "--resume", "no"], 1, "must be a run directory"),
         (["config.yaml", "--set", "sercher.metric=x"], 1, "Did you mean `searcher`?"),
         (["config.yaml", "--set", "hyperparameters"], 1, "must name a field and its value"),
         (["config.yaml", "word"], 2, "must come without arguments, but got 'word'"),

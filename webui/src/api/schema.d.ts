@@ -4488,7 +4488,7 @@ export interface operations {
         parameters: {
             query?: never;
             header?: {
-                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. */
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. Another request with it is refused. */
                 "idempotency-key"?: string | null;
             };
             path?: never;
@@ -4650,7 +4650,7 @@ export interface operations {
         parameters: {
             query?: never;
             header?: {
-                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. */
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. Another request with it is refused. */
                 "idempotency-key"?: string | null;
             };
             path: {
@@ -4946,7 +4946,7 @@ export interface operations {
         parameters: {
             query?: never;
             header?: {
-                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. */
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. Another request with it is refused. */
                 "idempotency-key"?: string | null;
             };
             path: {
@@ -5418,7 +5418,7 @@ export interface operations {
         parameters: {
             query?: never;
             header?: {
-                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. */
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. Another request with it is refused. */
                 "idempotency-key"?: string | null;
             };
             path: {

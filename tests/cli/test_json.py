@@ -1,6 +1,8 @@
 """Output for programs: one JSON document of a published form, whole lists, errors with codes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +197,20 @@ def test_commands_without_a_master_print_their_json(
     assert run("runs delete", "last", "--yes")["checkpoints_left_in"] is None
     run("restore", tmp_path / "copies", "--home", tmp_path / "other", "--keep-passwords")
     assert seen - {"up"} == OFFLINE
+
+
+def test_a_master_in_the_foreground_prints_its_json_when_it_listens(tmp_path: Path) -> None:
+    words = ["up", "--json", "--port", "0", "--slots", "1", "--home", str(tmp_path / "home")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli", *words], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        lines = iter(process.stdout.readline, "}\n")
+        started = valid("up", "".join(lines) + "}")
+        assert (started["pid"], started["is_new"]) == (process.pid, True)
+        process.terminate()
+        rest, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert (rest, process.returncode) == ("", 0)

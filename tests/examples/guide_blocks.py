@@ -6,6 +6,7 @@ A comment before a block says what the page cannot show:
 - `<!-- needs: above -->`: it continues the block above, in the same directory;
 - `<!-- file: train.py -->`: the reader saves it as this file, which the blocks below run;
 - `<!-- needs: ray -->`: a package, or one of `ELSEWHERE`;
+- `<!-- before: wandb -->`, of a `diff`: packages that the lines of before need; both sides run;
 - `<!-- fragment -->`: it is a part of something that the reader has, and looks so.
 
 Several are separated by semicolons: `<!-- needs: above, ray; file: train.py -->`.
@@ -18,8 +19,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = {"python": "python", "sh": "sh", "bash": "sh"}
-# What no test of this machine has: other machines, GPUs, buckets, a terminal that waits.
-ELSEWHERE = {"checkout", "nodes", "gpu", "cloud", "deepspeed", "horovod", "terminal"}
+# What no test of this machine has: other machines, buckets, a terminal that waits, and libraries
+# that need an environment of their own or that no current Python runs.
+ELSEWHERE = {
+    *("checkout", "nodes", "cloud", "terminal", "deepspeed", "horovod", "torchrun"),
+    *("determined", "generic_trainer", "optuna", "raysgd"),
+}
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<marks>[^>]*) -->\n+)?^```(?P<language>\w+)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
@@ -98,6 +103,7 @@ def page_blocks(page: str, text: str | None = None) -> Iterator[Block]:
     for match in _BLOCK.finditer(text):
         line = text.count("\n", 0, match.start("code")) + 1
         language = LANGUAGES.get(match["language"], match["language"])
+        before = None
         block = Block(page, line, language, match["code"])
         for mark in filter(None, (part.strip() for part in (match["marks"] or "").split(";"))):
             word, _, value = mark.partition(": ")
@@ -105,12 +111,23 @@ def page_blocks(page: str, text: str | None = None) -> Iterator[Block]:
                 block = replace(block, needs=frozenset(value.split(", ")))
             elif word == "file" and value:
                 block = replace(block, file=value)
+            elif word == "before" and value and language == "diff":
+                before = frozenset(value.split(", ")) - {"nothing"}
             elif mark == "fragment":
                 block = replace(block, is_fragment=True)
             else:
                 raise ValueError(f"The comment before {block.place} has the unknown word {mark!r}.")
+        if before is not None:
+            # The side of before is a program of its own.
+            yield replace(block, language="python", code=_side(block.code, "-"), needs=before)
+            block = replace(block, language="python", code=_side(block.code, "+"))
         if block.file or block.language in LANGUAGES.values():
             yield block
+
+
+def _side(diff: str, sign: str) -> str:
+    lines = diff.splitlines()
+    return "".join(f"{line[1:]}\n" for line in lines if line[:1] in (sign, " ", ""))
 
 
 def page_programs(blocks: Iterator[Block]) -> list[Program]:

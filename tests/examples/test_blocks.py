@@ -116,7 +116,7 @@ def test_a_reader_can_run(program: Program, reader: Reader, request: pytest.Fixt
 def test_what_a_block_needs_is_known(block: Block) -> None:
     packages = block.needs - ELSEWHERE - {"above"}
     # A typing error would skip the block for ever.
-    assert all(find_spec(name) or name in {"optuna"} for name in packages), packages
+    assert all(find_spec(name) for name in packages), packages
     assert not block.is_fragment or block.looks_like_a_fragment, block.place
     installs = re.search(r"\bpip3? (install|download)|^make ", block.code, re.MULTILINE)
     assert not installs or block.language != "sh" or block.needs & ELSEWHERE, block.place

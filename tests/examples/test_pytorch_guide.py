@@ -1,6 +1,10 @@
 """What the guide to the trainer lists is all there is."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import yaml
 from guides import Guide, line_trial
@@ -31,3 +35,22 @@ def test_every_hook_is_listed() -> None:
 def test_every_mode_of_a_scheduler_is_listed() -> None:
     for mode in pytorch.LRScheduler.StepMode:
         assert f"| `{mode.name}` |" in GUIDE.text
+
+
+def test_hyperparameters_of_the_script_must_be_in_the_config(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    call = "pytorch.Trainer(LineTrial(context), context).fit(max_length=pytorch.Epoch(1))"
+    hparams = {"global_batch_size": 32, "lr": 0.1}
+    script = f"{line_trial()}\n\nwith pytorch.init({hparams}) as context:\n    {call}\n"
+    (tmp_path / "train.py").write_text(script)
+    searcher = "searcher: {name: single, metric: validation_loss}"
+    command = [sys.executable, "-m", "paceline.cli", "e", "create", "c.yaml", "--local", "--test"]
+    options: Any = {"cwd": tmp_path, "env": environment, "timeout": 250, "capture_output": True}
+    config = f"entrypoint: python3 train.py\n{searcher}\nhyperparameters: "
+    (tmp_path / "c.yaml").write_text(f"{config}{{global_batch_size: 32, lr: 0.1}}\n")
+    done = subprocess.run(command, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "c.yaml").write_text(f"{config}{{lr: 0.1}}\n")
+    refused = subprocess.run(command, text=True, check=False, **options)
+    assert "Hint: `hyperparameters: {global_batch_size: 32}` in the experiment's" in refused.stderr

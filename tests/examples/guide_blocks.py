@@ -5,7 +5,7 @@ A comment before a block says what the page cannot show:
 - none: the block runs alone, in an empty directory;
 - `<!-- needs: above -->`: it continues the block above, in the same directory;
 - `<!-- file: train.py -->`: the reader saves it as this file, which the blocks below run;
-- `<!-- needs: ray -->`: a package, or one of `ELSEWHERE`;
+- `<!-- needs: ray -->`: one of `PACKAGES` or `ELSEWHERE`;
 - `<!-- before: wandb -->`, of a `diff`: packages that the lines of before need; both sides run;
 - `<!-- fragment -->`: it is a part of something that the reader has, and looks so.
 
@@ -25,6 +25,8 @@ ELSEWHERE = {
     *("checkout", "nodes", "cloud", "terminal", "deepspeed", "horovod", "torchrun"),
     *("determined", "generic_trainer", "optuna", "raysgd"),
 }
+# Packages that development installs; without one, its blocks are skipped.
+PACKAGES = {"accelerate", "lightning", "mlflow", "ray", "transformers", "wandb"}
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<marks>[^>]*) -->\n+)?^```(?P<language>\w+)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,

@@ -42,9 +42,17 @@ help:
 	@echo "make lock       exact versions of all dependencies, into $(LOCK)"
 	@echo "make clean      remove what builds and tests left"
 
-demo: $(VENV)/.installed-examples
+demo: demo-says $(VENV)/.installed-examples
 	@$(MAKE) --no-print-directory ui || echo "The demo goes on without the web UI." >&2
 	@export PATH="$(abspath $(BIN)):$$PATH"; exec sh examples/demo.sh
+
+# Nothing tells a person why pip is silent while it unpacks torch.
+.PHONY: demo-says
+demo-says:
+	@[ -e $(VENV)/.installed-examples ] || { \
+	  echo "1 of 3, once: pip installs Paceline, torch and scikit-learn into $(VENV). It takes some"; \
+	  echo "minutes, on a busy machine up to half an hour, and is silent while it unpacks torch."; \
+	  echo "2 of 3, once: the web UI is built. 3 of 3: the search runs, for less than 3 minutes."; }
 
 # A machine without Node gets it as a package.
 NODE := $(NPM) --version >/dev/null 2>&1 || $(PIP) install -r webui/scripts/node.txt

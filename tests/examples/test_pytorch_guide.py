@@ -1,11 +1,13 @@
-"""What the guide to the trainer shows runs, and what it lists is all there is."""
+"""What the guide to the trainer lists is all there is."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
-import pytest
 import yaml
-from guides import Guide
+from guides import Guide, line_trial
 
 from paceline import pytorch
 from paceline.config import validate_config
@@ -13,9 +15,9 @@ from paceline.config import validate_config
 GUIDE = Guide("docs/pytorch.md")
 
 
-def test_the_code_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    GUIDE.run(GUIDE.blocks("python"), {"__name__": "guide"})
+def test_other_guides_use_the_first_trial_of_this_one() -> None:
+    trial = GUIDE.blocks("python")[0].partition("HPARAMS =")[0].strip()
+    assert line_trial().endswith(f"\n\n{trial}\n")
 
 
 def test_the_config_is_valid() -> None:
@@ -33,3 +35,22 @@ def test_every_hook_is_listed() -> None:
 def test_every_mode_of_a_scheduler_is_listed() -> None:
     for mode in pytorch.LRScheduler.StepMode:
         assert f"| `{mode.name}` |" in GUIDE.text
+
+
+def test_hyperparameters_of_the_script_must_be_in_the_config(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    call = "pytorch.Trainer(LineTrial(context), context).fit(max_length=pytorch.Epoch(1))"
+    hparams = {"global_batch_size": 32, "lr": 0.1}
+    script = f"{line_trial()}\n\nwith pytorch.init({hparams}) as context:\n    {call}\n"
+    (tmp_path / "train.py").write_text(script)
+    searcher = "searcher: {name: single, metric: validation_loss}"
+    command = [sys.executable, "-m", "paceline.cli", "e", "create", "c.yaml", "--local", "--test"]
+    options: Any = {"cwd": tmp_path, "env": environment, "timeout": 250, "capture_output": True}
+    config = f"entrypoint: python3 train.py\n{searcher}\nhyperparameters: "
+    (tmp_path / "c.yaml").write_text(f"{config}{{global_batch_size: 32, lr: 0.1}}\n")
+    done = subprocess.run(command, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "c.yaml").write_text(f"{config}{{lr: 0.1}}\n")
+    refused = subprocess.run(command, text=True, check=False, **options)
+    assert "Hint: `hyperparameters: {global_batch_size: 32}` in the experiment's" in refused.stderr

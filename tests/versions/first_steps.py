@@ -76,9 +76,9 @@ def commands() -> Iterator[list[str]]:
 
 
 def follow_readme(readme: str) -> None:
-    """Run the second script of the README, resume it, and list its run."""
+    """Run the script of the README, resume it, and list its run."""
     scripts = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    Path("train.py").write_text(scripts[1], encoding="utf-8")
+    Path("train.py").write_text(scripts[0], encoding="utf-8")
     run(sys.executable, "train.py")
     assert "completed" in paceline("runs", "list")
     print("The script of the README trains.")

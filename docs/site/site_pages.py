@@ -23,7 +23,7 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
         "Clusters and other libraries": [
             *("clusters.md", "ray.md", "integrations.md", "sdk.md", "cli.md", "web-ui.md"),
         ],
-        "Operation": ["operations.md", "security.md", "plugins.md"],
+        "Operation": ["operations.md", "security.md", "SECURITY.md", "plugins.md"],
         "Examples": ["examples/*"],
     },
     "Coming from": {"": ["coming-from/index.md", "coming-from/*.md"]},
@@ -40,7 +40,7 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
         "Decisions": ["decisions/README.md", "decisions/*.md"],
     },
     "Troubleshooting": {
-        "": ["troubleshooting.md", "faq.md", "upgrade*.md", "CHANGELOG.md", "CONTRIBUTING.md"],
+        "": ["troubleshooting.md", "faq.md", "upgrading.md", "CHANGELOG.md", "CONTRIBUTING.md"],
     },
 }
 
@@ -140,7 +140,7 @@ class Pages:
                 places = list(take(patterns))
                 entries += places if not part else [{part: places}] if places else []
             groups += [{title: entries}] if entries else []
-        left.discard("LICENSE.md")
+        left -= {"LICENSE.md", "CITATION.cff.md"}
         if left:
             raise SiteError(
                 "\n".join(f"{place}: the page stands in no group." for place in sorted(left))

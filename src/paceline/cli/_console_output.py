@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline._base.process_and_network import escape_in_json, terminal_text
-from paceline._training.progress_display import format_duration
+from paceline._base.progress_display import format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -377,7 +377,7 @@ _MEANINGS = {
 
 def print_time_table(seconds: dict[str, float], total_s: float, goodput: float | None) -> None:
     """Print the non-zero shares of a time, and the goodput."""
-    from paceline._training.progress_display import format_duration
+    from paceline._base.progress_display import format_duration
 
     rows: list[tuple[Any, ...]] = [
         (

@@ -120,7 +120,7 @@ def _print_description(
     nodes: str | None,
     problems: str | None,
 ) -> None:
-    from paceline._training.progress_display import format_duration
+    from paceline._base.progress_display import format_duration
     from paceline.cli._console_output import (
         experiment_word,
         format_moment,

@@ -365,7 +365,7 @@ def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
 
 def status(json: Json = False) -> None:
     """Show whether a master runs, its load, its sizes and its problems."""
-    from paceline._training.progress_display import format_duration
+    from paceline._base.progress_display import format_duration
     from paceline.cli._console_output import print_facts, print_json
     from paceline.cli._options_and_errors import connect
     from paceline.client._http_session import MasterUnreachableError, home_directory

@@ -134,7 +134,7 @@ def _print_summary(data: "TrialData") -> None:
 
 
 def _print_attempts(data: "TrialData") -> None:
-    from paceline._training.progress_display import format_duration
+    from paceline._base.progress_display import format_duration
     from paceline.cli._console_output import console, print_table
 
     rows: list[tuple[Any, ...]] = []

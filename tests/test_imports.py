@@ -77,7 +77,7 @@ def test_import_loads_nothing_heavy(run_python: Callable[..., Any], code: str) -
     "package",
     [
         "_training.masterless_search",
-        "_training.progress_display",
+        "_base.progress_display",
         "_training.workers.process_pools",
         "_training.workers.workers",
         "data",

@@ -256,3 +256,23 @@ def test_a_pause_says_how_to_go_on() -> None:
 
 def test_an_unknown_kind_of_event_is_passed_over() -> None:
     assert lines(feed(HALVING), "later_invention", anything=1) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("single", " 25% · 30s left"),
+        ("random", " 25% · 30s left · 0/1 ended · 1 running"),
+    ],
+)
+def test_the_time_left_counts_from_the_first_trial(name: str, told: str) -> None:
+    view = feed({"name": name})
+    assert "left" not in view.summary()
+    lines(view, "trial_created", hparams={})
+    # It has waited for a slot until then.
+    lines(view, "attempt_started", time=200.0, number=1, slots=[0])
+    assert "left" not in view.summary()
+    lines(view, "progress", time=210.0, progress=0.25)
+    assert view.summary() == told
+    lines(view, "progress", time=250.0, progress=1.0)
+    assert "left" not in view.summary()

@@ -5,9 +5,14 @@ import os
 import pty
 import re
 import struct
+import subprocess
+import sys
 import termios
-from collections.abc import Iterator
-from typing import TextIO
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 
@@ -75,3 +80,55 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     terminal = Terminal()
     yield terminal
     terminal.close()
+
+
+class Script:
+    """A script at a terminal, which is its controlling terminal."""
+
+    def __init__(
+        self, terminal: Any, directory: Path, code: str, *arguments: str, columns: int = 80
+    ) -> None:
+        (directory / "script.py").write_text(code)
+        terminal.resize(columns)
+        self._terminal = terminal
+        slave = terminal.stream.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, "script.py", *arguments],
+            cwd=directory,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+
+    def await_text(self, pattern: str) -> None:
+        """Wait until something was shown."""
+        deadline = time.monotonic() + 90
+        while not re.search(pattern, self._terminal.raw):
+            assert time.monotonic() < deadline, self._terminal.raw
+            assert self._process.poll() is None, self._terminal.raw
+            self._terminal.read()
+            time.sleep(0.01)
+
+    def finish(self) -> tuple[list[str], int]:
+        """Wait for its end, and return what the terminal shows then."""
+        deadline = time.monotonic() + 90
+        try:
+            while self._process.poll() is None:
+                assert time.monotonic() < deadline, self._terminal.raw
+                self._terminal.read()
+                time.sleep(0.01)
+        finally:
+            self._process.kill()
+            self._process.wait()
+        lines = self._terminal.screen
+        assert lines[-1] == ""
+        return lines[:-1], self._process.returncode
+
+
+@pytest.fixture
+def start_script(terminal: Terminal, tmp_path: Path) -> Callable[..., Script]:
+    """Return a function that starts a script at the terminal."""
+    return partial(Script, terminal, tmp_path)

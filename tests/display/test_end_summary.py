@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline._training.progress_display import ending_of, locations_of
+from paceline._base.progress_display import locations_of
+from paceline.core import PreemptedError
+from paceline.core._run_feedback import ending_of
 
 
 @pytest.mark.parametrize(
@@ -14,6 +16,7 @@ from paceline._training.progress_display import ending_of, locations_of
         (SystemExit(0), "completed"),
         (SystemExit(3), "failed (SystemExit)"),
         (KeyboardInterrupt(), "interrupted"),
+        (PreemptedError(), "preempted"),
         (ValueError("broken"), "failed (ValueError)"),
     ],
 )

@@ -1,12 +1,6 @@
 """What a person sees of a training of each front door, on a real terminal and through a pipe."""
 
-import fcntl
-import os
 import re
-import subprocess
-import sys
-import termios
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,16 +83,22 @@ for mode in ("stop", "error"):
 """
 
 Start = Callable[..., "tuple[list[str], int]"]
+StartScript = Callable[..., Any]
 
 
 def told(lines: list[str]) -> list[str]:
     """Return lines without what depends on the time or on chance."""
     shown = []
     for line in lines:
-        text = re.sub(r"  [\d.,]+ (batches|records)/s|  (\d+\w ?)+ (left|elapsed)", "", line)
+        text = re.sub(
+            r"  [\d.,]+ (batches|records|reports)/s|  (\d+\w ?)+ (left|elapsed)", "", line
+        )
         text = re.sub(r" (in|after) (\d+\w ?)+", r" \1 TIME ", f"{text} ").rstrip()
         text = re.sub(r"=[\d.e-]+", "=N", text)
         text = re.sub(r"run paceline_runs/\S+", "run DIR", text)
+        text = re.sub(r"^look: paceline runs show \d{8}-\d{6}-\S+$", "look", text)
+        resume = r"^resume: PACELINE_RESUME=\S+ (\S*python script.py.*|before the same command)$"
+        text = re.sub(resume, "resume", text)
         shown.append(re.sub(r"checkpoint (\S+/)?[0-9a-f-]{36}", r"checkpoint \1UUID", text))
     return shown
 
@@ -138,54 +138,12 @@ def piped(run_with_torch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
-class Script:
-    """A script at a terminal of 80 columns, which is its controlling terminal."""
-
-    def __init__(self, terminal: Any, directory: Path, code: str, *arguments: str) -> None:
-        (directory / "script.py").write_text(code)
-        terminal.resize(80)
-        self._terminal = terminal
-        slave = terminal.stream.fileno()
-        self._process = subprocess.Popen(
-            [sys.executable, "script.py", *arguments],
-            cwd=directory,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-
-    def await_text(self, pattern: str) -> None:
-        """Wait until something was shown."""
-        deadline = time.monotonic() + 90
-        while not re.search(pattern, self._terminal.raw):
-            assert time.monotonic() < deadline, self._terminal.raw
-            assert self._process.poll() is None, self._terminal.raw
-            self._terminal.read()
-            time.sleep(0.01)
-
-    def finish(self) -> tuple[list[str], int]:
-        """Wait for its end, and return what the terminal shows then."""
-        deadline = time.monotonic() + 90
-        try:
-            while self._process.poll() is None:
-                assert time.monotonic() < deadline, self._terminal.raw
-                self._terminal.read()
-                time.sleep(0.01)
-        finally:
-            self._process.kill()
-            self._process.wait()
-        lines = self._terminal.screen
-        assert lines[-1] == ""
-        return lines[:-1], self._process.returncode
-
-
 @pytest.fixture
-def at_terminal(terminal: Any, tmp_path: Path, clean_environment: dict[str, str]) -> Start:
+def at_terminal(
+    start_script: StartScript, tmp_path: Path, clean_environment: dict[str, str]
+) -> Start:
     """Return a function that runs a script and returns what the terminal shows at the end."""
-    return lambda code, *arguments: Script(terminal, tmp_path, code, *arguments).finish()
+    return lambda code, *arguments: start_script(code, *arguments).finish()
 
 
 def test_through_a_pipe_each_report_and_the_end_are_a_line_in_any_unit(
@@ -194,36 +152,41 @@ def test_through_a_pipe_each_report_and_the_end_are_a_line_in_any_unit(
     lines, code = piped(TRIAL + UNITS)
     assert code == 1, lines
     epochs, batches, records, stream, pieces, stopped, failed = parts_of(lines)
+    begin, places = "script.py  run DIR", ["run DIR", "checkpoint UUID", "look"]
     assert epochs == [
+        begin,
         "epoch 1 of 2  37%  batch 6  loss=N",
         "epoch 1 of 2  50%  batch 8  validation: loss=N",
         "epoch 2 of 2  75%  batch 12  loss=N",
         "epoch 2 of 2  100%  batch 16  validation: loss=N",
         "epoch 2 of 2  100%  batch 16  loss=N",
         "epoch 2 of 2  100%  batch 16  completed in TIME  loss=N  validation_loss=N",
-        "run DIR  checkpoint UUID",
+        *places,
     ]
     assert batches == [
+        begin,
         "batch 6 of 10  60%  epoch 1  loss=N",
         "batch 8 of 10  80%  epoch 1  validation: loss=N",
         "batch 10 of 10  100%  epoch 2  loss=N",
         "batch 10 of 10  100%  epoch 2  validation: loss=N",
         "batch 10 of 10  100%  epoch 2  completed in TIME  loss=N  validation_loss=N",
-        "run DIR  checkpoint UUID",
+        *places,
     ]
     # 52 records, as a batch is not cut.
-    assert records[0] == "record 24 of 50  48%  epoch 1  loss=N"
-    assert records[-2:] == [
+    assert records[1] == "record 24 of 50  48%  epoch 1  loss=N"
+    assert records[-4:] == [
         "record 50 of 50  100%  epoch 2  completed in TIME  loss=N  validation_loss=N",
-        "run DIR  checkpoint UUID",
+        *places,
     ]
-    assert stream[:3] == [
+    assert stream[:4] == [
+        begin,
         "epoch 1 of 2  batch 6  loss=N",
         "epoch 1 of 2  50%  batch 8  validation: loss=N",
         "epoch 2 of 2  batch 12  loss=N",
     ]
-    assert stream[-2] == epochs[-2]
+    assert stream[-4] == epochs[-4]
     assert pieces == [
+        begin,
         "batch 8  epoch 1  loss=N",
         "batch 8  epoch 1  validation: loss=N",
         "between",
@@ -231,14 +194,15 @@ def test_through_a_pipe_each_report_and_the_end_are_a_line_in_any_unit(
         "batch 16  epoch 2  validation: loss=N",
         "between",
         "batch 16  epoch 2  completed in TIME  loss=N  validation_loss=N",
-        "run DIR  checkpoint UUID",
+        *places,
     ]
-    assert stopped[-2] == (
+    assert stopped[-4] == (
         "epoch 2 of 5  30%  batch 12  stopped after TIME  loss=N  validation_loss=N"
     )
-    assert failed[2:5] == [
+    assert failed[3:9] == [
         "epoch 2 of 5  27%  batch 11  failed (ValueError) after TIME  loss=N  validation_loss=N",
-        "run DIR  checkpoint UUID",
+        *places,
+        "resume",
         "Traceback (most recent call last):",
     ]
     assert failed[-1] == "ValueError: broken"
@@ -251,38 +215,39 @@ def test_a_terminal_shows_the_end_of_each_training_and_where_it_is(
     lines, code = at_terminal(TRIAL + UNITS)
     assert code == 1, lines
     *parts, pieces, stopped, failed = map(narrow, parts_of(lines))
-    places = ["run DIR", "checkpoint UUID"]
+    begin, places = "script.py  run DIR", ["run DIR", "checkpoint UUID", "look"]
     assert parts == [
-        ["epoch 2 of 2  100%  completed  loss=N  validation_loss=N", *places],
-        ["batch 10 of 10  100%  completed  loss=N  validation_loss=N", *places],
-        ["record 50 of 50  100%  completed  loss=N  validation_loss=N", *places],
-        ["epoch 2 of 2  100%  completed  loss=N  validation_loss=N", *places],
+        [begin, "epoch 2 of 2  100%  completed  loss=N  validation_loss=N", *places],
+        [begin, "batch 10 of 10  100%  completed  loss=N  validation_loss=N", *places],
+        [begin, "record 50 of 50  100%  completed  loss=N  validation_loss=N", *places],
+        [begin, "epoch 2 of 2  100%  completed  loss=N  validation_loss=N", *places],
     ]
     end = "batch 16  completed  loss=N  validation_loss=N"
-    assert pieces == ["between", "between", end, *places]
-    assert stopped == ["epoch 2 of 5  30%  stopped  loss=N  validation_loss=N", *places]
-    assert failed[0].startswith("epoch 2 of 5  27%  failed (ValueError)  loss=N")
-    assert failed[1:4] == [*places, "Traceback (most recent call last):"]
+    assert pieces == [begin, "between", "between", end, *places]
+    assert stopped == [begin, "epoch 2 of 5  30%  stopped  loss=N  validation_loss=N", *places]
+    assert failed[1].startswith("epoch 2 of 5  27%  failed (ValueError)  loss=N")
+    assert failed[2:7] == [*places, "resume", "Traceback (most recent call last):"]
     assert failed[-1] == "ValueError: broken"
     check_places(lines, tmp_path)
 
 
 def test_ctrl_c_at_the_terminal_stores_a_checkpoint_and_the_resumed_run_begins_there(
-    terminal: Any, tmp_path: Path, piped: Start
+    terminal: Any, start_script: StartScript, tmp_path: Path, piped: Start
 ) -> None:
     # The terminal shows losses that are not reported yet.
     code = TRIAL + "fit(pytorch.Epoch(5), reporting_period=pytorch.Batch(1000))"
-    script = Script(terminal, tmp_path, code, "slow")
+    script = start_script(code, "slow")
     script.await_text(r"epoch 2 of 5.*\r")
     terminal.type("\x03")
     lines, exit_code = script.finish()
     assert exit_code == 0, lines
-    *_, end, run, checkpoint = narrow(told(lines))
+    *_, end, run, checkpoint, _, resume = narrow(told(lines))
     assert re.fullmatch(r"epoch [2345] of 5  \d+%  interrupted  .*validation_loss=N", end)
-    assert (run, checkpoint) == ("run DIR", "checkpoint UUID")
+    assert (run, checkpoint, resume) == ("run DIR", "checkpoint UUID", "resume")
     check_places(lines, tmp_path)
-    [percentage] = re.findall(r"(\d+)%", lines[-3])
-    first, *_, end, run = told(piped(code, PACELINE_RESUME="auto")[0])
+    [percentage] = re.findall(r"(\d+)%", lines[-5])
+    begin, first, *_, end, _, _, _ = told(piped(code, PACELINE_RESUME="auto")[0])
+    assert re.fullmatch(r"script.py  run DIR  resumes at step \d+ from [0-9a-f-]{36}", begin)
     assert first.startswith("epoch ")
     assert int(re.findall(r"(\d+)%", first)[0]) >= int(percentage)
     assert end == "epoch 5 of 5  100%  batch 40  completed in TIME  loss=N  validation_loss=N"
@@ -314,17 +279,20 @@ def test_config_objects_show_epochs_losses_and_the_end(
     lines, code = piped(DECLARATIVE, "2", "0.01")
     assert code == 0, lines
     assert told(lines) == [
+        "script.py  run DIR",
         "epoch 1 of 2  50%  batch 5  loss=N",
         "epoch 1 of 2  50%  batch 5  validation: val_loss=N",
         "epoch 2 of 2  100%  batch 10  loss=N",
         "epoch 2 of 2  100%  batch 10  validation: val_loss=N",
         "epoch 2 of 2  100%  batch 10  completed in TIME  loss=N  val_loss=N",
-        "run DIR  checkpoint results/checkpoints/UUID",
+        "run DIR",
+        "checkpoint results/checkpoints/UUID",
+        "look",
     ]
     # A rate of 0 makes no progress, so that its patience ends after three of nine epochs.
     lines, code = at_terminal(DECLARATIVE, "9", "1e-30")
     assert code == 0, lines
-    end, run, checkpoint = narrow(told(lines))
+    _, end, run, checkpoint, _ = narrow(told(lines))
     assert end == "epoch 3 of 9  33%  stopped  loss=N  val_loss=N"
     assert (run, checkpoint) == ("run DIR", "checkpoint results/checkpoints/UUID")
     [stored] = re.findall(r"results/checkpoints/\S+", "\n".join(lines))
@@ -357,16 +325,19 @@ def test_a_train_function_shows_its_reports_and_the_end(
     lines, code = piped(FUNCTION)
     assert code == 0, lines
     assert told(lines) == [
+        "script.py  run DIR",
         "epoch 1 of 3  33%  loss=N",
         "epoch 2 of 3  66%  loss=N",
         "epoch 3 of 3  100%  loss=N",
         "epoch 3 of 3  100%  completed in TIME  loss=N",
-        "run DIR  checkpoint UUID",
+        "run DIR",
+        "checkpoint UUID",
+        "look",
     ]
     check_places(lines, tmp_path)
     lines, code = at_terminal(FUNCTION, "error")
     assert code == 1
     shown = narrow(told(lines))
-    assert shown[0] == "epoch 2 of 3  66%  failed (ValueError)  loss=N"
-    assert shown[1:3] == ["run DIR", "checkpoint UUID"]
+    assert shown[1] == "epoch 2 of 3  66%  failed (ValueError)  loss=N"
+    assert shown[2:6] == ["run DIR", "checkpoint UUID", "look", "resume"]
     assert shown[-1] == "ValueError: broken"

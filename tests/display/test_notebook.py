@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 CELL = """
-from paceline._training.progress_display import TrainingProgress
+from paceline._base.progress_display import TrainingProgress
 
 progress = TrainingProgress(3, "epochs")
 progress.start(0)

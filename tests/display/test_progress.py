@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline._training.progress_display import TrainingProgress
+from paceline._base.progress_display import TrainingProgress
 
 BUSY = """
 import logging, sys, time
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 # The handler keeps the stream that is there before progress begins.
 logging.basicConfig(level="INFO", format="%(message)s")
-from paceline._training.progress_display import TrainingProgress
+from paceline._base.progress_display import TrainingProgress
 
 progress = TrainingProgress(12, "batches")
 progress.start(0)
@@ -71,7 +71,7 @@ def test_what_the_program_writes_meanwhile_appears_whole_above_the_progress(term
 
 def test_a_traceback_ends_the_progress_on_a_line_of_its_own(terminal: Any) -> None:
     code = """
-from paceline._training.progress_display import TrainingProgress
+from paceline._base.progress_display import TrainingProgress
 progress = TrainingProgress(10, "batches")
 progress.start(4)
 raise RuntimeError("broken")
@@ -191,7 +191,8 @@ LINES = [
     "batch 1 of 10  10%  loss=2",
     "batch 1 of 10  10%  validation: loss=3",
     "batch 1 of 10  10%  stopped after 0s  loss=2  validation_loss=3",
-    "run here  checkpoint there",
+    "run here",
+    "checkpoint there",
     "",
 ]
 

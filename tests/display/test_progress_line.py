@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline._training.progress_display import (
+from paceline._base.progress_display import (
     ProgressFacts,
     format_duration,
     progress_line,

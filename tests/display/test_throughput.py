@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline._training.progress_display import Throughput
+from paceline._base.progress_display import Throughput
 
 
 def test_nothing_is_told_before_there_is_something_to_tell() -> None:

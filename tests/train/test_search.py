@@ -582,9 +582,8 @@ def test_a_search_goes_on_after_a_second_ctrl_c(
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)
         # The functions are far from their next report, so it must say what it waits for.
-        first = process.stderr.readline()
-        assert "Ctrl-C again" in first
-        assert str(tmp_path / "search") in first
+        told = next(line for line in process.stderr if "Ctrl-C again" in line)
+        assert str(tmp_path / "search") in told
         os.killpg(process.pid, signal.SIGINT)
         told = process.stderr.read()
     assert process.returncode == -signal.SIGINT

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import paceline
 from paceline._training.workers.processes.worker_output import (
     LINE_CHARACTERS,
     LineSplitter,
@@ -185,3 +186,43 @@ def test_lines_do_not_depend_on_how_the_bytes_arrive(data: bytes, cuts: list[int
     splitter = LineSplitter("stdout")
     lines = [line for chunk in _chunks(data, cuts) for line in splitter.feed(chunk, 1.0)]
     assert lines + splitter.close(2.0) == _lines(data)
+
+
+TORCH = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+STACK = f"""\
+Current thread 0x00007f9ae8c54b80 (most recent call first):
+  File "{TORCH}", line 3252 in all_reduce
+  File "{TORCH}", line 83 in wrapper
+  File "/home/me/train.py", line 9 in train_func
+  File "{paceline.__path__[0]}/train/_worker_jobs.py", line 299 in call
+  File "/home/me/train.py", line 4 in <module>
+  File "/usr/lib/python3.11/runpy.py", line 8 in run
+"""
+
+
+def test_a_stack_has_its_newest_frame_and_those_of_the_user_first() -> None:
+    lines = STACK.splitlines()
+    shown = [*lines[:2], lines[3], lines[5], "  ... 3 frames of torch and paceline and python"]
+    assert _texts(STACK.encode() + b"next\n") == [*shown, "next"]
+    # At its end nothing may come any more.
+    splitter = LineSplitter("stderr", 1)
+    assert [line.text for line in splitter.feed(STACK.encode(), 1.0)] == lines[:1]
+    assert splitter.due == 1.5
+    assert splitter.tick(1.4) == []
+    assert [line.text for line in splitter.tick(1.5)] == shown[1:]
+    assert splitter.due is None
+
+
+def test_stacks_of_ranks_that_alternate_are_folded_for_each() -> None:
+    text = "".join(f"[rank={rank}] {line}\n" for line in STACK.splitlines() for rank in (0, 1))
+    for rank in (0, 1):
+        told = [line.text for line in _lines(text.encode()) if line.rank == rank]
+        assert told[3:] == [
+            STACK.splitlines()[5],
+            "  ... 3 frames of torch and paceline and python",
+        ]
+
+
+def test_frames_that_are_no_stack_of_a_hang_are_left_as_they_are() -> None:
+    frames = STACK.splitlines()[1:]
+    assert _texts("\n".join(frames).encode()) == frames

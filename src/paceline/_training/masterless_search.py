@@ -24,7 +24,7 @@ from paceline._base.journal_records import (
 from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline.core._arguments import Outcome
 from paceline.core._attempt_journal import begin_journal, end_journal, outcome_of
-from paceline.core._open_run import open_run
+from paceline.core._open_run import OpenedRun, open_run
 from paceline.core._run_directories import run_name
 from paceline.search._search import Search
 from paceline.search._search_method import (
@@ -83,6 +83,11 @@ class SearchJournal:
     def path(self) -> Path:
         """The directory."""
         return self._opened.path
+
+    @property
+    def opened(self) -> OpenedRun:
+        """The run of the search."""
+        return self._opened
 
     @property
     def seed(self) -> int:
@@ -213,6 +218,22 @@ class SearchTrial:
     known: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchStanding:
+    """Standing of a search at a moment.
+
+    `fraction` is the completed part of the search; `best_value` is None before the first value.
+    """
+
+    fraction: float
+    num_trials: int
+    num_ended: int
+    num_running: int
+    best_value: float | None = None
+    best_number: int = 0
+    best_config: Mapping[str, Any] = field(default_factory=dict)
+
+
 class SearchRun:
     """Apply the events of trials to a search, and hand out the trials to run.
 
@@ -276,6 +297,23 @@ class SearchRun:
     def is_closed(self) -> bool:
         """Whether the search is given up for now."""
         return self._is_closed
+
+    def standing(self) -> SearchStanding:
+        """Return how far the search is, and its best trial."""
+        with self._changed:
+            results = [trial.result for trial in self.trials.values()]
+            values = [r for r in results if r.value is not None and math.isfinite(r.value)]
+            sign = 1 if self._smaller_is_better else -1
+            best = min(values, key=lambda result: sign * (result.value or 0.0), default=None)
+            return SearchStanding(
+                fraction=self._search.progress(),
+                num_trials=max(self._search.num_trials(), len(results)),
+                num_ended=sum(t.exit_reason is not None for t in self.trials.values()),
+                num_running=len(self._running),
+                best_value=None if best is None else best.value,
+                best_number=0 if best is None else best.number,
+                best_config={} if best is None else best.config,
+            )
 
     def begin(self) -> None:
         """Replay earlier inputs, or start the search."""

@@ -16,6 +16,7 @@ from paceline._training.masterless_search import (
     TrialOutcome,
     trial_exit_reason,
 )
+from paceline._training.search_progress import SearchProgress
 from paceline.config._fields_and_problems import ConfigError
 from paceline.config._searcher_section import BATCHES, Searcher
 from paceline.config._validate_config import validate_config
@@ -206,7 +207,11 @@ def _judged_metrics(report: Any) -> Any:
     return {BATCHES: report.step, **judged} if judged else {}
 
 
-def conduct(run: SearchRun, starts: Sequence[Callable[[SearchTrial], StepwiseTrial]]) -> None:
+def conduct(
+    run: SearchRun,
+    starts: Sequence[Callable[[SearchTrial], StepwiseTrial]],
+    progress: SearchProgress,
+) -> None:
     """Run trials until the search is over, in a thread for each of the given start functions.
 
     Raises:
@@ -219,6 +224,7 @@ def conduct(run: SearchRun, starts: Sequence[Callable[[SearchTrial], StepwiseTri
         for thread in threads:
             while thread.is_alive():
                 thread.join(_LOOK_S)
+                progress.update(run)
     except KeyboardInterrupt:
         run.close()
         logger.warning(

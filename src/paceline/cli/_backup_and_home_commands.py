@@ -218,7 +218,7 @@ def _tell_access(access: "RestoredAccess") -> None:
     """Print the tokens and passwords still valid in the restored home, and the revoked ones."""
     import time
 
-    from paceline._training.progress_display import format_duration
+    from paceline._base.progress_display import format_duration
 
     for is_kept, title in ((True, "Tokens that stay valid"), (False, "Tokens that are revoked")):
         found = [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import typer
 
 from paceline._base.process_and_network import escape_in_json, terminal_text
-from paceline._training.progress_display import format_duration
+from paceline._base.progress_display import format_duration
 from paceline.cli._options_and_errors import is_json, output_format
 
 if TYPE_CHECKING:
@@ -445,7 +445,7 @@ _MEANINGS = {
 
 def print_time_table(seconds: dict[str, float], total_s: float, goodput: float | None) -> None:
     """Print the non-zero shares of a time, and the goodput."""
-    from paceline._training.progress_display import format_duration
+    from paceline._base.progress_display import format_duration
 
     rows: list[tuple[Any, ...]] = [
         (

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from paceline._base.journal_records import decode_value
+from paceline._base.progress_display import format_duration
 from paceline._cluster.messages.states import FULLY_TRAINED, STOPPED_BY_SEARCH
 from paceline.cli._console_output import alert_text, format_number, format_values
 from paceline.config._fields_and_problems import split_length
@@ -88,6 +89,8 @@ class EventFeed:
         self._best = inf
         self._best_value: Any = None
         self.progress = experiment.progress
+        # Time and progress at the beginning of the first trial that was seen, and now.
+        self._paces = ((0.0, self.progress), (0.0, self.progress))
         self.best_trial_id: int | None = None
 
     def handle(self, event: "Event") -> Iterator[FeedLine]:
@@ -115,13 +118,25 @@ class EventFeed:
         trials = self._trials.values()
         num_ended = sum(trial.has_ended for trial in trials)
         num_running = sum(trial.is_running for trial in trials)
-        parts = [f"{self.progress:4.0%}", f"{num_ended}/{len(trials)} ended"]
+        parts = [f"{self.progress:4.0%}"]
+        if (left_s := self._left_s()) is not None:
+            parts.append(f"{format_duration(ceil(left_s))} left")
+        if self._is_single:
+            return " · ".join(parts)
+        parts.append(f"{num_ended}/{len(trials)} ended")
         if num_running:
             parts.append(f"{num_running} running")
         if self.best_trial_id is not None:
             best = format_number(self._best_value)
             parts.append(f"best {self._metric} {best} (trial {self.best_trial_id})")
         return " · ".join(parts)
+
+    def _left_s(self) -> float | None:
+        """Return the seconds until the end, at the speed since the first trial began."""
+        (began, before), (now, progress) = self._paces
+        gained, seconds = progress - before, now - began
+        is_known = gained > 0 and seconds > 0 and progress < 1
+        return seconds * (1 - progress) / gained if is_known else None
 
     @property
     def is_running(self) -> bool:
@@ -151,6 +166,7 @@ class EventFeed:
         trial = self._trial(event)
         trial.is_running = True
         trial.num_attempts += 1
+        self._note_pace(event.time)
         # Every trial starts once; only a second start is worth a line in a search.
         if self._is_single or trial.num_attempts > 1:
             numbers, num_nodes = event.data.get("slots", []), event.data.get("num_nodes", 1)
@@ -259,6 +275,7 @@ class EventFeed:
 
     def _on_progress(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
         self.progress = float(event.data.get("progress") or 0.0)
+        self._note_pace(event.time)
         yield from ()
 
     def _on_experiment_state(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
@@ -273,6 +290,10 @@ class EventFeed:
         else:
             return
         yield FeedLine(seconds=seconds, text=f"experiment {text}", style="bold")
+
+    def _note_pace(self, now: float) -> None:
+        first = self._paces[0] if self._paces[0][0] else (now, self.progress)
+        self._paces = (first, (now, self.progress))
 
     def _place(self, metrics: dict[str, Any], steps: int) -> str:
         """Return the position of a trial: in the search's unit if reported, else in batches."""

@@ -170,7 +170,7 @@ def _print_description(
     nodes: str | None,
     problems: str | None,
 ) -> None:
-    from paceline._training.progress_display import format_duration
+    from paceline._base.progress_display import format_duration
 
     lost = None
     if data.num_records_lost:

@@ -188,7 +188,7 @@ class ExperimentFollower:
     @contextmanager
     def _display(self) -> Iterator[None]:
         """Show a progress bar below the lines on a terminal."""
-        if self._is_single or not self._console.is_terminal:
+        if not self._console.is_terminal:
             yield
             return
         from rich.progress import BarColumn, Progress, TextColumn
@@ -242,7 +242,7 @@ class ExperimentFollower:
 
     def _print_end(self) -> None:
         """Print the end of the experiment: the best trials of a search, and the state."""
-        from paceline._training.progress_display import format_duration
+        from paceline._base.progress_display import format_duration
         from paceline.cli._experiment_description import print_leaderboard
 
         data = self._experiment.data
@@ -312,8 +312,6 @@ class ExperimentFollower:
         self._console.print(Text(text, style=_STYLES.get(line.level or "", "")), soft_wrap=True)
 
     def _show_progress(self) -> None:
-        if self._is_single:
-            return
         summary = self._feed.summary()
         if self._bar is not None:
             self._bar.update(self._task, completed=self._feed.progress, description=summary)

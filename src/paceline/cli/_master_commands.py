@@ -388,7 +388,7 @@ def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
 
 def status(json: Json = False) -> None:
     """Show whether a master runs, its load, its sizes and its problems."""
-    from paceline._training.progress_display import format_duration
+    from paceline._base.progress_display import format_duration
     from paceline.client._http_session import MasterUnreachableError, home_directory
 
     with connect() as client:

@@ -141,7 +141,7 @@ def _print_summary(data: "TrialData") -> None:
 
 
 def _print_attempts(data: "TrialData") -> None:
-    from paceline._training.progress_display import format_duration
+    from paceline._base.progress_display import format_duration
 
     rows: list[tuple[Any, ...]] = []
     for attempt in data.attempts:

@@ -12,9 +12,9 @@ from typing import IO, Any
 
 from paceline._base.journal_records import AttemptStarted, MetricsReported, decode_value
 from paceline._base.process_and_network import exit_code
+from paceline._base.progress_display import COMPLETED, TrainingProgress
+from paceline._base.progress_regions import SWITCH_VARIABLE
 from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
-from paceline._training.progress_display import COMPLETED, TrainingProgress
-from paceline._training.progress_regions import SWITCH_VARIABLE
 from paceline.cli._local_trial import signals_passed_to
 
 _RUNS = Path("paceline_runs")

@@ -36,6 +36,7 @@ from paceline.core._preemption_and_search import (
 from paceline.core._process_environment import ClusterInfo, apply_determinism, cluster_info_of
 from paceline.core._profiler_context import ProfilerContext
 from paceline.core._read_runs import run_storage
+from paceline.core._run_feedback import RunFeedback, ending_of, resumed_from
 from paceline.core._run_storage import GivenStorage, NodeStorage, check_given_storage, given_storage
 from paceline.core._tensorboard_files import TensorboardFiles
 from paceline.core._tracker_threads import Tracker, TrackingGroup, as_trackers
@@ -61,6 +62,7 @@ class ContextParts:
     journal: JournalWriter
     tensorboard: TensorboardFiles
     times: ScriptTimes
+    feedback: RunFeedback
     tracking: TrackingGroup
     lock: ExitStack
 
@@ -96,6 +98,11 @@ class Context:
     def seed(self) -> int:
         """The seed of the trial or run, equal in all its attempts; free for any use."""
         return self._parts.seed
+
+    @property
+    def feedback(self) -> RunFeedback:
+        """The lines for the person who started the run; for trainers."""
+        return self._parts.feedback
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -163,6 +170,8 @@ class Context:
             end_journal(parts.journal, outcome, error)
             parts.tracking.finish(outcome, None if error is None else describe_error(error))
             parts.lock.close()
+            ending = "preempted" if outcome is Outcome.PREEMPTED else ending_of(error)
+            parts.feedback.end(ending, self.checkpoint.storage.url, self.latest_checkpoint)
         if isinstance(error, InvalidHP):
             # Last, as all workers are ended for it.
             send_run_event("invalid_hp", parts.journal, text_of(error))
@@ -329,6 +338,8 @@ def _open_core_context(
     )
     record = partial(record_time_spent, journal) if rank == 0 else None
     times = ScriptTimes(record, opened.steps_completed)
+    feedback = RunFeedback(run.path, opened.info, num_workers=distributed.size, is_quiet=rank != 0)
+    feedback.begin(more=resumed_from(opened))
     train = TrainContext(
         run=run,
         journal=journal,
@@ -339,6 +350,7 @@ def _open_core_context(
         searcher=searcher,
         tensorboard=tensorboard,
         times=times,
+        feedback=feedback,
     )
     return Context(
         ContextParts(
@@ -378,6 +390,7 @@ def _open_core_context(
             journal=journal,
             tensorboard=tensorboard,
             times=times,
+            feedback=feedback,
             tracking=tracking,
             lock=lock,
         )

@@ -223,7 +223,9 @@ def run_to_resume(
         return None
     state = run_state(run, read_history(run))
     if state in (RunState.COMPLETED, RunState.INVALID_HP):
-        logger.info("The last run %r (%s) is %s: starting a new one.", name, run.path, state.value)
+        logger.warning(
+            "The last run %r (%s) is %s: starting a new one.", name, run.path, state.value
+        )
         return None
     return run
 

@@ -49,6 +49,7 @@ from paceline.core._attempt_journal import (
 )
 from paceline.core._preemption_and_search import ControlFile, SearchDecision
 from paceline.core._read_runs import last_steps, read_history, standing_metrics
+from paceline.core._run_feedback import RunFeedback
 from paceline.core._tensorboard_files import PathMangler, PathSelector, TensorboardFiles
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class TrainContext:
         searcher: dict[str, Any],
         tensorboard: TensorboardFiles,
         times: ScriptTimes,
+        feedback: RunFeedback,
     ) -> None:
         self._run = run
         self._journal = journal
@@ -103,6 +105,7 @@ class TrainContext:
         self._is_fault_wanted = faults.is_active()
         self._tensorboard = tensorboard
         self._times = times
+        self._feedback = feedback
         self._writes_tensorboard = tensorboard.mode is TensorboardMode.AUTO
 
     @property
@@ -171,6 +174,7 @@ class TrainContext:
         if not 0 <= progress <= 1:
             raise ValueError(f"`progress` must be from 0 to 1 inclusive, but got {progress}.")
         self._journal.append(ProgressReported(time=time.time(), progress=float(progress)))
+        self._feedback.note_progress(progress)
 
     def report_early_exit(self, reason: EarlyExitReason | str) -> None:
         """Report a reason against further attempts of this trial.
@@ -380,6 +384,7 @@ class TrainContext:
             if steps_completed >= last_step:
                 self._last[group] = (steps_completed, merged)
         self._times.reported(steps_completed)
+        self._feedback.report(group, steps_completed, encoded)
         return encoded
 
     def _read_history(self) -> None:

@@ -19,10 +19,10 @@ import torch
 
 from paceline import core
 from paceline._base.journal_records import encode_metrics
+from paceline._base.progress_display import COMPLETED, TrainingProgress
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline._training.engine.profiling import StepTimer
 from paceline._training.engine.weighted_means import WeightedMeans
-from paceline._training.progress_display import TrainingProgress, ending_of
 from paceline.core._arguments import NonFiniteError, Outcome
 from paceline.core._attempt_journal import (
     CHECKPOINT,
@@ -40,10 +40,12 @@ from paceline.core._attempt_journal import (
 from paceline.core._core_context import has_context
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._open_run import next_run_number, open_run
+from paceline.core._run_feedback import RunFeedback, ending_of
 
 logger = logging.getLogger(__name__)
 
 _COUNTS = ("epoch", "batch_count")
+_UNSHOWN = ("batch_count", "num_samples")
 
 
 class PassSeconds(NamedTuple):
@@ -345,6 +347,7 @@ class PassRecord:
         config: The hyperparameters.
         seed: The seed.
         trackers: Further displays of the run.
+        shows_passes: Whether to show a line for each pass; else its progress is shown.
     """
 
     def __init__(
@@ -353,8 +356,12 @@ class PassRecord:
         config: Mapping[str, Any],
         seed: int,
         trackers: Sequence[core.Tracker] = (),
+        *,
+        shows_passes: bool = True,
     ) -> None:
         self._trackers = trackers
+        self._shows_passes = shows_passes
+        self._saved: str | None = None
         self._directory = directory
         self._config = dict(config)
         self._seed = seed
@@ -398,9 +405,16 @@ class PassRecord:
         self._last_pass_s = perf_counter() - began
         self._failure = None
 
-    def storing(self) -> AbstractContextManager[None]:
-        """Count the time of a block for storing a checkpoint as time without training."""
-        return self._spent_on(CHECKPOINT)
+    @contextmanager
+    def storing(self, place: str) -> Iterator[None]:
+        """Count the time of a block for storing a state as time without training.
+
+        Args:
+            place: Where it is stored.
+        """
+        with self._spent_on(CHECKPOINT):
+            yield
+        self._saved = place
 
     def add_training(
         self,
@@ -450,9 +464,12 @@ class PassRecord:
         self._is_wanted = False
         if self._run is not None and error is None and self._failure is None:
             self._run.times.end(self._last_step, self._data_wait_s)
-        if self._run is not None and error is None and self._failure is not None:
+        if self._run is None:
+            return
+        self._run.saved = self._saved
+        if error is None and self._failure is not None:
             self._run.close(*self._failure)
-        elif self._run is not None:
+        else:
             self._run.close(outcome_of(error), error)
 
     def _begin(self, num_workers: int) -> None:
@@ -464,6 +481,8 @@ class PassRecord:
             self._run = _OpenRun(
                 self._directory, self._config, self._seed, num_workers, self._trackers
             )
+            if not self._shows_passes:
+                self._run.feedback.hand_over()
         except OSError as error:
             # A run directory is optional unless the user named one.
             if self._directory is not None:
@@ -515,12 +534,17 @@ class _OpenRun:
             self._tracking = core.TrackingGroup(trackers, run, opened)
             self._journal = begin_journal(run, opened, world_size=num_workers)
             self.times = TimeAccount(self._record_times)
+            self.saved: str | None = None
+            self.feedback = RunFeedback(self.path, opened.info, num_workers=num_workers)
+            self.feedback.begin()
             self._lock = lock.pop_all()
 
     def report(self, group: str, step: int, metrics: dict[str, Any]) -> None:
         """Report metrics, unless the run was closed by another thread."""
         if not self._is_closed:
             record_metrics(self._journal, group, step, metrics)
+            shown = {name: value for name, value in metrics.items() if name not in _UNSHOWN}
+            self.feedback.report(group, step, shown)
 
     def _record_times(
         self, event: TimeEvent, steps_completed: int, seconds: dict[str, float]
@@ -537,6 +561,11 @@ class _OpenRun:
         text = describe_error(error) if isinstance(error, BaseException) else error
         self._tracking.finish(outcome, text)
         self._lock.close()
+        name = (text or "").partition(":")[0]
+        words = {Outcome.COMPLETED: COMPLETED, Outcome.PREEMPTED: "preempted"}
+        ending = words.get(outcome, f"failed ({name})")
+        resume = None if self.saved is None else f"load({self.saved!r}) of a new trainer"
+        self.feedback.end(ending, resume=resume)
 
     def close_unasked(self) -> None:
         """Record the end of a trainer without a `shutdown`, based on the end of the program."""

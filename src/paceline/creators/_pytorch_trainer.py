@@ -122,7 +122,7 @@ class TrainerState:
                 f" got {path!r}. Hint: save('state.pt'), or"
                 " PyTorchTrainer(checkpoint_storage='s3://bucket/prefix')."
             )
-        with self._record.storing():
+        with self._record.storing(str(place)):
             return save_pass_state(self.state_dict, place)
 
     @one_at_a_time
@@ -380,7 +380,9 @@ class PyTorchTrainer(TrainerState):
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
         directory = local_directory(run_dir, "run_dir")
-        self._record = PassRecord(directory, self.config, seed, as_trackers(trackers))
+        self._record = PassRecord(
+            directory, self.config, seed, as_trackers(trackers), shows_passes=not use_tqdm
+        )
         self._workers = ReplicaWorkers(settings, spec)
         self._workers.start()
         self._shows_progress = use_tqdm

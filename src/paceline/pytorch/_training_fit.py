@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline import core
+from paceline._base.progress_display import TrainingProgress
 from paceline._training.engine.checkpoints.checkpoint_retention import BestValidation
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.schedules import (
@@ -21,8 +22,8 @@ from paceline._training.engine.schedules import (
     TrainUnit,
     end_of_piece,
 )
-from paceline._training.progress_display import TrainingProgress, ending_of, locations_of
 from paceline.core._core_context import Context
+from paceline.core._run_feedback import ending_of
 from paceline.pytorch._training_checkpoints import TrainingCheckpoints
 from paceline.pytorch._training_loop import DrivenLoop, TrainingLoop
 
@@ -67,6 +68,7 @@ class LengthProgress:
             return
         if self._display is not None:
             self._display.close()
+        self._context.feedback.hand_over()
         self._display = TrainingProgress(
             None if length is None else length.length,
             "batches" if length is None else _UNIT_NAMES[type(length)],
@@ -95,9 +97,9 @@ class LengthProgress:
             return
         self.update(self._loop.position)
         display, self._display = self._display, None
-        run_dir, latest = self._context.run_dir, self._context.latest_checkpoint
-        places = locations_of(run_dir, self._context.checkpoint.storage.url, latest)
-        display.end(self._ending(error), *places)
+        context, ending = self._context, self._ending(error)
+        storage, latest = context.checkpoint.storage.url, context.latest_checkpoint
+        display.end(ending, *context.feedback.details(ending, storage, latest))
 
     def note(self, text: str) -> None:
         """Show an activity other than training."""

@@ -109,12 +109,15 @@ class Search:
         """
         if self._is_over:
             return 1.0
-        num_invalid = self._num_exited[ExitReason.INVALID_HP]
-        closed = sum(self._num_exited.values()) - num_invalid
+        closed = sum(self._num_exited.values()) - self._num_exited[ExitReason.INVALID_HP]
         # An exact sum does not depend on the order in which trials reported.
         done = closed + math.fsum(self._open_progress.values())
+        return min(done / max(self.num_trials(), 1), 1.0)
+
+    def num_trials(self) -> int:
+        """Return how many trials the search has and will create, as far as its method knows."""
         with self._guard("num_trials"):
-            return min(done / max(self._method.num_trials(num_invalid), 1), 1.0)
+            return self._method.num_trials(self._num_exited[ExitReason.INVALID_HP])
 
     def trials(self) -> tuple[TrialView, ...]:
         """Return a view of all trials in the order of their creation."""

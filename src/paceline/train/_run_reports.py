@@ -14,9 +14,10 @@ from paceline._base.journal_records import (
     MetricsReported,
     encode_metrics,
 )
+from paceline._base.progress_display import TrainingProgress
 from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
-from paceline._training.progress_display import TrainingProgress, ending_of, locations_of
 from paceline.core._arguments import numbers_of, rank_group
+from paceline.core._run_feedback import RunFeedback, ending_of
 from paceline.storage._checkpoint_storage import CheckpointStorage, Kept
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results_and_checkpoints import Checkpoint, Report, report_of
@@ -164,17 +165,24 @@ class ProgressCallback(_OfWorkers):
         super().__init__(0)
         self._total, self._unit, self._stream = total, unit, stream
         self._progress: TrainingProgress | None = None
+        self._feedback: RunFeedback | None = None
         # Refuses an unknown unit.
         self._make()
-        self._run_dir = Path()
         self._checkpoint: Checkpoint | None = None
         self._has_reports = False
+        self._began = 0.0
 
     def start_training(
         self, run_dir: Path, config: Mapping[str, Any] | None, num_workers: int
     ) -> None:
         """Begin to show progress."""
-        self._run_dir, self._checkpoint, self._has_reports = run_dir, None, False
+        self._checkpoint, self._has_reports, self._began = None, False, time.monotonic()
+        run = RunDirectory(run_dir)
+        self._feedback = RunFeedback(
+            run_dir, run.read_info(), num_workers=num_workers, resuming="Trainer(run_dir={!r})"
+        )
+        if self._stream is None:
+            self._feedback.begin(more="resumes" if run.journal_keys() else "")
         self._progress = self._make()
         self._progress.start(0)
         self._progress.note(f"{num_workers} worker(s) running")
@@ -186,10 +194,9 @@ class ProgressCallback(_OfWorkers):
         assert self._progress is not None
         if not self._has_reports:
             self._has_reports = True
-            # A resumed run has not made the reports before this one in the present time.
-            self._progress.start(report.number - 1)
-        self._progress.update(report.number, 0)
-        self._progress.report(report)
+            # Rates count from here: earlier attempts made the reports before this one.
+            self._progress.start(report.number, began=self._began)
+        self._progress.report(report, steps_completed=report.number)
 
     def handle_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Remember the checkpoint, to show the last at the end."""
@@ -202,11 +209,31 @@ class ProgressCallback(_OfWorkers):
 
     def finish_training(self, error: BaseException | None) -> None:
         """Show how the run has ended."""
-        if self._progress is not None:
-            last = self._checkpoint
+        if self._progress is not None and self._feedback is not None:
+            last, ending = self._checkpoint, ending_of(error)
             stored = (None, None) if last is None else (last.storage, last.uuid)
-            self._progress.end(ending_of(error), *locations_of(self._run_dir, *stored))
+            self._progress.end(ending, *self._feedback.details(ending, *stored))
             self._progress = None
+
+
+class RunLines(ProgressCallback):
+    """Progress of runs without a `ProgressCallback`: few lines, none in a trial of a master.
+
+    Args:
+        shows_reports: Whether to show reports too, not only the beginning and the end.
+    """
+
+    def __init__(self, *, shows_reports: bool) -> None:
+        super().__init__()
+        self._shows_reports = shows_reports
+
+    def _make(self) -> TrainingProgress:
+        is_quiet = self._feedback is not None and self._feedback.is_quiet
+        return TrainingProgress(None, "reports", is_quiet=is_quiet, is_terse=True)
+
+    def _take_report(self, report: Report) -> None:
+        if self._shows_reports:
+            super()._take_report(report)
 
 
 class TensorBoardCallback(_OfWorkers):

@@ -18,8 +18,10 @@ from paceline._training.masterless_search_trials import (
     conduct,
     search_journal,
 )
+from paceline._training.search_progress import SearchProgress
 from paceline._training.workers.ray.cluster import RayConnection
 from paceline.core._run_directories import local_directory
+from paceline.core._run_feedback import RunFeedback
 from paceline.storage._checkpoint_files import CheckpointNotFoundError
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results_and_checkpoints import Checkpoint
@@ -239,13 +241,17 @@ def search(
             seed=trial.create.trial_seed,
         )
 
+    feedback = RunFeedback(journal.path, journal.opened.info)
     error: BaseException | None = None
     try:
         run = begun_search(chosen, journal, config or {}, TrialResult)
         with ExitStack() as stack:
             most = getattr(chosen.searcher, "max_concurrent_trials", None)
             trainers = _search_trainers(trainer, max_concurrent_trials, most, stack)
-            conduct(run, [starting(each) for each in trainers])
+            progress = SearchProgress(feedback, chosen.searcher.metric, len(trainers))
+            progress.begin(run, "resumes" if journal.opened.attempt else "")
+            stack.push(lambda kind, error, traceback: progress.end(run, error))
+            conduct(run, [starting(each) for each in trainers], progress)
         results = _search_results(run, chosen.searcher, journal.path)
     except BaseException as raised:
         error = raised

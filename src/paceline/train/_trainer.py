@@ -30,6 +30,7 @@ from paceline.train._trainer_arguments import (
     split_callbacks,
     stored_or_state,
     trainer_torch_config,
+    with_run_lines,
 )
 from paceline.train._trainer_workers import TrainerWorkers
 
@@ -334,6 +335,9 @@ class Trainer(TrainerWorkers):
         check_train_function(function)
         check_dictionary("config", config)
         own, trackers = split_callbacks(callbacks)
+        if not is_stepwise:
+            # An iterator's reports are for the caller.
+            own = with_run_lines(own, shows_reports=ranks == ())
         dataset = given_dataset(dataset)
         check_ray_data(dataset, self._settings.cluster)
         stored, state = stored_or_state(checkpoint)

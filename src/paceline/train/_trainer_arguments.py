@@ -21,7 +21,12 @@ from paceline.data._dataset import Dataset, Fold, read
 from paceline.train._config import ElasticConfig, TorchConfig, TrainWorkerSettings, backend_config
 from paceline.train._results_and_checkpoints import Checkpoint
 from paceline.train._run_protocol import Instance, current_session, is_pool_worker
-from paceline.train._run_reports import TrainingCallback
+from paceline.train._run_reports import (
+    PrintCallback,
+    ProgressCallback,
+    RunLines,
+    TrainingCallback,
+)
 
 NOT_GIVEN: Any = object()
 
@@ -112,6 +117,21 @@ def split_callbacks(callbacks: Any) -> tuple[list[TrainingCallback], list[core.T
                 f" got {kind}."
             )
     return own, as_trackers(trackers)
+
+
+def with_run_lines(
+    callbacks: list[TrainingCallback], *, shows_reports: bool = True
+) -> list[TrainingCallback]:
+    """Return callbacks of which one shows progress.
+
+    Args:
+        callbacks: The user's.
+        shows_reports: Whether to show reports that no callback shows, besides beginning and end.
+    """
+    if any(isinstance(callback, ProgressCallback) for callback in callbacks):
+        return callbacks
+    is_printed = any(isinstance(callback, PrintCallback) for callback in callbacks)
+    return [RunLines(shows_reports=shows_reports and not is_printed), *callbacks]
 
 
 def stored_or_state(checkpoint: Any) -> tuple[Checkpoint | None, Any]:

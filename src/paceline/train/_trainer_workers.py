@@ -25,6 +25,7 @@ from paceline.train._trainer_arguments import (
     check_trainer_alone,
     instance_of_arguments,
     split_callbacks,
+    with_run_lines,
 )
 
 _HEADER = ("rank", "node", "pid", "device", "CPU cores", "GPUs")
@@ -240,6 +241,7 @@ class TrainerWorkers:
 
     def _begin_class_run(self, instance: Instance) -> ClassRun:
         own, trackers = split_callbacks(self._class_callbacks)
+        own = with_run_lines(own)
         request = RunRequest(
             function=instance,
             callbacks=own if self._workers.is_chief else [],

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from paceline._base.process_and_network import terminal_text
+from paceline._training.workers.processes.stack_folding import StackFolder
 
 Stream = Literal["stdout", "stderr"]
 
@@ -67,7 +68,8 @@ class LineSplitter:
 
     Line ends are "\\n", "\\r\\n" and a bare "\\r". States of a progress bar, which rewrites its
     line with a bare "\\r", come through at most once per `progress_interval_s`, the last one
-    always. Invalid UTF-8 is replaced, and longer lines are cut at `max_characters`.
+    always. Invalid UTF-8 is replaced, and longer lines are cut at `max_characters`. Stacks that
+    `faulthandler` writes are folded.
 
     With `rank` every line belongs to it; else the rank is taken from a "[rank=N] " prefix.
     Does no I/O and reads no clock; not safe to share between threads.
@@ -86,11 +88,14 @@ class LineSplitter:
         self._interval_s = progress_interval_s
         self._held_state: str | None = None
         self._due = float("-inf")
+        self._stacks = StackFolder()
 
     @property
     def due(self) -> float | None:
         """When `tick` has something to deliver, in seconds since the epoch; None if nothing."""
-        return self._due if self._held_state is not None else None
+        if self._held_state is None:
+            return self._stacks.due
+        return self._due if self._stacks.due is None else min(self._due, self._stacks.due)
 
     def feed(self, data: bytes, now: float) -> list[OutputLine]:
         """Return the lines completed by data read at `now`."""
@@ -98,14 +103,16 @@ class LineSplitter:
         return lines + self.tick(now)
 
     def tick(self, now: float) -> list[OutputLine]:
-        """Return the held-back state of a progress bar, if due."""
+        """Return what was held back and is due: the state of a progress bar, a folded stack."""
+        stacks = self._stacks.tick(now)
         if self._held_state is None or now < self._due:
-            return []
-        return self._release(now)
+            return stacks
+        return stacks + self._release(now)
 
     def close(self, now: float) -> list[OutputLine]:
         """Return the rest at the end of the stream."""
-        return self._take_pieces(self._pieces.close(), now) + self._release(now)
+        lines = self._take_pieces(self._pieces.close(), now)
+        return lines + self._stacks.close() + self._release(now)
 
     def _take_pieces(self, pieces: "Iterator[_Piece]", now: float) -> list[OutputLine]:
         lines = []
@@ -116,7 +123,8 @@ class LineSplitter:
                 continue
             lines += self._release(now)
             is_continued = piece.ending is _Ending.CUT
-            lines.append(self._annotator.annotate(piece.text, now, is_continued))
+            line = self._annotator.annotate(piece.text, now, is_continued)
+            lines += self._stacks.feed(line)
         return lines
 
     def _release(self, now: float) -> list[OutputLine]:

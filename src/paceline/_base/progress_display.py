@@ -11,17 +11,18 @@ from typing import Any, TextIO
 from unicodedata import combining, east_asian_width
 
 from paceline._base.process_and_network import terminal_text
-from paceline._training.progress_regions import Region, find_region
+from paceline._base.progress_regions import MOST_AT_ONCE, Region, find_region
 
-UNITS = ("batches", "epochs", "records", "reports")
+UNITS = ("batches", "epochs", "records", "reports", "trials")
 COMPLETED = "completed"
 
-_SINGULAR = {"batches": "batch", "epochs": "epoch", "records": "record", "reports": "report"}
+_SINGULAR = {unit: unit.removesuffix("s") for unit in UNITS} | {"batches": "batch"}
 _BAR_WIDTH = 20
 # On narrower lines the percentage alone says it, and leaves the room to metrics.
 _LEAST_WIDTH_WITH_BAR = 99
 _SECONDS_OF_DAY = 86_400
 _LONGEST_S = 100 * _SECONDS_OF_DAY
+_MOST_AT_ONCE_IF_TERSE = 10
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,13 +79,16 @@ def _progress_state(
 ) -> list[tuple[int, str]]:
     """Return parts in the order of the line, with their importance: the smallest stays longest."""
     is_in_records = facts.unit == "records"
+    # Once all is over, the outcome matters more.
+    of_rate = 8 if facts.ending else 3
     return [
         (0, _progress_count(facts)),
         (9, _bar(facts) if has_bar else ""),
         # Meanwhile the time that is left says as much.
         (1 if facts.ending else 5, _percentage(facts)),
         (6, _position(facts)),
-        (3, _rate(facts.batches_per_second, "batches")),
+        (of_rate, _rate(facts.batches_per_second, "batches")),
+        (of_rate, _rate(facts.per_second, facts.unit) if facts.unit == "reports" else ""),
         (8, _rate(facts.records_per_second, "records") if has_bar or is_in_records else ""),
         (1 if facts.ending else 4, _progress_time(facts) if has_duration else _plain(facts.ending)),
         (1, _plain(facts.note)),
@@ -105,7 +109,7 @@ def _parts_fitting_line(parts: list[tuple[int, str]], width: int | None) -> Iter
 
 def _progress_count(facts: ProgressFacts) -> str:
     unit, completed, total = _SINGULAR[facts.unit], facts.completed or 0, facts.total
-    if facts.unit == "epochs":
+    if facts.unit in ("epochs", "trials"):
         # The present one, of which a part may be done.
         completed = facts.epoch or max(ceil(completed), 1)
     if total is None:
@@ -115,6 +119,8 @@ def _progress_count(facts: ProgressFacts) -> str:
 
 def _position(facts: ProgressFacts) -> str:
     """Return the position of training in a unit other than the main count."""
+    if facts.unit == "trials":
+        return ""
     if facts.unit == "epochs":
         return "" if facts.batches is None else f"batch {facts.batches:,}"
     return "" if facts.epoch is None else f"epoch {facts.epoch:,}"
@@ -145,7 +151,7 @@ def _number(value: float) -> str:
 
 
 def _rate(value: float, unit: str) -> str:
-    if value <= 0:
+    if value < 0.001:
         return ""
     return f"{value:,.0f} {unit}/s" if value >= 100 else f"{value:.3g} {unit}/s"
 
@@ -258,9 +264,11 @@ class TrainingProgress:
 
     Args:
         total: Where training ends, in `unit`; None if that is not known.
-        unit: "batches", "epochs", "records" or "reports".
+        unit: "batches", "epochs", "records", "reports" or "trials".
         stream: Where to show it; standard error by default.
         is_quiet: Whether to show nothing at all, as on ranks other than the chief.
+        is_terse: Whether a file or pipe gets only a report now and then, as programs of this kind
+            often print theirs.
 
     Raises:
         ValueError: There is no such unit.
@@ -273,11 +281,13 @@ class TrainingProgress:
         *,
         stream: TextIO | None = None,
         is_quiet: bool = False,
+        is_terse: bool = False,
     ) -> None:
         if unit not in UNITS:
             raise ValueError(f"`unit` must be one of {', '.join(UNITS)}, but got {unit!r}.")
         self._stream = sys.stderr if stream is None else stream
         self._is_quiet = is_quiet
+        self._is_terse = is_terse
         self._region: Region | None = None
         self._facts = ProgressFacts(total=total, unit=unit)
         self._throughput = Throughput()
@@ -295,6 +305,7 @@ class TrainingProgress:
         *,
         batches: int | None = None,
         epoch: int | None = None,
+        began: float | None = None,
     ) -> None:
         """Begin to show progress.
 
@@ -303,15 +314,18 @@ class TrainingProgress:
             records: The records that were trained on before.
             batches: The batches that were trained before.
             epoch: The present epoch, from 1.
+            began: The beginning by the monotonic clock; now by default.
         """
         if self._region is None and not self._is_quiet:
-            self._region = find_region(self._stream)
+            most = _MOST_AT_ONCE_IF_TERSE if self._is_terse else MOST_AT_ONCE
+            self._region = find_region(self._stream, most)
         if self._region is None:
             return
         self._throughput = Throughput()
-        self._began = time.monotonic()
-        self._note_position(steps_completed, records, batches, epoch, self._began)
-        self._draw(self._began)
+        now = time.monotonic()
+        self._began = now if began is None else began
+        self._note_position(steps_completed, records, batches, epoch, now)
+        self._draw(now)
 
     def update(
         self,
@@ -319,6 +333,7 @@ class TrainingProgress:
         records: int,
         metrics: Mapping[str, Any] | None = None,
         *,
+        validation: Mapping[str, Any] | None = None,
         batches: int | None = None,
         epoch: int | None = None,
     ) -> None:
@@ -330,6 +345,7 @@ class TrainingProgress:
                 counts.
             records: The records trained on since the start of training.
             metrics: The newest metrics, of which numbers are shown; None leaves those that are.
+            validation: The same of a validation.
             batches: The batches trained since the start of training.
             epoch: The present epoch, from 1.
         """
@@ -337,14 +353,26 @@ class TrainingProgress:
             return
         if metrics is not None:
             self._facts.training = dict(metrics)
+        if validation is not None:
+            self._facts.validation = dict(validation)
         self._facts.note = ""
         now = time.monotonic()
         self._note_position(steps_completed, records, batches, epoch, now)
         if now >= self._next_draw:
             self._draw(now)
 
-    def report(self, metrics: Mapping[str, Any], group: str = "training") -> None:
-        """Show metrics as the newest of their group, at the last known position.
+    def expect(self, total: float) -> None:
+        """Set where training ends, in the unit."""
+        self._facts.total = total
+
+    def report(
+        self,
+        metrics: Mapping[str, Any],
+        group: str = "training",
+        *,
+        steps_completed: float | None = None,
+    ) -> None:
+        """Show metrics as the newest of their group.
 
         Where there is no terminal or notebook, this writes a line. Of many training reports in a
         short time, only one a second has a line there.
@@ -352,10 +380,14 @@ class TrainingProgress:
         Args:
             metrics: The metrics, of which numbers are shown.
             group: "training" or "validation".
+            steps_completed: Progress made, in the unit; the last known by default.
         """
         if self._region is None:
             return
         facts, now = self._facts, time.monotonic()
+        if steps_completed is not None:
+            facts.note = ""
+            self._note_position(steps_completed, 0, None, None, now)
         if group == "validation":
             facts.validation = dict(metrics)
         else:
@@ -363,6 +395,8 @@ class TrainingProgress:
         if self._region.takes_report(now, is_frequent=group == "training"):
             self._measure(now)
             self._region.write(report_line(facts, group, metrics))
+        elif steps_completed is not None and now >= self._next_draw:
+            self._draw(now)
 
     def note(self, text: str) -> None:
         """Show another activity, e.g. "validating", until the next update."""
@@ -421,19 +455,6 @@ class TrainingProgress:
             self._region.draw(progress_line(self._facts, self._region.width))
 
 
-def ending_of(error: BaseException | None) -> str:
-    """Return the word for an end by an exception, or by none."""
-    # The command line shows tables without the core API, which would double its start.
-    from paceline.core._arguments import Outcome
-    from paceline.core._attempt_journal import outcome_of
-
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return (
-        COMPLETED if outcome_of(error) is Outcome.COMPLETED else f"failed ({type(error).__name__})"
-    )
-
-
 def locations_of(
     run_dir: str | os.PathLike[str], storage: str | None, checkpoint: str | None
 ) -> tuple[str, ...]:
@@ -444,14 +465,17 @@ def locations_of(
         storage: Where the last checkpoint is stored, a path or a URL; None without one.
         checkpoint: Its UUID.
     """
-    run = f"run {_shortest(os.fspath(run_dir))}"
+    run = f"run {shortest_path(os.fspath(run_dir))}"
     if storage is None or checkpoint is None:
         return (run,)
     is_inside = storage.startswith(os.path.join(run_dir, ""))
-    return run, f"checkpoint {checkpoint if is_inside else f'{_shortest(storage)}/{checkpoint}'}"
+    return (
+        run,
+        f"checkpoint {checkpoint if is_inside else f'{shortest_path(storage)}/{checkpoint}'}",
+    )
 
 
-def _shortest(location: str) -> str:
+def shortest_path(location: str) -> str:
     """Return a path relative to the working directory if inside of the directory."""
     try:
         relative = os.path.relpath(location)

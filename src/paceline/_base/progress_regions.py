@@ -15,8 +15,8 @@ SWITCH_VARIABLE = "PACELINE_PROGRESS"
 
 _CLEAR = "\r\x1b[K"
 _NARROWEST = 20
-# Burst limit: up to 100 frequent reports in a row are written as log lines.
-_MOST_AT_ONCE = 100
+# Log lines of frequent reports in a row, until about as many follow within 100 s.
+MOST_AT_ONCE = 100
 
 
 class Region:
@@ -104,7 +104,7 @@ class TerminalRegion(Region):
                     with suppress(OSError, ValueError):
                         stream.flush()
                 self._put("\n")
-            self._put(f"\r{text}\x1b[K\n" + _paragraph(details, self.width))
+            self._put(f"\r{text}\x1b[K\n" + _paragraph(details))
             self._is_shown = False
             self.close()
 
@@ -196,7 +196,7 @@ class NotebookRegion(Region):
 
     def end(self, text: str, details: Sequence[str]) -> None:
         """Show the final state with details below."""
-        self.draw(f"{text}\n{_paragraph(details, self.width)}".rstrip())
+        self.draw(f"{text}\n{_paragraph(details)}".rstrip())
 
 
 class LogLines(Region):
@@ -204,21 +204,24 @@ class LogLines(Region):
 
     Args:
         stream: The stream.
+        most_at_once: How many frequent reports in a row are written.
     """
 
     is_live = False
     width = None
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, most_at_once: int = MOST_AT_ONCE) -> None:
         self._stream = stream
-        self._num_free, self._counted_at = float(_MOST_AT_ONCE), time.monotonic()
+        self._most_at_once = most_at_once
+        self._num_free, self._counted_at = float(most_at_once), time.monotonic()
 
     def takes_report(self, now: float, *, is_frequent: bool) -> bool:
-        """Tell whether to write a report; frequent reports get about a line per second."""
+        """Tell whether to write a report; by default frequent ones get about a line per second."""
         if not is_frequent:
             return True
         seconds, self._counted_at = now - self._counted_at, now
-        self._num_free = min(self._num_free + seconds, _MOST_AT_ONCE)
+        gained = seconds * self._most_at_once / MOST_AT_ONCE
+        self._num_free = min(self._num_free + gained, self._most_at_once)
         if self._num_free < 1:
             return False
         self._num_free -= 1
@@ -234,13 +237,24 @@ class LogLines(Region):
 
     def end(self, text: str, details: Sequence[str]) -> None:
         """Write the last state, and details."""
-        self.write(text)
-        if details:
-            self.write("  ".join(details))
+        for line in (text, *details):
+            self.write(terminal_text(line))
 
 
-def find_region(stream: TextIO | None) -> Region | None:
-    """Return the region for showing progress on a stream, or None to show nothing."""
+def show_lines(text: str, *details: str) -> None:
+    """Write lines to standard error, where progress is shown; nothing where it is not."""
+    region = find_region(sys.stderr)
+    if region is not None:
+        region.end(terminal_text(text), details)
+
+
+def find_region(stream: TextIO | None, most_at_once: int = MOST_AT_ONCE) -> Region | None:
+    """Return the region for showing progress on a stream, or None to show nothing.
+
+    Args:
+        stream: The stream.
+        most_at_once: See `LogLines`.
+    """
     if stream is None:
         # A program without a console has none.
         return None
@@ -251,7 +265,9 @@ def find_region(stream: TextIO | None) -> Region | None:
     if type(stream).__module__.startswith("ipykernel."):
         return NotebookRegion()
     is_able = os.environ.get("TERM") != "dumb"
-    return TerminalRegion(stream) if is_able and _is_terminal(stream) else LogLines(stream)
+    if is_able and _is_terminal(stream):
+        return TerminalRegion(stream)
+    return LogLines(stream, most_at_once)
 
 
 def _is_terminal(stream: Any) -> bool:
@@ -261,8 +277,6 @@ def _is_terminal(stream: Any) -> bool:
     return False
 
 
-def _paragraph(details: Sequence[str], width: int) -> str:
-    """Return details as a single line if short enough, else as a line each."""
-    details = [terminal_text(part) for part in details]
-    line = "  ".join(details)
-    return "".join(f"{part}\n" for part in ([line] if len(line) <= width else details) if part)
+def _paragraph(details: Sequence[str]) -> str:
+    """Return details as a line each, which can be copied."""
+    return "".join(f"{terminal_text(part)}\n" for part in details if part)

@@ -34,5 +34,5 @@ trainer.add_event_handler(
 )
 files = sorted(glob.glob("out/*.pt"), key=os.path.getmtime)
 if files:
-    Checkpoint.load_objects(state, torch.load(files[-1]))
+    Checkpoint.load_objects(state, torch.load(files[-1], weights_only=False))
 trainer.run(loader, max_epochs=4)

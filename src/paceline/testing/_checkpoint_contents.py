@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paceline.testing._compare_runs import Difference, compare_values
@@ -60,11 +60,17 @@ def state_rank(text: str) -> int | None:
 
 
 def compare_checkpoints(
-    left: Mapping[str, Path], right: Mapping[str, Path], step: int | None, *, unpickle: bool
+    checkpoint: str,
+    left: Mapping[str, Path],
+    right: Mapping[str, Path],
+    step: int | None,
+    *,
+    unpickle: bool,
 ) -> Iterator[Difference]:
     """Yield how two checkpoints differ, without timings.
 
     Args:
+        checkpoint: Their path.
         left: The files of the straight run's checkpoint by name.
         right: Those of the resumed run.
         step: Their step.
@@ -84,7 +90,9 @@ def compare_checkpoints(
                 kind = UNREADABLE if kind in STANDARD_KINDS else UNREADABLE_ASIDE
             if kind != "timing":
                 rank = state_rank(f"{one.place}:{one.path}")
-                yield replace(one, kind=kind, step=step, rank=rank)
+                is_single = PurePosixPath(checkpoint).name == one.place
+                place = checkpoint if is_single else f"{checkpoint}/{one.place}"
+                yield replace(one, place=place, kind=kind, step=step, rank=rank)
 
 
 def _compare_files(name: str, left: Path, right: Path, *, unpickle: bool) -> Iterator[Difference]:

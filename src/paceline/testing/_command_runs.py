@@ -47,6 +47,7 @@ class EndedRun:
     path: Path
     checkpoints: Mapping[str, Stamps]
     rows: Rows
+    has_steps: bool = True
     problem: str = ""
 
     def files(self, checkpoint: str) -> dict[str, Path]:
@@ -60,6 +61,8 @@ class EndedRun:
     def step(self, checkpoint: str, *, unpickle: bool) -> int | None:
         """Return the step of a checkpoint, by its name or its content."""
         content, files = None, self.files(checkpoint)
+        if not self.has_steps:
+            return None
         if checkpoint_step(checkpoint) is None and len(files) == 1:
             with suppress(UnreadableFileError):
                 content = read_file(next(iter(files.values())), unpickle=unpickle)
@@ -152,12 +155,15 @@ class CommandRuns:
     ) -> CheckpointWatch:
         """Return the watch of a run that was killed after about half of its checkpoints."""
         times = [*(at for _, at in versions), end_s]
-        wanted = max(1, len(versions) // 2)
+        # The longest pause in the middle third: Lightning, for example, stores two at a time.
+        third = len(versions) // 3
+        middle = range(max(1, third), max(1, len(versions) - third) + 1)
+        wanted = max(middle, key=lambda number: times[number] - times[number - 1])
         delay_s = min((times[wanted] - times[wanted - 1]) / 2, _LONGEST_DELAY_S)
         for number, delay in ((wanted, delay_s), (wanted, 0.0), (1, 0.0)):
             logger.info("Running it again, with a kill after checkpoint %d ...", number)
             watch = self._new_directory((adapter,))
-            kill = _Kill(watch, adapter.name, number, delay)
+            kill = _Kill(watch, adapter, number, delay)
             end = self._start("interrupted", kill)
             if kill.is_due:
                 watch.look(now=True)
@@ -183,11 +189,12 @@ class CommandRuns:
             "resumed_checkpoint": stored[-1],
             "resumed_from": run.step(stored[-1], unpickle=self.unpickle),
         }
-        replayed = _replayed_steps(self.facts)
-        if replayed is not None and replayed < MIN_REPLAYED_STEPS:
+        killed, start = self.facts["killed_at_step"], self.facts["resumed_from"]
+        if killed is not None and start is not None and killed < start + MIN_REPLAYED_STEPS:
+            # Many libraries write a log only with the next checkpoint.
             self.notes.append(
-                f"The kill came {replayed} steps after the checkpoint, so that little had to be"
-                " trained again. Hint: longer steps, or more of them between checkpoints."
+                f"The log of the killed run ends at step {killed}, at or shortly after the"
+                " checkpoint: perhaps little had to be trained again."
             )
         logger.info("Resuming it from %s ...", stored[-1])
         marks = self._mark_unread(name for files in whole.values() for name in files)
@@ -195,10 +202,10 @@ class CommandRuns:
         self.script = replace(self.script, command=tuple(command))
         end = self._start("resumed")
         if end.code != 0:
-            refusal = next((line for line in reversed(end.tail().splitlines()) if line.strip()), "")
-            if any(word in refusal for word in _REFUSALS):
-                raise NoVerdictError("not supported", f"The command cannot resume: {refusal}")
-            return self._problem(end)
+            last = next((line for line in reversed(end.tail().splitlines()) if line.strip()), "")
+            if any(word in last for word in _REFUSALS):
+                raise NoVerdictError("not supported", f"The command cannot resume: {last}")
+            return f"{self._ending(end)} {last}"
         if not marks:
             self.notes.append(
                 "This file system keeps no access times, so that a command that begins anew, and"
@@ -222,11 +229,13 @@ class CommandRuns:
                 f" {self.script.words()[0]!r} cannot: {error.strerror}.",
             ) from None
 
-    def _problem(self, end: ScriptEnd) -> str:
-        ending = f"ended with exit code {end.code}"
+    def _ending(self, end: ScriptEnd) -> str:
         if end.code is None:
-            ending = f"took more than {self.script.timeout_s:g} s"
-        return f"it {ending}.\n{end.tail()}"
+            return f"it took more than {self.script.timeout_s:g} s."
+        return f"it ended with exit code {end.code}."
+
+    def _problem(self, end: ScriptEnd) -> str:
+        return f"{self._ending(end)}\n{end.tail()}"
 
     # ---- directories -------------------------------------------------------------------------
 
@@ -323,28 +332,28 @@ class CommandRuns:
         return replace(run, path=kept, rows=rows, problem=problem)
 
     def _run(self, watch: CheckpointWatch, adapter: TrainerAdapter, rows: Rows) -> EndedRun:
-        return EndedRun(path=self.place, checkpoints=watch.complete(adapter)[0], rows=rows)
-
-
-def _replayed_steps(facts: Mapping[str, Any]) -> int | None:
-    killed, resumed = facts["killed_at_step"], facts["resumed_from"]
-    return None if killed is None or resumed is None else max(0, killed - resumed)
+        return EndedRun(
+            path=self.place,
+            checkpoints=watch.complete(adapter)[0],
+            rows=rows,
+            has_steps=adapter.has_steps,
+        )
 
 
 @dataclass(slots=True)
 class _Kill:
-    """Condition of the kill: some time after so many checkpoints."""
+    """Condition of the kill: so many checkpoints, and some time since the newest one."""
 
     watch: CheckpointWatch
-    adapter: str
+    adapter: TrainerAdapter
     number: int
     delay_s: float
     is_due: bool = False
 
     def __call__(self) -> bool:
         self.watch.look()
-        seen = self.watch.versions.get(self.adapter, ())
-        if len(seen) >= self.number:
-            since_s = self.watch.seconds() - seen[self.number - 1][1]
-            self.is_due = since_s >= self.delay_s
+        seen = self.watch.versions.get(self.adapter.name, ())
+        if len(seen) >= self.number and self.watch.seconds() - seen[-1][1] >= self.delay_s:
+            # A kill while one is written would test whether checkpoints are stored safely.
+            self.is_due = not self.watch.is_writing(self.adapter)
         return self.is_due

@@ -17,8 +17,8 @@ from typing import Any
 from paceline.testing._checkpoint_contents import difference_kind
 
 _LOOK_S = 0.05
+_WRITING_S = 5
 _STEP = re.compile(r"(?:step|checkpoint|iter|iteration)[-_=]?(\d+)")
-_NUMBER = re.compile(r"(\d+)")
 _STEP_KEYS = ("global_step", "step", "steps_completed", "iteration", "iter", "epoch")
 _LOGGED = r"(?P<name>[\w/.]*(?:loss|lr|learning_rate|grad_norm|perplexity))['\"]?\s*[:= ]\s*['\"]?"
 _LOGGED_VALUE = re.compile(_LOGGED + r"(?P<value>-?\d[\d.]*(?:e[+-]?\d+)?|nan|inf)", re.IGNORECASE)
@@ -39,6 +39,7 @@ class TrainerAdapter:
         last_file: The file that a checkpoint gets last; None where a checkpoint is a single file.
         glob: A pattern for the path of a checkpoint, instead of `files`.
         resume_hint: How scripts resume.
+        has_steps: Whether numbers in the names of checkpoints are steps.
     """
 
     name: str
@@ -46,6 +47,7 @@ class TrainerAdapter:
     last_file: str | None = None
     glob: str | None = None
     resume_hint: str = "load the newest checkpoint, if there is one"
+    has_steps: bool = True
 
     def checkpoint(self, path: str) -> str | None:
         """Return the path of the checkpoint with a file; None if no checkpoint has it."""
@@ -91,6 +93,8 @@ ADAPTERS = (
         r"|dl_state_dict|random_states|custom_checkpoint)[^/]*\.(?:safetensors|bin|pkl|pt))",
         last_file="random_states_0.pkl",
         resume_hint="`accelerator.load_state()`, then `skip_first_batches`",
+        # They number the calls of `save_state`.
+        has_steps=False,
     ),
     TrainerAdapter(
         name="lightning",
@@ -193,9 +197,19 @@ class CheckpointWatch:
         whole = {key: v for key, v in groups.items() if adapter.is_complete(self.root, v)}
         return whole, sorted(groups.keys() - whole.keys())
 
+    def is_writing(self, adapter: TrainerAdapter) -> bool:
+        """Return whether an incomplete checkpoint was changed shortly before."""
+        groups = adapter.checkpoints(self.new_files()).values()
+        newest = (
+            max(changed for _, changed in files.values())
+            for files in groups
+            if not adapter.is_complete(self.root, files)
+        )
+        return any(time.time_ns() - at < _WRITING_S * 1_000_000_000 for at in newest)
+
 
 def checkpoint_step(checkpoint: str, content: Any = None) -> int | None:
-    """Return a checkpoint's step by its name, its content or the last number in its name."""
+    """Return a checkpoint's step by its name or its content; None if neither tells."""
     found = _STEP.findall(checkpoint)
     if found:
         return int(found[-1])
@@ -203,8 +217,7 @@ def checkpoint_step(checkpoint: str, content: Any = None) -> int | None:
         for key in _STEP_KEYS:
             if type(content.get(key)) is int:
                 return int(content[key])
-    numbers = _NUMBER.findall(PurePosixPath(checkpoint).name)
-    return int(numbers[-1]) if numbers else None
+    return None
 
 
 # ---- logs ------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Resume check of any trainer's command: run, kill, resume by its own means, and compare."""
 
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from paceline.testing._trainer_adapters import (
 Level = Literal["strict", "standard", "relaxed"]
 
 _CHECKPOINT, _RESUME, _METRIC = "checkpoint", "resume", "metric"
-_STANDARD = STANDARD_KINDS | {_CHECKPOINT, _RESUME, _METRIC, DAMAGED, UNREADABLE}
+_STANDARD = STANDARD_KINDS | {_CHECKPOINT, _RESUME, DAMAGED, UNREADABLE}
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 _ORDER = {kind: place for place, kind in enumerate(KINDS)}
 
@@ -153,7 +154,7 @@ def verify_command(
         adapter: The name of a library's adapter: "transformers" (also for TRL), "dcp" (torchtitan),
             "accelerate", "lightning" or "torch"; by default the first one that finds a checkpoint.
         level: "strict" compares all bits, "standard" weights, optimizer, learning rates and logged
-            values, "relaxed" the logged losses within `tolerance`. Timings never count.
+            losses, "relaxed" the logged losses within `tolerance`. Timings never count.
         tolerance: The largest relative distance of losses at level "relaxed".
         allow_unpickling: Read files that need full unpickling. This runs code in them.
         ignore: Patterns of `place:path` to leave out, such as "logs:output:loss".
@@ -196,7 +197,7 @@ def verify_command(
             notes=tuple(runs.notes), **runs.facts,
         )  # fmt: skip
     start = runs.facts["resumed_from"]
-    steps = [one.step for one in found if one.kind != _RESUME and one.step is not None]
+    steps = [one.step for one in found if one.place not in ("logs", "run") and one.step is not None]
     # Checkpoints of the steps before are those of the killed run.
     before = [runs.facts["diverged_at"], *(at for at in steps if start and at <= start)]
     facts = runs.facts | {"diverged_at": min((at for at in before if at is not None), default=None)}
@@ -251,22 +252,27 @@ def _compare(straight: EndedRun, resumed: EndedRun, *, unpickle: bool) -> list[D
     found = list(_compare_logs(straight, resumed))
     left = {comparable_name(name): name for name in straight.checkpoints}
     right = {comparable_name(name): name for name in resumed.checkpoints}
-    for key in sorted(left.keys() | right.keys()):
+    for key in sorted(left.keys() | right.keys(), key=_natural_order):
         if key in left and key in right:
             step = straight.step(left[key], unpickle=unpickle)
             files = [run.files(names[key]) for run, names in ((straight, left), (resumed, right))]
-            found += compare_checkpoints(files[0], files[1], step, unpickle=unpickle)
+            found += compare_checkpoints(key, files[0], files[1], step, unpickle=unpickle)
         else:
             having = "the straight run" if key in left else "the resumed one"
             detail = f"only {having} has this checkpoint"
-            step = checkpoint_step(key)
+            step = checkpoint_step(key) if straight.has_steps else None
             found.append(Difference(place=key, path="", detail=detail, kind=_CHECKPOINT, step=step))
     # A cause comes before its effects in the same step.
     last = max((one.step for one in found if one.step is not None), default=0)
     found.sort(
-        key=lambda one: (last if one.step is None else one.step, _ORDER.get(str(one.kind), 9))
+        key=lambda one: (last, 9) if one.step is None else (one.step, _ORDER.get(str(one.kind), 9))
     )
     return found
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    """Return a key that puts checkpoint-20 before checkpoint-100."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _compare_logs(straight: EndedRun, resumed: EndedRun) -> Iterator[Difference]:

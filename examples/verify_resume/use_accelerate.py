@@ -9,15 +9,18 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+DROPOUT = 0.0 if "--no-dropout" in sys.argv else 0.1
+SHUFFLE = "--no-shuffle" not in sys.argv
+
 set_seed(0)
 accelerator = Accelerator(
     cpu=True,
     project_config=ProjectConfiguration("out", automatic_checkpoint_naming=True),
     dataloader_config=DataLoaderConfiguration(use_seedable_sampler="--seedable" in sys.argv),
 )
-net = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 1))
+net = nn.Sequential(nn.Linear(16, 32), nn.Dropout(DROPOUT), nn.ReLU(), nn.Linear(32, 1))
 rows = torch.randn(480, 16, generator=torch.Generator().manual_seed(1))
-loader = DataLoader(TensorDataset(rows), batch_size=8, shuffle=True)
+loader = DataLoader(TensorDataset(rows), batch_size=8, shuffle=SHUFFLE)
 net, optimizer, loader = accelerator.prepare(
     net, torch.optim.Adam(net.parameters(), lr=0.01), loader
 )

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import sys
 
 import torch
 from ignite.engine import DeterministicEngine, Engine, Events
@@ -9,8 +10,10 @@ from ignite.handlers import Checkpoint, DiskSaver
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+DROPOUT = 0.0 if "--no-dropout" in sys.argv else 0.1
+
 torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 1))
+net = nn.Sequential(nn.Linear(16, 32), nn.Dropout(DROPOUT), nn.ReLU(), nn.Linear(32, 1))
 optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
 rows = torch.randn(480, 16, generator=torch.Generator().manual_seed(1))
 loader = DataLoader(TensorDataset(rows), batch_size=8, shuffle=True)

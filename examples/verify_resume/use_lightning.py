@@ -9,13 +9,18 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+DROPOUT = 0.0 if "--no-dropout" in sys.argv else 0.1
+SHUFFLE = "--no-shuffle" not in sys.argv
+
 
 class Net(pl.LightningModule):
     """A net that adds up its input."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 1))
+        self.net = nn.Sequential(
+            nn.Linear(16, 32), nn.Dropout(DROPOUT), nn.ReLU(), nn.Linear(32, 1)
+        )
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch."""
@@ -30,14 +35,13 @@ class Net(pl.LightningModule):
 
 pl.seed_everything(0)
 rows = torch.randn(480, 16, generator=torch.Generator().manual_seed(1))
-loader = DataLoader(TensorDataset(rows), batch_size=8, shuffle=True)
-every = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+loader = DataLoader(TensorDataset(rows), batch_size=8, shuffle=SHUFFLE)
 trainer = pl.Trainer(
-    max_steps=360,
+    max_steps=180,
     accelerator="cpu",
     log_every_n_steps=1,
     enable_progress_bar=False,
     logger=CSVLogger(".", flush_logs_every_n_steps=1),
-    callbacks=[ModelCheckpoint("out", save_last=True, save_top_k=-1, every_n_train_steps=every)],
+    callbacks=[ModelCheckpoint("out", save_last=True, save_top_k=-1, every_n_train_steps=20)],
 )
 trainer.fit(Net(), loader, ckpt_path="last")

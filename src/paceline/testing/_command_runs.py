@@ -352,7 +352,7 @@ class _Kill:
 
     def __call__(self) -> bool:
         self.watch.look()
-        seen = self.watch.versions.get(self.adapter.name, ())
+        seen = self.watch.versions.get(self.adapter.name, [])
         if len(seen) >= self.number and self.watch.seconds() - seen[-1][1] >= self.delay_s:
             # A kill while one is written would test whether checkpoints are stored safely.
             self.is_due = not self.watch.is_writing(self.adapter)

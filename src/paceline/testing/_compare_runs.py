@@ -255,7 +255,7 @@ class Difference:
         kind: The part of the training that differs, such as "optimizer state"; None for scripts
             that use Paceline.
         step: The step of the checkpoint or of the logged row; None if unknown.
-        rank: The rank whose own state differs; None for a state shared by all ranks.
+        rank: The rank whose own state differs, or whose file holds it; None for a shared file.
     """
 
     place: str

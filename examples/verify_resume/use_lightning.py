@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 DROPOUT = 0.0 if "--no-dropout" in sys.argv else 0.1
 SHUFFLE = "--no-shuffle" not in sys.argv
+EVERY = 60 if "--epochs" in sys.argv else 20
 
 
 class Net(pl.LightningModule):
@@ -42,6 +43,6 @@ trainer = pl.Trainer(
     log_every_n_steps=1,
     enable_progress_bar=False,
     logger=CSVLogger(".", flush_logs_every_n_steps=1),
-    callbacks=[ModelCheckpoint("out", save_last=True, save_top_k=-1, every_n_train_steps=20)],
+    callbacks=[ModelCheckpoint("out", save_last=True, save_top_k=-1, every_n_train_steps=EVERY)],
 )
 trainer.fit(Net(), loader, ckpt_path="last")

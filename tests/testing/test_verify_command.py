@@ -130,6 +130,23 @@ def test_nothing_resumable_is_told_apart(verify: Any, source: Path) -> None:
     assert "well before its end" in at_end.reason
 
 
+def test_kill_after_the_last_checkpoint_shows_nothing(verify: Any, source: Path) -> None:
+    """A resume there trains no step, so that its equal bits are no proof."""
+    script = """
+import os, time
+os.makedirs("out", exist_ok=True)
+for step in range(len(os.listdir("out")) + 1, 4):
+    open(f"out/step-{step}.json", "w").write(str(step))
+for name in os.listdir("out"):
+    open("out/" + name).read()
+time.sleep(1.0)
+"""
+    (source / "train.py").write_text(script)
+    verdict = verify()
+    assert verdict.result == "nothing resumable"
+    assert "at its end before a kill" in verdict.reason
+
+
 def test_command_that_cannot_run_is_told_apart(verify: Any, source: Path) -> None:
     absent = verify_command(["./absent"], directory=source.parent / "absent", source=source)
     assert absent.result == "could not run"

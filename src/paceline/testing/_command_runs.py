@@ -107,7 +107,12 @@ class CommandRuns:
         adapter, versions, watch = self._run_straight()
         end_s = watch.seconds()
         straight = self._keep("straight", watch, adapter, {})
-        watch = self._run_killed(adapter, versions, end_s)
+        last = versions[-1][0]
+        end = (last, straight.step(last, unpickle=self.unpickle))
+        if len(versions) == 1 and max(straight.rows, default=0) <= (end[1] or 0):
+            # No log shows that steps follow.
+            raise _too_late(1)
+        watch = self._run_killed(adapter, versions, end_s, end)
         killed = read_logs(self.place, watch.new_files(), self.place / "interrupted.log")
         unequal = (
             step
@@ -151,7 +156,11 @@ class CommandRuns:
         )
 
     def _run_killed(
-        self, adapter: TrainerAdapter, versions: list[tuple[str, float]], end_s: float
+        self,
+        adapter: TrainerAdapter,
+        versions: list[tuple[str, float]],
+        end_s: float,
+        last: tuple[str, int | None],
     ) -> CheckpointWatch:
         """Return the watch of a run that was killed after about half of its checkpoints."""
         times = [*(at for _, at in versions), end_s]
@@ -167,15 +176,29 @@ class CommandRuns:
             end = self._start("interrupted", kill)
             if kill.is_due:
                 watch.look(now=True)
-                return watch
-            if end.code != 0:
+                if not self._is_at_end(watch, adapter, len(versions), last):
+                    return watch
+            elif end.code != 0:
                 raise NoVerdictError("could not run", f"The second run: {self._problem(end)}")
-        raise NoVerdictError(
-            "nothing resumable",
-            "The command must store a checkpoint well before its end, but it ended before a kill"
-            f" could come after the first of {len(versions)}. Hint: store checkpoints more often,"
-            " or let it run for longer.",
-        )
+        raise _too_late(len(versions))
+
+    def _is_at_end(
+        self,
+        watch: CheckpointWatch,
+        adapter: TrainerAdapter,
+        num_versions: int,
+        last: tuple[str, int | None],
+    ) -> bool:
+        """Return whether the newest checkpoint is the last one: a resume would train nothing."""
+        seen = watch.versions[adapter.name]
+        run = self._run(watch, adapter, {})
+        if len(seen) >= num_versions > 1 or seen[-1][0] not in run.checkpoints:
+            return True
+        step = run.step(seen[-1][0], unpickle=self.unpickle)
+        if step is not None and last[1] is not None:
+            return num_versions > 1 and step >= last[1]
+        names = [name for name, _ in seen]
+        return num_versions > 1 and names[-1] == last[0] and names.count(last[0]) == 1
 
     def _resume(self, adapter: TrainerAdapter, watch: CheckpointWatch) -> str:
         whole, partial = watch.complete(adapter)
@@ -338,6 +361,15 @@ class CommandRuns:
             rows=rows,
             has_steps=adapter.has_steps,
         )
+
+
+def _too_late(num_checkpoints: int) -> NoVerdictError:
+    return NoVerdictError(
+        "nothing resumable",
+        "The command must store a checkpoint well before its end, but it was at its end before a"
+        f" kill could come between its checkpoints ({num_checkpoints} in all). Hint: store"
+        " checkpoints more often, or let it run for longer.",
+    )
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""torchtitan's Trainer on a small Llama 3, on the CPU, resumed by its own checkpoints."""
+"""torchtitan's Trainer on a small Llama 3, resumed by its own checkpoints."""
 
 import os
 
@@ -13,13 +13,14 @@ os.environ.setdefault("MASTER_PORT", "29533")
 
 from torchtitan.tools import utils  # noqa: E402
 
-# torchtitan asks for an accelerator; torch.cpu lacks only what tells its memory.
-cpu = utils.device_module = torch.cpu
-utils.device_type = "cpu"
-cpu.get_device_name = lambda *_: "cpu"
-cpu.get_device_properties = lambda *_: type("Properties", (), {"total_memory": 1 << 34})
-cpu.memory_stats = lambda *_: {}
-cpu.reset_peak_memory_stats = cpu.empty_cache = lambda *_: None
+if not torch.cuda.is_available():
+    # torchtitan asks for an accelerator; torch.cpu lacks only what tells its memory.
+    cpu = utils.device_module = torch.cpu
+    utils.device_type = "cpu"
+    cpu.get_device_name = lambda *_: "cpu"
+    cpu.get_device_properties = lambda *_: type("Properties", (), {"total_memory": 1 << 34})
+    cpu.memory_stats = lambda *_: {}
+    cpu.reset_peak_memory_stats = cpu.empty_cache = lambda *_: None
 
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.config import DebugConfig  # noqa: E402

@@ -148,7 +148,12 @@ def test_checkpoint_is_found_when_its_last_file_is_there(tmp_path: Path) -> None
     (checkpoint / "model.safetensors").write_bytes(b"")
     watch.look(now=True)
     assert watch.versions == {}
+    assert watch.is_writing(ADAPTERS[0])
+    # What an earlier crash left there is not being written.
+    os.utime(checkpoint / "model.safetensors", (1, 1))
+    assert not watch.is_writing(ADAPTERS[0])
     (checkpoint / "trainer_state.json").write_text("{}")
+    assert not watch.is_writing(ADAPTERS[0])
     watch.look(now=True)
     assert [name for name, _ in watch.versions["transformers"]] == ["out/checkpoint-20"]
     assert "torch" not in watch.versions

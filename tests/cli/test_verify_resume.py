@@ -1,9 +1,10 @@
 """`paceline verify-resume` on scripts of the core API: what it prints and how it ends."""
 
-from collections.abc import Callable
+from collections.abc import json
 from pathlib import Path
 from typing import Any
 
+import Callable
 import pytest
 from json_answers import valid
 
@@ -77,15 +78,71 @@ def test_script_that_differs_gets_its_differences(
     assert [one["place"] for one in fault["differences"]] == ["metrics.training"]
 
 
-def test_script_that_cannot_be_verified_ends_with_2(paceline: Paceline, tmp_path: Path) -> None:
+def test_script_of_paceline_that_cannot_be_verified(paceline: Paceline, tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
-    script.write_text("print('nothing')")
-    result = paceline("verify-resume", script, "--no-deterministic", code=2)
-    assert "must use Paceline" in result.stderr
-    assert "Hint: " in result.stderr
-    script.write_text("raise KeyError('wrong by itself')")
+    script.write_text("import paceline\nraise KeyError('wrong by itself')")
     result = paceline("verify-resume", script, "--no-deterministic", code=2)
     assert "without an error, but it ended with exit code 1.\nThe end of " in result.stderr
     assert "\nKeyError: 'wrong by itself'\n" in result.stderr
+    script.write_text("import paceline\nwith paceline.core.init():\n    pass")
+    result = paceline("verify-resume", script, "--no-deterministic", code=4)
+    assert "must store checkpoints" in result.stderr
+    assert "Hint: " in result.stderr
     absent = paceline("verify-resume", "absent.py", code=2)
     assert "there is no file 'absent.py'" in absent.stderr
+
+
+FOREIGN = """
+import json, os, sys, time
+os.makedirs("out", exist_ok=True)
+done = len(os.listdir("out")) if "resumes" in sys.argv else 0
+if done:
+    json.load(open(f"out/step-{done}.json"))
+for step in range(done + 1, 7):
+    time.sleep(0.2)
+    model = step + (done if "wrong" in sys.argv else 0)
+    with open("new", "w") as file:
+        json.dump({"model": model}, file)
+    os.replace("new", f"out/step-{step}.json")
+"""
+
+
+def test_script_of_another_library_gets_a_verdict_and_a_report(
+    paceline: Paceline, tmp_path: Path
+) -> None:
+    place = tmp_path / "code"
+    place.mkdir()
+    (place / "train.py").write_text(FOREIGN)
+    report = tmp_path / "report.json"
+    words = ["verify-resume", "--checkpoints", "out/*.json", "--report", report, "train.py"]
+    result = paceline(*words, "resumes", cwd=place)
+    assert result.stdout.startswith("exact: The resumed run is equal to the straight run")
+    assert "Levels: strict: equal, standard: equal, relaxed: not judged" in result.stdout
+    assert json.loads(report.read_text())["result"] == "exact"
+    result = paceline(*words, "resumes", "wrong", cwd=place, code=1)
+    assert result.stdout.startswith("different: The first difference is in the weights at step ")
+    answer = json.loads(report.read_text())
+    assert answer["first_difference"]["step"] == answer["resumed_from"] + 1
+    assert answer["ranks"]["0"]["first_difference"]["kind"] == "weights"
+
+
+def test_script_of_another_library_that_cannot_be_judged_has_not_failed(
+    paceline: Paceline, tmp_path: Path
+) -> None:
+    place = tmp_path / "code"
+    place.mkdir()
+    (place / "train.py").write_text(FOREIGN)
+    words = ["verify-resume", "--checkpoints", "out/*.json", "train.py"]
+    anew = paceline(*words, cwd=place, code=3)
+    assert anew.stdout.startswith("not supported: The command began anew")
+    assert "failed" not in (anew.stdout + anew.stderr).lower()
+    resumes = [*words[:-1], "--level", "relaxed", "train.py", "resumes"]
+    no_losses = paceline(*resumes, cwd=place, code=3)
+    assert "no losses were found" in no_losses.stdout
+    (place / "train.py").write_text("pass")
+    nothing = paceline("verify-resume", "--json", "train.py", cwd=place, code=4)
+    assert json.loads(nothing.stdout)["result"] == "nothing resumable"
+    absent = paceline("verify-resume", "--", "absent-program", "--lr", "1", cwd=place, code=2)
+    assert absent.stdout.startswith("could not run: ")
+    wrong = paceline("verify-resume", "--checkpoints", "/tmp/*", "train.py", cwd=place, code=2)
+    assert "relative to the working directory" in wrong.stderr

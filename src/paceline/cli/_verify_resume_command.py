@@ -6,18 +6,31 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli._console_output import console, print_json, print_table
+from paceline.cli._foreign_resume import (
+    Adapter,
+    AllowUnpickling,
+    Checkpoints,
+    Report,
+    ResumeCommand,
+    Tolerance,
+    VerifyLevel,
+    uses_paceline,
+    verify_foreign_command,
+)
 from paceline.cli._options_and_errors import Json, report_error
 
 if TYPE_CHECKING:
     from paceline.testing._verify_resume import FaultOutcome, Verdict
 
-_DIFFERENT, _NO_VERDICT = 1, 2
+_DIFFERENT, _NO_VERDICT, _NOTHING = 1, 2, 4
 _SHOWN_DIFFERENCES = 10
 
 
@@ -82,16 +95,34 @@ def verify_resume(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time limit of each start.")
     ] = 600.0,
+    adapter: Adapter = None,
+    checkpoints: Checkpoints = None,
+    resume_command: ResumeCommand = None,
+    level: VerifyLevel = "strict",
+    tolerance: Tolerance = 1e-3,
+    allow_unpickling: AllowUnpickling = False,
+    report: Report = None,
     json: Json = False,
 ) -> None:
     """Check whether a training resumes with the same bits.
 
     The script runs once without interruption. Then, for each interruption, it runs until the
-    interruption and once more to the end. The command compares the final checkpoints bit by bit,
-    and the reported metrics. The exit code is 0 if all are equal, 1 if they differ, and 2 if no
-    comparison was possible.
+    interruption and once more to the end. The command compares the checkpoints bit by bit, and
+    the metrics.
+
+    A script without Paceline (Transformers, TRL, Lightning, Accelerate, torchtitan, plain torch) is
+    killed once, after about half of its checkpoints, and resumes by its own means: the same
+    command again, or --resume-command. Its checkpoints are those of its library, or --checkpoints.
+
+    Exit codes: 0 equal, 1 different, 2 it could not run, 3 not supported (it does not resume, or
+    its files cannot be judged), 4 nothing resumable (no checkpoint in time).
+
+    \b
+    Examples:
+      paceline verify-resume --kill-at 40 train.py --lr 0.1
+      paceline verify-resume --level standard --report resume.json -- torchrun train.py
     """
-    from paceline.testing._compare_runs import VerificationError
+    from paceline.testing._compare_runs import NotResumableError, VerificationError
     from paceline.testing._run_script import Fault
     from paceline.testing._verify_resume import verify_resume as verify
 
@@ -103,6 +134,27 @@ def verify_resume(
         *(Fault("pause", step=step) for step in pause_at),
     ]
     place = _new_directory(directory)
+    foreign = partial(
+        verify_foreign_command,
+        command,
+        place,
+        is_kept=directory is not None,
+        is_json=json,
+        report=report,
+        adapter=None if adapter == "paceline" else adapter,
+        checkpoints=checkpoints,
+        resume_command=resume_command,
+        level=level,
+        tolerance=tolerance,
+        allow_unpickling=allow_unpickling,
+        ignore=ignore,
+        timeout_s=timeout,
+    )
+    has_own_way = adapter not in (None, "paceline") or checkpoints or resume_command
+    if has_own_way or not (adapter or faults or num_workers > 1 or uses_paceline(command)):
+        with _progress_on_stderr():
+            foreign()
+        return
     with _progress_on_stderr():
         try:
             verdict = verify(
@@ -118,9 +170,12 @@ def verify_resume(
         except VerificationError as error:
             _tell_problem(str(error))
             _tell_place(place)
-            raise typer.Exit(_NO_VERDICT) from None
+            code = _NOTHING if isinstance(error, NotResumableError) else _NO_VERDICT
+            raise typer.Exit(code) from None
+    if report is not None:
+        report.write_text(dumps(_as_json(verdict), indent=2) + "\n")
     if json:
-        _print_json(verdict)
+        print_json(_as_json(verdict))
     else:
         _print_verdict(verdict)
     if verdict.is_exact and directory is None:
@@ -200,29 +255,26 @@ def _result_text(outcome: "FaultOutcome") -> Any:
     return Text(f"{number} difference{'s' * (number > 1)}", style="red")
 
 
-def _print_json(verdict: "Verdict") -> None:
-
-    print_json(
-        {
-            "is_exact": verdict.is_exact,
-            "steps_completed": verdict.steps_completed,
-            "checkpoint_steps": list(verdict.checkpoint_steps),
-            "threads": {str(rank): number for rank, number in verdict.threads.items()},
-            "operations": list(verdict.operations),
-            "notes": list(verdict.notes),
-            "faults": [
-                {
-                    "kind": outcome.fault.kind,
-                    "hit_step": outcome.hit_step,
-                    "resumed_from": outcome.resumed_from,
-                    "replayed_steps": outcome.replayed_steps,
-                    "differences": [
-                        {"place": one.place, "path": one.path, "detail": one.detail}
-                        for one in outcome.differences
-                    ],
-                }
-                for outcome in verdict.outcomes
-            ],
-            "directory": str(verdict.directory.parent),
-        }
-    )
+def _as_json(verdict: "Verdict") -> dict[str, Any]:
+    return {
+        "is_exact": verdict.is_exact,
+        "steps_completed": verdict.steps_completed,
+        "checkpoint_steps": list(verdict.checkpoint_steps),
+        "threads": {str(rank): number for rank, number in verdict.threads.items()},
+        "operations": list(verdict.operations),
+        "notes": list(verdict.notes),
+        "faults": [
+            {
+                "kind": outcome.fault.kind,
+                "hit_step": outcome.hit_step,
+                "resumed_from": outcome.resumed_from,
+                "replayed_steps": outcome.replayed_steps,
+                "differences": [
+                    {"place": one.place, "path": one.path, "detail": one.detail}
+                    for one in outcome.differences
+                ],
+            }
+            for outcome in verdict.outcomes
+        ],
+        "directory": str(verdict.directory.parent),
+    }

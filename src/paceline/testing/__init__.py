@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     )
     from paceline.testing._run_script import Fault
     from paceline.testing._search_method import check_search_method
+    from paceline.testing._verify_command import CommandVerdict, verify_command
     from paceline.testing._verify_resume import FaultOutcome, Verdict, verify_resume
 
 _PLACES = {
+    "CommandVerdict": "_verify_command",
     "Difference": "_compare_runs",
     "Fault": "_run_script",
     "FaultMissedError": "_compare_runs",
@@ -28,10 +30,12 @@ _PLACES = {
     "Verdict": "_verify_resume",
     "VerificationError": "_compare_runs",
     "check_search_method": "_search_method",
+    "verify_command": "_verify_command",
     "verify_resume": "_verify_resume",
 }
 
 __all__ = [
+    "CommandVerdict",
     "Difference",
     "Fault",
     "FaultMissedError",
@@ -42,6 +46,7 @@ __all__ = [
     "VerificationError",
     "check_search_method",
     "faults",
+    "verify_command",
     "verify_resume",
 ]
 

@@ -252,11 +252,18 @@ class Difference:
             "metrics.<group>", or "run".
         path: The differing part: a tensor's name, a path in the JSON, a metric's name.
         detail: How it differs.
+        kind: The part of the training that differs, such as "optimizer state"; None for scripts
+            that use Paceline.
+        step: The step of the checkpoint or of the logged row; None if unknown.
+        rank: The rank whose own state differs, or whose file holds it; None for a shared file.
     """
 
     place: str
     path: str
     detail: str
+    kind: str | None = None
+    step: int | None = None
+    rank: int | None = None
 
     def __str__(self) -> str:
         return f"{self.place}{': ' if self.path else ''}{self.path}: {self.detail}"
@@ -273,6 +280,11 @@ def compare_runs(
         ignore: Patterns of `place:path` to leave out, such as "metrics.*:seconds".
     """
     found = [*_compare_checkpoints(straight, resumed), *_compare_metrics(straight, resumed)]
+    return without_ignored(found, ignore)
+
+
+def without_ignored(found: Sequence[Difference], ignore: Sequence[str]) -> list[Difference]:
+    """Return the differences whose `place:path` matches no pattern."""
     return [
         difference
         for difference in found
@@ -286,7 +298,7 @@ def first_difference_before(straight: RunFacts, interrupted: RunFacts, step: int
     for group in straight.groups & interrupted.groups:
         rows = straight.metrics(group)
         for done, metrics in interrupted.metrics(group, first_attempt=True).items():
-            if done <= step and done in rows and not _same_in_runs(rows[done], metrics):
+            if done <= step and done in rows and not same_bits(rows[done], metrics):
                 steps.append(done)
     return min(steps, default=None)
 
@@ -301,7 +313,7 @@ def _compare_checkpoints(straight: RunFacts, resumed: RunFacts) -> Iterator[Diff
             having = _STRAIGHT if right is None else _RESUMED
             yield Difference(place="checkpoint", path="", detail=f"only {having} has one")
         return
-    yield from _compare_values("metadata", left.metadata, right.metadata)
+    yield from compare_values("metadata", left.metadata, right.metadata)
     with (
         storage_from(left.storage).restore_path(left.uuid) as left_path,
         storage_from(right.storage).restore_path(right.uuid) as right_path,
@@ -325,15 +337,16 @@ def _compare_files(name: str, left: Path, right: Path) -> Iterator[Difference]:
             detail = f"{sizes[0]} bytes in {_STRAIGHT}, {sizes[1]} in {_RESUMED}"
         yield Difference(place=name, path="", detail=detail)
     else:
-        yield from _compare_values(name, left_contents, right_contents)
+        yield from compare_values(name, left_contents, right_contents)
 
 
-def _compare_values(place: str, left: Any, right: Any, path: str = "") -> Iterator[Difference]:
+def compare_values(place: str, left: Any, right: Any, path: str = "") -> Iterator[Difference]:
+    """Return the differences between two nested values, tensors bit by bit."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         for key in [*left, *(key for key in right if key not in left)]:
             below = f"{path}.{key}" if path else str(key)
             if key in left and key in right:
-                yield from _compare_values(place, left[key], right[key], below)
+                yield from compare_values(place, left[key], right[key], below)
             else:
                 having = _STRAIGHT if key in left else _RESUMED
                 yield Difference(place=place, path=below, detail=f"only {having} has it")
@@ -343,7 +356,7 @@ def _compare_values(place: str, left: Any, right: Any, path: str = "") -> Iterat
         detail = _tensor_difference(left, right)
         if detail:
             yield Difference(place=place, path=path, detail=detail)
-    elif not _same_in_runs(left, right):
+    elif not same_bits(left, right):
         detail = f"{_short(left)} in {_STRAIGHT}, {_short(right)} in {_RESUMED}"
         yield Difference(place=place, path=path, detail=detail)
 
@@ -355,13 +368,13 @@ def _compare_lists(
         detail = f"{len(left)} elements in {_STRAIGHT}, {len(right)} in {_RESUMED}"
         yield Difference(place=place, path=path, detail=detail)
     elif len(left) > _LONG_LIST and all(isinstance(one, (int, float)) for one in (*left, *right)):
-        num_wrong = sum(not _same_in_runs(a, b) for a, b in zip(left, right, strict=True))
+        num_wrong = sum(not same_bits(a, b) for a, b in zip(left, right, strict=True))
         if num_wrong:
             detail = f"{num_wrong} of {len(left)} elements differ"
             yield Difference(place=place, path=path, detail=detail)
     else:
         for index, pair in enumerate(zip(left, right, strict=True)):
-            yield from _compare_values(place, *pair, f"{path}[{index}]")
+            yield from compare_values(place, *pair, f"{path}[{index}]")
 
 
 def _tensor_difference(left: Any, right: Any) -> str | None:
@@ -397,7 +410,7 @@ def _compare_metrics(straight: RunFacts, resumed: RunFacts) -> Iterator[Differen
             wrong = [
                 step
                 for step in sorted(left.keys() | right.keys())
-                if not _same_in_runs(left.get(step, {}).get(name), right.get(step, {}).get(name))
+                if not same_bits(left.get(step, {}).get(name), right.get(step, {}).get(name))
             ]
             if wrong:
                 step = wrong[0]
@@ -409,7 +422,8 @@ def _compare_metrics(straight: RunFacts, resumed: RunFacts) -> Iterator[Differen
                 yield Difference(place=f"metrics.{group}", path=name, detail=detail)
 
 
-def _same_in_runs(left: Any, right: Any) -> bool:
+def same_bits(left: Any, right: Any) -> bool:
+    """Return whether two plain values are the same, NaN and the sign of zero included."""
     # The shortest text of a float that gives the same float again shows all of its bits that
     # count, a NaN's and the sign of zero among them.
     return repr(left) == repr(right)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +116,7 @@ def start_script(
     *,
     fault: str | None = None,
     resume: Path | None = None,
+    kill_when: Callable[[], bool] | None = None,
 ) -> ScriptEnd:
     """Run the script in `directory` to its end.
 
@@ -125,6 +126,7 @@ def start_script(
         label: Part of the names of this start's files.
         fault: The content of `PACELINE_FAULT`.
         resume: The run directory to resume.
+        kill_when: Called again and again; if true, all processes of the script are killed.
     """
     output, log = directory / f"{label}.log", directory / f"{label}.faults"
     variables = script.variables() | {faults.FAULT_LOG_VARIABLE: str(log.absolute())}
@@ -144,14 +146,18 @@ def start_script(
             start_new_session=True,
         )
         try:
-            code = _wait_for_script(process, script.timeout_s, directory, log)
+            code = _wait_for_script(process, script.timeout_s, directory, log, kill_when)
         finally:
             _end_script(process)
     return ScriptEnd(code=code, output=output, notes=list(_read_notes(log)))
 
 
 def _wait_for_script(
-    process: "subprocess.Popen[bytes]", timeout_s: float, directory: Path, log: Path
+    process: "subprocess.Popen[bytes]",
+    timeout_s: float,
+    directory: Path,
+    log: Path,
+    kill_when: Callable[[], bool] | None,
 ) -> int | None:
     """Wait for the end; processes stopped by a fault get a pause request and are continued."""
     deadline = time.monotonic() + timeout_s
@@ -159,6 +165,8 @@ def _wait_for_script(
     while (code := process.poll()) is None and time.monotonic() < deadline:
         stopping = {note["pid"] for note in _read_notes(log) if note["signal"] == "STOP"}
         continued |= {pid for pid in stopping - continued if _pause_script(pid, directory)}
+        if kill_when is not None and kill_when():
+            return None
         time.sleep(_POLL_S)
     return code
 

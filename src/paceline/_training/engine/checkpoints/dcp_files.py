@@ -9,7 +9,7 @@ import io
 import pickle
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,7 @@ class DcpFiles:
         self._loaded: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._pieces: dict[str, list[StoredPiece]] = {}
         self._places: dict[str, tuple[str, Sequence[int], Any]] = {}
+        self._other_places: dict[str, Any] = {}
         try:
             with (directory / METADATA_NAME).open("rb") as file:
                 metadata = _MetadataUnpickler(file).load()
@@ -116,6 +117,8 @@ class DcpFiles:
             for index, place in metadata.storage_data.items():
                 if index.fqn in self._tensors:
                     self._add_piece(index.fqn, tuple(index.offset), place)
+                else:
+                    self._other_places[index.fqn] = place
         except Exception as error:  # a pickle can fail in any way
             raise CheckpointCorruptError(
                 f"{METADATA_NAME} in {str(directory)!r} must describe a checkpoint of"
@@ -161,18 +164,39 @@ class DcpFiles:
             pieces[name] = self._load(name)
         return pieces[name][tuple(where)]
 
+    def values(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield each stored value with its file and name: a piece of a tensor, or bytes.
+
+        Raises:
+            CheckpointCorruptError: A file is missing or damaged.
+        """
+        for key, (_, _, place) in self._places.items():
+            yield str(place.relative_path), key, self._load(key)
+        for name, place in self._other_places.items():
+            try:
+                yield str(place.relative_path), name, self._read_bytes(place)
+            except (OSError, ValueError) as error:
+                raise CheckpointCorruptError(
+                    f"{name!r} in {str(self._directory)!r} must be readable, but: {error}. Hint:"
+                    " copy the checkpoint again, or use another one."
+                ) from error
+
+    def _read_bytes(self, place: Any) -> bytes:
+        path = str(place.relative_path)
+        # Plain names only: a crafted ``.metadata`` must not lead outside of the directory.
+        if not re.fullmatch(r"[\w.-]+", path):
+            raise ValueError("the name of the file must be plain")
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError(f"it is stored by {place.transform_descriptors}, not plainly")
+        with (self._directory / path).open("rb") as file:
+            file.seek(place.offset)
+            return file.read(place.length)
+
     def _load(self, name: str) -> torch.Tensor:
         tensor, sizes, place = self._places[name]
         path = str(place.relative_path)
         try:
-            # Plain names only: a crafted ``.metadata`` must not lead outside of the directory.
-            if not re.fullmatch(r"[\w.-]+", path):
-                raise ValueError("the name of the file must be plain")
-            if getattr(place, "transform_descriptors", None):
-                raise ValueError(f"it is stored by {place.transform_descriptors}, not plainly")
-            with (self._directory / path).open("rb") as file:
-                file.seek(place.offset)
-                data = io.BytesIO(file.read(place.length))
+            data = io.BytesIO(self._read_bytes(place))
             value = torch.load(data, map_location="cpu", weights_only=True)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(sizes):
                 raise ValueError(f"it must be a tensor of shape {list(sizes)}")

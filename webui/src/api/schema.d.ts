@@ -4448,7 +4448,7 @@ export interface operations {
         parameters: {
             query?: never;
             header?: {
-                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. */
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. Another request with it is refused. */
                 "idempotency-key"?: string | null;
             };
             path?: never;
@@ -4610,7 +4610,7 @@ export interface operations {
         parameters: {
             query?: never;
             header?: {
-                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. */
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. Another request with it is refused. */
                 "idempotency-key"?: string | null;
             };
             path: {
@@ -4906,7 +4906,7 @@ export interface operations {
         parameters: {
             query?: never;
             header?: {
-                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. */
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. Another request with it is refused. */
                 "idempotency-key"?: string | null;
             };
             path: {
@@ -5347,7 +5347,7 @@ export interface operations {
         parameters: {
             query?: never;
             header?: {
-                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. */
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. Another request with it is refused. */
                 "idempotency-key"?: string | null;
             };
             path: {

@@ -206,8 +206,12 @@ def test_a_master_in_the_foreground_prints_its_json_when_it_listens(tmp_path: Pa
     )
     assert process.stdout is not None
     try:
-        lines = iter(process.stdout.readline, "}\n")
-        started = valid("up", "".join(lines) + "}")
+        text = ""
+        for line in process.stdout:
+            text += line
+            if not line.startswith(("{", " ")):
+                break
+        started = valid("up", text)
         assert (started["pid"], started["is_new"]) == (process.pid, True)
         process.terminate()
         rest, _ = process.communicate(timeout=120)

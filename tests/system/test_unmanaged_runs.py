@@ -184,7 +184,7 @@ def test_sync_sends_a_run_that_ended_and_then_nothing_more(desk: Desk) -> None:
     assert desk.states() == ["PAUSED"]
     assert desk.paceline("sync", run_dir.name).strip() == "train is experiment 1: sent 0 records."
     assert [step for step, _, _ in desk.rows()] == [1, 2]
-    assert "must be a Paceline run directory" in desk.paceline("sync", "nothing", code=1)
+    assert "`RUN_DIR` must be a run directory" in desk.paceline("sync", "nothing", code=1)
 
 
 def test_sync_goes_on_until_the_run_has_ended_and_survives_the_master(

@@ -202,8 +202,9 @@ def test_tsv_has_whole_values_in_one_cell_each(mastered: Any, code: Path) -> Non
     assert cells["State"] == "COMPLETED"
 
 
-def test_a_closed_pipe_ends_quietly() -> None:
-    command = [sys.executable, "-m", "paceline.cli", "examples", "list"]
+@pytest.mark.parametrize("words", [["examples", "list"], ["version", "--json"], ["--help"]])
+def test_a_closed_pipe_ends_quietly(words: list[str]) -> None:
+    command = [sys.executable, "-m", "paceline.cli", *words]
     reader, writer = os.pipe()
     os.close(reader)
     try:

@@ -1,6 +1,8 @@
 """Output for programs: one JSON document of a published form, whole lists, errors with codes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,13 @@ def test_every_command_of_a_master_prints_its_json(
     assert Path(run("checkpoint download", uuid, "-o", tmp_path / "a")["path"]).is_dir()
     assert run("trial download", trial, "-o", tmp_path / "b")["uuid"] == uuid
     assert run("experiment export", one, tmp_path / "d")["num_trials"] == 1
+    three = run("trial continue", trial, "--paused")["id"]
+    assert run("trial kill", run("experiment list-trials", three)[0]["id"])["id"] > trial
+    assert run("trial stop", run("experiment list-trials", three)[0]["id"])["id"] > trial
+    mastered("e", "kill", three)
+    mastered("e", "wait", three, code=None)
+    [left] = run("checkpoint delete", uuid, "--glob", "more.txt", "--yes")
+    assert (list(left["resources"]), left["state"]) == (["state.txt"], "PARTIALLY_DELETED")
     assert run("experiment download", one, tmp_path / "c")["num_files"] == 2
 
     two = run("experiment fork", one, "--paused", "--config", "name=two")["id"]
@@ -112,15 +121,7 @@ def test_every_command_of_a_master_prints_its_json(
     mastered("e", "wait", two, code=None)
     assert run("experiment archive", two)["is_archived"]
     assert not run("experiment unarchive", two)["is_archived"]
-    three = run("trial continue", trial, "--paused")["id"]
-    assert run("trial kill", run("experiment list-trials", three)[0]["id"])["id"] > trial
-    assert run("trial stop", run("experiment list-trials", three)[0]["id"])["id"] > trial
-    mastered("e", "kill", three)
-    mastered("e", "wait", three, code=None)
     assert run("experiment continue", one, "-f")["state"] == "COMPLETED"
-    # Nothing could continue without this checkpoint, the only one that is kept.
-    [left] = run("checkpoint delete", uuid, "--glob", "more.txt", "--yes")
-    assert (list(left["resources"]), left["state"]) == (["state.txt"], "PARTIALLY_DELETED")
     for options, is_deleted in ((["--dry-run"], False), (["--yes"], True)):
         assert run("experiment delete", two, *options)["is_deleted"] is is_deleted
 
@@ -195,3 +196,24 @@ def test_commands_without_a_master_print_their_json(
     assert run("runs delete", "last", "--yes")["checkpoints_left_in"] is None
     run("restore", tmp_path / "copies", "--home", tmp_path / "other", "--keep-passwords")
     assert seen - {"up"} == OFFLINE
+
+
+def test_a_master_in_the_foreground_prints_its_json_when_it_listens(tmp_path: Path) -> None:
+    words = ["up", "--json", "--port", "0", "--slots", "1", "--home", str(tmp_path / "home")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli", *words], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        text = ""
+        for line in process.stdout:
+            text += line
+            if not line.startswith(("{", " ")):
+                break
+        started = valid("up", text)
+        assert (started["pid"], started["is_new"]) == (process.pid, True)
+        process.terminate()
+        rest, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert (rest, process.returncode) == ("", 0)

@@ -1,6 +1,7 @@
 """How the client finds the master."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,22 @@ def test_without_a_master_the_error_gives_the_command(home: Path) -> None:
         find_master()
 
 
-def test_a_missing_token_names_the_variable(home: Path) -> None:
-    write_home(home, 8080)
+def test_a_missing_token_names_the_variable_if_something_answers(
+    home: Path, free_port: int
+) -> None:
+    write_home(home, free_port)
     (home / "token").unlink()
-    with pytest.raises(MasterUnreachableError, match="PACELINE_TOKEN"):
+    with pytest.raises(MasterUnreachableError, match=f"must answer at .*:{free_port}, but none"):
         find_master()
+    refused = pytest.raises(MasterUnreachableError, match="PACELINE_TOKEN")
+    with socket.create_server(("127.0.0.1", free_port)), refused:
+        find_master()
+
+
+@pytest.mark.parametrize("url", ["ftp://head", "http://", "head:port", "head:0", "http://[::1"])
+def test_a_url_that_cannot_be_is_named(url: str) -> None:
+    with pytest.raises(MasterUnreachableError, match="of the form http://HOST:PORT, but got"):
+        find_master(url, "token")
 
 
 def test_a_master_that_was_killed_is_unreachable(home: Path, free_port: int) -> None:

@@ -1,6 +1,7 @@
 """Command `paceline`: groups of commands, `examples`, and exit codes with error output."""
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -197,7 +198,7 @@ def main() -> None:
     """
     is_paceline_command.set(True)
     sys.stdout, sys.stderr = TerminalStream(sys.stdout), TerminalStream(sys.stderr)
-    if {"--json", "--format=json"} & set(sys.argv):
+    if re.search(r" (--json|--format[ =]json) ", f" {' '.join(sys.argv)} "):
         # Errors before the command, too, are for a program.
         output_format.set("json")
     try:

@@ -3,7 +3,8 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
@@ -24,6 +25,15 @@ class PipeClosedError(Exception):
     """Raised when the reader of a command's output has closed its pipe."""
 
 
+@contextmanager
+def _telling_closed_pipe() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        # Typer would end the command as failed.
+        raise PipeClosedError from error
+
+
 class _Help:
     """Part of a command: its help and its messages about wrong values."""
 
@@ -33,6 +43,11 @@ class _Help:
 
         formatter.write(help_ending(ctx.command_path))
 
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Parse the arguments, or print the help."""
+        with _telling_closed_pipe():
+            return super().make_context(*args, **options)  # type: ignore[misc]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; the message about a wrong value is the command line's own."""
         try:
@@ -40,7 +55,8 @@ class _Help:
         except typer.BadParameter as error:
             cause: Any = error.__cause__
             if hasattr(cause, "errors"):
-                error.message = f"{wrong_value_text(cause.errors()[0])}."
+                text = wrong_value_text(cause.errors()[0]).removeprefix("is wrong: ")
+                error.message = f"{text}."
             raise
 
 
@@ -89,12 +105,9 @@ def _with_formats(function: Callable[..., Any], *, is_list: bool) -> Callable[..
     @functools.wraps(function)
     def command(**values: Any) -> None:
         output_format.set("json" if values["json"] else values["format"] if is_list else "table")
-        try:
+        with _telling_closed_pipe():
             function(**{name: value for name, value in values.items() if name in own.parameters})
             sys.stdout.flush()
-        except BrokenPipeError as error:
-            # Typer would end the command as failed.
-            raise PipeClosedError from error
 
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)

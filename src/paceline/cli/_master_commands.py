@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -236,13 +237,20 @@ def _differences_from_running(
 def _master_announced(home: Path) -> Iterator[None]:
     """Print the master's address as soon as the master listens within the block."""
     stop = threading.Event()
-    announcer = threading.Thread(target=_announce_master, args=(home, stop), daemon=True)
+    announcer = _daemon_thread(_announce_master, home, stop)
     announcer.start()
     try:
         yield
     finally:
         stop.set()
         announcer.join()
+
+
+def _daemon_thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
+    """Return a thread that prints in the format of this command."""
+    # Values of context variables do not reach a new thread by themselves.
+    run = copy_context().run
+    return threading.Thread(target=run, args=(target, *arguments), daemon=True)
 
 
 def _announce_master(home: Path, stop: threading.Event) -> None:
@@ -295,7 +303,7 @@ def _interrupt_told(home: Path) -> Iterator[None]:
     writer.setblocking(False)
     # Wakeup descriptor instead of a handler: the handlers belong to the master.
     old = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    teller = threading.Thread(target=_tell_interrupt, args=(reader, home), daemon=True)
+    teller = _daemon_thread(_tell_interrupt, reader, home)
     teller.start()
     try:
         yield

@@ -26,6 +26,7 @@ from paceline._cluster.messages.states import (
     ExperimentState,
     TrialState,
     end_kind,
+    told_state,
 )
 from paceline.search import ExitReason as SearchExit
 
@@ -80,7 +81,8 @@ def test_a_state_follows_only_where_the_table_says_so(
     if wanted in expected[present]:
         assert check_transition(present, wanted, transitions, "It") is wanted
     else:
-        with pytest.raises(TransitionError, match=f"from {present.value} to {wanted.value}"):
+        words = f"from {told_state(present.value)} to {told_state(wanted.value)}"
+        with pytest.raises(TransitionError, match=words):
             check_transition(present, wanted, transitions, "It")
 
 

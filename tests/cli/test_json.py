@@ -120,9 +120,6 @@ def test_every_command_of_a_master_prints_its_json(
     mastered("e", "kill", three)
     mastered("e", "wait", three, code=None)
     assert run("experiment continue", one, "-f")["state"] == "COMPLETED"
-    # Nothing could continue without this checkpoint, the only one that is kept.
-    [left] = run("checkpoint delete", uuid, "--glob", "more.txt", "--yes")
-    assert (list(left["resources"]), left["state"]) == (["state.txt"], "PARTIALLY_DELETED")
     for options, is_deleted in ((["--dry-run"], False), (["--yes"], True)):
         assert run("experiment delete", two, *options)["is_deleted"] is is_deleted
 

@@ -67,6 +67,15 @@ def test_a_script_gets_its_arguments_and_gives_its_exit_code_and_is_resumed(
     assert states(paceline, project) == [("completed", 3, 4)]
 
 
+def test_an_error_of_the_command_is_json_and_the_script_prints_what_it_likes(
+    paceline: Any, project: Path
+) -> None:
+    refused = paceline("run", "none.py", "--json", cwd=project, code=2)
+    assert "'none.py' is not there" in json.loads(refused.stderr)["message"]
+    told = paceline("run", "train.py", "--json", "--", "--json", cwd=project)
+    assert told.stdout == "rank 0 from 1 lr 1.0 ['--json']\n"
+
+
 def test_workers_start_through_the_launcher(paceline: Any, project: Path) -> None:
     result = paceline("run", "-n", 2, "train.py", "--", "a", cwd=project)
     assert sorted(result.stdout.splitlines()) == [

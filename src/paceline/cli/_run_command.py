@@ -65,11 +65,18 @@ def run(
     watch: Annotated[
         bool, typer.Option("--watch", help="Show the progress and the newest metrics in one line.")
     ] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print errors of this command as JSON. The output of the script stays."
+        ),
+    ] = False,
 ) -> None:
     """Run a script or a file here, without a master.
 
     The exit code is that of the script, or 2 if it cannot be started.
     """
+    del json  # read by the command's class
     file, arguments = Path(program[0]), program[1:]
     if workers is not None and not _WORKERS.fullmatch(workers):
         _refuse(

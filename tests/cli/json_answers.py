@@ -67,6 +67,11 @@ OUTCOME = record(
     "FaultOutcome", kind=str, hit_step=int | None, resumed_from=int | None,
     replayed_steps=int | None, differences=list[DIFFERENCE],
 )  # fmt: skip
+FOREIGN = record(
+    "CommandDifference", kind=str, step=int | None, rank=int | None, place=str, path=str,
+    detail=str,
+)  # fmt: skip
+RANK = record("RankDifferences", num_differences=int, first_difference=FOREIGN | None)
 ROW = record("PreviewRow", num_trials=int, length=int | None)
 BRACKET = record("PreviewBracket", num_trials=int, rungs=list[int])
 PREVIEW = record(
@@ -109,6 +114,13 @@ COMMANDS: dict[str, Any] = {
         "Verdict", is_exact=bool, steps_completed=int, checkpoint_steps=list[int],
         threads=dict[str, int], operations=list[str], notes=list[str], faults=list[OUTCOME],
         directory=str,
+    )
+    | record(
+        "CommandVerdict", result=str, reason=str, level=str, levels=dict[str, bool | None],
+        adapter=str | None, num_checkpoints=int, resumed_checkpoint=str | None,
+        resumed_from=int | None, killed_at_step=int | None, diverged_at=int | None,
+        notes=list[str], first_difference=FOREIGN | None, ranks=dict[str, RANK],
+        differences=list[FOREIGN], directory=str,
     ),
     "version": record("Version", version=str),
     "experiment create": ExperimentResult | DRY,

@@ -95,6 +95,13 @@ def test_every_command_of_a_master_prints_its_json(
     assert Path(run("checkpoint download", uuid, "-o", tmp_path / "a")["path"]).is_dir()
     assert run("trial download", trial, "-o", tmp_path / "b")["uuid"] == uuid
     assert run("experiment export", one, tmp_path / "d")["num_trials"] == 1
+    three = run("trial continue", trial, "--paused")["id"]
+    assert run("trial kill", run("experiment list-trials", three)[0]["id"])["id"] > trial
+    assert run("trial stop", run("experiment list-trials", three)[0]["id"])["id"] > trial
+    mastered("e", "kill", three)
+    mastered("e", "wait", three, code=None)
+    [left] = run("checkpoint delete", uuid, "--glob", "more.txt", "--yes")
+    assert (list(left["resources"]), left["state"]) == (["state.txt"], "PARTIALLY_DELETED")
     assert run("experiment download", one, tmp_path / "c")["num_files"] == 2
 
     two = run("experiment fork", one, "--paused", "--config", "name=two")["id"]
@@ -114,11 +121,6 @@ def test_every_command_of_a_master_prints_its_json(
     mastered("e", "wait", two, code=None)
     assert run("experiment archive", two)["is_archived"]
     assert not run("experiment unarchive", two)["is_archived"]
-    three = run("trial continue", trial, "--paused")["id"]
-    assert run("trial kill", run("experiment list-trials", three)[0]["id"])["id"] > trial
-    assert run("trial stop", run("experiment list-trials", three)[0]["id"])["id"] > trial
-    mastered("e", "kill", three)
-    mastered("e", "wait", three, code=None)
     assert run("experiment continue", one, "-f")["state"] == "COMPLETED"
     for options, is_deleted in ((["--dry-run"], False), (["--yes"], True)):
         assert run("experiment delete", two, *options)["is_deleted"] is is_deleted

@@ -141,7 +141,7 @@ def test_script_of_another_library_that_cannot_be_judged_has_not_failed(
     assert "no losses were found" in no_losses.stdout
     (place / "train.py").write_text("pass")
     nothing = paceline("verify-resume", "--json", "train.py", cwd=place, code=4)
-    assert json.loads(nothing.stdout)["result"] == "nothing resumable"
+    assert valid("verify-resume", nothing.stdout)["result"] == "nothing resumable"
     absent = paceline("verify-resume", "--", "absent-program", "--lr", "1", cwd=place, code=2)
     assert absent.stdout.startswith("could not run: ")
     wrong = paceline("verify-resume", "--checkpoints", "/tmp/*", "train.py", cwd=place, code=2)

@@ -15,7 +15,12 @@ _EXIT_CODES: dict[str, dict[int, str]] = {
     "experiment wait": _FOLLOWED | {124: "not ended within --timeout"},
     "run": {0: "the script ended with 0", 1: "an error; other codes are the script's"},
     "doctor": {1: "a problem was found, or an error"},
-    "verify-resume": {1: "the runs differ", 2: "no verdict, or wrong usage"},
+    "verify-resume": {
+        1: "the runs differ",
+        2: "no verdict, or wrong usage",
+        3: "not supported: the command does not resume",
+        4: "nothing resumable: no checkpoint was stored",
+    },
     "restore": {3: "restored, but files of the backup are damaged"},
     "home check": {1: "differences are left, or an error"},
 }

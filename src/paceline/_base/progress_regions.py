@@ -258,9 +258,9 @@ def find_region(stream: TextIO | None, most_at_once: int = MOST_AT_ONCE) -> Regi
     if stream is None:
         # A program without a console has none.
         return None
-    if os.environ.get(SWITCH_VARIABLE) == "0":
-        return None
-    if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+    switch = os.environ.get(SWITCH_VARIABLE)
+    is_off = switch == "0" or os.environ.get("CI", "").lower() not in ("", "0", "false")
+    if is_off and switch != "1":
         return None
     if type(stream).__module__.startswith("ipykernel."):
         return NotebookRegion()

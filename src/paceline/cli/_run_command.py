@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from paceline._base.progress_regions import SWITCH_VARIABLE
 from paceline.cli._options_and_errors import report_error
 
 if TYPE_CHECKING:
@@ -63,7 +64,11 @@ def run(
         ),
     ] = 0,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show the progress and the newest metrics in one line.")
+        bool,
+        typer.Option(
+            "--watch",
+            help="Show progress also where it is off: in CI, or with PACELINE_PROGRESS=0.",
+        ),
     ] = False,
     json: Annotated[
         bool,
@@ -89,12 +94,8 @@ def run(
     if resume is not None and kind != "experiment":
         environment[_RESUME_VARIABLE] = resume if resume == "auto" else _path_to_resume(resume)
     if watch:
-        from paceline.cli._watched_run import run_watched
-
-        # The first one: others belong to the script.
-        arguments = sys.argv[1:]
-        arguments.remove("--watch")
-        raise typer.Exit(run_watched(arguments))
+        # The experiment's trial starts with the environment of this process.
+        environment[SWITCH_VARIABLE] = os.environ[SWITCH_VARIABLE] = "1"
     if kind == "experiment":
         raise typer.Exit(_run_experiment(file, workers, resume, changes))
     target = [str(file), *arguments]

@@ -47,3 +47,10 @@ def test_a_stranger_reads_and_searches_and_nothing_comes_from_elsewhere(
         page.close()
     assert [url for url in asked if not url.startswith((master.url, "data:", "blob:"))] == []
     assert errors == []
+
+
+def test_the_head_of_every_page_leads_to_it(master: Any, open_page: Any) -> None:
+    page = open_page(master)
+    with page.expect_popup() as opened:
+        page.get_by_role("link", name="Documentation").click()
+    assert opened.value.url == f"{master.url}/docs/"

@@ -3,6 +3,7 @@
 import { ActionIcon, AppShell, Group, Menu, Modal, Text, Tooltip } from "@mantine/core";
 import { useMantineColorScheme } from "@mantine/core";
 import {
+  IconBook,
   IconChartDots3,
   IconDeviceDesktop,
   IconFlask,
@@ -65,6 +66,19 @@ export function Frame() {
           </Link>
           <Group gap={4}>
             <Connection />
+            <Tooltip label="Documentation">
+              <ActionIcon
+                component="a"
+                href="/docs/"
+                target="_blank"
+                variant="subtle"
+                color="gray"
+                aria-label="Documentation"
+                size="lg"
+              >
+                <IconBook size={20} />
+              </ActionIcon>
+            </Tooltip>
             <ThemeMenu />
             <SignOut />
           </Group>

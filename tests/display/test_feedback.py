@@ -1,5 +1,6 @@
 """What a person reads of a run without a trainer: its beginning, its progress, its end."""
 
+import json
 import re
 import subprocess
 import sys
@@ -241,14 +242,21 @@ if __name__ == "__main__":
 """
 
 
-def test_a_search_shows_its_trials_the_best_and_where_it_is(run_python: Run) -> None:
+def test_a_search_shows_its_trials_the_best_and_where_it_is(
+    run_python: Run, tmp_path: Path
+) -> None:
     lines = run_python(SEARCH).stderr.splitlines()
     assert re.fullmatch(r"search of 3 trial\(s\)  run paceline_runs/\S+-script-search", lines[0])
     *_, end, best, run, look = lines
     assert re.match(r"trial 3 of 3  100%  completed in .*  best_loss=0\.3333$", end)
     assert best == "best trial 2: x=1.0"
     assert run.startswith("run paceline_runs/")
-    assert look.startswith("look: paceline runs show ")
+    assert look.startswith("look: paceline runs list ")
+    listed = subprocess.run(
+        [sys.executable, "-m", "paceline.cli", *look.split()[2:], "--json"],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert len(json.loads(listed.stdout)) == 3
 
 
 FUNCTION = """

@@ -63,6 +63,7 @@ class RunFeedback:
         is_quiet: Whether to show nothing, as on ranks other than the chief.
         resuming: Code that resumes the run where there is no command, as a format of the
             directory.
+        trials: The directory with the runs of a search's trials.
 
     Attributes:
         is_quiet: Whether nothing is shown.
@@ -76,10 +77,11 @@ class RunFeedback:
         num_workers: int = 1,
         is_quiet: bool = False,
         resuming: str = "init(resume={!r})",
+        trials: Path | None = None,
     ) -> None:
         self._path, self._name = path, info.name
         self._num_workers = num_workers
-        self._resuming = resuming
+        self._resuming, self._trials = resuming, trials
         self.is_quiet = is_quiet or bool(info.cluster_id)
         # `paceline experiment create --local` has lines of its own around its trial.
         self._is_framed = not self.is_quiet and info.trial is None
@@ -181,6 +183,8 @@ class RunFeedback:
         path = shortest_path(str(self._path))
         is_here = path == f"{RUNS_DIRECTORY}/{self._path.name}"
         look = f"look: paceline runs show {shlex.quote(self._path.name if is_here else path)}"
+        if self._trials is not None:
+            look = f"look: paceline runs list {shlex.quote(shortest_path(str(self._trials)))}"
         if not is_unfinished(ending):
             return *places, look
         if resume is not None:

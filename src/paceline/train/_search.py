@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline import core
 from paceline._base.notebook_tables import html_table
-from paceline._training.masterless_search import SearchRun, SearchTrial, TrialOutcome
+from paceline._training.masterless_search import TRIALS_FOLDER, SearchRun, SearchTrial, TrialOutcome
 from paceline._training.masterless_search_trials import (
     StepwiseTrial,
     begun_search,
@@ -241,7 +241,7 @@ def search(
             seed=trial.create.trial_seed,
         )
 
-    feedback = RunFeedback(journal.path, journal.opened.info)
+    feedback = RunFeedback(journal.path, journal.opened.info, trials=journal.path / TRIALS_FOLDER)
     error: BaseException | None = None
     try:
         run = begun_search(chosen, journal, config or {}, TrialResult)

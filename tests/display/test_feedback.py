@@ -292,6 +292,8 @@ def test_a_train_function_has_one_display(
     assert re.fullmatch(rf"script\.py  {RUN}", begin)
     assert [line.partition("  ")[0] for line in lines] == reports
     assert "completed in" in end
+    # A display that has shown no report counts none.
+    assert end.startswith("report 2" if reports else "completed")
     assert re.fullmatch(RUN, run)
     assert look.startswith("look: ")
     assert len(result.stdout.splitlines()) == printed

@@ -1,7 +1,9 @@
 """The projects that `paceline init` makes: each runs as it stands, as its README says."""
 
+import compileall
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,9 @@ from typing import get_args
 
 import pytest
 
-from paceline.cli._init_command import Door
+from paceline.cli import _app
+from paceline.cli._app import examples_directory
+from paceline.cli._init_command import Door, init
 
 MAIN = {"declarative": "run.yaml"}
 
@@ -63,3 +67,16 @@ def test_hidden_files_stay_as_they_are(tmp_path: Path) -> None:
     told = paceline(tmp_path, "init")
     assert "Start it with: paceline run train.py" in told
     assert (tmp_path / ".gitignore").read_text() == "mine"
+
+
+def test_what_an_installer_compiles_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = tmp_path / "examples"
+    shutil.copytree(examples_directory() / "starters", examples / "starters")
+    compileall.compile_dir(examples, quiet=1)
+    assert (examples / "starters" / "core" / "__pycache__").is_dir()
+    monkeypatch.setattr(_app, "examples_directory", lambda: examples)
+    init(tmp_path / "project", "core")
+    assert not (tmp_path / "project" / "__pycache__").exists()
+    assert (tmp_path / "project" / "train.py").is_file()

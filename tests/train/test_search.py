@@ -121,6 +121,30 @@ def test_asha_stops_trials_on_warm_workers(trainer: train.Trainer, tmp_path: Pat
         train.search(climb, {**SPACE, "epochs": 9}, asha(), directory=results.directory)
 
 
+def test_the_variable_that_names_a_run_resumes_a_search_and_never_leads_a_trial_elsewhere(
+    trainer: train.Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def search() -> train.SearchResults:
+        return train.search(climb, SPACE, asha(), trainer=trainer, max_concurrent_trials=1, seed=3)
+
+    first = search()
+    monkeypatch.setenv("PACELINE_RESUME", str(first.directory))
+    assert (search().directory, told(search())) == (first.directory, told(first))
+    # A plain run: neither the search nor one of its trials continues it.
+    plain = tmp_path / "plain"
+    monkeypatch.delenv("PACELINE_RESUME")
+    with train.Trainer(num_workers=0, run_dir=plain) as alone:
+        alone.run(climb, {"lr": 1.0, "epochs": 2})
+    before = sorted(path.name for path in plain.rglob("*"))
+    monkeypatch.setenv("PACELINE_RESUME", str(plain))
+    other = search()
+    assert other.directory != first.directory
+    assert {trial.run_dir.parent for trial in other} == {other.directory / "trials"}
+    assert sorted(path.name for path in plain.rglob("*")) == before
+
+
 def test_trials_that_fail_or_refuse_their_hyperparameters_are_told(
     trainer: train.Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -25,7 +26,7 @@ from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline.core._arguments import Outcome
 from paceline.core._attempt_journal import begin_journal, end_journal, outcome_of
 from paceline.core._open_run import OpenedRun, open_run
-from paceline.core._run_directories import run_name
+from paceline.core._run_directories import RESUME_VARIABLE, run_name
 from paceline.search._search import Search
 from paceline.search._search_method import (
     Create,
@@ -46,6 +47,13 @@ logger = logging.getLogger(__name__)
 faults.register("train.search.input")
 
 
+def _search_to_resume(name: str) -> Path | None:
+    """Return the directory that PACELINE_RESUME names, if it has a search of this name."""
+    path = Path(os.environ.get(RESUME_VARIABLE) or "auto")
+    is_search = (path / "run.json").exists() and RunDirectory(path).read_info().name == name
+    return path.absolute() if is_search else None
+
+
 class SearchJournal:
     """Run directory of a search, with the inputs of the search as its journal.
 
@@ -62,9 +70,10 @@ class SearchJournal:
 
     def __init__(self, directory: Path | None, setup: Mapping[str, Any], seed: int | None) -> None:
         self._lock = ExitStack()
+        name = f"{run_name()}-search"
         self._opened = opened = open_run(
-            name=f"{run_name()}-search",
-            directory=directory,
+            name=name,
+            directory=directory or _search_to_resume(name),
             seed=seed,
             hparams=setup["space"],
             is_resumable=False,

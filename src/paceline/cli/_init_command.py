@@ -39,7 +39,9 @@ def init(
 
     _check_free(directory)
     source = examples_directory() / "starters" / door
-    files = {path.name: path.read_text("utf-8") for path in sorted(source.iterdir())}
+    # An installer compiles the starters into a directory beside them.
+    paths = sorted(path for path in source.iterdir() if path.is_file())
+    files = {path.name: path.read_text("utf-8") for path in paths}
     if not (directory / ".gitignore").exists():
         files[".gitignore"] = _IGNORED
     directory.mkdir(parents=True, exist_ok=True)

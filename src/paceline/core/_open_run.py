@@ -89,6 +89,7 @@ def open_run(
     seed: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     is_resumable: bool = True,
+    has_own_directory: bool = False,
     master: str | None = None,
     lock: ExitStack,
 ) -> OpenedRun:
@@ -110,6 +111,8 @@ def open_run(
         hparams: The hyperparameters of a run without a master.
         is_resumable: Whether the code here can restore a stored state. Else PACELINE_RESUME is
             not for it, and an earlier run that failed is not mentioned.
+        has_own_directory: Whether `directory` was given for this very run, as for a trial of a
+            search: PACELINE_RESUME is not for it.
         master: The URL of a master that shows a run without one; by default the value of
             PACELINE_REPORT_TO.
         lock: Holds the run's lock until it is closed.
@@ -122,7 +125,7 @@ def open_run(
     cluster_path = os.environ.get(RUN_DIRECTORY_VARIABLE)
     master = master_to_report_to(master)
     if not cluster_path:
-        if is_resumable:
+        if is_resumable and not has_own_directory:
             resume = os.environ.get(RESUME_VARIABLE) or resume
         if number > 1:
             name = f"{name or run_name()}-{number}"

@@ -209,11 +209,16 @@ class ProgressCallback(_OfWorkers):
 
     def finish_training(self, error: BaseException | None) -> None:
         """Show how the run has ended."""
-        if self._progress is not None and self._feedback is not None:
+        if self._feedback is not None:
             last, ending = self._checkpoint, ending_of(error)
             stored = (None, None) if last is None else (last.storage, last.uuid)
-            self._progress.end(ending, *self._feedback.details(ending, *stored))
-            self._progress = None
+            if self._progress is not None and self._has_reports:
+                self._progress.end(ending, *self._feedback.details(ending, *stored))
+            else:
+                if self._progress is not None:
+                    self._progress.close()
+                self._feedback.end(ending, *stored)
+            self._progress = self._feedback = None
 
 
 class RunLines(ProgressCallback):
@@ -224,11 +229,13 @@ class RunLines(ProgressCallback):
     """
 
     def __init__(self, *, shows_reports: bool) -> None:
-        super().__init__()
         self._shows_reports = shows_reports
+        super().__init__()
 
     def _make(self) -> TrainingProgress:
-        is_quiet = self._feedback is not None and self._feedback.is_quiet
+        is_quiet = not self._shows_reports or (
+            self._feedback is not None and self._feedback.is_quiet
+        )
         return TrainingProgress(None, "reports", is_quiet=is_quiet, is_terse=True)
 
     def _take_report(self, report: Report) -> None:

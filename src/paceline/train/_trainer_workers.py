@@ -277,6 +277,7 @@ class TrainerWorkers:
                     storage=self._storage,
                     seed=seed,
                     hparams=config,
+                    has_own_directory=is_named,
                     lock=lock,
                 )
             )

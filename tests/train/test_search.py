@@ -121,7 +121,7 @@ def test_asha_stops_trials_on_warm_workers(trainer: train.Trainer, tmp_path: Pat
         train.search(climb, {**SPACE, "epochs": 9}, asha(), directory=results.directory)
 
 
-def test_the_variable_that_names_a_run_resumes_a_search_and_never_leads_a_trial_elsewhere(
+def test_the_variable_that_names_a_run_resumes_a_search(
     trainer: train.Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -132,17 +132,35 @@ def test_the_variable_that_names_a_run_resumes_a_search_and_never_leads_a_trial_
     first = search()
     monkeypatch.setenv("PACELINE_RESUME", str(first.directory))
     assert (search().directory, told(search())) == (first.directory, told(first))
-    # A plain run: neither the search nor one of its trials continues it.
-    plain = tmp_path / "plain"
-    monkeypatch.delenv("PACELINE_RESUME")
-    with train.Trainer(num_workers=0, run_dir=plain) as alone:
-        alone.run(climb, {"lr": 1.0, "epochs": 2})
-    before = sorted(path.name for path in plain.rglob("*"))
-    monkeypatch.setenv("PACELINE_RESUME", str(plain))
-    other = search()
-    assert other.directory != first.directory
-    assert {trial.run_dir.parent for trial in other} == {other.directory / "trials"}
-    assert sorted(path.name for path in plain.rglob("*")) == before
+
+
+PLAIN = """
+import sys
+from paceline import train
+
+def climb(config):
+    train.report(epochs=1, loss=config["lr"])
+
+if __name__ == "__main__":
+    space = {"lr": {"type": "double", "minval": 1.0, "maxval": 2.0}}
+    searcher = {"name": "random", "metric": "loss", "max_trials": 2, "max_length": {"epochs": 1}}
+    if sys.argv[1:]:
+        train.Trainer(num_workers=0, run_dir="plain").run(climb, {"lr": 1.0})
+    else:
+        results = train.search(climb, space, searcher, max_concurrent_trials=1)
+        print(results.directory, *(trial.run_dir.parent for trial in results))
+"""
+
+
+def test_the_variable_that_names_a_run_leads_no_trial_of_a_search_there(
+    run_python: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_python(PLAIN, "plain")
+    before = sorted(path.name for path in (tmp_path / "plain").rglob("*"))
+    done = run_python(PLAIN, PACELINE_RESUME="plain")
+    directory, *trials = done.stdout.split()
+    assert trials == [f"{directory}/trials"] * 2, done.stderr
+    assert sorted(path.name for path in (tmp_path / "plain").rglob("*")) == before
 
 
 def test_trials_that_fail_or_refuse_their_hyperparameters_are_told(

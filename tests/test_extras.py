@@ -27,6 +27,8 @@ MODULES = {
 # What somebody brings who uses it; pydantic pins its own core.
 BROUGHT = {"accelerate", "boto3", "deepspeed", "horovod", "lightning", "transformers"}
 BROUGHT |= {"pydantic_core"}
+# It loads the module that imports it.
+BROUGHT |= {"pytest"}
 
 
 def project() -> dict[str, Any]:

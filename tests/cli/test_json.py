@@ -114,8 +114,13 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("experiment rename", two, "other")["name"] == "other"
     assert run("experiment note", two, "some")["notes"] == "some"
     assert [each["best_trial"] for each in run("experiment compare", one, one)] == [trial, trial]
+    # Its trial could end before the pause comes.
+    for slot in (0, 1):
+        mastered("s", "drain", "local", slot)
     assert run("experiment activate", two)["state"] in ("QUEUED", "RUNNING")
     assert run("experiment pause", two)["state"] in ("PAUSED", "STOPPING")
+    for slot in (0, 1):
+        mastered("s", "resume", "local", slot)
     assert run("experiment cancel", two)["state"] in ("STOPPING", "CANCELED")
     run("experiment kill", two)
     mastered("e", "wait", two, code=None)

@@ -1,10 +1,10 @@
 """`paceline verify-resume` on scripts of the core API: what it prints and how it ends."""
 
-from collections.abc import json
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import Callable
 import pytest
 from json_answers import valid
 

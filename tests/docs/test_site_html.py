@@ -79,7 +79,7 @@ def test_a_build_makes_the_site_and_the_next_one_stops_at_a_dead_anchor(tmp_path
     ignored = shutil.ignore_patterns("__pycache__", "paceline_runs", "webui", "source.sha256")
     for folder in ("docs", "examples", "src"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-    for page in [*ROOT.glob("*.md"), ROOT / "LICENSE"]:
+    for page in [*ROOT.glob("*.md"), ROOT / "LICENSE", ROOT / "CITATION.cff"]:
         shutil.copy(page, tmp_path)
     shipped = tmp_path / "src" / "paceline" / "_cluster" / "master" / "docs"
     shutil.rmtree(shipped, ignore_errors=True)

@@ -126,7 +126,7 @@ def test_the_rules_for_prometheus_are_yaml() -> None:
 
 
 def test_every_state_is_listed() -> None:
-    table = CLI.text.partition("## States")[2].partition("## JSON")[0]
+    table = CLI.text.partition("## States")[2].partition("## Words")[0]
     rows = re.findall(r"^\| ([A-Z, ]+) \|", table, re.MULTILINE)
     assert {state for row in rows for state in row.split(", ")} == {*ShownState.__members__}
 

@@ -13,7 +13,7 @@ from paceline._cluster.master.api import master_routes as _master_routes
 from paceline._cluster.master.store import tables
 from paceline._cluster.messages.states import ErrorKind, ExitReason
 from paceline.cli import _experiment_follower
-from paceline.client import Client
+from paceline.client import ApiError, Client
 
 SINGLE = {"name": "single", "metric": "loss"}
 
@@ -342,7 +342,7 @@ def test_the_sdk_sets_priorities_and_weights_and_moves_experiments(master: Any) 
         client.get_experiment(ids[2]).set_weight(2.5)
         client.move_in_queue(ids[1], ahead_of=ids[0])
         assert [one.experiment_id for one in client.queue()] == [ids[3], ids[1], ids[0], ids[2]]
-        with pytest.raises(ValueError, match="priority"):
+        with pytest.raises(ApiError, match="`priority` must be at most 99"):
             client.get_experiment(ids[0]).set_priority(100)
     with master.core.database.read() as connection:
         experiments = tables.experiments.c

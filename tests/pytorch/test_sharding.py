@@ -209,12 +209,14 @@ def test_the_lines_of_the_docs_load_a_sharded_model(
 ) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text()
     block = guide.partition("A few lines of plain torch")[2].partition("```python\n")[2]
-    lines, _, _ = block.partition("```")
+    lines = block.partition("```")[0].partition("model = MyTransformer()\n")[2]
+    assert lines
     monkeypatch.syspath_prepend(SCRIPT.parent)
     from sharded import Model
 
     model = Model().double()
-    exec(lines, {"checkpoint": str(stored.checkpoint()), "model": model})
+    names = {"torch": torch, "Path": Path, "load_file": load_file}
+    exec(lines, {"checkpoint": str(stored.checkpoint()), "model": model, **names})
     weights = stored.weights()
     assert weights.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(weights[name], value) for name, value in model.named_parameters())

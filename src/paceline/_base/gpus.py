@@ -40,19 +40,20 @@ def run_gpu_program(name: str, *arguments: str) -> str:
     return ""
 
 
-def ask_gpu_program(command: list[str], what: str | None, *, limit_s: float = _LIMIT_S) -> str:
+def ask_gpu_program(command: list[str], what: str | None, *, limit_s: float | None = None) -> str:
     """Return the output of a command.
 
     Args:
         command: The program and its arguments.
         what: The question, for the log; None for no log.
-        limit_s: Seconds that it may take.
+        limit_s: Seconds that it may take; the limit for all programs of GPUs by default.
 
     Raises:
         OSError: It cannot be started.
         subprocess.CalledProcessError: It failed.
         subprocess.TimeoutExpired: It took too long, and was killed.
     """
+    limit_s = _LIMIT_S if limit_s is None else limit_s
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

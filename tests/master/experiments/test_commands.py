@@ -412,7 +412,8 @@ def test_an_experiment_that_has_not_ended_cannot_be_continued(
     bench: Any, in_state: Callable[[str], int], state: str
 ) -> None:
     experiment_id = in_state(state)
-    with pytest.raises(RefusedError, match=f"must have ended, but is {state}"):
+    shown = {"ACTIVE": "QUEUED or RUNNING", "PAUSED": "PAUSED"}.get(state, "STOPPING")
+    with pytest.raises(RefusedError, match=f"must have ended, but is {shown}\\."):
         bench.command("continue_experiment", experiment_id, {})
 
 

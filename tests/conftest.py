@@ -63,6 +63,7 @@ _LEAN_RAY = {
 # Files and directories that take longest, then directories of long files. They come first: at the
 # end, all cores shall have something to do.
 _LONGEST = (
+    *("examples/test_blocks.py", "master/test_unmanaged.py", "examples/test_starters.py"),
     *("cli/test_master_commands.py", "storage/test_s3.py", "system/test_nodes.py"),
     *("system/test_group_faults.py", "data/test_remote.py", "system/test_store_outage.py"),
     *("launch/test_nodes.py", "system/test_node_checkpoints.py", "system/test_fault_matrix.py"),
@@ -71,7 +72,7 @@ _LONGEST = (
     *("pytorch/test_launch.py", "webui/test_faults.py", "webui/test_tabs.py"),
     *("webui/test_live.py", "webui/test_actions.py", "system/test_group_checkpoints.py"),
     *("exactness/test_matrix.py", "system/test_plugins.py", "benchmarks/test_gpu.py"),
-    *("client/test_client.py", "master/starters", "master/test_unmanaged.py"),
+    *("client/test_client.py", "master/starters", "docs"),
     *("train", "webui", "workers", "exactness", "creators", "system", "pytorch", "core", "cli"),
     *("launch", "runner", "examples", "benchmarks", "faults", "packaging"),
 )

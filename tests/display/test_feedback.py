@@ -297,3 +297,27 @@ def test_a_train_function_has_one_display(
     assert re.fullmatch(RUN, run)
     assert look.startswith("look: ")
     assert len(result.stdout.splitlines()) == printed
+
+
+CREATORS = """
+import torch
+from paceline import creators
+
+def data(config):
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*torch.rand(2, 8, 1)))
+
+if __name__ == "__main__":
+    trainer = creators.PyTorchTrainer(
+        model_creator=lambda config: torch.nn.Linear(1, 1),
+        optimizer_creator=lambda model, config: torch.optim.SGD(model.parameters(), lr=0.1),
+        data_creator=data,
+        loss_creator=torch.nn.MSELoss,
+    )
+    trainer.train()
+    raise KeyboardInterrupt
+"""
+
+
+def test_ctrl_c_is_no_failure_of_a_trainer_of_creators(run_python: Run) -> None:
+    stderr = run_python(CREATORS).stderr
+    assert re.search("^batch 8  interrupted after ", stderr, re.MULTILINE), stderr

@@ -226,3 +226,10 @@ def test_stacks_of_ranks_that_alternate_are_folded_for_each() -> None:
 def test_frames_that_are_no_stack_of_a_hang_are_left_as_they_are() -> None:
     frames = STACK.splitlines()[1:]
     assert _texts("\n".join(frames).encode()) == frames
+
+
+def test_a_script_that_prints_frames_without_end_fills_no_memory() -> None:
+    splitter = LineSplitter("stdout")
+    frames = b'  File "train.py", line 1 in f\n' * 1000
+    shown = splitter.feed(b"Thread 1 (most recent call first):\n" + frames, 1.0)
+    assert len(shown) == 1001

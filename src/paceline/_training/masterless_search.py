@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,17 @@ logger = logging.getLogger(__name__)
 faults.register("train.search.input")
 
 
+_search_numbers = count(1)
+
+
 def _search_to_resume(name: str) -> Path | None:
-    """Return the directory that PACELINE_RESUME names, if it has a search of this name."""
+    """Return the directory that PACELINE_RESUME names, if it has a search of this name.
+
+    The directory belongs to the first search of the process that has none: a later one may try
+    another function.
+    """
+    if next(_search_numbers) > 1:
+        return None
     path = Path(os.environ.get(RESUME_VARIABLE) or "auto")
     is_search = (path / "run.json").exists() and RunDirectory(path).read_info().name == name
     return path.absolute() if is_search else None
@@ -73,7 +83,7 @@ class SearchJournal:
         name = f"{run_name()}-search"
         self._opened = opened = open_run(
             name=name,
-            directory=directory or _search_to_resume(name),
+            directory=_search_to_resume(name) if directory is None else directory,
             seed=seed,
             hparams=setup["space"],
             is_resumable=False,

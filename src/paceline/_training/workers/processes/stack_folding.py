@@ -20,6 +20,8 @@ _PYTHON = re.compile(r"<frozen |.*/lib/python3\.\d+/(?!(?:site|dist)-packages/)"
 _MACHINERY = {"paceline": _PACKAGE, "torch": _TORCH, "python": _PYTHON}
 # A stack is written at once.
 _END_S = 0.5
+# Python writes no more frames of a thread; a script that prints such lines must fill no memory.
+_MOST_FRAMES = 100
 
 
 class StackFolder:
@@ -36,7 +38,7 @@ class StackFolder:
     def feed(self, line: "OutputLine") -> "list[OutputLine]":
         """Return the lines to show once this one was read."""
         stack = self._stacks.get(line.rank)
-        if stack is not None and _FRAME.match(line.text):
+        if stack is not None and len(stack) < _MOST_FRAMES and _FRAME.match(line.text):
             stack.append(line)
             self.due = line.time + _END_S
             return []

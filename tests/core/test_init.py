@@ -80,8 +80,6 @@ def test_name_is_the_stem_of_the_script(
     monkeypatch: pytest.MonkeyPatch, script: str, name: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", [script])
-    # Another test of this process may have loaded it.
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     with core.init() as context:
         assert RunDirectory(context.run_dir).read_info().name == name
 

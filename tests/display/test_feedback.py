@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,9 @@ def test_a_later_run_of_a_process_finds_itself_again(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "a b"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "train.py", "--lr", "a b"])
+    # A script that only imports the machinery of notebooks is none.
+    with suppress(ImportError):
+        import_module("ipykernel.kernelapp")
     *_, resume = feedback_of(name="train-2").details("interrupted", "s3://b", "uuid")
     assert resume == "resume: PACELINE_RESUME=auto python -u train.py --lr 'a b'"
 

@@ -53,6 +53,35 @@ class MetricsReported(Record, frozen=True, kw_only=True, tag="metrics", omit_def
     number: int | None = None
 
 
+class MediaFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """File of a run: its path below the run's `files` directory, SHA-256 in hex, bytes.
+
+    `facts` are numbers and texts that describe it, such as an image's width in pixels.
+    """
+
+    path: str
+    digest: str
+    size: int
+    media_type: str
+    caption: str | None = None
+    facts: dict[str, Any] = {}
+
+
+class MediaReported(Record, frozen=True, kw_only=True, tag="media", omit_defaults=True):
+    """Media of a group at a step, for people to look at.
+
+    `kind` is among `MEDIA_KINDS`. Media without a file have their content as `value`: a text, or
+    the `bins` (edges) and `counts` of a histogram.
+    """
+
+    group: str
+    steps_completed: int
+    name: str
+    kind: str
+    files: list[MediaFile] = []
+    value: Any = None
+
+
 class ProgressReported(Record, frozen=True, kw_only=True, tag="progress"):
     """Completed fraction of the whole training, from 0 to 1 inclusive."""
 
@@ -195,6 +224,7 @@ class AttemptFinished(Record, frozen=True, kw_only=True, tag="finished"):
 AnyRecord: TypeAlias = (
     AttemptStarted
     | MetricsReported
+    | MediaReported
     | ProgressReported
     | StatusReported
     | EarlyExitReported
@@ -219,6 +249,9 @@ EARLY_EXIT_REASONS = ("invalid_hp", "user_requested_stop")
 DIVERGED = "diverged"
 """The reason where no code asks for an early exit: the training loss was not finite."""
 ALERT_LEVELS = ("debug", "info", "warn", "error")
+MEDIA_KINDS = (
+    "image", "audio", "video", "table", "histogram", "text", "figure", "html", "file"
+)  # fmt: skip
 OUTCOMES = ("completed", "preempted", "invalid_hp", "error")
 
 _encoder = msgspec.json.Encoder()

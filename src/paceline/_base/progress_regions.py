@@ -172,6 +172,12 @@ class TerminalRegion(Region):
             os.write(self._fd, text.encode(errors="replace"))
 
 
+def is_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook; a mere import of one is not."""
+    kernels = sys.modules.get("ipykernel.kernelapp")
+    return kernels is not None and kernels.IPKernelApp.initialized()
+
+
 class NotebookRegion(Region):
     """A line in a notebook cell's output, replaced in place; a further cell has its own."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from paceline._base.progress_regions import is_notebook
 from paceline._base.run_directory import NotARunDirectoryError, RunDirectory, RunInfo
 from paceline.core._read_runs import (
     RunState,
@@ -41,7 +42,7 @@ def run_name(file: str | os.PathLike[str] | None = None) -> str:
     if stem == "ipykernel_launcher":
         stem = "notebook"
     elif stem in ("", "-c"):
-        stem = "notebook" if "ipykernel" in sys.modules else "python"
+        stem = "notebook" if is_notebook() else "python"
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:_LONGEST_NAME].strip("-.") or "run"
 
 

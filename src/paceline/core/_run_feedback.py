@@ -16,7 +16,7 @@ from paceline._base.progress_display import (
     locations_of,
     shortest_path,
 )
-from paceline._base.progress_regions import show_lines
+from paceline._base.progress_regions import is_notebook, show_lines
 from paceline._base.run_directory import RunInfo
 from paceline.core._arguments import Outcome
 from paceline.core._attempt_journal import outcome_of
@@ -104,7 +104,7 @@ class RunFeedback:
         if not self._is_framed:
             return
         script = Path(sys.argv[0]).name if sys.argv else ""
-        is_script = script.endswith(".py") and "ipykernel" not in sys.modules
+        is_script = script.endswith(".py") and not is_notebook()
         workers = f" on {self._num_workers} workers" if self._num_workers > 1 else ""
         run = f"run {shortest_path(str(self._path))}"
         name = what or (script if is_script else self._name)
@@ -213,7 +213,7 @@ class RunFeedback:
     def _resume_command(self) -> str:
         """Return the command that resumes the run, or the code in a notebook."""
         path = shortest_path(str(self._path))
-        if "ipykernel" in sys.modules or hasattr(sys, "ps1"):
+        if is_notebook() or hasattr(sys, "ps1"):
             return self._resuming.format(path)
         # A later run of a process has a number in its name, and finds itself by that.
         is_first = not self._name.startswith(f"{run_name()}-")

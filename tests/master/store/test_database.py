@@ -288,7 +288,8 @@ def test_another_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
         connection.execute("update meta set value = '999' where key = 'schema_version'")
     connection.close()
     with pytest.raises(
-        DatabaseVersionError, match=rf"must have version {tables.SCHEMA_VERSION}, but has 999.*Hint"
+        DatabaseVersionError,
+        match=rf"version from \d+ to {tables.SCHEMA_VERSION}, but has 999.*Hint",
     ):
         Database(path)
     with sqlite3.connect(path) as connection:

@@ -31,6 +31,7 @@ from paceline._cluster.master.upkeep.home_restore import restore_copy
 STORED = Path(__file__).parents[2] / "stored"
 FIRST = tables.FIRST_SCHEMA_VERSION
 NEWEST = tables.SCHEMA_VERSION
+MUST_HAVE = f"must have a version from {FIRST} to {NEWEST}"
 
 
 def content(path: Path) -> list[str]:
@@ -83,6 +84,32 @@ def next_version(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_version_since_the_first_release_has_its_step() -> None:
     assert len(_upgrades.STEPS) == NEWEST - FIRST
+
+
+def schema(path: Path) -> dict[str, tuple[Any, ...]]:
+    """Return columns, keys and indexes of each table."""
+    engine = sa.create_engine(f"sqlite:///{path}")
+    try:
+        inspector = sa.inspect(engine)
+        return {
+            name: (
+                [(c["name"], str(c["type"]), c["nullable"]) for c in inspector.get_columns(name)],
+                inspector.get_pk_constraint(name)["constrained_columns"],
+                sorted((i["name"], i["column_names"]) for i in inspector.get_indexes(name)),
+            )
+            for name in inspector.get_table_names()
+        }
+    finally:
+        engine.dispose()
+
+
+def test_the_database_of_the_first_release_gets_the_tables_of_a_new_one(tmp_path: Path) -> None:
+    with tarfile.open(STORED / "home_13.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    [stored] = tmp_path.rglob("master.sqlite")
+    Database(stored).close()
+    Database(tmp_path / "new.sqlite").close()
+    assert schema(stored) == schema(tmp_path / "new.sqlite")
 
 
 @pytest.mark.usefixtures("next_version")
@@ -151,7 +178,7 @@ def test_a_home_of_before_the_first_release_is_refused_as_it_is(
         (home / "master.sqlite-wal").touch()
     before = path.read_bytes()
     names = {one.name for one in home.iterdir()}
-    problem = f"must have version {NEWEST}, but has {version}. Nothing was changed. Hint: start"
+    problem = f"{MUST_HAVE}, but has {version}. Nothing was changed. Hint: start"
     with pytest.raises(DatabaseVersionError, match=problem):
         Database(path)
     with pytest.raises(DatabaseVersionError, match=problem):
@@ -177,14 +204,14 @@ def test_such_a_database_is_not_opened_for_writing(old: Path) -> None:
             other.execute("update meta set value = '12' where key = 'schema_version'")
         # A writer would wait for this one, and then say that the database is locked.
         other.execute("begin immediate")
-        with pytest.raises(DatabaseVersionError, match=f"must have version {NEWEST}, but has 12"):
+        with pytest.raises(DatabaseVersionError, match=f"{MUST_HAVE}, but has 12"):
             Database(old)
 
 
 def test_version_0_is_no_earlier_version(old: Path) -> None:
     with closing(sqlite3.connect(old)) as connection, connection:
         connection.execute("update meta set value = '0' where key = 'schema_version'")
-    with pytest.raises(DatabaseVersionError, match=f"must have version {NEWEST}, but has 0"):
+    with pytest.raises(DatabaseVersionError, match=f"{MUST_HAVE}, but has 0"):
         Database(old)
 
 
@@ -195,7 +222,7 @@ def test_a_newer_database_is_refused_as_it_is_with_the_way_back(tmp_path: Path) 
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(f"update meta set value = '{newer}' where key = 'schema_version'")
     before = path.read_bytes()
-    problem = f"must have version {NEWEST}, but has {newer}. Nothing was changed."
+    problem = f"{MUST_HAVE}, but has {newer}. Nothing was changed."
     with pytest.raises(DatabaseVersionError, match=f"{problem} Hint: start the Paceline version"):
         Database(path)
     for version in (1, NEWEST, newer):

@@ -25,6 +25,7 @@ from paceline._cluster.master.authentication import (
 from paceline._cluster.master.executors import Executor, ExecutorContext, LocalExecutor
 from paceline._cluster.master.experiments.attempts import LaunchSources, Leases
 from paceline._cluster.master.experiments.experiment_commands import Commands
+from paceline._cluster.master.experiments.logged_runs import LoggedRuns
 from paceline._cluster.master.experiments.reconciler import Reconciler
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.retention import Retention
@@ -46,6 +47,7 @@ from paceline._cluster.master.starters.pool_runners import PoolDefinition, PoolR
 from paceline._cluster.master.starters.starter_base import Starter
 from paceline._cluster.master.store.database import Database, Transaction, settle_cluster_id
 from paceline._cluster.master.store.list_pages import EncodingCache, NameCache
+from paceline._cluster.master.store.run_files import FileContents
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.master.upkeep.recovery_records import Recorder
 from paceline._cluster.master.waiting import WaitingRequests, Wakeups
@@ -125,7 +127,7 @@ def _total(counter: Counter) -> int:
 
 
 _MAX_AGE_S = 600.0
-_DIRECTORIES = ("logs", "contexts", "attempts")
+_DIRECTORIES = ("logs", "contexts", "attempts", "files")
 
 
 class HomeSizes:
@@ -250,6 +252,8 @@ class Master:
         self.ingest = RecordIngest(self.changes)
         self.transfers = Transfers(self.database, home.cluster_id, self.changes)
         self.unmanaged = Unmanaged(self.changes, self.ingest)
+        self.logged_runs = LoggedRuns(self.unmanaged)
+        self.files = FileContents(home.path / "files")
         address = MasterAddress(url=url, certificate=certificate)
         self.reconciler = Reconciler(
             self.database,

@@ -314,6 +314,9 @@ def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> 
         tables.search_snapshots,
         tables.search_views,
         tables.events,
+        tables.media,
+        tables.run_files,
+        tables.documents,
         tables.trials,
     ):
         connection.execute(delete(table).where(table.c.experiment_id == experiment_id))

@@ -6,12 +6,14 @@ from paceline._base.journal_records import (
     MAX_DEPTH,
     MAX_METADATA_BYTES,
     MAX_STATUS,
+    MEDIA_KINDS,
     NON_FINITE,
     NON_FINITE_KEY,
     AnyRecord,
     AttemptStarted,
     CheckpointFilesDeleted,
     CheckpointStored,
+    MediaReported,
     MetricsReported,
     RecordsDropped,
     RunMetadataSet,
@@ -20,6 +22,7 @@ from paceline._base.journal_records import (
     is_too_deep,
 )
 from paceline._base.run_directory import RunInfo
+from paceline._cluster.master.store.run_files import check_path
 from paceline._cluster.messages.runner_messages import MAX_TIME_S
 
 _MAX_INTEGER = 2**63 - 1
@@ -55,6 +58,8 @@ def check_record(record: AnyRecord, number: int = 0) -> None:
     if isinstance(record, MetricsReported):
         _check_metrics("metrics", record.metrics)
         _check_metrics("validation", record.validation)
+    elif isinstance(record, MediaReported):
+        _check_media(record)
     elif isinstance(record, (CheckpointStored, CheckpointFilesDeleted)):
         for name, size in record.resources.items():
             _check_range(f"resources[{name!r:.200}]", size, _MAX_INTEGER)
@@ -75,6 +80,16 @@ def check_record(record: AnyRecord, number: int = 0) -> None:
     elif isinstance(record, RecordsDropped):
         # Dropped records have smaller numbers than this record.
         _check_range("count", record.count, number)
+
+
+def _check_media(record: MediaReported) -> None:
+    if record.kind not in MEDIA_KINDS:
+        raise ValueError(f"`kind` must be among {MEDIA_KINDS}, but got {record.kind!r:.200}.")
+    _check_json("value", record.value)
+    _check_json("files", msgspec.to_builtins(record.files))
+    for file in record.files:
+        check_path(file.path)
+        _check_range("size", file.size, _MAX_INTEGER)
 
 
 def _check_texts(record: AnyRecord) -> None:

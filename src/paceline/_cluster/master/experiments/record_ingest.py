@@ -20,6 +20,7 @@ from paceline._base.journal_records import (
     CheckpointSentApart,
     CheckpointStored,
     EarlyExitReported,
+    MediaReported,
     MetricsReported,
     OperationCompleted,
     OperationsRequested,
@@ -59,6 +60,7 @@ from paceline._cluster.master.store.metric_rows_and_times import (
     has_points_beyond,
     measure_checkpoints,
 )
+from paceline._cluster.master.store.run_files import add_media
 from paceline._cluster.master.store.series_writer import trim_summaries
 from paceline._cluster.messages.runner_messages import Mark, RecordBatch
 from paceline._cluster.messages.states import AttemptState
@@ -242,9 +244,7 @@ class RecordIngest:
     def _take_records(
         self, transaction: Transaction, attempt: Row[Any], rank: int, records: list[AnyRecord]
     ) -> None:
-        reports = [record for record in records if isinstance(record, MetricsReported)]
-        if reports:
-            self._take_metrics(transaction, attempt, reports)
+        self._take_rows(transaction, attempt, records)
         untold: dict[str, list[MetricsReported]] = {}
         for record in _without_replaced(records):
             if isinstance(record, MetricsReported):
@@ -271,13 +271,25 @@ class RecordIngest:
                 # The rank that refused knows why; others may have no error of their own.
                 why = {} if record.error is None else {"error": record.error}
                 _update_attempt(transaction.connection, attempt.id, outcome=_INVALID_HP, **why)
-            elif rank == CHIEF:
+            elif rank == CHIEF and not isinstance(record, MediaReported):
                 self._take_chief_record(transaction, attempt, record)
         _emit_newest(transaction, attempt, rank, untold)
         self._keep_alerts(
             transaction, attempt.trial_id, rank,
             [record for record in records if isinstance(record, AlertRaised)],
         )  # fmt: skip
+
+    def _take_rows(
+        self, transaction: Transaction, attempt: Row[Any], records: list[AnyRecord]
+    ) -> None:
+        """Store metrics and media, of any rank."""
+        reports = [record for record in records if isinstance(record, MetricsReported)]
+        if reports:
+            self._take_metrics(transaction, attempt, reports)
+        media = [record for record in records if isinstance(record, MediaReported)]
+        if media:
+            trial = self._changes.brief_trial(transaction.connection, attempt.trial_id)
+            add_media(transaction.connection, trial, attempt.number, media)
 
     def _take_metrics(
         self, transaction: Transaction, attempt: Row[Any], reports: list[MetricsReported]

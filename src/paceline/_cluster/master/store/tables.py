@@ -166,7 +166,60 @@ search_views = Table(
 )
 
 
-SCHEMA_VERSION = 13
+# Files of trials: media, saved files and artifacts. Their content lies below `files` in the home.
+run_files = Table(
+    "run_files",
+    metadata,
+    Column("trial_id", ForeignKey("trials.id"), primary_key=True),
+    Column("path", String, primary_key=True),
+    Column("experiment_id", BigInteger, nullable=False),
+    Column("digest", String, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("media_type", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Index("ix_run_files_digest", "digest"),
+    Index("ix_run_files_experiment", "experiment_id"),
+    sqlite_with_rowid=False,
+)
+
+# Media as reported; `files` names rows of `run_files` by their path.
+media = Table(
+    "media",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("trial_id", ForeignKey("trials.id"), nullable=False),
+    Column("experiment_id", BigInteger, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("group", String, nullable=False),
+    Column("name", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("steps_completed", BigInteger, nullable=False),
+    Column("time", Float, nullable=False),
+    Column("files", JSON, nullable=False),
+    Column("value", ScalarColumn),
+    Index("ix_media_trial", "trial_id", "group", "name", "steps_completed", "id"),
+    Index("ix_media_experiment", "experiment_id"),
+)
+
+# What clients of other trackers keep here, in the form in which they ask for it: projects, runs,
+# artifacts, registered models. `kind` begins with the client.
+documents = Table(
+    "documents",
+    metadata,
+    Column("kind", String, primary_key=True),
+    Column("parent", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("content", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("changed_at", Float, nullable=False),
+    # Of the run's experiment; goes with it.
+    Column("experiment_id", BigInteger),
+    Index("ix_documents_experiment", "experiment_id"),
+    sqlite_with_rowid=False,
+)
+
+
+SCHEMA_VERSION = 14
 FIRST_SCHEMA_VERSION = 13
 """Schema version of the first release: no later one takes an older database."""
 
@@ -469,15 +522,18 @@ __all__ = [
     "checkpoints",
     "chunks",
     "counts",
+    "documents",
     "drained_slots",
     "events",
     "experiments",
     "journal_marks",
+    "media",
     "meta",
     "metadata",
     "metric_names",
     "nodes",
     "pools",
+    "run_files",
     "search_inputs",
     "search_snapshots",
     "search_views",

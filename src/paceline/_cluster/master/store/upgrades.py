@@ -5,7 +5,17 @@ from pathlib import Path
 
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
-from sqlalchemy import Connection
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    Connection,
+    Float,
+    ForeignKey,
+    Integer,
+    String,
+    Text,
+)
 
 from paceline._base.files import sync_directory
 from paceline._cluster.master.store.database import copy_of_version
@@ -14,7 +24,54 @@ from paceline._cluster.master.store.tables import FIRST_SCHEMA_VERSION
 
 # Step n leads from schema version `FIRST_SCHEMA_VERSION + n` to the next. Each step is written out:
 # a later change of the tables must not change what an earlier step does.
-STEPS: tuple[Callable[[Operations], None], ...] = ()
+
+
+def _add_files_media_and_documents(operations: Operations) -> None:
+    operations.create_table(
+        "run_files",
+        Column("trial_id", Integer, ForeignKey("trials.id"), primary_key=True),
+        Column("path", String, primary_key=True),
+        Column("experiment_id", BigInteger, nullable=False),
+        Column("digest", String, nullable=False),
+        Column("size", BigInteger, nullable=False),
+        Column("media_type", String, nullable=False),
+        Column("created_at", Float, nullable=False),
+        sqlite_with_rowid=False,
+    )
+    operations.create_index("ix_run_files_digest", "run_files", ["digest"])
+    operations.create_index("ix_run_files_experiment", "run_files", ["experiment_id"])
+    operations.create_table(
+        "media",
+        Column("id", Integer, primary_key=True, autoincrement=True),
+        Column("trial_id", Integer, ForeignKey("trials.id"), nullable=False),
+        Column("experiment_id", BigInteger, nullable=False),
+        Column("attempt", Integer, nullable=False),
+        Column("group", String, nullable=False),
+        Column("name", String, nullable=False),
+        Column("kind", String, nullable=False),
+        Column("steps_completed", BigInteger, nullable=False),
+        Column("time", Float, nullable=False),
+        Column("files", JSON, nullable=False),
+        Column("value", Text),
+    )
+    places = ["trial_id", "group", "name", "steps_completed", "id"]
+    operations.create_index("ix_media_trial", "media", places)
+    operations.create_index("ix_media_experiment", "media", ["experiment_id"])
+    operations.create_table(
+        "documents",
+        Column("kind", String, primary_key=True),
+        Column("parent", String, primary_key=True),
+        Column("name", String, primary_key=True),
+        Column("content", JSON, nullable=False),
+        Column("created_at", Float, nullable=False),
+        Column("changed_at", Float, nullable=False),
+        Column("experiment_id", BigInteger),
+        sqlite_with_rowid=False,
+    )
+    operations.create_index("ix_documents_experiment", "documents", ["experiment_id"])
+
+
+STEPS: tuple[Callable[[Operations], None], ...] = (_add_files_media_and_documents,)
 
 
 def back_up_before_upgrade(path: Path, version: int) -> Path:

@@ -1,0 +1,274 @@
+"""Runs that clients of other trackers log here: unmanaged runs whose journal the master writes."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
+
+from paceline._base.journal_records import AnyRecord, AttemptFinished, AttemptStarted
+from paceline._base.run_directory import RunInfo
+from paceline._cluster.master.experiments.state_decisions import NotFoundError
+from paceline._cluster.master.experiments.unmanaged_run_rows import (
+    experiment_of_run,
+    run_attempts,
+    trial_of_run,
+    update_experiment,
+)
+from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.messages.runner_messages import RunBatch
+
+PROJECT_LABEL = "project:"
+"""What the label of a run's project begins with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRun:
+    """Rows of a logged run: its experiment, its only trial, its newest attempt."""
+
+    run_id: str
+    experiment_id: int
+    trial: Row[Any]
+    attempt: Row[Any]
+
+
+class LoggedRuns:
+    """Writes runs for their clients; used in the writer thread, inside a transaction.
+
+    Args:
+        unmanaged: Takes up the records.
+    """
+
+    def __init__(self, unmanaged: Unmanaged) -> None:
+        self._unmanaged = unmanaged
+
+    def open(
+        self,
+        transaction: Transaction,
+        run_id: str,
+        *,
+        name: str,
+        project: str | None = None,
+        tags: Sequence[str] = (),
+        hparams: Mapping[str, Any] | None = None,
+        created: float | None = None,
+        host: str = "",
+        lease_s: float | None = None,
+    ) -> LoggedRun:
+        """Begin a run; one that is known goes on in a further attempt, unless it still runs.
+
+        Args:
+            transaction: Everything happens in it, or nothing.
+            run_id: The run, in a form that no other client's run can have.
+            name: What it is called.
+            project: Becomes a label.
+            tags: Further labels.
+            hparams: Its hyperparameters so far.
+            created: When it began, in seconds since the epoch; now by default.
+            host: The machine on which it runs, if known.
+            lease_s: Seconds without a record after which it counts as lost; None is for ever.
+        """
+        now = time.time()
+        known = experiment_of_run(transaction.connection, run_id)
+        if known is None:
+            info = RunInfo(
+                run_id=run_id,
+                name=name,
+                created=now if created is None else created,
+                checkpoint_storage="",
+                hparams=dict(hparams or {}),
+            )
+            self._unmanaged.register(transaction, info, "", is_trusted=False)
+            self.relabel(transaction, run_id, project=project, tags=tags)
+        elif hparams:
+            self.set_hparams(transaction, run_id, hparams)
+        experiment, trial = self._rows(transaction.connection, run_id)
+        attempts = run_attempts(transaction.connection, trial.id)
+        if not attempts or attempts[-1].outcome is not None:
+            start = AttemptStarted(
+                time=now if created is None or attempts else created,
+                attempt=len(attempts),
+                generation=0,
+                rank=0,
+                world_size=1,
+                pid=0,
+                host=host,
+                resumed_from=None,
+                # What it has logged stays, as it does with the client's own server.
+                steps_completed=trial.steps_completed,
+            )
+            self._take(transaction, run_id, len(attempts), [start], -1, lease_s=lease_s)
+        return self.get(transaction.connection, run_id)
+
+    def get(self, connection: Connection, run_id: str) -> LoggedRun:
+        """Return the rows of a run.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        experiment, trial = self._rows(connection, run_id)
+        newest = run_attempts(connection, trial.id)[-1]
+        return LoggedRun(run_id=run_id, experiment_id=experiment.id, trial=trial, attempt=newest)
+
+    def append(
+        self,
+        transaction: Transaction,
+        run_id: str,
+        records: Sequence[AnyRecord],
+        *,
+        is_alive: bool = True,
+        lease_s: float | None = None,
+    ) -> None:
+        """Store further records of a run's newest attempt; one that was lost runs again.
+
+        Raises:
+            NotFoundError: There is no such run.
+            ValueError: A record has a value that cannot be.
+        """
+        run = self.get(transaction.connection, run_id)
+        number = _newest_number(transaction.connection, run.attempt.id)
+        self._take(
+            transaction, run_id, run.attempt.run_attempt, records, number,
+            is_alive=is_alive, lease_s=lease_s,
+        )  # fmt: skip
+
+    def finish(
+        self, transaction: Transaction, run_id: str, outcome: str, error: str | None = None
+    ) -> None:
+        """End a run; one that has ended stays as it is.
+
+        Args:
+            transaction: Everything happens in it, or nothing.
+            run_id: The run.
+            outcome: One of `journal_records.OUTCOMES`.
+            error: Why it failed.
+        """
+        if self.get(transaction.connection, run_id).attempt.outcome is None:
+            end = AttemptFinished(time=time.time(), outcome=outcome, error=error)
+            self.append(transaction, run_id, [end], is_alive=False)
+
+    def relabel(
+        self,
+        transaction: Transaction,
+        run_id: str,
+        *,
+        name: str | None = None,
+        project: str | None = None,
+        tags: Sequence[str] | None = None,
+        notes: str | None = None,
+    ) -> None:
+        """Change the texts that people see of a run; None leaves one as it is."""
+        experiment, _ = self._rows(transaction.connection, run_id)
+        values: dict[str, Any] = {"name": name, "notes": notes}
+        kept = [label for label in experiment.labels if label.startswith(PROJECT_LABEL)]
+        if project is not None:
+            kept = [f"{PROJECT_LABEL}{project}"]
+        others = [label for label in experiment.labels if not label.startswith(PROJECT_LABEL)]
+        values["labels"] = [*kept, *dict.fromkeys(others if tags is None else tags)]
+        values = {key: value for key, value in values.items() if value is not None}
+        if any(getattr(experiment, key) != value for key, value in values.items()):
+            update_experiment(transaction.connection, experiment.id, **values)
+
+    def set_hparams(
+        self, transaction: Transaction, run_id: str, hparams: Mapping[str, Any]
+    ) -> None:
+        """Replace the hyperparameters of a run."""
+        trials, (_, trial) = tables.trials, self._rows(transaction.connection, run_id)
+        if trial.hparams != hparams:
+            statement = update(trials).where(trials.c.id == trial.id)
+            transaction.connection.execute(statement.values(hparams=dict(hparams)))
+
+    def _rows(self, connection: Connection, run_id: str) -> tuple[Row[Any], Row[Any]]:
+        experiment = experiment_of_run(connection, run_id)
+        if experiment is None:
+            raise NotFoundError(f"There is no run {run_id!r}.")
+        return experiment, trial_of_run(connection, experiment.id)
+
+    def _take(
+        self,
+        transaction: Transaction,
+        run_id: str,
+        attempt: int,
+        records: Sequence[AnyRecord],
+        newest: int,
+        *,
+        is_alive: bool = True,
+        lease_s: float | None = None,
+    ) -> None:
+        numbered = list(enumerate(records, start=newest + 1))
+        batch = RunBatch(attempt, 0, 0, numbered, newest)
+        self._unmanaged.take(
+            transaction, run_id, [batch], is_alive=is_alive, lease_s=lease_s, is_trusted=False
+        )
+
+
+def _newest_number(connection: Connection, attempt_id: int) -> int:
+    marks = tables.journal_marks.c
+    query = select(func.max(marks.sequence)).where(marks.attempt_id == attempt_id)
+    newest = connection.scalar(query)
+    return -1 if newest is None else newest
+
+
+def get_document(connection: Connection, kind: str, parent: str, name: str) -> Any:
+    """Return the content of a client's document, None if there is none."""
+    content = tables.documents.c.content
+    return connection.scalar(select(content).where(*_place(kind, parent, name)))
+
+
+def list_documents(connection: Connection, kind: str, parent: str | None = None) -> list[Row[Any]]:
+    """Return rows of the documents of a kind, the earliest first."""
+    documents = tables.documents
+    query = select(documents).where(documents.c.kind == kind)
+    if parent is not None:
+        query = query.where(documents.c.parent == parent)
+    return list(connection.execute(query.order_by(documents.c.created_at, documents.c.name)))
+
+
+def change_document(
+    connection: Connection,
+    kind: str,
+    parent: str,
+    name: str,
+    change: Callable[[Any], Any],
+    *,
+    experiment_id: int | None = None,
+) -> Any:
+    """Replace the content of a client's document, and return the new content.
+
+    Args:
+        connection: The writer's.
+        kind: What it is, beginning with the client's name.
+        parent: What it belongs to, such as a project.
+        name: Its name there.
+        change: Called with the content, None if there is none, returns the new one; None deletes.
+        experiment_id: The experiment of the run that it is about: it goes with that.
+    """
+    documents, place, now = tables.documents, _place(kind, parent, name), time.time()
+    before = get_document(connection, kind, parent, name)
+    after = change(before)
+    if after is None:
+        connection.execute(delete(documents).where(*place))
+    elif before is None:
+        connection.execute(
+            insert(documents).values(
+                kind=kind,
+                parent=parent,
+                name=name,
+                content=after,
+                created_at=now,
+                changed_at=now,
+                experiment_id=experiment_id,
+            )
+        )
+    else:
+        statement = update(documents).where(*place)
+        connection.execute(statement.values(content=after, changed_at=now))
+    return after
+
+
+def _place(kind: str, parent: str, name: str) -> tuple[Any, ...]:
+    columns = tables.documents.c
+    return columns.kind == kind, columns.parent == parent, columns.name == name

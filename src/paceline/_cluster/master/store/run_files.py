@@ -1,0 +1,262 @@
+"""Files and media of runs: contents below `files` in the home, by digest; their rows."""
+
+import hashlib
+import os
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+from sqlalchemy import Connection, Row, delete, insert, select
+
+from paceline._base.files import open_regular, sync_directory
+from paceline._base.journal_records import MediaReported
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.metric_series import visible_series_limits
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_INCOMING = "incoming"
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Leftovers and contents without a row are kept for so long: a request may be about to name them.
+_YOUNG_S = 24 * 3600.0
+_MAX_PATH = 1024
+
+
+class FileTooLargeError(ValueError):
+    """The content of a file has more bytes than allowed."""
+
+
+def check_path(path: str) -> str:
+    """Return the path of a run's file, once checked.
+
+    Raises:
+        ValueError: It could lead out of the run's files, or has characters that no file name has.
+    """
+    parts = path.split("/")
+    is_fit = len(path.encode()) <= _MAX_PATH and path.isprintable() and "\\" not in path
+    if not is_fit or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(
+            "The path of a file must be relative, of printable characters, without `.`, `..` or"
+            f" empty parts, and at most {_MAX_PATH} bytes long, but got {path!r:.300}."
+        )
+    return path
+
+
+class FileContents:
+    """Contents of files by their SHA-256, each stored once: ``<root>/<2 digits>/<digest>``.
+
+    Args:
+        root: The directory, which is the master's alone.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    async def receive(
+        self, chunks: AsyncIterator[bytes], *, max_bytes: int, digest: str | None = None
+    ) -> tuple[str, int]:
+        """Store a content as it arrives; return its digest and its number of bytes.
+
+        Nothing is stored of one that is cut off.
+
+        Raises:
+            FileTooLargeError: It has more than `max_bytes`.
+            ValueError: Its digest is not `digest`.
+            OSError: The disk is full, for example.
+        """
+        part = self._new_part()
+        try:
+            found, size = hashlib.sha256(), 0
+            with os.fdopen(os.open(part, _NEW, 0o600), "wb") as file:
+                async for chunk in chunks:
+                    size += len(chunk)
+                    if size > max_bytes:
+                        raise FileTooLargeError(
+                            f"A file must have at most {max_bytes:,} bytes, but this has more."
+                        )
+                    found.update(chunk)
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            return self._keep(part, found.hexdigest(), digest), size
+        finally:
+            with suppress(OSError):
+                part.unlink()
+
+    def put(self, data: bytes) -> str:
+        """Store a content and return its digest."""
+        part = self._new_part()
+        try:
+            with os.fdopen(os.open(part, _NEW, 0o600), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            return self._keep(part, hashlib.sha256(data).hexdigest(), None)
+        finally:
+            with suppress(OSError):
+                part.unlink()
+
+    def open(self, digest: str) -> IO[bytes]:
+        """Return a content, opened.
+
+        Raises:
+            FileNotFoundError: There is none of this digest.
+        """
+        return open_regular(self._path(digest))
+
+    def has(self, digest: str) -> bool:
+        """Return whether a content is there."""
+        return self._path(digest).is_file()
+
+    def sweep(self, used: set[str]) -> int:
+        """Delete contents that no row names, unless they are young; return the bytes freed."""
+        freed, old = 0, time.time() - _YOUNG_S
+        for directory in [*self._root.iterdir()] if self._root.is_dir() else []:
+            for path in directory.iterdir():
+                with suppress(OSError):
+                    facts = path.lstat()
+                    if path.name not in used and facts.st_mtime < old:
+                        path.unlink()
+                        freed += facts.st_size
+        return freed
+
+    def _path(self, digest: str) -> Path:
+        if not _DIGEST.fullmatch(digest):
+            raise FileNotFoundError(f"No content has the digest {digest!r:.100}.")
+        return self._root / digest[:2] / digest
+
+    def _new_part(self) -> Path:
+        incoming = self._root / _INCOMING
+        incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return incoming / secrets.token_hex(16)
+
+    def _keep(self, part: Path, found: str, wanted: str | None) -> str:
+        if wanted not in (None, found):
+            raise ValueError(f"The digest of the file must be {wanted}, but is {found}.")
+        path = self._path(found)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if path.is_file():
+            # Used anew: a sweep must not take it.
+            os.utime(path)
+        else:
+            part.replace(path)
+            sync_directory(path.parent)
+        return found
+
+
+def put_file(
+    connection: Connection, trial: Row[Any], path: str, digest: str, size: int, media_type: str
+) -> None:
+    """Name a content as a file of a trial, in place of an earlier one of this path.
+
+    Raises:
+        ValueError: See `check_path`.
+    """
+    files = tables.run_files
+    key = (files.c.trial_id == trial.id) & (files.c.path == check_path(path))
+    connection.execute(delete(files).where(key))
+    connection.execute(
+        insert(files).values(
+            trial_id=trial.id,
+            path=path,
+            experiment_id=trial.experiment_id,
+            digest=digest,
+            size=size,
+            media_type=media_type,
+            created_at=time.time(),
+        )
+    )
+
+
+def get_file(connection: Connection, trial_id: int, path: str) -> Row[Any] | None:
+    """Return the row of a trial's file, None if there is none."""
+    files = tables.run_files
+    return connection.execute(
+        select(files).where(files.c.trial_id == trial_id, files.c.path == path)
+    ).first()
+
+
+def list_files(
+    connection: Connection, trial_id: int, *, prefix: str = "", after: str = "", limit: int = 1000
+) -> list[Row[Any]]:
+    """Return rows of a trial's files in the order of their paths, those beyond `after`."""
+    files = tables.run_files
+    query = select(files).where(files.c.trial_id == trial_id, files.c.path > after)
+    if prefix:
+        query = query.where(files.c.path >= prefix, files.c.path < prefix + "\U0010ffff")
+    return list(connection.execute(query.order_by(files.c.path).limit(limit)))
+
+
+def used_digests(connection: Connection) -> set[str]:
+    """Return the digests of all files."""
+    return set(connection.execute(select(tables.run_files.c.digest).distinct()).scalars())
+
+
+def add_media(
+    connection: Connection, trial: Row[Any], attempt: int, records: list[MediaReported]
+) -> None:
+    """Store media reports of an attempt."""
+    rows = [
+        {
+            "trial_id": trial.id,
+            "experiment_id": trial.experiment_id,
+            "attempt": attempt,
+            "group": record.group,
+            "name": record.name,
+            "kind": record.kind,
+            "steps_completed": record.steps_completed,
+            "time": record.time,
+            "files": msgspec.to_builtins(record.files),
+            "value": record.value,
+        }
+        for record in records
+    ]
+    if rows:
+        connection.execute(insert(tables.media), rows)
+
+
+def read_media(
+    connection: Connection,
+    trial_id: int,
+    group: str,
+    name: str,
+    *,
+    after: tuple[int, int] = (-1, -1),
+    limit: int = 100,
+) -> list[Row[Any]]:
+    """Return rows of the visible media of a name, by step; those beyond a step and an id.
+
+    What a later attempt repeats is left out, as with metrics.
+    """
+    media, limits = tables.media, visible_series_limits(connection, trial_id)
+    step, row_id = after
+    query = (
+        select(media)
+        .where(
+            media.c.trial_id == trial_id,
+            media.c.group == group,
+            media.c.name == name,
+            (media.c.steps_completed > step)
+            | ((media.c.steps_completed == step) & (media.c.id > row_id)),
+        )
+        .order_by(media.c.steps_completed, media.c.id)
+    )
+    found: list[Row[Any]] = []
+    for row in connection.execute(query):
+        highest = limits.get(row.attempt)
+        if highest is None or row.steps_completed <= highest:
+            found.append(row)
+        if len(found) == limit:
+            break
+    return found
+
+
+def media_names(connection: Connection, trial_id: int) -> list[tuple[str, str, str]]:
+    """Return group, name and kind of all media of a trial, in order."""
+    columns = tables.media.c
+    query = select(columns.group, columns.name, columns.kind).where(columns.trial_id == trial_id)
+    return sorted({(row.group, row.name, row.kind) for row in connection.execute(query.distinct())})

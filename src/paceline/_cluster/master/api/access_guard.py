@@ -3,7 +3,9 @@
 import asyncio
 import re
 import secrets
+from base64 import b64decode
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,7 +17,14 @@ from paceline._base.process_and_network import LOOPBACK_HOSTS
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.request_limits import MAX_HEADER_BYTES, Connection
 from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf, problem
-from paceline._cluster.master.api.route_scopes import PREFIX, ROUTES, ApiRouter, RouteScope, Scopes
+from paceline._cluster.master.api.route_scopes import (
+    PREFIX,
+    ROUTES,
+    TRACKER_PATHS,
+    ApiRouter,
+    RouteScope,
+    Scopes,
+)
 from paceline._cluster.master.authentication import (
     ADMIN,
     SIGN_IN_S,
@@ -179,6 +188,11 @@ class _Identification:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer":
             return await self._of_token(token.strip())
+        if scheme.lower() == b"basic":
+            # Clients of W&B send `api:KEY`, those of MLflow a user with the token as password.
+            with suppress(ValueError):
+                return await self._of_token(b64decode(token, validate=True).partition(b":")[2])
+            return None
         secret = self._cookie(headers)
         if secret is None or headers.get(b"sec-fetch-site", b"none") not in (
             b"none",
@@ -226,8 +240,11 @@ class _Identification:
 
 
 def _has_token(headers: dict[bytes, bytes]) -> bool:
-    """Return whether a request carries a token; browsers never add tokens by themselves."""
-    return headers.get(b"authorization", b"").lower().startswith(b"bearer ")
+    """Return whether a request carries a token.
+
+    Browsers never add one by themselves: no answer asks them for a user and a password.
+    """
+    return headers.get(b"authorization", b"").lower().startswith((b"bearer ", b"basic "))
 
 
 def _refuse_size(headers: list[tuple[bytes, bytes]]) -> Response | None:
@@ -317,7 +334,8 @@ def _no_place_for_request() -> Response:
 
 
 def _is_api(path: str) -> bool:
-    return path.lstrip("/").partition("/")[0].lower() == "api"
+    is_own = path.lstrip("/").partition("/")[0].lower() == "api"
+    return is_own or path.startswith(TRACKER_PATHS)
 
 
 def _name_of(host: str) -> str | None:

@@ -397,6 +397,9 @@ LARGE_BODIES = {
     ("POST", "/trials/{trial_id}/continue"): BodyLimit(_MAX_CONFIG_BYTES),
 }
 
+# Of clients of W&B and MLflow: their paths are whole.
+TRACKER_BODIES: dict[tuple[str, str], BodyLimit] = {}
+
 
 def _setting_limits() -> dict[tuple[str, str], BodyLimit]:
     """Return the larger limits, with the environment's limit for code."""
@@ -424,6 +427,9 @@ class BodyLimits:
         self._large = [
             (method, _limit_route_pattern(prefix + path), limit)
             for (method, path), limit in _setting_limits().items()
+        ] + [
+            (method, _limit_route_pattern(path), limit)
+            for (method, path), limit in TRACKER_BODIES.items()
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

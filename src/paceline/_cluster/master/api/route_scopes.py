@@ -8,6 +8,15 @@ from starlette.routing import Match, compile_path
 from starlette.types import Scope
 
 PREFIX = "/api/v1"
+# First parts of paths that clients of W&B and MLflow ask for, below no prefix of ours.
+TRACKER_PATHS = (
+    "/graphql",
+    "/files/",
+    "/wandb-files/",
+    "/api/2.0/mlflow/",
+    "/api/2.0/mlflow-artifacts/",
+    "/api/3.0/mlflow/",
+)
 
 
 class RouteScope(str, Enum):
@@ -21,6 +30,9 @@ class RouteScope(str, Enum):
     RUNNER = "runner"
     # Whoever may submit, and those who report runs without a master.
     REPORT = "report"
+    # Whoever may read, and those who report runs: the routes of other trackers' clients, which
+    # check themselves what each of them may do.
+    TRACKER = "tracker"
     # The token of the attempt that the path names, and administrators.
     ATTEMPT = "attempt"
 
@@ -147,10 +159,14 @@ class Access(NamedTuple):
             return True
         if attempt_id is not None:
             return self.is_open_to_attempts or self.attempt == str(attempt_id)
+        if scope is RouteScope.REPORT and self.scope is RouteScope.TRACKER:
+            return True
         if scope in (RouteScope.RUNNER, RouteScope.REPORT):
             return self.scope is scope
         if self.scope is RouteScope.REPORT:
             return scope is RouteScope.SUBMIT
+        if self.scope is RouteScope.TRACKER:
+            return scope in _RANKS
         return self.scope in _RANKS and _RANKS.index(self.scope) <= _RANKS.index(scope)
 
 
@@ -174,6 +190,8 @@ class Scopes:
 
     def access(self, method: str, path: str) -> Access:
         """Return the requirement of a request; unknown routes require an administrator."""
+        if path.startswith(TRACKER_PATHS):
+            return Access(RouteScope.TRACKER)
         fixed = self._fixed.get((method, path))
         if fixed is not None:
             return fixed

@@ -57,6 +57,8 @@ class Trial(pytorch.PyTorchTrial):
             x = x * float("nan")
         if self.changes.get("slow_forward") == self.context.distributed.rank:
             time.sleep(0.2)
+        if self.changes.get("has_two_passes"):
+            self.context.backward(self.model(x).pow(2).mean() / 9)
         loss = nn.functional.mse_loss(self.model(x) * self.scale, y)
         if self.changes.get("is_plain"):
             loss.backward()
@@ -64,7 +66,8 @@ class Trial(pytorch.PyTorchTrial):
             self.optimizer.zero_grad()
         else:
             self.context.backward(loss)
-            self.context.step_optimizer(self.optimizer)
+            is_kept = bool(self.changes.get("is_kept")) and batch_idx % 3 != 2
+            self.context.step_optimizer(self.optimizer, auto_zero_grads=not is_kept)
         for value in x[:, 0].tolist():
             self.order.update(value)
         extra = {"extra": 1.0} if self.changes.get("keys") == self.context.distributed.rank else {}
@@ -165,6 +168,10 @@ CASES = {
     "windows": ({}, {"aggregation_frequency": 3}, {}),
     "overlapped windows": ({}, {"aggregation_frequency": 3}, {"data_parallel": "overlapped"}),
     "shorter than the world": ({"size": 5}, {}, {}),
+    "two passes": ({"has_two_passes": True}, {}, {}),
+    "overlapped two passes": ({"has_two_passes": True}, {}, {"data_parallel": "overlapped"}),
+    "kept": ({"is_kept": True}, {}, {}),
+    "overlapped kept": ({"is_kept": True}, {}, {"data_parallel": "overlapped"}),
     "stop": ({"stop_at": 6}, {}, {}),
     "told": ({}, {"checkpoint_period": pytorch.Batch(4)}, {}),
     "nan": ({"nan_at": 6}, {"stop_on_nan": True}, {}),
@@ -196,6 +203,8 @@ for name in sys.argv[1:]:
     train(name, *CASES[name][:2], **CASES[name][2])
 """
 
+# A backward pass adds to gradients that are sums over the ranks already.
+LEFT = "overlapped two passes", "overlapped kept"
 GANS = "gan", "gan clipped", "gan scaled"
 ALONE = "stop overlapped 0", "stop overlapped 2", "stop fsdp 0", "stop fsdp 2"
 LATE = "late stop overlapped 0", "late stop fsdp 2"
@@ -237,7 +246,7 @@ def flat_weights(said: dict[str, Any]) -> list[float]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
     return run(
-        torch_ranks, tmp_path_factory.mktemp("alone"), 1, "flat", "windows",
+        torch_ranks, tmp_path_factory.mktemp("alone"), 1, "flat", "windows", "two passes", "kept",
         "shorter than the world", "gan scaled", *[f"whole {gan}" for gan in GANS],
     )  # fmt: skip
 
@@ -247,11 +256,13 @@ def three(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
     return run(
         torch_ranks, tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
         "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16",
-        "continued", "told", *GANS, *SLOW, *ALONE, *LATE,
+        "continued", "told", "two passes", "kept", *LEFT, *GANS, *SLOW, *ALONE, *LATE,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["flat", "windows", "shorter than the world"])
+@pytest.mark.parametrize(
+    "case", ["flat", "windows", "shorter than the world", "two passes", "kept"]
+)
 def test_three_ranks_train_as_one(alone: Said, three: Said, case: str) -> None:
     """The last batch of an epoch has 5 samples: shards of 4, 1 and 0."""
     expected = flat_weights(alone[case][0])
@@ -272,7 +283,13 @@ def test_optimizers_of_one_batch_see_each_others_steps(alone: Said, three: Said,
 
 
 @pytest.mark.parametrize(
-    ("case", "flat"), [("overlapped", "flat"), ("overlapped windows", "windows")]
+    ("case", "flat"),
+    [
+        ("overlapped", "flat"),
+        ("overlapped windows", "windows"),
+        ("overlapped two passes", "two passes"),
+        ("overlapped kept", "kept"),
+    ],
 )
 def test_overlapped_reduction_gives_what_flat_reduction_gives(
     three: Said, case: str, flat: str
@@ -281,7 +298,7 @@ def test_overlapped_reduction_gives_what_flat_reduction_gives(
         assert flat_weights(said) == pytest.approx(flat_weights(three[flat][0]), rel=1e-9)
 
 
-@pytest.mark.parametrize("case", ["flat", "overlapped", "fp16", *GANS])
+@pytest.mark.parametrize("case", ["flat", "overlapped", "fp16", *GANS, *LEFT])
 def test_ranks_hold_the_same_weights_to_the_last_bit(three: Said, case: str) -> None:
     assert all(said["weights"] == three[case][0]["weights"] for said in three[case])
 

@@ -576,8 +576,12 @@ class PyTorchTrialContext(TrialFacts):
             raise ValueError(
                 "`auto_zero_grads` must be True with `aggregation_frequency` above 1, but is False."
             )
-        if stepper.step(optimizer, clip_grads, scaler) and auto_zero_grads:
+        if not stepper.step(optimizer, clip_grads, scaler):
+            return
+        if auto_zero_grads:
             optimizer.zero_grad()
+        else:
+            stepper.keep_gradients(optimizer)
 
     def set_profiler(self, **options: Any) -> None:
         """Set torch's profiler to record traces of batches; a later call replaces an earlier.

@@ -203,6 +203,7 @@ class OverlappedAllReduce(DistributedDataParallel):
 
     Attributes:
         summed: The parameters whose gradients it sums; not those that were frozen when it was made.
+        left: The parameters whose gradients are sums since this was last emptied.
     """
 
     def __init__(
@@ -220,7 +221,8 @@ class OverlappedAllReduce(DistributedDataParallel):
             find_unused_parameters=True,
         )
         self.summed = tuple(p for p in model.parameters() if p.requires_grad)
-        self.register_comm_hook(weight, _sum_bucket)
+        self.left: dict[torch.nn.Parameter, None] = {}
+        self.register_comm_hook((weight, self.left), _sum_bucket)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -238,10 +240,12 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
 
 # torch asks for these very annotations.
 def _sum_bucket(
-    weight: Callable[[], float] | None,
+    state: tuple[Callable[[], float] | None, dict[torch.nn.Parameter, None]],
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # missing in torch's stubs
 ) -> torch.futures.Future[torch.Tensor]:
+    weight, left = state
     gradients = bucket.buffer()
+    left.update(dict.fromkeys(bucket.parameters()))
     count = 1.0 if weight is None else weight()
     if count != 1.0:
         gradients *= count

@@ -284,6 +284,8 @@ class Stepper:
         self._has_told = False
         self._has_stepped = False
         self._has_scaled = False
+        # Parameters whose gradients stay after a step, as sums over the ranks.
+        self._left: dict[torch.nn.Parameter, None] = {}
         self.calls = WatchedUserCalls(self, distributed.size)
 
     def use_precision(self, precision: Precision) -> None:
@@ -388,6 +390,8 @@ class Stepper:
         create_graph: bool = False,
     ) -> None:
         """Add the gradients of a shard's mean loss, weighted by its samples."""
+        if not self._is_alone:
+            self._leave_sums_to_chief()
         # Weight by samples: shards and ranks may have unequal numbers of them.
         weight = self.accumulation.weight
         if weight != 1.0:
@@ -443,6 +447,23 @@ class Stepper:
         counts, key = self.num_steps_of, id(optimizer)
         counts[key] = counts.get(key, 0) + 1
 
+    def keep_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer's gradients stay after its step, to be added to."""
+        if not self._is_alone:
+            self._left.update(dict.fromkeys(parameters_of(optimizer)))
+
+    def _leave_sums_to_chief(self) -> None:
+        """Drop gradients that are sums already on all ranks but the chief.
+
+        What the ranks add to them is summed, and they with it: they must count once.
+        """
+        for left in (self._left, *(m.left for m in self.models if type(m) is OverlappedAllReduce)):
+            if left and self.grid.data_rank != 0:
+                for parameter in left:
+                    if not is_sharded(parameter):
+                        parameter.grad = None
+            left.clear()
+
     def step_without_data(self) -> None:
         """Take part in the steps of the other ranks, on a rank without samples."""
         while True:
@@ -483,6 +504,8 @@ class Stepper:
         Raises:
             RanksDifferError: Ranks differ that get the results of the chief.
         """
+        if not self._is_alone and self.calls.is_context_used:
+            self._leave_sums_to_chief()
         has_stepped, self._has_stepped = self._has_stepped, False
         if has_stepped:
             self.accumulation.num_steps += 1

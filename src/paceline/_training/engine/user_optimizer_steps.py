@@ -158,6 +158,11 @@ class WatchedUserCalls(GradientSync):
             return
         optimizer.register_step_pre_hook(_hook_before_step(self, optimizer))
 
+    @property
+    def is_context_used(self) -> bool:
+        """Whether the present gradients come from the context's backward passes."""
+        return self._source is _Source.CONTEXT
+
     def note_backward(self) -> None:
         """Record a backward pass run by the context."""
         self._check_within_batch()

@@ -1,5 +1,6 @@
 """Progress in a real notebook."""
 
+import re
 import sys
 from typing import Any
 
@@ -46,4 +47,9 @@ def test_a_cell_has_one_line_of_progress_that_is_replaced_and_a_further_one_its_
     assert last.startswith("epoch 3 of 3  [####################]  100%")
     assert "loss=0.03333  validation_loss=2" in last
     assert run == "run here"
+    # The curve has the loss, over the epochs.
+    [points] = re.findall(r'<polyline points="([^"]+)"', shown["data"]["text/html"])
+    heights = [float(point.partition(",")[2]) for point in points.split()]
+    assert len(heights) > 5
+    assert heights == sorted(heights)
     assert printed["text"] == "afterwards\n"

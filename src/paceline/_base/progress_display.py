@@ -194,10 +194,15 @@ def _progress_numbers(metrics: Mapping[str, Any], others: Iterable[str] = ()) ->
 
     The counts stand in the line already, and only a number is short for certain.
     """
+    for name in _losses_first(metrics):
+        yield _plain(f"{'validation_' * (name in others)}{name}={metrics[name]:.4g}")
+
+
+def _losses_first(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of numeric metrics."""
     for name in sorted(metrics, key=lambda name: not name.endswith("loss")):
-        value = metrics[name]
-        if name not in UNITS and isinstance(value, (int, float)):
-            yield _plain(f"{'validation_' * (name in others)}{name}={value:.4g}")
+        if name not in UNITS and isinstance(metrics[name], (int, float)):
+            yield name
 
 
 def _plain(text: str) -> str:
@@ -358,6 +363,8 @@ class TrainingProgress:
         self._facts.note = ""
         now = time.monotonic()
         self._note_position(steps_completed, records, batches, epoch, now)
+        if metrics is not None:
+            self._follow(metrics)
         if now >= self._next_draw:
             self._draw(now)
 
@@ -392,6 +399,7 @@ class TrainingProgress:
             facts.validation = dict(metrics)
         else:
             facts.training = dict(metrics)
+        self._follow(facts.training or metrics)
         if self._region.takes_report(now, is_frequent=group == "training"):
             self._measure(now)
             self._region.write(report_line(facts, group, metrics))
@@ -453,6 +461,12 @@ class TrainingProgress:
         if self._region.is_live:
             self._measure(now)
             self._region.draw(progress_line(self._facts, self._region.width))
+
+    def _follow(self, metrics: Mapping[str, Any]) -> None:
+        """Add the first metric to the curve."""
+        name = next(_losses_first(metrics), None)
+        if name is not None and self._region is not None and self._facts.completed is not None:
+            self._region.follow(self._facts.completed, float(metrics[name]))
 
 
 def locations_of(

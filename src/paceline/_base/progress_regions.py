@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from html import escape
 from importlib import import_module
+from math import isfinite
 from typing import Any, TextIO
 
 from paceline._base.process_and_network import terminal_text
@@ -17,6 +19,7 @@ _CLEAR = "\r\x1b[K"
 _NARROWEST = 20
 # Log lines of frequent reports in a row, until about as many follow within 100 s.
 MOST_AT_ONCE = 100
+_MOST_CURVE_POINTS = 400
 
 
 class Region:
@@ -38,6 +41,9 @@ class Region:
     def draw(self, text: str) -> None:
         """Show a text in place of the previous text."""
         raise NotImplementedError
+
+    def follow(self, progress: float, value: float) -> None:
+        """Add a point to the curve of a metric, where one is shown."""
 
     def takes_report(self, now: float, *, is_frequent: bool) -> bool:
         """Tell whether to write a report now; a live state shows the report anyway."""
@@ -179,7 +185,10 @@ def is_notebook() -> bool:
 
 
 class NotebookRegion(Region):
-    """A line in a notebook cell's output, replaced in place; a further cell has its own."""
+    """A line and a curve in a notebook cell's output, replaced in place; one of each in each cell.
+
+    The curve has the first metric that is shown, over the progress made.
+    """
 
     interval_s = 0.5
     width = 120
@@ -187,10 +196,24 @@ class NotebookRegion(Region):
     def __init__(self) -> None:
         self._handle: Any = None
         self._cell: Any = None
+        self._curve: list[tuple[float, float]] = []
+
+    def follow(self, progress: float, value: float) -> None:
+        """Add a point to the curve; NaN and infinities are left out."""
+        if not isfinite(value):
+            return
+        if self._curve and progress <= self._curve[-1][0]:
+            self._curve.pop()
+        self._curve.append((progress, value))
+        if len(self._curve) > _MOST_CURVE_POINTS:
+            # The newest one stays.
+            del self._curve[-2:0:-2]
 
     def draw(self, text: str) -> None:
-        """Show a text in place of the previous text."""
+        """Show a text in place of the previous text, above the curve."""
         data = {"text/plain": text}
+        if len(self._curve) > 1:
+            data["text/html"] = f"<pre>{escape(text)}</pre>{_curve_svg(self._curve)}"
         shell = import_module("IPython").get_ipython()
         cell = getattr(shell, "execution_count", None)
         if self._handle is None or cell != self._cell:
@@ -203,6 +226,22 @@ class NotebookRegion(Region):
     def end(self, text: str, details: Sequence[str]) -> None:
         """Show the final state with details below."""
         self.draw(f"{text}\n{_paragraph(details)}".rstrip())
+
+
+def _curve_svg(points: Sequence[tuple[float, float]]) -> str:
+    """Return a curve with its smallest and largest value as SVG, in the color of text."""
+    xs, ys = zip(*points, strict=True)
+    low, high = min(ys), max(ys)
+    width, height = (xs[-1] - xs[0]) or 1.0, (high - low) or 1.0
+    places = " ".join(
+        f"{60 + 340 * (x - xs[0]) / width:.1f},{75 - 70 * (y - low) / height:.1f}"
+        for x, y in points
+    )
+    return (
+        '<svg width="400" height="80" role="img" font-size="11" fill="currentColor">'
+        f'<text x="0" y="14">{high:.4g}</text><text x="0" y="76">{low:.4g}</text>'
+        f'<polyline points="{places}" fill="none" stroke="#228be6" stroke-width="1.5"/></svg>'
+    )
 
 
 class LogLines(Region):

@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Row, delete, insert, select
 
 from paceline._base.files import open_regular, sync_directory
 from paceline._base.journal_records import MediaReported
+from paceline._base.run_directory import check_file_path as check_path
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_series import visible_series_limits
 
@@ -23,27 +24,10 @@ _INCOMING = "incoming"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Leftovers and contents without a row are kept for so long: a request may be about to name them.
 _YOUNG_S = 24 * 3600.0
-_MAX_PATH = 1024
 
 
 class FileTooLargeError(ValueError):
     """The content of a file has more bytes than allowed."""
-
-
-def check_path(path: str) -> str:
-    """Return the path of a run's file, once checked.
-
-    Raises:
-        ValueError: It could lead out of the run's files, or has characters that no file name has.
-    """
-    parts = path.split("/")
-    is_fit = len(path.encode()) <= _MAX_PATH and path.isprintable() and "\\" not in path
-    if not is_fit or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(
-            "The path of a file must be relative, of printable characters, without `.`, `..` or"
-            f" empty parts, and at most {_MAX_PATH} bytes long, but got {path!r:.300}."
-        )
-    return path
 
 
 class FileContents:

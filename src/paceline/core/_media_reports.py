@@ -14,6 +14,7 @@ from paceline._base.files import write_atomically
 from paceline._base.journal_files import JournalWriter
 from paceline._base.journal_records import MediaFile, MediaReported, RecordLost
 from paceline._base.run_directory import RunDirectory, check_file_path
+from paceline._base.run_files import MEDIA_MARK
 from paceline.core._arguments import check_group, checked_steps, rank_group
 from paceline.core._media_encoding import (
     MAX_FILE_BYTES,
@@ -41,7 +42,6 @@ _MAX_FILES = 100
 _MAX_REPORTED = 100_000
 # A longer text becomes a file.
 _MAX_TEXT_BYTES = 16 * 1024
-_MEDIA_MARK = b'"type":"media"'
 
 Captions = str | Sequence[str] | None
 
@@ -343,7 +343,7 @@ def read_media(run: RunDirectory, name: str | None = None) -> Iterator[MediaRow]
         for key, last_step in standing_journals(run, rank):
             for entry in run.reader(key):
                 # Decoded only where it can be one: most records are metrics.
-                if _MEDIA_MARK not in entry.payload:
+                if MEDIA_MARK not in entry.payload:
                     continue
                 record = entry.decode()
                 if isinstance(record, MediaReported) and name in (None, record.name):

@@ -69,6 +69,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     arguments: list[str] = []
     seed: int | None = None
     hparams: dict[str, Any] | None = None
+    labels: list[str] = []
     judged_metrics: list[str] | None = None
     metadata: dict[str, Any] | None = None
     storage_per_node: bool = False

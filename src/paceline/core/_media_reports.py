@@ -15,7 +15,7 @@ from paceline._base.journal_files import JournalWriter
 from paceline._base.journal_records import MediaFile, MediaReported, RecordLost
 from paceline._base.run_directory import RunDirectory, check_file_path
 from paceline._base.run_files import MEDIA_MARK
-from paceline.core._arguments import check_group, checked_steps, rank_group
+from paceline.core._arguments import checked_steps, rank_group
 from paceline.core._media_encoding import (
     MAX_FILE_BYTES,
     EncodedFile,
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 faults.register("core.media_written")
 
-_TRAINING = "training"
+# Of all media of the chief; other ranks have their own, as with metrics.
+_GROUP = "training"
 _MAX_NAME = 200
 _MAX_CAPTION = 500
 # Files of one report: their list must fit into a record.
@@ -65,8 +66,8 @@ class MediaReports:
     one record. A disk that takes no file costs the report alone: the first one is logged, and all
     of them are counted as lost.
 
-    All methods take the number of completed batches and a name, which may have slashes. They also
-    take `group`, as of metrics, and most take `captions`: a text, or one for each file.
+    All methods take the number of completed batches and a name, which may have slashes, such as
+    "validation/samples"; most take `captions`, a text or one for each file.
     """
 
     def __init__(self, *, run: RunDirectory, journal: JournalWriter, rank: int) -> None:
@@ -77,13 +78,7 @@ class MediaReports:
         self._has_warned_of_media = False
 
     def report_image(
-        self,
-        steps_completed: int,
-        name: str,
-        images: Any,
-        *,
-        captions: Captions = None,
-        group: str = _TRAINING,
+        self, steps_completed: int, name: str, images: Any, *, captions: Captions = None
     ) -> None:
         """Report an image, or up to 100 of them.
 
@@ -95,13 +90,12 @@ class MediaReports:
                 width), with one more axis in front for several; floats go from 0 to 1. Values
                 beyond are shown as the nearest colour, NaN as 0, and their number is recorded.
             captions: A text below them, or one for each.
-            group: The group, as of metrics.
 
         Raises:
             TypeError: One is no image.
             ValueError: An image has another shape, no pixels, or more than 67 million.
         """
-        self._report_media("image", steps_completed, name, encode_images(images), captions, group)
+        self._report_media("image", steps_completed, name, encode_images(images), captions)
 
     def report_audio(
         self,
@@ -111,7 +105,6 @@ class MediaReports:
         *,
         sample_rate: int | None = None,
         captions: Captions = None,
-        group: str = _TRAINING,
     ) -> None:
         """Report sound: the path of a file, or samples.
 
@@ -122,14 +115,13 @@ class MediaReports:
                 integers of 16 bits.
             sample_rate: Samples per second; needed for samples.
             captions: A text below it.
-            group: The group, as of metrics.
 
         Raises:
             TypeError: `audio` is neither.
             ValueError: The samples have another shape, or there is no `sample_rate`.
         """
         file = encode_audio(audio, sample_rate)
-        self._report_media("audio", steps_completed, name, [file], captions, group)
+        self._report_media("audio", steps_completed, name, [file], captions)
 
     def report_video(
         self,
@@ -139,7 +131,6 @@ class MediaReports:
         *,
         frames_per_second: float = 8.0,
         captions: Captions = None,
-        group: str = _TRAINING,
     ) -> None:
         """Report a video: the path of a file, or frames, which become an animated PNG.
 
@@ -149,18 +140,15 @@ class MediaReports:
             video: A path, or (frames, height, width, channels); see `report_image` for values.
             frames_per_second: Of frames.
             captions: A text below it.
-            group: The group, as of metrics.
 
         Raises:
             TypeError: `video` is neither.
             ValueError: The frames have another shape, or are too many.
         """
         file = encode_video(video, frames_per_second)
-        self._report_media("video", steps_completed, name, [file], captions, group)
+        self._report_media("video", steps_completed, name, [file], captions)
 
-    def report_table(
-        self, steps_completed: int, name: str, table: Any, *, group: str = _TRAINING
-    ) -> None:
+    def report_table(self, steps_completed: int, name: str, table: Any) -> None:
         """Report a table of at most 100,000 rows.
 
         Args:
@@ -168,13 +156,12 @@ class MediaReports:
             name: What it is of.
             table: A data frame of pandas, Polars or Arrow, a list of dictionaries, or a dictionary
                 of columns.
-            group: The group, as of metrics.
 
         Raises:
             TypeError: `table` is none of these.
             ValueError: It has too many rows, or columns that are not equally long.
         """
-        self._report_media("table", steps_completed, name, [encode_table(table)], None, group)
+        self._report_media("table", steps_completed, name, [encode_table(table)])
 
     def report_histogram(
         self,
@@ -184,7 +171,6 @@ class MediaReports:
         *,
         num_bins: int = 64,
         counts: Any = None,
-        group: str = _TRAINING,
     ) -> None:
         """Report how values are distributed, such as weights or gradients.
 
@@ -195,18 +181,15 @@ class MediaReports:
                 of the bins.
             num_bins: How many bins of equal width, 1000 at most.
             counts: Counts that are known already, one less than edges.
-            group: The group, as of metrics.
 
         Raises:
             TypeError: They are no numbers.
             ValueError: There are none, or edges and counts do not fit together.
         """
         value = histogram_of(values, counts, num_bins)
-        self._report_media("histogram", steps_completed, name, [], None, group, value)
+        self._report_media("histogram", steps_completed, name, [], value=value)
 
-    def report_text(
-        self, steps_completed: int, name: str, text: str, *, group: str = _TRAINING
-    ) -> None:
+    def report_text(self, steps_completed: int, name: str, text: str) -> None:
         """Report a text, such as a generated answer; one of more than 16 KiB becomes a file.
 
         Raises:
@@ -214,19 +197,13 @@ class MediaReports:
         """
         data = _text_bytes("text", text)
         if len(data) <= _MAX_TEXT_BYTES:
-            self._report_media("text", steps_completed, name, [], None, group, data.decode())
+            self._report_media("text", steps_completed, name, [], value=data.decode())
         else:
             file = EncodedFile(data=data, suffix=".txt", media_type="text/plain")
-            self._report_media("text", steps_completed, name, [file], None, group)
+            self._report_media("text", steps_completed, name, [file])
 
     def report_figure(
-        self,
-        steps_completed: int,
-        name: str,
-        figure: Any,
-        *,
-        captions: Captions = None,
-        group: str = _TRAINING,
+        self, steps_completed: int, name: str, figure: Any, *, captions: Captions = None
     ) -> None:
         """Report a figure of Matplotlib (as PNG) or Plotly (as JSON); it stays open.
 
@@ -234,11 +211,9 @@ class MediaReports:
             TypeError: `figure` is neither.
         """
         file = encode_figure(figure)
-        self._report_media("figure", steps_completed, name, [file], captions, group)
+        self._report_media("figure", steps_completed, name, [file], captions)
 
-    def report_html(
-        self, steps_completed: int, name: str, html: str | Path, *, group: str = _TRAINING
-    ) -> None:
+    def report_html(self, steps_completed: int, name: str, html: str | Path) -> None:
         """Report a page: HTML as a string, or the path of a file as a `Path`.
 
         A master shows it where its scripts reach nothing of the master.
@@ -248,7 +223,7 @@ class MediaReports:
         """
         data = encode_path(html).data if isinstance(html, Path) else _text_bytes("html", html)
         file = EncodedFile(data=data, suffix=".html", media_type="text/html")
-        self._report_media("html", steps_completed, name, [file], None, group)
+        self._report_media("html", steps_completed, name, [file])
 
     def report_file(
         self,
@@ -257,7 +232,6 @@ class MediaReports:
         path: str | os.PathLike[str],
         *,
         captions: Captions = None,
-        group: str = _TRAINING,
     ) -> None:
         """Report a file as it is, of at most 256 MiB.
 
@@ -265,7 +239,7 @@ class MediaReports:
             OSError: It cannot be read.
             ValueError: It is too large, or no regular file.
         """
-        self._report_media("file", steps_completed, name, [encode_path(path)], captions, group)
+        self._report_media("file", steps_completed, name, [encode_path(path)], captions)
 
     def _report_media(
         self,
@@ -273,12 +247,10 @@ class MediaReports:
         steps_completed: int,
         name: str,
         files: Sequence[EncodedFile],
-        captions: Captions,
-        group: str,
+        captions: Captions = None,
         value: Any = None,
     ) -> None:
         steps_completed = checked_steps(steps_completed)
-        check_group(group)
         _check_name(name)
         if len(files) > _MAX_FILES or (not files and value is None):
             raise ValueError(f"A report must have 1 to {_MAX_FILES} files, but has {len(files)}.")
@@ -300,7 +272,7 @@ class MediaReports:
         self._journal.append(
             MediaReported(
                 time=time.time(),
-                group=rank_group(group, self._rank),
+                group=rank_group(_GROUP, self._rank),
                 steps_completed=steps_completed,
                 name=name,
                 kind=kind,

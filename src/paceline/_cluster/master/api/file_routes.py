@@ -124,19 +124,21 @@ async def _store(
     except ValueError as error:
         raise ApiError(422, "invalid_path", str(error)) from error
     left = await asyncio.to_thread(_bytes_left, master, find)
-    if request is None:
-        size = master.files.keep(digest)
-        if size is None:
-            raise ApiError(404, "content_wanted", f"There is no content {digest} yet.")
-    else:
-        limit = max(0, min(MAX_FILE_BYTES, left))
-        try:
-            _, size = await master.files.receive(request.stream(), max_bytes=limit, digest=digest)
-        except FileTooLargeError as error:
-            hint = "" if left > MAX_FILE_BYTES else " The files of its run have their limit."
-            raise ApiError(413, "file_too_large", f"{error}{hint}") from error
-        except ValueError as error:
-            raise ApiError(422, "wrong_digest", str(error)) from error
+    limit = max(0, min(MAX_FILE_BYTES, left))
+    chunks = None if request is None else request.stream()
+    try:
+        if chunks is None:
+            size = master.files.keep(digest)
+        else:
+            _, size = await master.files.receive(chunks, max_bytes=limit, digest=digest)
+    except (OSError, ValueError) as error:
+        # A client that sends all before it reads would see a broken connection.
+        if chunks is not None:
+            async for _ in chunks:
+                pass
+        raise _not_stored(error, has_limit=limit < MAX_FILE_BYTES) from error
+    if size is None:
+        raise ApiError(404, "content_wanted", f"There is no content {digest} yet.")
     await write_rows(
         master,
         lambda transaction: put_file(
@@ -148,6 +150,15 @@ async def _store(
             media_type,
         ),
     )
+
+
+def _not_stored(error: OSError | ValueError, *, has_limit: bool) -> ApiError:
+    if isinstance(error, FileTooLargeError):
+        hint = " The files of its run have reached their limit." if has_limit else ""
+        return ApiError(413, "file_too_large", f"{error}{hint}")
+    if isinstance(error, ValueError):
+        return ApiError(422, "wrong_digest", str(error))
+    return ApiError(507, "not_stored", f"The file cannot be stored ({error.strerror}).")
 
 
 def _bytes_left(master: Master, find: Callable[[Connection], Row[Any]]) -> int:

@@ -7,12 +7,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline._one_line import (
+        Audio,
+        File,
+        Histogram,
+        Html,
+        Image,
+        Run,
+        Table,
+        Video,
+        finish,
+        init,
+        log,
+    )
     from paceline.core._arguments import InvalidHP
     from paceline.core._process_environment import ClusterInfo, get_cluster_info
 
 LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
 
 _NAMES_IN_CORE = frozenset({"ClusterInfo", "InvalidHP", "get_cluster_info"})
+_NAMES_IN_ONE_LINE = frozenset(
+    {
+        *("Audio", "File", "Histogram", "Html", "Image", "Run", "Table", "Video"),
+        *("finish", "init", "log"),
+    }
+)
 _PARTS = frozenset(
     {
         "client",
@@ -30,12 +49,32 @@ _PARTS = frozenset(
     }
 )
 
-__all__ = ["LOG_FORMAT", "ClusterInfo", "InvalidHP", "__version__", "core", "get_cluster_info"]
+__all__ = [
+    "LOG_FORMAT",
+    "Audio",
+    "ClusterInfo",
+    "File",
+    "Histogram",
+    "Html",
+    "Image",
+    "InvalidHP",
+    "Run",
+    "Table",
+    "Video",
+    "__version__",
+    "core",
+    "finish",
+    "get_cluster_info",
+    "init",
+    "log",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in _NAMES_IN_CORE:
         return getattr(import_module("paceline.core"), name)
+    if name in _NAMES_IN_ONE_LINE:
+        return getattr(import_module("paceline._one_line"), name)
     if name in _PARTS:
         try:
             return import_module(f"paceline.{name}")

@@ -86,6 +86,8 @@ COLUMN = {"name": str, "state": str, "settings": dict[str, Any], "metrics": dict
 COMPARED_RUN = record("ComparedRun", **COLUMN)
 COMPARED = record("ComparedExperiment", **COLUMN, best_trial=int | None, best_metric=Number | None)
 PRUNED = record("PrunedRun", path=str, state=str, last_active=float, num_bytes=int, is_deleted=bool)
+FILE = record("File", path=str, size=int)
+COPIED_FILES = record("CopiedFiles", path=str, files=list[str])
 HOME_CHECK = record("HomeCheck", home=str, master_runs=bool, findings=list[Finding])
 
 # JSON of each command. Commands in `LINES` print one such object per line.
@@ -184,6 +186,10 @@ COMMANDS: dict[str, Any] = {
         "DeletedRun", path=str, num_bytes=int, checkpoints_left_in=str | None
     ),
     "runs prune": list[PRUNED],
+    "runs files": list[FILE],
+    "runs download": COPIED_FILES,
+    "trial files": list[FILE],
+    "trial download-files": COPIED_FILES,
     "runs time": record("RunTime", **SHARES, goodput=float | None),
     "token create": CreatedToken,
     "token list": list[Token],

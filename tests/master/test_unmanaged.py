@@ -174,7 +174,7 @@ def send(client: Client) -> Callable[[HandRun], Any]:
 @pytest.fixture
 def watcher(master: Any, runs_path: Path) -> RunsWatcher:
     """Return a watcher of the runs that looks when it is told to."""
-    return RunsWatcher(runs_path, master.core.database, master.core.unmanaged)
+    return RunsWatcher(runs_path, master.core.database, master.core.unmanaged, master.core.files)
 
 
 def dump(master: Any) -> dict[str, list[Any]]:
@@ -1025,14 +1025,16 @@ def test_a_run_is_one_run_however_many_requests_it_takes(
 def test_a_directory_that_is_a_run_is_followed_itself(master: Any, run: HandRun) -> None:
     run.begin()
     run.finish()
-    RunsWatcher(run.path, master.core.database, master.core.unmanaged).scan()
+    RunsWatcher(run.path, master.core.database, master.core.unmanaged, master.core.files).scan()
     assert shown(master) == ("COMPLETED", "COMPLETED")
 
 
 def test_a_directory_that_is_not_there_yet_is_waited_for(
     master: Any, tmp_path: Path, run: HandRun
 ) -> None:
-    watcher = RunsWatcher(tmp_path / "later", master.core.database, master.core.unmanaged)
+    watcher = RunsWatcher(
+        tmp_path / "later", master.core.database, master.core.unmanaged, master.core.files
+    )
     watcher.scan()
     run.begin()
     run.path.parent.rename(tmp_path / "later")
@@ -1150,7 +1152,9 @@ def test_a_run_that_vanished_ends_until_it_comes_back(
     before = shown(master)
     away = run.path.rename(tmp_path / "away")
     if is_master_new:
-        watcher = RunsWatcher(run.path.parent, master.core.database, master.core.unmanaged)
+        watcher = RunsWatcher(
+            run.path.parent, master.core.database, master.core.unmanaged, master.core.files
+        )
     watcher.scan()
     assert shown(master) == ("ERROR", "ERROR")
     assert "is gone" in master.http.get("/experiments/1").json()["error"]
@@ -1184,7 +1188,7 @@ def test_a_run_of_another_machine_is_lost_once_it_gives_no_sign_of_life(
     assert shown(master) == ("ERROR", "ERROR")
     # It only lagged.
     os.utime(heartbeat)
-    RunsWatcher(runs_path, master.core.database, master.core.unmanaged).scan()
+    RunsWatcher(runs_path, master.core.database, master.core.unmanaged, master.core.files).scan()
     assert shown(master) == ("ACTIVE", "ACTIVE")
 
 
@@ -1196,7 +1200,7 @@ def test_a_second_watcher_and_sync_add_nothing(
     run.finish()
     watcher.scan()
     before = dump(master)
-    RunsWatcher(runs_path, master.core.database, master.core.unmanaged).scan()
+    RunsWatcher(runs_path, master.core.database, master.core.unmanaged, master.core.files).scan()
     assert send(run).num_records == 0
     assert dump(master) == before
 
@@ -1222,7 +1226,9 @@ def test_damaged_lines_of_any_rank_are_told_once_whoever_reads_them(
             send(run)
         else:
             watcher.scan()
-    RunsWatcher(run.path.parent, master.core.database, master.core.unmanaged).scan()
+    RunsWatcher(
+        run.path.parent, master.core.database, master.core.unmanaged, master.core.files
+    ).scan()
     assert shown(master) == ("COMPLETED", "COMPLETED")
     assert [step for step, _, _ in losses(master)] == [1, 3]
     trial = master.http.get("/trials/1").json()

@@ -3,6 +3,7 @@
 The attempts that the master starts only sleep; what is shipped lies in a directory of the test's.
 """
 
+import hashlib
 import json
 import sqlite3
 import time
@@ -29,6 +30,7 @@ from paceline._cluster.runner.master_link import (
 from paceline._cluster.runner.output_shipping import OutputSpool
 from paceline._cluster.runner.record_shipping import Shipper
 from paceline._training.workers.processes.worker_output import OutputLine
+from paceline.core import MediaReports
 from paceline.journal import CheckpointStored, MetricsReported, StatusReported
 
 SLEEP = "import time\ntime.sleep(120)\n"
@@ -466,3 +468,39 @@ def test_pauses_grow_to_the_longest_and_begin_anew_after_a_success() -> None:
     assert pauses[-1] == 0.5
     backoff.reset()
     assert backoff.next_s() == 0.1
+
+
+def test_media_are_shipped_before_their_records_and_lost_files_are_counted(
+    shipment: Shipment, report: Report
+) -> None:
+    run, journal = shipment.directory.run, shipment.journals[0]
+    media = MediaReports(run=run, journal=journal, rank=0)
+    journal.append(report(0))
+    media.report_html(0, "large", "x" * 200_000)
+    media.report_html(0, "gone", "y")
+    media.report_text(0, "said", "hello")
+    journal.append(report(1))
+    [gone] = (run.files_path / "media" / "gone").iterdir()
+    gone.unlink()
+    shipment.master.kill()
+    with pytest.raises(UnreachableError):
+        shipment.shipper.records.ship_once()
+    shipment.master.start()
+    # The content is there already, as after a runner that died before it sent the record.
+    data = b"x" * 200_000
+    path = f"/attempts/1/files/before?digest={hashlib.sha256(data).hexdigest()}"
+    shipment.link.put(path, data, {})
+    shipment.ship_rest()
+    shipment.check(2, 0)
+    names = [one["name"] for one in shipment.master.read("/trials/1/media-names")]
+    assert names == ["large", "said"]
+    files = shipment.master.read("/trials/1/files")["items"]
+    assert [(one["path"].split("/")[0], one["size"]) for one in files] == [
+        ("before", 200_000), ("media", 200_000),
+    ]  # fmt: skip
+    assert shipment.master.read("/trials/1")["num_records_lost"] == 1
+    lines = shipment.master.read("/trials/1/logs", search="is lost")["items"]
+    assert "html 'gone' at step 0: its file 'media/gone/0-0-" in lines[0]["text"]
+    # An attempt writes no file of another one.
+    with pytest.raises(RefusedByMasterError, match="There is no attempt 77"):
+        shipment.link.put(path.replace("attempts/1", "attempts/77"), data, {})

@@ -69,6 +69,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     arguments: list[str] = []
     seed: int | None = None
     hparams: dict[str, Any] | None = None
+    labels: list[str] = []
     judged_metrics: list[str] | None = None
     metadata: dict[str, Any] | None = None
     storage_per_node: bool = False
@@ -116,6 +117,7 @@ _LOCK_TRIES = 6
 _LOCK_PAUSE_S = 0.02
 # Ends the note of a checkpoint that another process commits.
 _PART = ".part"
+_MAX_FILE_PATH = 1024
 # Longer numbers were counted by nobody, and a database has no place for them.
 _JOURNAL_NAME = re.compile(r"a([0-9]{1,9})\.g([0-9]{1,9})\.r([0-9]{1,9})")
 # A forged file must not fill the memory of a reader, such as a master.
@@ -128,6 +130,22 @@ class RunVersionError(ValueError):
 
 class NotARunDirectoryError(ValueError):
     """Raised when a path holds no run directory."""
+
+
+def check_file_path(path: str) -> str:
+    """Return the path of a run's file, once checked.
+
+    Raises:
+        ValueError: It could lead out of the run's files, or has characters that no file name has.
+    """
+    parts = path.split("/")
+    is_fit = path.isprintable() and "\\" not in path and len(path.encode()) <= _MAX_FILE_PATH
+    if not is_fit or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(
+            "The path of a file must be relative, of printable characters, without `.`, `..` or"
+            f" empty parts, and at most {_MAX_FILE_PATH} bytes long, but got {path!r:.300}."
+        )
+    return path
 
 
 class JournalKey(msgspec.Struct, frozen=True, order=True):
@@ -147,7 +165,7 @@ class RunDirectory:
     """A run directory on node-local disk, mode 0700.
 
     Layout: ``run.json``, ``control.json``, ``journal/a<attempt>.g<generation>.r<rank>/``,
-    ``logs/``, ``begun_checkpoints/`` and, for runs without a master, ``checkpoints/``,
+    ``logs/``, ``files/``, ``begun_checkpoints/`` and, for runs without a master, ``checkpoints/``,
     ``heartbeat`` and, of attempts that were killed, ``heartbeat-<attempt>``.
     """
 
@@ -242,6 +260,11 @@ class RunDirectory:
     @property
     def _begun_path(self) -> Path:
         return self.path / "begun_checkpoints"
+
+    @property
+    def files_path(self) -> Path:
+        """Directory of the run's files, such as media."""
+        return self.path / "files"
 
     @property
     def logs_path(self) -> Path:

@@ -14,6 +14,7 @@ from paceline.cli import (  # noqa: F401 - their import adds commands
     _compare_commands,
     _delete_runs_commands,
     _experiment_edit_commands,
+    _file_commands,
 )
 from paceline.cli._backup_and_home_commands import backup, home_app, restore
 from paceline.cli._checkpoint_commands import checkpoint_app

@@ -10,13 +10,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
+from urllib.parse import quote
 
 import msgspec
 
 from paceline._base.journal_files import Entry
+from paceline._base.journal_records import MediaFile
 from paceline._base.process_and_network import integer_setting
 from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
-from paceline.client._http_session import ContextError
+from paceline._base.run_files import (
+    MAX_SMALL_BYTES,
+    REFUSED_FILE_STATUSES,
+    FileShipping,
+    LostFileError,
+)
+from paceline.client._http_session import ApiError, ContextError, MasterUnreachableError
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -294,6 +302,8 @@ class RunSync:
         self._tail: RunTail | None = None
         self._lease_s = lease_s
         self._sent: dict[JournalKey, int] = {}
+        passing = (ApiError, MasterUnreachableError)
+        self._files = FileShipping(self._run, self._send_file, passing)
         self._last: RunReply | None = None
         self._last_at = 0.0
 
@@ -364,7 +374,7 @@ class RunSync:
                 key.attempt,
                 key.generation,
                 key.rank,
-                [(entry.sequence, msgspec.Raw(entry.payload)) for entry in entries],
+                [(one.sequence, msgspec.Raw(self._files.ship(one.payload))) for one in entries],
                 self._sent.get(key, -1),
             )
             for key, entries in found
@@ -380,6 +390,28 @@ class RunSync:
         self._last_at = sent_at
         self._sent |= {key: entries[-1].sequence for key, entries in found if entries}
         return self._last
+
+    def _send_file(self, file: MediaFile, content: IO[bytes]) -> None:
+        """Send a file of a record, unless the master has its content.
+
+        Raises:
+            LostFileError: The master refuses it.
+        """
+        url = f"{self._url}/files/{quote(file.path)}"
+        params = {"digest": file.digest, "media_type": file.media_type}
+        try:
+            if file.size > MAX_SMALL_BYTES:
+                try:
+                    self._session.send("PUT", url, params={**params, "is_known": True})
+                    return
+                except ApiError as error:
+                    if error.code != "content_wanted":
+                        raise
+            self._session.send("PUT", url, params=params, content=content)
+        except ApiError as error:
+            if error.status in REFUSED_FILE_STATUSES:
+                raise LostFileError(f"is refused: {error.detail}") from error
+            raise
 
     def _kept_reply(self) -> "RunReply | None":
         """Return the last reply while the master needs no news of the run; None if due."""

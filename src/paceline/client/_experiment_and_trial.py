@@ -23,7 +23,10 @@ if TYPE_CHECKING:
         AttemptEnvironment,
         LogLine,
         Loss,
+        Media,
+        MediaName,
         MetricRow,
+        RunFile,
         SearchView,
         TrialTime,
     )
@@ -222,6 +225,43 @@ class Trial:
     def num_damaged_lines(self) -> int:
         """Number of damaged output lines found and left out so far."""
         return self._num_damaged_lines
+
+    def media_names(self) -> "list[MediaName]":
+        """Return group, name and kind of the media that the trial has reported."""
+        from paceline._cluster.messages.experiment_models import MediaName
+
+        return self._session.get(f"trials/{self.id}/media-names", list[MediaName])
+
+    def media(self, name: str, group: str = "training") -> "list[Media]":
+        """Return the media reported under a name, by step, without what was repeated later."""
+        from paceline._cluster.messages.experiment_models import Media
+
+        path = f"trials/{self.id}/media"
+        return [*self._session.pages(path, Media, name=name, group=group)]
+
+    def files(self, prefix: str = "") -> "list[RunFile]":
+        """Return the trial's files by path, those whose path begins with `prefix`."""
+        from paceline._cluster.messages.experiment_models import RunFile
+
+        return [*self._session.pages(f"trials/{self.id}/files", RunFile, prefix=prefix)]
+
+    def download_file(self, path: str, to: str | Path) -> Path:
+        """Copy a file of the trial, such as one of its media, and return its place here.
+
+        Args:
+            path: The file, as in `files`.
+            to: The file to write; one that is there is replaced.
+
+        Raises:
+            ApiError: The trial has no such file.
+            OSError: It cannot be written.
+        """
+        from paceline._base.files import replacing_atomically
+
+        target = Path(to)
+        with replacing_atomically(target) as written:
+            self._session.stream_to_file(f"trials/{self.id}/files/{quote(path)}", written)
+        return target
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the trial's checkpoints."""

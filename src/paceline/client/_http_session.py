@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -361,10 +361,12 @@ class HttpSession:
         path: str,
         *,
         params: Mapping[str, Any] | None = None,
-        content: "bytes | Path | None" = None,
+        content: "bytes | Path | IO[bytes] | None" = None,
         key: str | None = None,
     ) -> "httpx2.Response":
         """Send a request and return the answer, always a success.
+
+        A file as `content` is sent from its beginning.
 
         Requests that may be repeated are, when the connection breaks or the master is overloaded.
         """
@@ -473,7 +475,7 @@ class _SentRequest(NamedTuple):
     method: str
     path: str
     params: Mapping[str, Any] | None
-    content: "bytes | Path | None"
+    content: "bytes | Path | IO[bytes] | None"
     key: str | None
 
     def send(self, http: "httpx2.Client") -> "httpx2.Response":
@@ -482,7 +484,9 @@ class _SentRequest(NamedTuple):
         if isinstance(self.content, Path):
             with self.content.open("rb") as file:
                 return http.request(self.method, self.path, params=known, content=file)
-        if self.content is not None:
+        if self.content is not None and not isinstance(self.content, bytes):
+            self.content.seek(0)
+        elif self.content is not None:
             headers["Content-Type"] = "application/json"
         return http.request(
             self.method, self.path, params=known, content=self.content, headers=headers

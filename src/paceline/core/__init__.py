@@ -20,6 +20,7 @@ from paceline.core._checkpoint_context import CheckpointContext
 from paceline.core._core_context import Context, init
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._launcher_place import launched_place
+from paceline.core._media_reports import MediaReports, MediaRow, read_media
 from paceline.core._preemption_and_search import PreemptContext, SearcherContext, SearcherOperation
 from paceline.core._process_environment import ClusterInfo, get_cluster_info
 from paceline.core._profiler_context import ProfilerContext
@@ -49,6 +50,8 @@ __all__ = [
     "DownloadMode",
     "EarlyExitReason",
     "InvalidHP",
+    "MediaReports",
+    "MediaRow",
     "MetricPoint",
     "MetricsRow",
     "NonFiniteError",
@@ -73,6 +76,7 @@ __all__ = [
     "list_runs",
     "read_checkpoints",
     "read_history",
+    "read_media",
     "read_metrics",
     "summarize_run",
     "time_shares_of_run",

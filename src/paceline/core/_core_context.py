@@ -132,9 +132,13 @@ class Context:
         if self.info is None or not self.info.cluster_id:
             log_alert(record, self.distributed.rank)
 
-    def close(self) -> None:
-        """End normally; does nothing if the context is closed already."""
-        self._finish(None)
+    def close(self, error: BaseException | None = None) -> None:
+        """End; does nothing if the context is closed already.
+
+        Args:
+            error: The exception by which the script ends; by default it ends normally.
+        """
+        self._finish(error)
 
     def __enter__(self) -> "Context":
         return self
@@ -207,6 +211,7 @@ def init(
     resume: str | os.PathLike[str] | None = None,
     seed: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    labels: Sequence[str] = (),
     trackers: Sequence[Tracker | str] = (),
     master: str | None = None,
 ) -> Context:
@@ -234,6 +239,7 @@ def init(
             by default, and an earlier one keeps its own. It seeds nothing by itself.
         hparams: The hyperparameters of a run without a master, recorded with a new one so that
             they can be shown.
+        labels: Labels of a new run without a master, to find it by where a master shows it.
         trackers: Other displays of the run: `Tracker` objects, or names such as "mlflow". They work
             on the chief; other ranks ignore them.
         master: The URL of a master that shows this run live, such as "https://head:8080"; by
@@ -267,6 +273,7 @@ def init(
             storage=storage,
             seed=seed,
             hparams=hparams,
+            labels=labels,
             master=master,
             lock=lock,
         )

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -35,6 +35,7 @@ from paceline.core._read_runs import (
 from paceline.core._run_directories import (
     RESUME_VARIABLE,
     NewRunStart,
+    checked_labels,
     checked_run_name,
     drawn_seed,
     is_checkpoint_url,
@@ -88,6 +89,7 @@ def open_run(
     storage: CheckpointStorage | None = None,
     seed: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    labels: Sequence[str] = (),
     is_resumable: bool = True,
     has_own_directory: bool = False,
     master: str | None = None,
@@ -109,6 +111,7 @@ def open_run(
             PACELINE_RUNS names.
         seed: The seed of a run without a master; drawn by default.
         hparams: The hyperparameters of a run without a master.
+        labels: The labels of a new run without a master.
         is_resumable: Whether the code here can restore a stored state. Else PACELINE_RESUME is
             not for it, and an earlier run that failed is not mentioned.
         has_own_directory: Whether `directory` was given for this very run, as for a trial of a
@@ -138,6 +141,7 @@ def open_run(
             storage=storage,
             seed=seed,
             hparams=hparams,
+            labels=labels,
             is_resumable=is_resumable,
             master=master,
             lock=lock,
@@ -213,6 +217,7 @@ def open_run_by_name(
     storage: CheckpointStorage | None,
     seed: int | None,
     hparams: Mapping[str, Any] | None,
+    labels: Sequence[str] = (),
     is_resumable: bool = True,
     master: str | None = None,
     lock: ExitStack,
@@ -265,6 +270,7 @@ def open_run_by_name(
             arguments=list(sys.argv),
             seed=drawn_seed() if seed is None else seed,
             hparams=None if hparams is None else recordable(hparams),
+            labels=checked_labels(labels),
         )
         return _place_new(path, info, start, master, lock)
     warn_changed_hparams(run.read_info(), hparams)

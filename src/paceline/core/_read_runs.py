@@ -95,7 +95,7 @@ def read_history(run: RunDirectory) -> History:
     """Return the history of a run, read from all journals of its chiefs."""
     history = History()
     stored: dict[str, CheckpointStored] = {}
-    for key, last_step in _standing_journals(run):
+    for key, last_step in standing_journals(run):
         history.num_attempts = key.attempt + 1
         history.finished = None
         for entry in run.reader(key):
@@ -142,7 +142,7 @@ def read_metrics(
         group: The metric group, such as "training", or "training_rank_2" for rank 2.
         rank: Who has reported them.
     """
-    for key, last_step in _standing_journals(run, rank):
+    for key, last_step in standing_journals(run, rank):
         for record in _metrics_records(run, key):
             if group is None or record.group == group:
                 yield MetricsRow(
@@ -167,7 +167,7 @@ def read_alerts(run: RunDirectory) -> list[AlertRaised]:
 def last_steps(run: RunDirectory, rank: int) -> dict[str, int]:
     """Return the last valid step of each metric group reported by a rank."""
     found: dict[str, int] = {}
-    for key, last_step in _standing_journals(run, rank):
+    for key, last_step in standing_journals(run, rank):
         for record in _metrics_records(run, key):
             if found.get(record.group, -1) < record.steps_completed <= last_step:
                 found[record.group] = record.steps_completed
@@ -179,7 +179,7 @@ def standing_metrics(
 ) -> dict[str, Any]:
     """Return a rank's valid metrics of a group and step, merged, in encoded form."""
     merged: dict[str, Any] = {}
-    for key, last_step in _standing_journals(run, rank):
+    for key, last_step in standing_journals(run, rank):
         if steps_completed <= last_step:
             for record in _metrics_records(run, key):
                 if record.steps_completed == steps_completed and record.group == group:
@@ -187,7 +187,7 @@ def standing_metrics(
     return merged
 
 
-def _standing_journals(run: RunDirectory, rank: int = 0) -> list[tuple[JournalKey, float]]:
+def standing_journals(run: RunDirectory, rank: int = 0) -> list[tuple[JournalKey, float]]:
     """Return a rank's journals, each with the last step not superseded by a later attempt."""
     standing: list[tuple[JournalKey, float]] = []
     last_step = inf

@@ -6,7 +6,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import isfinite
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # A directory's name has no more than 255: a time before it, and perhaps a number behind.
 _LONGEST_NAME = 230
+_MAX_LABEL = 100
 
 
 def run_name(file: str | os.PathLike[str] | None = None) -> str:
@@ -260,6 +261,23 @@ _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 def drawn_seed() -> int:
     """Return a new seed."""
     return secrets.randbelow(_MAX_SEED)
+
+
+def checked_labels(labels: Sequence[str]) -> list[str]:
+    """Return the labels of a run.
+
+    Raises:
+        TypeError: One is no text, or there is one text in place of a list.
+        ValueError: One is empty or longer than 100 characters.
+    """
+    if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+        raise TypeError(f"`labels` must be a list of texts, but got {labels!r}.")
+    for label in labels:
+        if not 0 < len(label) <= _MAX_LABEL or not label.isprintable():
+            raise ValueError(
+                f"A label must have 1 to {_MAX_LABEL} printable characters, but got {label!r:.200}."
+            )
+    return [*dict.fromkeys(labels)]
 
 
 def recordable(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reports of training: metrics, progress, status and alerts."""
+"""Reports of training: metrics, media, progress, status and alerts."""
 
 import logging
 import math
@@ -47,6 +47,7 @@ from paceline.core._attempt_journal import (
     record_metrics,
     record_time_spent,
 )
+from paceline.core._media_reports import MediaReports
 from paceline.core._preemption_and_search import ControlFile, SearchDecision
 from paceline.core._read_runs import last_steps, read_history, standing_metrics
 from paceline.core._run_feedback import RunFeedback
@@ -60,8 +61,8 @@ _TRAINING, _VALIDATION = "training", "validation"
 _MAX_METADATA_BYTES = 64 * 1024
 
 
-class TrainContext:
-    """Report metrics, progress and status: each call appends to this process's journal.
+class TrainContext(MediaReports):
+    """Report metrics, media, progress and status: each call appends to this process's journal.
 
     Every rank may report metrics, from any thread. Those of another rank than the chief (rank 0)
     are in a group of its own, such as "training_rank_2"; a search looks at the chief's. All else
@@ -83,11 +84,9 @@ class TrainContext:
         times: ScriptTimes,
         feedback: RunFeedback,
     ) -> None:
-        self._run = run
-        self._journal = journal
+        super().__init__(run=run, journal=journal, rank=rank)
         self._control = control
         self._decision = decision
-        self._rank = rank
         self._lock = threading.Lock()
         # Steps of earlier attempts have no remembered metrics: they are read back when needed.
         self._last: dict[str, tuple[int, dict[str, Any] | None]] = {

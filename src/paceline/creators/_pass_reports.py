@@ -378,6 +378,11 @@ class PassRecord:
         """The run directory; None before the first pass, and if nothing is recorded."""
         return None if self._run is None else self._run.path
 
+    @property
+    def media(self) -> core.MediaReports | None:
+        """The reports of media; None where `run_dir` is."""
+        return None if self._run is None else self._run.media
+
     @contextmanager
     def begun(self, num_workers: int, what: str = TRAINING) -> Iterator[None]:
         """Begin the run unless begun, and remember a failure of the pass in the block.
@@ -533,6 +538,7 @@ class _OpenRun:
             run = RunDirectory(self.path)
             self._tracking = core.TrackingGroup(trackers, run, opened)
             self._journal = begin_journal(run, opened, world_size=num_workers)
+            self.media = core.MediaReports(run=run, journal=self._journal, rank=0)
             self.times = TimeAccount(self._record_times)
             self.saved: str | None = None
             self.feedback = RunFeedback(self.path, opened.info, num_workers=num_workers)

@@ -182,6 +182,11 @@ class TrainerState:
         """The run directory; None before the first pass, and where none is recorded."""
         return self._record.run_dir
 
+    @property
+    def media(self) -> core.MediaReports | None:
+        """Reports of images, tables and other media by this process; None where `run_dir` is."""
+        return self._record.media
+
     def shutdown(self, force: bool = False) -> None:
         """End the workers, in bounded time; unsaved state is lost.
 

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -322,6 +323,19 @@ class RankSession(LooseSession):
         number = self.reporter.report(metrics, validation, step)
         if self._gate is not None:
             self._gate.wait(number)
+
+    @cached_property
+    def media(self) -> core.MediaReports:
+        """Media reports of this rank; see `train.media`."""
+        run = self._access.run
+        if self._access.journal_path.parents[1] != run.path:
+            raise core.NotOfferedError(
+                f"`train.media()` needs a node that sees the run directory {str(run.path)!r}, but"
+                " this one does not. Hint: Trainer(run_dir=...) on a file system that the nodes"
+                " share."
+            )
+        self.reporter.begin()
+        return core.MediaReports(run=run, journal=self.reporter.journal, rank=self.rank_info.rank)
 
     def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
         """Save a checkpoint; see `train.save_checkpoint`."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from paceline._training.engine.fsdp_and_tensor_parallel import ShardUnits
     from paceline._training.engine.gradient_reduction import DataParallel
+    from paceline.core._media_reports import MediaReports
     from paceline.train._prepared_loader_and_steps import PreparedLoader
     from paceline.train._rank_checkpoints import Files
     from paceline.train._rank_session import LooseSession
@@ -99,6 +100,22 @@ def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         session.report(more if metrics is None else {**metrics, **more})
     else:
         logger.info("Reported outside of a run: %s", {**(metrics or {}), **more})
+
+
+def media() -> "MediaReports":
+    """Return the reports of images, sound, tables and other media of this worker.
+
+    Call it after `load_checkpoint()`, as reports begin at the step that it resumes from.
+
+    Raises:
+        RuntimeError: The function is not within a run.
+        NotOfferedError: This node does not see the run directory.
+    """
+    session = current_session()
+    if session is None:
+        raise RuntimeError("`train.media()` must be called within a run, but there is none.")
+    found: MediaReports = session.media
+    return found
 
 
 def save_checkpoint(

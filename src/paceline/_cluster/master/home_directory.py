@@ -83,6 +83,7 @@ _DIRECTORIES = {
     "contexts": f"{_BACKUP}; experiments whose code is gone have to be forked",
     "attempts": f"{_BACKUP}; what runs is lost, and its trials resume from checkpoints",
     "logs": _BACKUP,
+    "files": _BACKUP,
     "checkpoints": _BACKUP,
     "records": "move it away. The master writes the records of the database anew",
 }
@@ -355,7 +356,8 @@ class Home:
         # `mkdir` leaves the mode of an existing directory.
         self.path.chmod(0o700)
         checkpoints = self.path / "checkpoints"
-        for path in (self.contexts_path, self.attempts_path, self.logs_path, checkpoints):
+        files = self.path / "files"
+        for path in (self.contexts_path, self.attempts_path, self.logs_path, files, checkpoints):
             path.mkdir(mode=0o700, exist_ok=True)
 
     @property

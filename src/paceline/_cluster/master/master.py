@@ -264,8 +264,10 @@ class Master:
             (self.unmanaged.end_silent, self.lost_nodes.look),
             self.transfers.forget_ended,
         )
-        self.retention = Retention(self.database, self.changes)
-        self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
+        self.retention = Retention(self.database, self.changes, self.files)
+        self._watcher = (
+            None if runs is None else RunsWatcher(runs, self.database, self.unmanaged, self.files)
+        )
         self.recorder = Recorder(self.database, home.path)
         self.pool_runners = PoolRunners(
             pools or {},

@@ -104,6 +104,41 @@ class MetricRow(Message):
     metrics: dict[str, Any]
 
 
+class MediaName(Message):
+    """Group, name and kind of media that a trial has reported."""
+
+    group: str
+    name: str
+    kind: str
+
+
+class Media(Message):
+    """Media report of an attempt; `files` name files of the trial by their `path`.
+
+    Without files, `value` is the content: a text, or `bins` (edges) and `counts`.
+    """
+
+    id: int
+    group: str
+    name: str
+    kind: str
+    steps_completed: int
+    attempt: int
+    time: float
+    files: list[dict[str, Any]]
+    value: Any = None
+
+
+class RunFile(Message):
+    """File of a trial: its path, its SHA-256 in hex, its size in bytes."""
+
+    path: str
+    digest: str
+    size: int
+    media_type: str
+    created_at: float
+
+
 class SeriesOf(Request):
     """Selector of a series; `after_step` restricts the answer to points after a step."""
 

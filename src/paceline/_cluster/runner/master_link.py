@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -154,8 +154,11 @@ class MasterLink:
         # A proxy that knows no ranges has sent the whole file.
         return content if self._status == _PARTIAL else content[offset : offset + size]
 
-    def put(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Send bytes and return the answer's body; raises like `post`."""
+    def put(self, path: str, body: bytes | IO[bytes], headers: Mapping[str, str]) -> bytes:
+        """Send bytes, or a file, and return the answer's body; raises like `post`.
+
+        A file needs its Content-Length among the headers.
+        """
         octets = {"Content-Type": "application/octet-stream"}
         return self._request("PUT", path, body, _TIMEOUT_S, octets | dict(headers))
 
@@ -173,7 +176,7 @@ class MasterLink:
         self,
         method: str,
         path: str,
-        body: bytes | None,
+        body: bytes | IO[bytes] | None,
         timeout_s: float,
         headers: Mapping[str, str] = _JSON,
     ) -> bytes:

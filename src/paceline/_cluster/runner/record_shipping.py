@@ -4,14 +4,22 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
+from urllib.parse import quote, urlencode
 
 import msgspec
 from msgspec.structs import replace
 
 from paceline._base.files import open_private
 from paceline._base.journal_files import Entry, JournalReader, JournalVersionError
-from paceline._base.journal_records import RecordLost, encode_record
+from paceline._base.journal_records import MediaFile, RecordLost, encode_record
 from paceline._base.run_directory import JournalKey
+from paceline._base.run_files import (
+    MAX_SMALL_BYTES,
+    REFUSED_FILE_STATUSES,
+    FileShipping,
+    LostFileError,
+)
 from paceline._cluster.messages.runner_messages import (
     AttemptControl,
     AttemptEnd,
@@ -31,6 +39,7 @@ from paceline._cluster.runner.master_link import (
     MasterLink,
     RefusedByMasterError,
     ShippingLoop,
+    UnreachableError,
     encode,
 )
 from paceline._cluster.runner.output_shipping import OutputShipper
@@ -141,6 +150,7 @@ class RecordShipper(ShippingLoop):
         self._on_judged = on_judged
         self._set_aside = RefusedRecords(directory.set_aside_path)
         self._unreadable: dict[tuple[int, int], str] = {}
+        self._files = FileShipping(directory.run, self._send_file, (UnreachableError,))
 
     @property
     def set_aside(self) -> str | None:
@@ -200,7 +210,31 @@ class RecordShipper(ShippingLoop):
         return RawRecordBatch(*key, records, after)
 
     def _sent(self, entry: Entry) -> bytes:
-        return entry.payload if self.has_checkpoints else without_checkpoint(entry.payload)
+        payload = self._files.ship(entry.payload)
+        return payload if self.has_checkpoints else without_checkpoint(payload)
+
+    def _send_file(self, file: MediaFile, content: IO[bytes]) -> None:
+        """Send a file of a record, unless the master has its content.
+
+        Raises:
+            LostFileError: The master refuses it.
+        """
+        path, _, member = self._path.rpartition("/records")
+        query = {"digest": file.digest, "media_type": file.media_type}
+        url = f"{path}/files/{quote(file.path)}?{urlencode(query)}{member.replace('?', '&')}"
+        try:
+            if file.size > MAX_SMALL_BYTES:
+                try:
+                    self._link.put(f"{url}&is_known=true", b"", {})
+                    return
+                except RefusedByMasterError as error:
+                    if error.code != "content_wanted":
+                        raise
+            self._link.put(url, content, {"Content-Length": str(file.size)})
+        except RefusedByMasterError as error:
+            if error.status in REFUSED_FILE_STATUSES:
+                raise LostFileError(f"is refused: {error}") from error
+            raise
 
     def _read_journal(self, key: JournalKey) -> tuple[int, list[Entry]]:
         """Return the next entries of a journal, and the sequence number before the first."""

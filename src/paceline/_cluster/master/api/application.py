@@ -33,6 +33,7 @@ from paceline._cluster.master.api.experiment_routes import (
     experiment_edit_router,
     experiment_router,
 )
+from paceline._cluster.master.api.file_routes import file_router
 from paceline._cluster.master.api.list_routes import (
     experiment_list_router,
     hyperparameter_router,
@@ -168,6 +169,7 @@ _ROUTERS = (
     log_router,
     checkpoint_router,
     run_router,
+    file_router,
 )
 
 

@@ -243,7 +243,7 @@ async def register_run(
     reply = await write_rows(
         master,
         lambda transaction: master.unmanaged.register(
-            transaction, body.info, body.path, is_trusted=_may_name_directories(identity)
+            transaction, body.info, body.path, is_trusted=may_name_directories(identity)
         ),
     )
     return _json_bytes(reply)
@@ -267,7 +267,7 @@ async def store_run_records(
                 is_alive=body.is_alive or part is not parts[-1],
                 moved=body.moved,
                 lease_s=body.lease_s,
-                is_trusted=_may_name_directories(identity),
+                is_trusted=may_name_directories(identity),
             )
             reply = await write_rows(master, take)
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
@@ -276,7 +276,8 @@ async def store_run_records(
     return _json_bytes(reply)
 
 
-def _may_name_directories(identity: IdentityOf) -> bool:
+def may_name_directories(identity: IdentityOf) -> bool:
+    """Return whether a sender may name directories that the master opens."""
     return identity is not None and identity.scope is not RouteScope.REPORT
 
 

@@ -20,6 +20,7 @@ from paceline._cluster.master.api.requests_and_answers import problem, with_secu
 from paceline._cluster.master.api.route_scopes import PREFIX
 from paceline._cluster.master.authentication import sender_at
 from paceline._cluster.master.master import Measurements
+from paceline._cluster.master.store.run_files import MAX_FILE_BYTES
 from paceline._cluster.messages.runner_messages import MAX_PIECE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -386,6 +387,8 @@ LARGE_BODIES = {
     ("POST", "/attempts/{attempt_id}/checkpoints/{uuid}"): BodyLimit(_MAX_MANIFEST_BYTES),
     ("POST", "/attempts/{attempt_id}/checkpoints/{uuid}/shards"): BodyLimit(_MAX_MANIFEST_BYTES),
     ("PUT", "/attempts/{attempt_id}/checkpoints/{uuid}/pieces"): BodyLimit(MAX_PIECE_BYTES),
+    ("PUT", "/attempts/{attempt_id}/files/{path:path}"): BodyLimit(MAX_FILE_BYTES),
+    ("PUT", "/runs/{run_id}/files/{path:path}"): BodyLimit(MAX_FILE_BYTES),
     ("PUT", "/runs/{run_id}"): BodyLimit(_MAX_CONFIG_BYTES),
     ("POST", "/runs/{run_id}/records"): BodyLimit(_MAX_RECORDS_BYTES),
     ("POST", "/check-config"): BodyLimit(_MAX_CONFIG_BYTES),
@@ -523,7 +526,7 @@ def _declared_bytes(scope: Scope) -> int:
 
 def _limit_route_pattern(path: str) -> re.Pattern[str]:
     """Return a pattern matching the paths of a route."""
-    return re.compile(re.sub(r"{\w+}", "[^/]+", path))
+    return re.compile(re.sub(r"{\w+}", "[^/]+", re.sub(r"{\w+:path}", ".+", path)))
 
 
 # Long-polling routes: slow by design, as they answer on an event or after a timeout.

@@ -83,6 +83,7 @@ _TITLES = {
     431: "Headers too large",
     500: "Internal error",
     503: "Not available",
+    507: "No room",
 }
 _CODES = {401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed"}
 

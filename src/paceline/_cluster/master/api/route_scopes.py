@@ -78,7 +78,11 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /trials/{trial_id}",
         "GET /trials/{trial_id}/checkpoints",
         "GET /trials/{trial_id}/environments",
+        "GET /trials/{trial_id}/files",
+        "GET /trials/{trial_id}/files/{path:path}",
         "GET /trials/{trial_id}/logs",
+        "GET /trials/{trial_id}/media",
+        "GET /trials/{trial_id}/media-names",
         "GET /trials/{trial_id}/metrics",
         "GET /trials/{trial_id}/time",
         "HEAD /openapi.json",
@@ -106,6 +110,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
     RouteScope.REPORT: (
         "POST /runs/{run_id}/records",
         "PUT /runs/{run_id}",
+        "PUT /runs/{run_id}/files/{path:path}",
     ),
     RouteScope.ADMIN: (
         "DELETE /tokens/{token_id}",
@@ -138,6 +143,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "POST /attempts/{attempt_id}/end",
         "POST /attempts/{attempt_id}/logs",
         "POST /attempts/{attempt_id}/records",
+        "PUT /attempts/{attempt_id}/files/{path:path}",
         "PUT /attempts/{attempt_id}/checkpoints/{uuid}/pieces",
     ),
 }

@@ -21,8 +21,7 @@ from paceline._base.journal_records import (
     TimeSpent,
     is_too_deep,
 )
-from paceline._base.run_directory import RunInfo
-from paceline._cluster.master.store.run_files import check_path
+from paceline._base.run_directory import RunInfo, check_file_path
 from paceline._cluster.messages.runner_messages import MAX_TIME_S
 
 _MAX_INTEGER = 2**63 - 1
@@ -88,7 +87,7 @@ def _check_media(record: MediaReported) -> None:
     _check_json("value", record.value)
     _check_json("files", msgspec.to_builtins(record.files))
     for file in record.files:
-        check_path(file.path)
+        check_file_path(file.path)
         _check_range("size", file.size, _MAX_INTEGER)
 
 

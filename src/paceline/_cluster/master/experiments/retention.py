@@ -28,6 +28,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, DatabaseLostError, Transaction
 from paceline._cluster.master.store.metric_rows_and_times import read_series
+from paceline._cluster.master.store.run_files import FileContents, used_digests
 from paceline._cluster.messages.states import (
     AttemptState,
     CheckpointState,
@@ -402,6 +403,8 @@ def _number(value: object) -> float | None:
 
 
 _TICK_S = 1.0
+# Contents without a name are kept for a day, so this may be seldom.
+_SWEEP_S = 3600.0
 # A store that does not answer is not waited for when a master ends.
 _CLOSE_S = 5.0
 
@@ -409,11 +412,17 @@ _CLOSE_S = 5.0
 class Retention:
     """Thread to apply retention policies, woken by changes and once a second.
 
+    Once an hour it also deletes contents of files that no run names.
+
     A separate thread: nothing else may wait for a store that deletes slowly or hangs.
     """
 
-    def __init__(self, database: Database, changes: StateChanges) -> None:
+    def __init__(
+        self, database: Database, changes: StateChanges, contents: FileContents | None = None
+    ) -> None:
         self._database = database
+        self._contents = contents
+        self._contents_swept_at = -_SWEEP_S
         self._changes = changes
         # When an experiment is to be looked at again, in seconds since the epoch.
         self._next_sweeps: dict[int, float] = {}
@@ -463,6 +472,13 @@ class Retention:
             if next_s is not None:
                 self._next_sweeps[experiment_id] = next_s
 
+    def sweep_contents(self) -> None:
+        """Delete contents of files that no run names any more."""
+        if self._contents is not None:
+            with self._database.read() as connection:
+                used = used_digests(connection)
+            self._contents.sweep(used)
+
     def _run(self) -> None:
         while True:
             self._wakeup.wait(_TICK_S)
@@ -471,6 +487,9 @@ class Retention:
             self._wakeup.clear()
             try:
                 self.make_pass()
+                if time.monotonic() >= self._contents_swept_at + _SWEEP_S:
+                    self._contents_swept_at = time.monotonic()
+                    self.sweep_contents()
             except DatabaseLostError:
                 # The database has reported it already.
                 return

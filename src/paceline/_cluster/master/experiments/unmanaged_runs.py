@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, insert, select
+from sqlalchemy import Connection, Row, insert, select
 
 from paceline._base.run_directory import RunInfo
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
@@ -138,6 +138,24 @@ class Unmanaged:
         if experiment.report_lease_s != lease_s:
             update_experiment(connection, experiment.id, report_lease_s=lease_s)
         return self._take_records(transaction, experiment, batches, is_alive, moved or {})
+
+    def reported_trial(
+        self, connection: Connection, run_id: str, *, is_trusted: bool = True
+    ) -> Row[Any]:
+        """Return the trial of a run that sends a file, which is a sign of life.
+
+        Raises:
+            NotFoundError: The run was not registered.
+            RefusedError: The run is not the sender's.
+        """
+        experiment = experiment_of_run(connection, run_id)
+        if experiment is None:
+            raise NotFoundError(f"There is no run {run_id!r}. Hint: register it first.")
+        check_sender(experiment, is_trusted=is_trusted)
+        if experiment.report_lease_s is not None:
+            deadline = time.monotonic() + experiment.report_lease_s
+            self._deadlines[experiment.id] = deadline
+        return trial_of_run(connection, experiment.id)
 
     def end_silent(self, transaction: Transaction) -> None:
         """End live-reported runs silent for longer than their lease.

@@ -3,16 +3,21 @@
 import logging
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from paceline._base.files import NotRegularFileError
 from paceline._base.journal_files import Entry
+from paceline._base.journal_records import MediaFile, decode_record
 from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
+from paceline._base.run_files import FileShipping, LostFileError
 from paceline._cluster.master.experiments.unmanaged_run_rows import open_directory_runs
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
 from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.store.run_files import MAX_FILE_BYTES, FileContents, put_file
 from paceline._cluster.messages.runner_messages import RunBatch
 from paceline.core._read_runs import moved_storage
 
@@ -44,12 +49,16 @@ class RunsWatcher:
         directory: It holds run directories, or is one; it may be made later.
         database: The database for their records.
         unmanaged: The ingest of unmanaged runs.
+        contents: The place for the contents of their files.
     """
 
-    def __init__(self, directory: Path, database: Database, unmanaged: Unmanaged) -> None:
+    def __init__(
+        self, directory: Path, database: Database, unmanaged: Unmanaged, contents: FileContents
+    ) -> None:
         self._directory = directory
         self._database = database
         self._unmanaged = unmanaged
+        self._contents = contents
         self._runs: dict[Path, _Run] = {}
         self._skipped: dict[Path, int] = {}
         # Time of the first of the present errors, by run directory.
@@ -142,7 +151,8 @@ class RunsWatcher:
             lambda transaction: self._unmanaged.register(transaction, info, str(path))
         ).result()
         marks = {JournalKey(m.attempt, m.generation, m.rank): m.sequence for m in reply.marks}
-        run = self._runs[path] = _Run(directory, info.run_id, RunTail(directory, marks))
+        files = FileShipping(directory, partial(self._copy_file, info.run_id), ())
+        run = self._runs[path] = _Run(directory, info.run_id, RunTail(directory, marks), files)
         run.moved.update(moved_storage(directory, info))
         return run
 
@@ -157,12 +167,39 @@ class RunsWatcher:
             is_rest = not run.tail.has_more
             if is_rest and not is_alive:
                 found += run.tail.finish()
-            batches = [_decode(key, entries) for key, entries in found]
+            batches = [_decode(key, entries, run.files) for key, entries in found]
             if batches or is_alive != run.was_alive:
                 self._store(run, batches, is_alive=is_alive or not is_rest)
             if is_rest:
                 run.was_alive = is_alive
                 return
+
+    def _copy_file(self, run_id: str, file: MediaFile, content: IO[bytes]) -> None:
+        """Take in a file of a run.
+
+        Raises:
+            LostFileError: It has another content than recorded, or cannot be stored.
+        """
+        if file.size > MAX_FILE_BYTES:
+            raise LostFileError(f"must have at most {MAX_FILE_BYTES:,} bytes")
+        try:
+            if self._contents.keep(file.digest) is None:
+                self._contents.copy(content, file.digest)
+        except ValueError as error:
+            raise LostFileError(f"has changed: {error}") from error
+        except OSError as error:
+            # A full disk: the records behind it take less room.
+            raise LostFileError(f"cannot be kept ({error})") from error
+        self._database.write(
+            lambda transaction: put_file(
+                transaction.connection,
+                self._unmanaged.reported_trial(transaction.connection, run_id),
+                file.path,
+                file.digest,
+                file.size,
+                file.media_type,
+            )
+        ).result()
 
     def _leave_out(self, path: Path, reason: str) -> None:
         """Stop following a run, and end the run unless ended before."""
@@ -190,10 +227,13 @@ class RunsWatcher:
 class _Run:
     """Run being followed; `was_alive` is None before the first look."""
 
-    def __init__(self, directory: RunDirectory, run_id: str, tail: RunTail) -> None:
+    def __init__(
+        self, directory: RunDirectory, run_id: str, tail: RunTail, files: FileShipping
+    ) -> None:
         self.directory = directory
         self.run_id = run_id
         self.tail = tail
+        self.files = files
         self.moved: dict[str, str] = {}
         self.was_alive: bool | None = None
         self._journals_changed_at = 0
@@ -211,8 +251,8 @@ class _Run:
         self._journals_changed_at = _journals_changed_at(self.directory)
 
 
-def _decode(key: JournalKey, entries: list[Entry]) -> RunBatch:
-    records = [(entry.sequence, entry.decode()) for entry in entries]
+def _decode(key: JournalKey, entries: list[Entry], files: FileShipping) -> RunBatch:
+    records = [(entry.sequence, decode_record(files.ship(entry.payload))) for entry in entries]
     return RunBatch(key.attempt, key.generation, key.rank, records)
 
 

@@ -43,7 +43,7 @@ LASTING = {
 # Recorded whole, with users and tokens: they are few, and their rows are deleted.
 OF_CLUSTER = ("nodes", "pools", "drained_slots")
 # Recorded when their attempt ends.
-OF_ATTEMPTS = ("time_marks", "journal_marks", "series", "chunks")
+OF_ATTEMPTS = ("time_marks", "journal_marks", "series", "chunks", "media", "run_files")
 # All tables of which rows are recorded; an environment with the first attempt that ends in it.
 RECORDED = (*LASTING, *OF_CLUSTER, *OF_ATTEMPTS, "environments")
 # Another one has each home recorded anew: since 2, environments are.
@@ -190,6 +190,10 @@ def _attempt_rows(connection: Connection, attempt_id: int) -> Iterator[RecordedR
     )
     chunks = "series_id IN (SELECT id FROM series WHERE trial_id = ? AND attempt = ?)"
     yield from _select_recovery_rows(connection, "chunks", chunks, trial_id, number)
+    yield from _select_recovery_rows(
+        connection, "media", "trial_id = ? AND attempt = ?", trial_id, number
+    )
+    yield from _select_recovery_rows(connection, "run_files", "trial_id = ?", trial_id)
     # Attempts of an experiment have equal ones. The + has SQLite look for them in their order.
     first = (
         "digest IN (SELECT environment FROM attempts AS own WHERE id = ? AND NOT EXISTS"
@@ -256,4 +260,5 @@ def primary_key(table: str) -> Sequence[str]:
         "drained_slots": ("node_id", "slot"),
         "time_marks": ("attempt_id", "generation", "number"),
         "journal_marks": ("attempt_id", "generation", "rank"),
+        "run_files": ("trial_id", "path"),
     }.get(table, ("id",))

@@ -1,6 +1,8 @@
 """Files and media of runs: contents below `files` in the home, by digest; their rows."""
 
+import asyncio
 import hashlib
+import io
 import os
 import re
 import secrets
@@ -11,39 +13,26 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, insert, select
+from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from paceline._base.files import open_regular, sync_directory
 from paceline._base.journal_records import MediaReported
+from paceline._base.run_directory import check_file_path as check_path
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_series import visible_series_limits
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+MAX_FILE_BYTES = 1024 * 2**20
+"""Largest file of a run: an artifact, a model."""
 _INCOMING = "incoming"
+_CHUNK_BYTES = 1024 * 1024
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Leftovers and contents without a row are kept for so long: a request may be about to name them.
 _YOUNG_S = 24 * 3600.0
-_MAX_PATH = 1024
 
 
 class FileTooLargeError(ValueError):
     """The content of a file has more bytes than allowed."""
-
-
-def check_path(path: str) -> str:
-    """Return the path of a run's file, once checked.
-
-    Raises:
-        ValueError: It could lead out of the run's files, or has characters that no file name has.
-    """
-    parts = path.split("/")
-    is_fit = len(path.encode()) <= _MAX_PATH and path.isprintable() and "\\" not in path
-    if not is_fit or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(
-            "The path of a file must be relative, of printable characters, without `.`, `..` or"
-            f" empty parts, and at most {_MAX_PATH} bytes long, but got {path!r:.300}."
-        )
-    return path
 
 
 class FileContents:
@@ -81,21 +70,34 @@ class FileContents:
                     found.update(chunk)
                     file.write(chunk)
                 file.flush()
-                os.fsync(file.fileno())
-            return self._keep(part, found.hexdigest(), digest), size
+                # Other requests must not wait for the disk.
+                await asyncio.to_thread(os.fsync, file.fileno())
+            kept = await asyncio.to_thread(self._keep, part, found.hexdigest(), digest)
+            return kept, size
         finally:
             with suppress(OSError):
                 part.unlink()
 
     def put(self, data: bytes) -> str:
         """Store a content and return its digest."""
-        part = self._new_part()
+        return self.copy(io.BytesIO(data))
+
+    def copy(self, source: IO[bytes], digest: str | None = None) -> str:
+        """Store the rest of a file and return its digest.
+
+        Raises:
+            ValueError: Its digest is not `digest`.
+            OSError: The disk is full, for example.
+        """
+        part, found = self._new_part(), hashlib.sha256()
         try:
             with os.fdopen(os.open(part, _NEW, 0o600), "wb") as file:
-                file.write(data)
+                while chunk := source.read(_CHUNK_BYTES):
+                    found.update(chunk)
+                    file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
-            return self._keep(part, hashlib.sha256(data).hexdigest(), None)
+            return self._keep(part, found.hexdigest(), digest)
         finally:
             with suppress(OSError):
                 part.unlink()
@@ -111,6 +113,16 @@ class FileContents:
     def has(self, digest: str) -> bool:
         """Return whether a content is there."""
         return self._path(digest).is_file()
+
+    def keep(self, digest: str) -> int | None:
+        """Return the size of a content that is about to be named; None if it is not there."""
+        path = self._path(digest)
+        try:
+            # Before it is looked at: a sweep must not take it.
+            os.utime(path)
+            return path.stat().st_size
+        except FileNotFoundError:
+            return None
 
     def sweep(self, used: set[str]) -> int:
         """Delete contents that no row names, unless they are young; return the bytes freed."""
@@ -170,6 +182,13 @@ def put_file(
             created_at=time.time(),
         )
     )
+
+
+def bytes_of_trial(connection: Connection, trial_id: int) -> int:
+    """Return the size of all files of a trial."""
+    files = tables.run_files.c
+    query = select(func.coalesce(func.sum(files.size), 0)).where(files.trial_id == trial_id)
+    return int(connection.execute(query).scalar_one())
 
 
 def get_file(connection: Connection, trial_id: int, path: str) -> Row[Any] | None:

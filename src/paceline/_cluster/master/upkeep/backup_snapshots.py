@@ -148,6 +148,7 @@ def _unreadable(path: Path, error: Exception) -> BackupError:
 
 DATABASE = "master.sqlite"
 CHECKPOINTS = "checkpoints"
+CONTENTS = "files"
 
 # Nobody finds them in a backup: a stolen backup must not open a master.
 _SECRET = re.compile(r"secret|token|password|key", re.IGNORECASE)
@@ -172,7 +173,12 @@ class BackupSelection:
 
 
 def select_files(
-    home: Path, known: KnownFiles, attempts: set[int], *, checkpoints: bool
+    home: Path,
+    known: KnownFiles,
+    attempts: set[int],
+    contents: set[str],
+    *,
+    checkpoints: bool,
 ) -> BackupSelection:
     """Return the files of a home belonging to a copy of its database.
 
@@ -180,6 +186,7 @@ def select_files(
         home: The home; a master may be at work in it.
         known: The files that the copy knows. Others are newer than it.
         attempts: The attempts that have not ended by the copy.
+        contents: The digests of the files of runs that the copy names.
         checkpoints: Whether to take the home's checkpoints.
     """
     selection = BackupSelection()
@@ -190,6 +197,9 @@ def select_files(
         # A checkpoint or a script may have such names below; secrets lie at the top.
         if "/" not in name and _SECRET.search(name):
             selection.left_out.append(f"{name} (a secret)")
+        elif top == CONTENTS:
+            if PurePosixPath(name).name in contents:
+                selection.names.append(name)
         elif not _OWN.fullmatch(name) and _belongs(name, known, attempts):
             selection.names.append(name)
     stored = list(_checkpoint_files(home)) if (home / CHECKPOINTS).is_dir() else []

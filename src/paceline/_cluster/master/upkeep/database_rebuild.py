@@ -148,8 +148,11 @@ def _drop_orphans(connection: sqlite3.Connection, result: Rebuilt) -> None:
     """Delete rows with a lost parent row, and report them."""
     while orphans := connection.execute("PRAGMA foreign_key_check").fetchall():
         lost: dict[tuple[str, str], int] = {}
+        # The rows of this table have no id.
+        connection.execute("DELETE FROM run_files WHERE trial_id NOT IN (SELECT id FROM trials)")
         for table, row_id, parent, _ in orphans:
-            connection.execute(f"DELETE FROM {table} WHERE rowid = ?", (row_id,))  # noqa: S608
+            if row_id is not None:
+                connection.execute(f"DELETE FROM {table} WHERE rowid = ?", (row_id,))  # noqa: S608
             lost[table, parent] = lost.get((table, parent), 0) + 1
         result.lost += [
             f"{number} rows of {table!r}, as their row of {parent!r} is lost"

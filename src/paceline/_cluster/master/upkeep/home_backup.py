@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, inspect, select
 
 import paceline
 from paceline import faults
@@ -24,6 +24,7 @@ from paceline._cluster.master.store.database_reading import (
     open_read_only,
     read_known_files,
 )
+from paceline._cluster.master.store.run_files import used_digests
 from paceline._cluster.master.upkeep.backup_snapshots import (
     CHECKPOINTS,
     CONTENT_NAME,
@@ -205,8 +206,11 @@ class _BackupWork:
             version = int(connection.execute(tables.VERSION).scalar_one())
             running = set(_running_attempts(connection))
             elsewhere = _num_elsewhere(connection, str(self._home / CHECKPOINTS))
+            # A database of an earlier version knows no files.
+            has_files = inspect(connection).has_table(tables.run_files.name)
+            contents = used_digests(connection) if has_files else set()
         self._take_database(copy)
-        selection = select_files(self._home, known, running, checkpoints=checkpoints)
+        selection = select_files(self._home, known, running, contents, checkpoints=checkpoints)
         for name in selection.names:
             self._copy_file(name)
         if elsewhere:

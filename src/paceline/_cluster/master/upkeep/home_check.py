@@ -42,6 +42,7 @@ from paceline._cluster.master.upkeep.home_file_checks import (
     check_directories,
     check_journals,
     check_logs,
+    check_run_files,
 )
 from paceline._cluster.master.upkeep.recovery_records import (
     check_records,
@@ -284,6 +285,9 @@ def _look_at_home(home: Path, *, is_quick: bool) -> list[Finding]:
             lambda: check_contexts(home, connection, findings.append, pace),
             lambda: check_logs(home, findings.append, pace),
             lambda: check_journals(home, connection, findings.append),
+            lambda: check_run_files(
+                home, connection, findings.append, pace, reads_bytes=not is_quick
+            ),
             lambda: check_checkpoints(
                 home, connection, findings.append, pace, reads_bytes=not is_quick
             ),

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row, distinct, func, select
 from paceline._base.files import open_regular, regular_opener
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.log_files import num_damaged_lines
-from paceline._cluster.master.upkeep.backup_snapshots import CHECKPOINTS
+from paceline._cluster.master.upkeep.backup_snapshots import CHECKPOINTS, CONTENTS
 from paceline._cluster.messages.states import AttemptState, CheckpointState
 from paceline.storage._checkpoint_files import CheckpointError, CheckpointNotFoundError, first_names
 from paceline.storage._directory_storage import DirectoryStorage
@@ -27,8 +27,8 @@ class Finding:
     """Difference found by a check.
 
     Attributes:
-        kind: ``home``, ``database``, ``record``, ``context``, ``log``, ``journal`` or
-            ``checkpoint``.
+        kind: ``home``, ``database``, ``record``, ``context``, ``log``, ``journal``, ``file``
+            or ``checkpoint``.
         where: The file or the row, by name.
         problem: The problem.
         fix: The action taken, None if none.
@@ -74,6 +74,7 @@ class CheckPace:
 
 _PIECE = 1024 * 1024
 _MOVE = "move it away"
+_CONTENT = "take it from a backup, or send the run again"
 _CODE = "send the code again: `paceline experiment fork` with the code directory"
 # Places of directories: readers would silently skip anything else there.
 _IN_DIRECTORIES = (
@@ -172,6 +173,28 @@ def check_journals(home: Path, connection: Connection, report: Report) -> None:
                 problem = _unreadable(path, error)
             if problem is not None:
                 report(Finding(kind="journal", where=_name(home, path), problem=problem))
+
+
+def check_run_files(
+    home: Path, connection: Connection, report: Report, pace: CheckPace, *, reads_bytes: bool = True
+) -> None:
+    """Compare the contents of runs' files with their digests; the first file of each is named."""
+    files = tables.run_files.c
+    query = select(files.digest, files.size, func.min(files.trial_id), func.min(files.path))
+    for digest, size, trial_id, name in connection.execute(query.group_by(files.digest)):
+        path = home / CONTENTS / digest[:2] / digest
+        try:
+            found = _file_size(path)
+            problem = None if found == size else "has another size"
+            if found is None:
+                problem = "is missing"
+            elif problem is None and reads_bytes and _sha256(path, pace) != digest:
+                problem = "is damaged"
+        except OSError as error:
+            problem = _unreadable(path, error)
+        if problem is not None:
+            where = f"the content of {name!r} of trial {trial_id}"
+            report(Finding(kind="file", where=where, problem=problem, hint=_CONTENT))
 
 
 def check_checkpoints(

@@ -1,0 +1,250 @@
+"""Files and media of runs: received from reporters and runners, shown to readers."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import IO, Annotated, Any
+from urllib.parse import quote
+
+from fastapi import Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from sqlalchemy import Connection, Row
+
+from paceline._base.process_and_network import integer_setting
+from paceline._base.run_directory import check_file_path
+from paceline._cluster.master.api.access_guard import IdentityOf
+from paceline._cluster.master.api.attempt_and_log_routes import (
+    AttemptId,
+    Member,
+    RunId,
+    may_name_directories,
+)
+from paceline._cluster.master.api.readers import ReadingRoute
+from paceline._cluster.master.api.requests_and_answers import (
+    MAX_PAGE,
+    ApiError,
+    Cursor,
+    Limit,
+    MasterOf,
+    RecordsOf,
+    TrialId,
+    position_in_rows,
+    trial_row,
+    write_rows,
+)
+from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.attempts import check_not_over, read_attempt
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.store.api_models_from_rows import encode_cursor
+from paceline._cluster.master.store.run_files import (
+    MAX_FILE_BYTES,
+    FileTooLargeError,
+    bytes_of_trial,
+    get_file,
+    list_files,
+    media_names,
+    put_file,
+    read_media,
+)
+from paceline._cluster.messages.experiment_models import Media, MediaName, Page, RunFile
+from paceline._cluster.messages.runner_messages import runner_id
+
+file_router = ApiRouter(tags=["files"], route_class=ReadingRoute)
+
+_PIECE_BYTES = 256 * 1024
+_MIB = 1024 * 1024
+_DEFAULT_TRIAL_MIB = 20 * 1024
+# What a browser shows without running anything; all else is saved as a file.
+_SHOWN = ("image/", "audio/", "video/", "text/plain", "application/json")
+_POLICY = (
+    "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; media-src 'self'"
+)
+
+FilePath = Annotated[str, Path(min_length=1, max_length=1024)]
+Digest = Annotated[str, Query(pattern="^[0-9a-f]{64}$", description="SHA-256 in hex.")]
+MediaType = Annotated[str, Query(pattern=r"^[\w.+-]+/[\w.+-]+$", max_length=100)]
+IsKnown = Annotated[
+    bool, Query(description="Without a body: 404 `content_wanted` if the content is not here.")
+]
+_BODY: dict[str, Any] = {"requestBody": {"content": {"application/octet-stream": {}}}}
+
+
+@file_router.put("/runs/{run_id}/files/{path:path}", status_code=204, openapi_extra=_BODY)
+async def store_run_file(
+    run_id: RunId,
+    path: FilePath,
+    request: Request,
+    master: MasterOf,
+    identity: IdentityOf,
+    digest: Digest,
+    media_type: MediaType = "application/octet-stream",
+    is_known: IsKnown = False,
+) -> None:
+    """Store a file of a run that was registered; an earlier one of its path is replaced."""
+    is_trusted = may_name_directories(identity)
+
+    def find(connection: Connection) -> Row[Any]:
+        return master.unmanaged.reported_trial(connection, run_id, is_trusted=is_trusted)
+
+    await _store(master, find, path, digest, media_type, None if is_known else request)
+
+
+@file_router.put("/attempts/{attempt_id}/files/{path:path}", status_code=204, openapi_extra=_BODY)
+async def store_attempt_file(
+    attempt_id: AttemptId,
+    path: FilePath,
+    request: Request,
+    master: MasterOf,
+    digest: Digest,
+    media_type: MediaType = "application/octet-stream",
+    is_known: IsKnown = False,
+    member: Member = 0,
+) -> None:
+    """Store a file of an attempt's trial; an earlier one of its path is replaced."""
+    master.leases.renew(runner_id(attempt_id, member))
+
+    def find(connection: Connection) -> Row[Any]:
+        attempt = read_attempt(connection, attempt_id)
+        check_not_over(attempt)
+        return trial_row(connection, attempt.trial_id)
+
+    await _store(master, find, path, digest, media_type, None if is_known else request)
+
+
+async def _store(
+    master: Master,
+    find: Callable[[Connection], Row[Any]],
+    path: str,
+    digest: str,
+    media_type: str,
+    request: Request | None,
+) -> None:
+    """Take a file in; without a request, one whose content is here already."""
+    try:
+        check_file_path(path)
+    except ValueError as error:
+        raise ApiError(422, "invalid_path", str(error)) from error
+    left = await asyncio.to_thread(_bytes_left, master, find)
+    limit = max(0, min(MAX_FILE_BYTES, left))
+    chunks = None if request is None else request.stream()
+    try:
+        if chunks is None:
+            size = master.files.keep(digest)
+        else:
+            _, size = await master.files.receive(chunks, max_bytes=limit, digest=digest)
+    except (OSError, ValueError) as error:
+        # A client that sends all before it reads would see a broken connection.
+        if chunks is not None:
+            async for _ in chunks:
+                pass
+        raise _not_stored(error, has_limit=limit < MAX_FILE_BYTES) from error
+    if size is None:
+        raise ApiError(404, "content_wanted", f"There is no content {digest} yet.")
+    await write_rows(
+        master,
+        lambda transaction: put_file(
+            transaction.connection,
+            find(transaction.connection),
+            path,
+            digest,
+            size,
+            media_type,
+        ),
+    )
+
+
+def _not_stored(error: OSError | ValueError, *, has_limit: bool) -> ApiError:
+    if isinstance(error, FileTooLargeError):
+        hint = " The files of its run have reached their limit." if has_limit else ""
+        return ApiError(413, "file_too_large", f"{error}{hint}")
+    if isinstance(error, ValueError):
+        return ApiError(422, "wrong_digest", str(error))
+    return ApiError(507, "not_stored", f"The file cannot be stored ({error.strerror}).")
+
+
+def _bytes_left(master: Master, find: Callable[[Connection], Row[Any]]) -> int:
+    """Return how many bytes a run may still send, by the setting of the environment."""
+    allowed = integer_setting("PACELINE_MAX_RUN_FILES_MIB", _DEFAULT_TRIAL_MIB) * _MIB
+    with master.database.read() as connection:
+        return allowed - bytes_of_trial(connection, find(connection).id)
+
+
+@file_router.get("/trials/{trial_id}/media-names")
+def list_media_names(trial_id: TrialId, records: RecordsOf) -> list[MediaName]:
+    """List group, name and kind of the media that a trial has reported."""
+    with records.database.read() as connection:
+        trial_row(connection, trial_id)
+        found = media_names(connection, trial_id)
+    return [MediaName(group=group, name=name, kind=kind) for group, name, kind in found]
+
+
+@file_router.get("/trials/{trial_id}/media")
+def list_media(
+    trial_id: TrialId,
+    records: RecordsOf,
+    name: str,
+    group: str = "training",
+    limit: Limit = 100,
+    cursor: Cursor = None,
+) -> Page[Media]:
+    """List media of a name in step order; what a later attempt repeated is left out."""
+    step, row_id = position_in_rows(cursor, [-1, -1])
+    with records.database.read() as connection:
+        trial_row(connection, trial_id)
+        rows = read_media(connection, trial_id, group, name, after=(step, row_id), limit=limit + 1)
+    last = rows[limit - 1] if len(rows) > limit else None
+    items = [Media.model_validate(row, from_attributes=True) for row in rows[:limit]]
+    more = None if last is None else encode_cursor(last.steps_completed, last.id)
+    return Page(items=items, next_cursor=more)
+
+
+@file_router.get("/trials/{trial_id}/files")
+def list_trial_files(
+    trial_id: TrialId,
+    records: RecordsOf,
+    prefix: str = "",
+    limit: Limit = MAX_PAGE,
+    cursor: Cursor = None,
+) -> Page[RunFile]:
+    """List the files of a trial in the order of their paths."""
+    [after] = position_in_rows(cursor, [""])
+    with records.database.read() as connection:
+        trial_row(connection, trial_id)
+        rows = list_files(connection, trial_id, prefix=prefix, after=after, limit=limit + 1)
+    more = encode_cursor(rows[limit - 1].path) if len(rows) > limit else None
+    items = [RunFile.model_validate(row, from_attributes=True) for row in rows[:limit]]
+    return Page(items=items, next_cursor=more)
+
+
+@file_router.get(
+    "/trials/{trial_id}/files/{path:path}",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/octet-stream": {}}}},
+)
+def read_trial_file(trial_id: TrialId, path: FilePath, master: MasterOf) -> Response:
+    """Read a file of a trial; scripts in it reach nothing, wherever it is shown."""
+    with master.database.read() as connection:
+        trial_row(connection, trial_id)
+        row = get_file(connection, trial_id, path)
+    try:
+        content = None if row is None else master.files.open(row.digest)
+    except FileNotFoundError:
+        content = None
+    if row is None or content is None:
+        raise ApiError(404, "not_found", f"Trial {trial_id} has no file {path!r:.1000}.")
+    is_shown = row.media_type.startswith(_SHOWN) and "svg" not in row.media_type
+    name = quote(path.rsplit("/", 1)[-1])
+    headers = {
+        "content-length": str(row.size),
+        "content-security-policy": _POLICY,
+        "x-content-type-options": "nosniff",
+        "content-disposition": f"{'inline' if is_shown else 'attachment'}; filename*=utf-8''{name}",
+        # The path of media holds their digest; other files may be replaced.
+        "cache-control": "private, no-cache",
+        "etag": f'"{row.digest}"',
+    }
+    return StreamingResponse(_pieces(content), media_type=row.media_type, headers=headers)
+
+
+def _pieces(content: IO[bytes]) -> Iterator[bytes]:
+    with content:
+        yield from iter(lambda: content.read(_PIECE_BYTES), b"")

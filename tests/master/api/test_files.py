@@ -352,6 +352,9 @@ def test_no_file_can_act_on_the_origin_of_the_master(
     assert policy.startswith("sandbox; default-src 'none';")
     assert "script-src" not in policy
     assert "allow-" not in policy
+    known = {"If-None-Match": headers["etag"]}
+    again = master.http.get("/trials/1/files/dir/b%C3%A4d%22.x", headers=known)
+    assert (again.status_code, again.content) == (304, b"")
 
 
 def test_media_that_a_resumed_run_repeats_are_left_out_and_pages_go_on(client: Client) -> None:

@@ -15,7 +15,6 @@ from PIL import Image
 import paceline
 from paceline import core
 from paceline._base.run_directory import RunDirectory
-from paceline._cluster.master.experiments.unmanaged_run_rows import config_of_run
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +49,7 @@ def test_numbers_become_metrics_and_steps_count_by_themselves() -> None:
     ]  # fmt: skip
     info = RunDirectory(run.run_dir).read_info()
     assert (info.name, info.hparams) == ("small", {"lr": 0.1})
-    assert config_of_run(info).labels == ["project:digits", "try", "cpu"]
+    assert info.labels == ["project:digits", "try", "cpu"]
     assert core.summarize_run(run.run_dir).state is core.RunState.COMPLETED
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline import core
 from paceline.cli._app import examples_directory
 
 
@@ -66,3 +67,27 @@ def test_a_wrong_config_is_one_line_per_problem(
     result = paceline("preview-search", config, *options, code=1)
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_files_of_a_run_are_listed_and_copied(
+    paceline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with core.init(name="media") as context:
+        context.train.report_html(1, "val/page", "<p>one</p>")
+        context.train.report_html(1, "other", "<p>two</p>")
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (context.run_dir / "files" / "link").symlink_to(secret)
+    listed = json.loads(paceline("runs", "files", "last", "--json").stdout)
+    assert [one["path"].rpartition("-")[0] for one in listed] == [
+        "media/other/1-0", "media/val/page/1-0",
+    ]  # fmt: skip
+    assert {one["size"] for one in listed} == {len("<p>one</p>")}
+    paceline("runs", "download", "last", "media/val/", "-o", "copies")
+    [copy] = [path for path in (tmp_path / "copies").rglob("*") if path.is_file()]
+    assert copy.read_text() == "<p>one</p>"
+    copied = json.loads(paceline("runs", "download", "last", "--json").stdout)
+    assert copied == {"path": "files", "files": [one["path"] for one in listed]}
+    wrong = paceline("runs", "download", "last", "link", code=1)
+    assert "`PATH` must be a file or directory of the run, but got 'link'" in wrong.stderr

@@ -363,3 +363,15 @@ def test_the_time_of_lost_workers_is_lost(tmp_path: Path) -> None:
 
 def fail(config: dict[str, Any]) -> dict[str, Any]:
     raise ValueError("no good")
+
+
+def test_media_are_in_the_run_of_the_trainer() -> None:
+    trainer = make()
+    assert trainer.media is None
+    trainer.train()
+    assert trainer.media is not None
+    assert trainer.run_dir is not None
+    trainer.media.report_histogram(1, "weights", trainer.get_model().weight, num_bins=2)
+    trainer.shutdown()
+    [row] = core.read_media(RunDirectory(trainer.run_dir))
+    assert (row.report.name, sum(row.report.value["counts"])) == ("weights", 4)

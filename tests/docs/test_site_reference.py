@@ -96,7 +96,10 @@ def test_names_without_docstring_or_line_in_the_index_fail(tmp_path: Path) -> No
 def test_a_name_that_is_gone_fails(tmp_path: Path) -> None:
     index = tmp_path / "reference.md"
     text = (ROOT / "docs" / "reference.md").read_text()
-    index.write_text(text.replace("| `init` |", "| `gone` | No longer there |\n| `init` |", 1))
+    text = text.replace(
+        "| `launched_place` |", "| `gone` | No longer there |\n| `launched_place` |", 1
+    )
+    index.write_text(text)
     with pytest.raises(
         SiteError, match=r"^paceline\.core\.gone: the name is missing in `__all__`\.$"
     ):

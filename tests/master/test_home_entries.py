@@ -19,7 +19,7 @@ from paceline.client._http_session import read_master_file, read_token
 
 FILES = ["token", "attempt_key", "cluster_id", "secrets.json", "pools.yaml", "master.sqlite",
          "master.sqlite-wal", "master.lock", "master.json", "master.log", "restoring"]  # fmt: skip
-DIRECTORIES = ["contexts", "attempts", "logs", "checkpoints", "records"]
+DIRECTORIES = ["contexts", "attempts", "logs", "files", "checkpoints", "records"]
 
 
 def hold(home: Path) -> None:

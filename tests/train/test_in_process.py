@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from paceline import core, train
 from paceline._training.engine.checkpoints.state_files import StateFormatError
+from paceline.journal import RunDirectory
 from paceline.storage import CheckpointNotFoundError, DirectoryStorage, storage_from
 
 
@@ -670,3 +671,16 @@ def test_the_steps_of_reports_are_the_batches_that_were_trained(work_here: Path)
     assert steps == [(3, 8), (4, 8), (5, 9), (6, 12), (7, 12), (8, 13), (9, 16), (10, 16), (11, 17)]
     rows = list(core.read_metrics(core_run(work_here / "counted"), "training"))
     assert [row.steps_completed for row in rows] == [4, 4, 8, 8]
+
+
+def test_media_of_a_function_are_in_its_run() -> None:
+    def function() -> None:
+        for step in (1, 2):
+            train.report(loss=1.0)
+            train.media().report_text(step, "said", f"hello {step}")
+
+    results = run(function)
+    found = [row.report for row in core.read_media(RunDirectory(results.run_dir))]
+    assert [(one.value, one.steps_completed) for one in found] == [("hello 1", 1), ("hello 2", 2)]
+    with pytest.raises(RuntimeError, match=r"`train.media\(\)` must be called within a run"):
+        train.media()

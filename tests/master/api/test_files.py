@@ -22,9 +22,12 @@ from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._cluster.master.experiments.retention import Retention
 from paceline._cluster.master.experiments.unmanaged_runs_watcher import RunsWatcher
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.upkeep.database_rebuild import rebuild_database
 from paceline._cluster.master.upkeep.home_backup import Backup
 from paceline._cluster.master.upkeep.home_check import check
 from paceline._cluster.master.upkeep.home_restore import restore
+from paceline._cluster.master.upkeep.recovery_records import write_some
 from paceline.client import ApiError, Client
 from paceline.client._code_and_run_uploads import RunSync
 
@@ -349,6 +352,9 @@ def test_no_file_can_act_on_the_origin_of_the_master(
     assert policy.startswith("sandbox; default-src 'none';")
     assert "script-src" not in policy
     assert "allow-" not in policy
+    known = {"If-None-Match": headers["etag"]}
+    again = master.http.get("/trials/1/files/dir/b%C3%A4d%22.x", headers=known)
+    assert (again.status_code, again.content) == (304, b"")
 
 
 def test_media_that_a_resumed_run_repeats_are_left_out_and_pages_go_on(client: Client) -> None:
@@ -426,3 +432,35 @@ def test_a_backup_has_the_files_and_the_check_names_damage(
     assert [one.problem for one in quick] == ["is missing"]
     with suppress(FileNotFoundError):
         second.unlink()
+
+
+def test_a_database_that_is_made_again_knows_media_and_files(
+    master: Any, client: Client, tmp_path: Path
+) -> None:
+    def rows(database: Database) -> list[Any]:
+        with database.read() as connection:
+            return [
+                dict(row)
+                for table in (tables.media, tables.run_files)
+                for row in connection.execute(select(table)).mappings()
+            ]
+
+    RunSync(client, make_run()).send()
+    while write_some(master.core.database, master.home.path):
+        pass
+    lost = shutil.ignore_patterns("master.*")
+    copy = shutil.copytree(master.home.path, tmp_path / "copy", ignore=lost)
+    rebuild_database(copy)
+    database = Database(copy / "master.sqlite")
+    try:
+        assert len(rows(database)) == 5
+        assert rows(database) == rows(master.core.database)
+    finally:
+        database.close()
+
+
+def test_labels_of_a_run_are_those_of_its_experiment(client: Client) -> None:
+    with core.init(name="marked", labels=["project:digits", "${x}"]) as context:
+        context.train.report_training_metrics(1, {"loss": 1.0})
+    RunSync(client, context.run_dir).send()
+    assert client.get_experiment(1).data.labels == ["project:digits", "${x}"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Annotated, Any
 from urllib.parse import quote
 
-from fastapi import Path, Query, Request, Response
+from fastapi import Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection, Row
 
@@ -220,7 +220,12 @@ def list_trial_files(
     response_class=StreamingResponse,
     responses={200: {"content": {"application/octet-stream": {}}}},
 )
-def read_trial_file(trial_id: TrialId, path: FilePath, master: MasterOf) -> Response:
+def read_trial_file(
+    trial_id: TrialId,
+    path: FilePath,
+    master: MasterOf,
+    if_none_match: Annotated[str | None, Header()] = None,
+) -> Response:
     """Read a file of a trial; scripts in it reach nothing, wherever it is shown."""
     with master.database.read() as connection:
         trial_row(connection, trial_id)
@@ -238,10 +243,14 @@ def read_trial_file(trial_id: TrialId, path: FilePath, master: MasterOf) -> Resp
         "content-security-policy": _POLICY,
         "x-content-type-options": "nosniff",
         "content-disposition": f"{'inline' if is_shown else 'attachment'}; filename*=utf-8''{name}",
-        # The path of media holds their digest; other files may be replaced.
+        # Asked for again each time, as a file may be replaced.
         "cache-control": "private, no-cache",
         "etag": f'"{row.digest}"',
     }
+    if if_none_match == headers["etag"]:
+        content.close()
+        del headers["content-length"]
+        return Response(status_code=304, headers=headers)
     return StreamingResponse(_pieces(content), media_type=row.media_type, headers=headers)
 
 

@@ -34,6 +34,9 @@ _NON_FINITE = [{NON_FINITE_KEY: text} for text in NON_FINITE]
 def check_run_info(info: RunInfo) -> None:
     """Refuse a run with an impossible value; raises like `check_record`."""
     _check_range("created", info.created, MAX_TIME_S)
+    _check_range("labels", len(info.labels), _MAX_CAUSES)
+    for label in info.labels:
+        _check_text("labels", label)
     for name, value in (("hparams", info.hparams), ("metadata", info.metadata)):
         _check_depth(name, value)
     if info.trial is not None:

@@ -246,11 +246,9 @@ def config_of_run(info: RunInfo) -> ExperimentConfig:
         given = config["searcher"] if isinstance(config.get("searcher"), dict) else {}
         searcher |= {k: given[k] for k in ("metric", "smaller_is_better") if k in given}
     else:
-        # Escaped `${`: these texts are literal, not references to hyperparameters.
-        arguments, labels = (
-            [text.replace("${", "$${") for text in texts] for texts in (info.arguments, info.labels)
-        )
-        config = {"entrypoint": ["python3", *arguments], "labels": labels}
+        # Escaped `${`: command arguments are literal, not references to hyperparameters.
+        arguments = [text.replace("${", "$${") for text in info.arguments]
+        config = {"entrypoint": ["python3", *arguments]}
     return validate_config(config | {"name": info.name, "searcher": searcher})
 
 

@@ -238,7 +238,7 @@ class Unmanaged:
             tables.experiments,
             name=info.name,
             description=config.description,
-            labels=config.labels,
+            labels=[*dict.fromkeys([*config.labels, *info.labels])],
             state=state,
             config=without_secrets(config.to_json()),
             warnings=[],

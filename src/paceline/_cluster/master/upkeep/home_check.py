@@ -148,7 +148,7 @@ def _check_secrets(path: Path, connection: Connection, report: Report) -> None:
 # A difference that is only a moment in the work of a master is gone by then.
 _SECOND_LOOK_S = 2.0
 # A directory without any of them is no home.
-_HOME_DIRECTORIES = ("records", "attempts", "contexts", "logs", "checkpoints")
+_HOME_DIRECTORIES = ("records", "attempts", "contexts", "logs", "files", "checkpoints")
 _HOME_FILES = (DATABASE, "master.lock", *_HOME_DIRECTORIES)
 
 

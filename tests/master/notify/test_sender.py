@@ -1,0 +1,190 @@
+"""Sending one message to real receivers, good and bad ones."""
+
+import email
+import json
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import pytest
+
+from paceline._cluster.master.notify import sender as sender_module
+from paceline._cluster.master.notify.channels import Channel
+from paceline._cluster.master.notify.notices import Notice
+from paceline._cluster.master.notify.outbox import Group, Message
+from paceline._cluster.master.notify.sender import Sender
+
+NOTICE = Notice(
+    topic="experiment_failed", level="error", title="Experiment 3 (mnist) failed",
+    text="ValueError: <b>lr</b> & @everyone", time=5.0, experiment_id=3,
+)  # fmt: skip
+MESSAGE = Message(id="msg_1", time=6.0, groups=[Group(notice=NOTICE, count=3, more=["Another"])])
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    made = Sender("cluster", "http://master:8080")
+    yield made
+    made.close()
+
+
+def test_webhook_is_signed_and_says_what_happened(
+    sender: Sender, make_receiver: Callable[..., Any], secret: str
+) -> None:
+    receiver = make_receiver()
+    outcome = sender.send(Channel(webhook=f"{receiver.url}/hook", secret=secret), MESSAGE)
+    assert outcome.failure is None
+    request = receiver.next()
+    assert request.path == "/hook"
+    assert request.headers["content-type"] == "application/json"
+    assert request.json() == {
+        "version": 1,
+        "id": "msg_1",
+        "time": 6.0,
+        "cluster_id": "cluster",
+        "num_left_out": 0,
+        "notices": [
+            {
+                "topic": "experiment_failed", "level": "error",
+                "title": "Experiment 3 (mnist) failed",
+                "text": "ValueError: <b>lr</b> & @everyone", "time": 5.0,
+                "experiment_id": 3, "trial_id": None, "count": 3, "more": ["Another"],
+                "url": "http://master:8080/experiments/3",
+            }
+        ],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "failure", "retry_after_s"),
+    [
+        (500, "HTTP 500", 0),
+        (404, "HTTP 404", 0),
+        ((429, {"Retry-After": "120"}), "HTTP 429", 120),
+        ((429, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}), "HTTP 429", 0),
+        ((503, {"Retry-After": "9" * 40}), "HTTP 503", 0),
+    ],
+)
+def test_refused_webhook_says_the_status(
+    sender: Sender,
+    make_receiver: Callable[..., Any],
+    secret: str,
+    answer: Any,
+    failure: str,
+    retry_after_s: float,
+) -> None:
+    receiver = make_receiver(answer)
+    outcome = sender.send(Channel(webhook=receiver.url, secret=secret), MESSAGE)
+    assert failure in str(outcome.failure)
+    assert outcome.retry_after_s == retry_after_s
+
+
+@pytest.mark.parametrize("kind", ["webhook", "apprise"])
+def test_redirect_to_another_host_is_not_followed(
+    sender: Sender, make_receiver: Callable[..., Any], secret: str, kind: str
+) -> None:
+    stranger = make_receiver()
+    receiver = make_receiver((307, {"Location": stranger.url}))
+    channel = Channel(webhook=receiver.url, secret=secret)
+    if kind == "apprise":
+        pytest.importorskip("apprise")
+        channel = Channel(url=receiver.url.replace("http", "json"))
+    assert sender.send(channel, MESSAGE).failure is not None
+    receiver.next()
+    assert stranger.requests.empty()
+
+
+def _flood(num_bytes: int) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(num_bytes))
+        handler.end_headers()
+        piece = bytes(2**20)
+        try:
+            for _ in range(num_bytes // len(piece)):
+                handler.wfile.write(piece)
+        except OSError:
+            handler.close_connection = True
+
+    return answer
+
+
+def test_huge_answer_of_a_webhook_is_not_read(
+    sender: Sender, make_receiver: Callable[..., Any], secret: str
+) -> None:
+    receiver = make_receiver(_flood(2**40))
+    assert sender.send(Channel(webhook=receiver.url, secret=secret), MESSAGE).failure is None
+
+
+def test_huge_answer_to_apprise_ends_its_process(
+    sender: Sender, make_receiver: Callable[..., Any]
+) -> None:
+    pytest.importorskip("apprise")
+    receiver = make_receiver(_flood(2**40))
+    outcome = sender.send(Channel(url=receiver.url.replace("http", "json")), MESSAGE)
+    assert outcome.failure is not None
+
+
+def test_receiver_that_never_answers_is_cut_off(
+    sender: Sender,
+    make_receiver: Callable[..., Any],
+    secret: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sender_module, "_LIMIT_S", 3.0)
+    receiver = make_receiver(lambda handler: receiver.release.wait())
+    outcome = sender.send(Channel(webhook=receiver.url, secret=secret), MESSAGE)
+    assert outcome.failure == "the receiver gives no answer within 3 s"
+
+
+def test_close_cuts_off_what_is_sent(make_receiver: Callable[..., Any], secret: str) -> None:
+    sender = Sender("cluster", "http://master")
+    receiver = make_receiver(lambda handler: (sender.close(), receiver.release.wait()))
+    outcome = sender.send(Channel(webhook=receiver.url, secret=secret), MESSAGE)
+    assert outcome.failure == "the sender ended with code -9"
+
+
+def test_nobody_listens(sender: Sender, free_port: int, secret: str) -> None:
+    channel = Channel(webhook=f"http://127.0.0.1:{free_port}/path-with-token", secret=secret)
+    assert "ConnectError" in str(sender.send(channel, MESSAGE).failure)
+
+
+def test_mail_goes_by_apprise_to_a_mail_server(sender: Sender, mail_server: Any) -> None:
+    pytest.importorskip("apprise")
+    port = mail_server.server_address[1]
+    url = f"mailto://127.0.0.1:{port}?from=paceline@example.org&to=ann@example.org&format=text"
+    assert sender.send(Channel(url=url), MESSAGE).failure is None
+    recipients, content = mail_server.mails.get(timeout=60)
+    assert recipients == ["<ann@example.org>"]
+    mail = email.message_from_bytes(content)
+    subject = str(email.header.make_header(email.header.decode_header(mail["Subject"])))
+    assert subject == "Experiment 3 (mnist) failed, and 2 more"
+    text = mail.get_payload(decode=True)
+    assert isinstance(text, bytes)
+    assert "ValueError: <b>lr</b> & @\u200beveryone" in text.decode()
+    assert "http://master:8080/experiments/3" in text.decode()
+
+
+def test_json_goes_by_apprise(sender: Sender, make_receiver: Callable[..., Any]) -> None:
+    pytest.importorskip("apprise")
+    receiver = make_receiver()
+    url = receiver.url.replace("http", "json")
+    assert sender.send(Channel(url=f"{url}/hook"), MESSAGE).failure is None
+    body = json.loads(receiver.next().body)
+    assert body["title"] == "Experiment 3 (mnist) failed, and 2 more"
+    assert "... and 1 more" in body["message"]
+
+
+def test_failure_of_apprise_shows_no_part_of_the_address(sender: Sender, free_port: int) -> None:
+    pytest.importorskip("apprise")
+    url = f"json://user:pass%40word@127.0.0.1:{free_port}/TOKEN123"
+    failure = sender.send(Channel(url=url), MESSAGE).failure
+    assert failure is not None
+    for part in ("TOKEN123", "pass@word", "pass%40word", "127.0.0.1"):
+        assert part not in failure
+
+
+def test_address_that_apprise_does_not_know(sender: Sender) -> None:
+    pytest.importorskip("apprise")
+    outcome = sender.send(Channel(url="nowhere://abc"), MESSAGE)
+    assert outcome.failure == "the `url` is no address that apprise knows"

@@ -38,7 +38,7 @@ class Request:
 
     def titles(self) -> list[str]:
         """Return the titles of the notices in a signed request."""
-        return [notice["title"] for notice in self.json()["notices"]]
+        return [group["notice"]["title"] for group in self.json()["groups"]]
 
 
 @dataclass

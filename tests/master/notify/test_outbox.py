@@ -38,7 +38,7 @@ def test_notices_of_many_experiments_are_limited_and_counted() -> None:
     message = box.take(0.0)
     assert message is not None
     assert (len(message.groups), message.num_left_out, message.num_notices) == (20, 30, 50)
-    assert describe(message, None)[1].endswith("30 more messages.")
+    assert describe(message, "")[1].endswith("30 more messages.")
 
 
 def test_next_message_follows_after_the_pause() -> None:

@@ -2,7 +2,7 @@
 
 import email
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -11,8 +11,8 @@ import pytest
 from paceline._cluster.master.notify import sender as sender_module
 from paceline._cluster.master.notify.channels import Channel
 from paceline._cluster.master.notify.notices import Notice
-from paceline._cluster.master.notify.outbox import Group, Message
-from paceline._cluster.master.notify.sender import Sender
+from paceline._cluster.master.notify.outbox import Group, Message, Outcome
+from paceline._cluster.master.notify.sender import Delivery
 
 NOTICE = Notice(
     topic="experiment_failed", level="error", title="Experiment 3 (mnist) failed",
@@ -21,18 +21,20 @@ NOTICE = Notice(
 MESSAGE = Message(id="msg_1", time=6.0, groups=[Group(notice=NOTICE, count=3, more=["Another"])])
 
 
-@pytest.fixture
-def sender() -> Iterator[Sender]:
-    made = Sender("cluster", "http://master:8080")
-    yield made
-    made.close()
+def send(channel: Channel) -> Outcome:
+    """Send the message, to the end."""
+    delivery = Delivery(channel, MESSAGE, "cluster", "http://master:8080")
+    try:
+        return delivery.wait()
+    finally:
+        delivery.close()
 
 
 def test_webhook_is_signed_and_says_what_happened(
-    sender: Sender, make_receiver: Callable[..., Any], secret: str
+    make_receiver: Callable[..., Any], secret: str
 ) -> None:
     receiver = make_receiver()
-    outcome = sender.send(Channel(webhook=f"{receiver.url}/hook", secret=secret), MESSAGE)
+    outcome = send(Channel(webhook=f"{receiver.url}/hook", secret=secret))
     assert outcome.failure is None
     request = receiver.next()
     assert request.path == "/hook"
@@ -43,13 +45,16 @@ def test_webhook_is_signed_and_says_what_happened(
         "time": 6.0,
         "cluster_id": "cluster",
         "num_left_out": 0,
-        "notices": [
+        "link": "http://master:8080",
+        "groups": [
             {
-                "topic": "experiment_failed", "level": "error",
-                "title": "Experiment 3 (mnist) failed",
-                "text": "ValueError: <b>lr</b> & @everyone", "time": 5.0,
-                "experiment_id": 3, "trial_id": None, "count": 3, "more": ["Another"],
-                "url": "http://master:8080/experiments/3",
+                "notice": {
+                    "topic": "experiment_failed", "level": "error",
+                    "title": "Experiment 3 (mnist) failed",
+                    "text": "ValueError: <b>lr</b> & @everyone", "time": 5.0,
+                    "experiment_id": 3, "trial_id": None,
+                },
+                "count": 3, "more": ["Another"],
             }
         ],
     }  # fmt: skip
@@ -66,7 +71,6 @@ def test_webhook_is_signed_and_says_what_happened(
     ],
 )
 def test_refused_webhook_says_the_status(
-    sender: Sender,
     make_receiver: Callable[..., Any],
     secret: str,
     answer: Any,
@@ -74,14 +78,14 @@ def test_refused_webhook_says_the_status(
     retry_after_s: float,
 ) -> None:
     receiver = make_receiver(answer)
-    outcome = sender.send(Channel(webhook=receiver.url, secret=secret), MESSAGE)
+    outcome = send(Channel(webhook=receiver.url, secret=secret))
     assert failure in str(outcome.failure)
     assert outcome.retry_after_s == retry_after_s
 
 
 @pytest.mark.parametrize("kind", ["webhook", "apprise"])
 def test_redirect_to_another_host_is_not_followed(
-    sender: Sender, make_receiver: Callable[..., Any], secret: str, kind: str
+    make_receiver: Callable[..., Any], secret: str, kind: str
 ) -> None:
     stranger = make_receiver()
     receiver = make_receiver((307, {"Location": stranger.url}))
@@ -89,7 +93,7 @@ def test_redirect_to_another_host_is_not_followed(
     if kind == "apprise":
         pytest.importorskip("apprise")
         channel = Channel(url=receiver.url.replace("http", "json"))
-    assert sender.send(channel, MESSAGE).failure is not None
+    assert send(channel).failure is not None
     receiver.next()
     assert stranger.requests.empty()
 
@@ -110,50 +114,50 @@ def _flood(num_bytes: int) -> Callable[[BaseHTTPRequestHandler], None]:
 
 
 def test_huge_answer_of_a_webhook_is_not_read(
-    sender: Sender, make_receiver: Callable[..., Any], secret: str
+    make_receiver: Callable[..., Any], secret: str
 ) -> None:
     receiver = make_receiver(_flood(2**40))
-    assert sender.send(Channel(webhook=receiver.url, secret=secret), MESSAGE).failure is None
+    assert send(Channel(webhook=receiver.url, secret=secret)).failure is None
 
 
-def test_huge_answer_to_apprise_ends_its_process(
-    sender: Sender, make_receiver: Callable[..., Any]
-) -> None:
+def test_huge_answer_to_apprise_ends_its_process(make_receiver: Callable[..., Any]) -> None:
     pytest.importorskip("apprise")
     receiver = make_receiver(_flood(2**40))
-    outcome = sender.send(Channel(url=receiver.url.replace("http", "json")), MESSAGE)
+    outcome = send(Channel(url=receiver.url.replace("http", "json")))
     assert outcome.failure is not None
 
 
 def test_receiver_that_never_answers_is_cut_off(
-    sender: Sender,
     make_receiver: Callable[..., Any],
     secret: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sender_module, "_LIMIT_S", 3.0)
     receiver = make_receiver(lambda handler: receiver.release.wait())
-    outcome = sender.send(Channel(webhook=receiver.url, secret=secret), MESSAGE)
+    outcome = send(Channel(webhook=receiver.url, secret=secret))
     assert outcome.failure == "the receiver gives no answer within 3 s"
 
 
 def test_close_cuts_off_what_is_sent(make_receiver: Callable[..., Any], secret: str) -> None:
-    sender = Sender("cluster", "http://master")
-    receiver = make_receiver(lambda handler: (sender.close(), receiver.release.wait()))
-    outcome = sender.send(Channel(webhook=receiver.url, secret=secret), MESSAGE)
-    assert outcome.failure == "the sender ended with code -9"
+    receiver = make_receiver(lambda handler: receiver.release.wait())
+    channel = Channel(webhook=receiver.url, secret=secret)
+    delivery = Delivery(channel, MESSAGE, "cluster", "http://master:8080")
+    receiver.next()
+    assert delivery.outcome() is None
+    delivery.close()
+    assert delivery._process.returncode == -9
 
 
-def test_nobody_listens(sender: Sender, free_port: int, secret: str) -> None:
+def test_nobody_listens(free_port: int, secret: str) -> None:
     channel = Channel(webhook=f"http://127.0.0.1:{free_port}/path-with-token", secret=secret)
-    assert "ConnectError" in str(sender.send(channel, MESSAGE).failure)
+    assert "ConnectError" in str(send(channel).failure)
 
 
-def test_mail_goes_by_apprise_to_a_mail_server(sender: Sender, mail_server: Any) -> None:
+def test_mail_goes_by_apprise_to_a_mail_server(mail_server: Any) -> None:
     pytest.importorskip("apprise")
     port = mail_server.server_address[1]
     url = f"mailto://127.0.0.1:{port}?from=paceline@example.org&to=ann@example.org&format=text"
-    assert sender.send(Channel(url=url), MESSAGE).failure is None
+    assert send(Channel(url=url)).failure is None
     recipients, content = mail_server.mails.get(timeout=60)
     assert recipients == ["<ann@example.org>"]
     mail = email.message_from_bytes(content)
@@ -165,26 +169,26 @@ def test_mail_goes_by_apprise_to_a_mail_server(sender: Sender, mail_server: Any)
     assert "http://master:8080/experiments/3" in text.decode()
 
 
-def test_json_goes_by_apprise(sender: Sender, make_receiver: Callable[..., Any]) -> None:
+def test_json_goes_by_apprise(make_receiver: Callable[..., Any]) -> None:
     pytest.importorskip("apprise")
     receiver = make_receiver()
     url = receiver.url.replace("http", "json")
-    assert sender.send(Channel(url=f"{url}/hook"), MESSAGE).failure is None
+    assert send(Channel(url=f"{url}/hook")).failure is None
     body = json.loads(receiver.next().body)
     assert body["title"] == "Experiment 3 (mnist) failed, and 2 more"
     assert "... and 1 more" in body["message"]
 
 
-def test_failure_of_apprise_shows_no_part_of_the_address(sender: Sender, free_port: int) -> None:
+def test_failure_of_apprise_shows_no_part_of_the_address(free_port: int) -> None:
     pytest.importorskip("apprise")
     url = f"json://user:pass%40word@127.0.0.1:{free_port}/TOKEN123"
-    failure = sender.send(Channel(url=url), MESSAGE).failure
+    failure = send(Channel(url=url)).failure
     assert failure is not None
     for part in ("TOKEN123", "pass@word", "pass%40word", "127.0.0.1"):
         assert part not in failure
 
 
-def test_address_that_apprise_does_not_know(sender: Sender) -> None:
+def test_address_that_apprise_does_not_know() -> None:
     pytest.importorskip("apprise")
-    outcome = sender.send(Channel(url="nowhere://abc"), MESSAGE)
+    outcome = send(Channel(url="nowhere://abc"))
     assert outcome.failure == "the `url` is no address that apprise knows"

@@ -252,8 +252,9 @@ class Master:
         self.changes = StateChanges(
             self.searches, self.logs, self.nodes, wakeups, self.controls, default_storage
         )
-        self.notifier = Notifier(self.database, notify or NotifySettings(), home.cluster_id, url)
-        self.commands = Commands(self.changes, self.secrets, self.notifier.check)
+        settings = notify or NotifySettings()
+        self.notifier = Notifier(self.database, settings, home.cluster_id, url)
+        self.commands = Commands(self.changes, self.secrets, settings.check)
         self.ingest = RecordIngest(self.changes)
         self.transfers = Transfers(self.database, home.cluster_id, self.changes)
         self.unmanaged = Unmanaged(self.changes, self.ingest)

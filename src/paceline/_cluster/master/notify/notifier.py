@@ -3,36 +3,22 @@
 import logging
 import threading
 import time
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import JSON, Connection, Row, delete, func, insert, literal, select
 
+from paceline._cluster.master.notify import notices
 from paceline._cluster.master.notify.channels import NotifySettings
-from paceline._cluster.master.notify.notices import (
-    EVENTS,
-    Happening,
-    Memory,
-    Notice,
-    Running,
-    group_of,
-    notices_of,
-    overdue_notices,
-)
-from paceline._cluster.master.notify.outbox import (
-    Group,
-    Message,
-    Outbox,
-    Outcome,
-)
-from paceline._cluster.master.notify.sender import Sender
+from paceline._cluster.master.notify.notices import Happening, Memory, Notice
+from paceline._cluster.master.notify.outbox import Group, Message, Outbox, Outcome
+from paceline._cluster.master.notify.sender import Delivery
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.messages.master_models import NotifyChannel
 from paceline._cluster.messages.states import AttemptState
-from paceline.config._fields_and_problems import ConfigError, Problem
 from paceline.config._notify_section import Notify
 
 logger = logging.getLogger(__name__)
@@ -74,69 +60,42 @@ class Notifier:
     ) -> None:
         self._database = database
         self._settings = settings
-        self._memory = Memory()
+        self._sender = cluster_id, (settings.link or url).rstrip("/")
+        self._memory = Memory(started_at=time.time())
         self._saved = _Saved(cursor=0)
         self._is_changed, self._save_at = False, 0.0
-        self._sender = Sender(cluster_id, (settings.link or url).rstrip("/"))
-        self._sends: dict[str, Future[Outcome]] = {}
+        self._deliveries: dict[str, Delivery] = {}
         self._woken, self._closing = threading.Event(), threading.Event()
-        self._pool = ThreadPoolExecutor(max(len(settings.channels), 1), "notify-send")
         self._thread = threading.Thread(target=self._run, name="notify", daemon=True)
         database.on_commit(self._on_commit)
 
     def start(self) -> None:
         """Begin to follow, if there are channels."""
-        if not self._settings.channels:
+        if self._settings.channels:
+            self._load()
+            self._thread.start()
+        else:
             # Channels that come later get no news of today.
             self._database.write(lambda transaction: _store(transaction, None)).result()
-            return
-        self._load()
-        self._thread.start()
 
     def close(self) -> None:
         """Stop; what is not sent is sent by the next master."""
         self._closing.set()
         self._woken.set()
-        self._sender.close()
         if self._thread.is_alive():
             self._thread.join()
-        self._pool.shutdown()
-
-    def check(self, config: Notify) -> None:
-        """Check that the channels of an experiment are channels of this master.
-
-        Raises:
-            ConfigError: One is not.
-        """
-        known = ", ".join(sorted(self._settings.channels)) or "none yet"
-        problems = [
-            Problem(
-                path="notify.to",
-                value=name,
-                message="must name channels that the master's `notify.yaml` has",
-                allowed=known,
-                hint="`paceline notify list` shows them; an administrator adds others.",
-            )
-            for name in self._settings.unknown(config.to)
-        ]
-        if problems:
-            raise ConfigError(problems)
 
     def channels(self) -> list[NotifyChannel]:
         """Return the channels with the state of their messages; no addresses."""
         found = []
         for name, channel in sorted(self._settings.channels.items()):
             box = self._saved.outboxes.get(name) or Outbox()
-            waiting = sum(group.count for group in [*box.waiting]) + box.num_left_out
             found.append(
                 NotifyChannel(
-                    name=name,
-                    kind=channel.kind,
-                    num_waiting=waiting + (box.sending.num_notices if box.sending else 0),
-                    num_dropped=box.num_dropped,
-                    failure=box.failure,
+                    name=name, kind=channel.kind, num_waiting=box.num_waiting,
+                    num_dropped=box.num_dropped, failure=box.failure,
                 )
-            )
+            )  # fmt: skip
         return found
 
     def problems(self) -> list[str]:
@@ -153,14 +112,19 @@ class Notifier:
 
         Raises:
             KeyError: There is no such channel.
+            OSError: No process can be started.
         """
-        now = time.time()
+        channel, now = self._settings.channels[name], time.time()
         notice = Notice(
             topic="test", level="info", title="Test message of Paceline",
             text=f"The channel {name} works.", time=now, experiment_id=0,
         )  # fmt: skip
         message = Message(id=f"test_{time.time_ns()}", time=now, groups=[Group(notice=notice)])
-        return self._sender.send(self._settings.channels[name], message)
+        delivery = Delivery(channel, message, *self._sender)
+        try:
+            return delivery.wait()
+        finally:
+            delivery.close()
 
     def _on_commit(self, has_events: bool) -> None:
         if has_events:
@@ -172,66 +136,65 @@ class Notifier:
         while not self._closing.is_set():
             self._woken.clear()
             try:
-                delay_s = self._pass()
+                delay_s = self._pass(time.time())
             except Exception:
                 logger.exception("Messages to people wait, as a pass failed.")
                 delay_s = _TICK_S
             self._woken.wait(delay_s)
             self._closing.wait(_SETTLE_S)
+        for delivery in self._deliveries.values():
+            delivery.close()
         self._is_changed = True
         self._save(time.time())
 
-    def _pass(self) -> float:
+    def _pass(self, now: float) -> float:
         """Take in new events, send what is due, and return the seconds until more is due."""
-        now, boxes = time.time(), self._saved.outboxes
+        boxes, channels = self._saved.outboxes, self._settings.channels
         with self._database.read() as connection:
             events, cursor = self._read_events(connection)
-        news = [one for event in events for one in notices_of(event, self._memory)]
-        news += overdue_notices(self._memory, now)
+        news = [one for event in events for one in notices.notices_of(event, self._memory)]
+        news += notices.overdue_notices(self._memory, now)
         for name, notice in news:
-            if name in self._settings.channels:
+            # Experiments of last year may name channels of last year.
+            if name in channels:
                 boxes.setdefault(name, Outbox()).add(notice)
-        settled = [name for name, future in self._sends.items() if future.done()]
-        for name in settled:
-            outcome = self._sends.pop(name).result()
-            boxes[name].settle(outcome, now, self._settings.channels[name].pause)
-        idle = [name for name in boxes if name not in self._sends]
+        outcomes = {name: one.outcome() for name, one in self._deliveries.items()}
+        settled = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
+        for name, outcome in settled.items():
+            self._deliveries.pop(name).close()
+            boxes[name].settle(outcome, now, channels[name].pause)
+        idle = [name for name in boxes if name not in self._deliveries]
         due = {name: message for name in idle if (message := boxes[name].take(now))}
         is_old = cursor > self._saved.cursor and now >= self._save_at
         self._saved.cursor = cursor
         self._is_changed |= bool(news or settled or due) or is_old
         self._save(now)
         for name, message in due.items():
-            channel = self._settings.channels[name]
-            self._sends[name] = self._pool.submit(self._sender.send, channel, message)
-            self._sends[name].add_done_callback(lambda _: self._woken.set())
-        times = [box.due_at for name, box in boxes.items() if name not in self._sends]
-        return min([_TICK_S, *(max(at - now, 0.0) for at in times if at is not None)])
+            self._deliveries[name] = Delivery(channels[name], message, *self._sender)
+        times = [boxes[name].due_at for name in idle if name not in due]
+        until_due = [max(at - now, 0.0) for at in times if at is not None]
+        return 0.0 if self._deliveries else min([_TICK_S, *until_due])
 
     def _load(self) -> None:
-        attempts = tables.attempts
+        attempts, meta = tables.attempts.c, tables.meta.c
         with self._database.read() as connection:
-            query = select(tables.meta.c.value).where(tables.meta.c.key == _KEY)
-            text = connection.scalar(query)
+            text = connection.scalar(select(meta.value).where(meta.key == _KEY))
             newest = connection.scalar(select(func.max(tables.events.c.id))) or 0
-            running = connection.execute(
-                select(attempts.c.trial_id, attempts.c.experiment_id).where(
-                    attempts.c.state == AttemptState.RUNNING.value
-                )
-            ).all()
-            facts = self._facts(connection, {row.experiment_id for row in running})
-        self._saved = (
-            _Saved(cursor=newest) if text is None else msgspec.json.decode(text, type=_Saved)
-        )
-        self._memory = Memory(told=self._saved.told, lost=self._saved.lost)
-        # Channels that the file has no more.
-        for name in self._settings.unknown(self._saved.outboxes):
+            began = literal(self._memory.started_at).label("time")
+            nothing = literal({}, type_=JSON).label("data")
+            query = select(
+                attempts.experiment_id, attempts.trial_id, began, nothing, literal("").label("kind")
+            ).where(attempts.state == AttemptState.RUNNING.value)
+            running = self._happenings(connection, connection.execute(query).all())
+        if text is None:
+            self._saved = _Saved(cursor=newest)
+        else:
+            self._saved = msgspec.json.decode(text, type=_Saved)
+        for name in self._saved.outboxes.keys() - self._settings.channels.keys():
             del self._saved.outboxes[name]
-        # Nobody reported while there was no master, so the time begins anew.
-        now = time.time()
-        for row in running:
-            name, rules, _ = facts[row.experiment_id]
-            self._memory.running[row.trial_id] = Running(row.experiment_id, name, rules, now)
+        self._memory.told, self._memory.lost = self._saved.told, self._saved.lost
+        for event in running:
+            self._memory.running[event.trial_id or 0] = notices.Running(event)
 
     def _save(self, now: float) -> None:
         if self._is_changed:
@@ -245,11 +208,9 @@ class Notifier:
         """Return the next events, and the id up to which all were read."""
         events, cursor = tables.events, self._saved.cursor
         newest = connection.scalar(select(func.max(events.c.id))) or cursor
-        if newest <= cursor:
-            return [], cursor
         query = (
             select(events)
-            .where(events.c.id > cursor, events.c.id <= newest, events.c.kind.in_(EVENTS))
+            .where(events.c.id > cursor, events.c.id <= newest, events.c.kind.in_(notices.EVENTS))
             .order_by(events.c.id)
             .limit(_EVENTS_PER_READ)
         )
@@ -257,45 +218,41 @@ class Notifier:
         if len(rows) == _EVENTS_PER_READ:
             newest = rows[-1].id
             self._woken.set()
+        return self._happenings(connection, rows), max(newest, cursor)
+
+    def _happenings(self, connection: Connection, rows: Sequence[Row[Any]]) -> list[Happening]:
+        """Return events with the facts of their experiments, except of deleted experiments."""
         facts = self._facts(connection, {row.experiment_id for row in rows})
         found = []
         for row in rows:
-            # Of deleted experiments, nothing is known.
             if row.experiment_id not in facts:
                 continue
             name, rules, ended_at = facts[row.experiment_id]
             since = ended_at if row.kind.endswith("_state") and ended_at else row.time
             event = Happening(
-                time=row.time,
-                since=row.data.get("raised_at", since),
-                kind=row.kind,
-                experiment_id=row.experiment_id,
-                trial_id=row.trial_id,
-                data=row.data,
-                name=name,
-                rules=rules,
-            )
-            if any(rule.thresholds for rule in rules):
-                _add_cut_metrics(connection, event)
+                time=row.time, since=row.data.get("raised_at", since), kind=row.kind,
+                experiment_id=row.experiment_id, trial_id=row.trial_id, data=row.data,
+                name=name, rules=rules,
+            )  # fmt: skip
+            _add_cut_metrics(connection, event)
             found.append(event)
-        return found, newest
+        return found
 
     def _facts(
         self, connection: Connection, ids: Iterable[int]
     ) -> dict[int, tuple[str, list[Notify], float | None]]:
         """Return the name, the rules and the end of runs without a master, by experiment."""
-        general = [rule for rule in self._settings.rules if not rule.labels]
-        found: dict[int, tuple[str, list[Notify], float | None]] = {0: ("", [*general], None)}
+        rules = self._settings.rules
+        found: dict[int, tuple[str, list[Notify], float | None]] = {}
+        # News of the master itself.
+        found[0] = "", [rule for rule in rules if not rule.labels], None
         experiments = tables.experiments
         for row in connection.execute(select(experiments).where(experiments.c.id.in_(ids))):
-            rules: list[Notify] = [
-                rule for rule in self._settings.rules if set(rule.labels) <= set(row.labels)
-            ]
+            general: list[Notify] = [rule for rule in rules if {*rule.labels} <= {*row.labels}]
             # A run without a master comes from whoever may report: its config decides nothing.
             is_managed = row.external_id is None
-            if is_managed and (own := config_of(row).notify).to:
-                rules.append(own)
-            found[row.id] = (row.name, rules, None if is_managed else row.ended_at)
+            own = [config_of(row).notify] if is_managed else []
+            found[row.id] = (row.name, general + own, None if is_managed else row.ended_at)
         return found
 
 
@@ -308,17 +265,12 @@ def _store(transaction: Transaction, text: str | None) -> None:
 
 def _add_cut_metrics(connection: Connection, event: Happening) -> None:
     """Add the newest values of watched metrics to an event that left out a large report."""
-    if event.kind not in ("metrics", "validation") or event.data.get("metrics"):
-        return
-    series = tables.series
     watched = {limit.metric for rule in event.rules for limit in rule.thresholds}
-    query = (
-        select(series.c.key, series.c.last)
-        .where(
-            series.c.trial_id == event.trial_id,
-            series.c.group == group_of(event),
-            series.c.key.in_(watched),
-        )
-        .order_by(series.c.attempt)
+    if not watched or event.data.get("metrics") != {}:
+        return
+    series = tables.series.c
+    query = select(series.key, series.last).where(
+        series.trial_id == event.trial_id, series.group == event.group, series.key.in_(watched)
     )
-    event.data["metrics"] = {row.key: row.last for row in connection.execute(query)}
+    for row in connection.execute(query.order_by(series.attempt)):
+        event.data["metrics"][row.key] = row.last

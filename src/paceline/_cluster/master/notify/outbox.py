@@ -71,6 +71,12 @@ class Outbox(msgspec.Struct, kw_only=True):
             self.num_left_out += 1
 
     @property
+    def num_waiting(self) -> int:
+        """Return how many notices are not sent."""
+        waiting = sum(group.count for group in self.waiting) + self.num_left_out
+        return waiting + (self.sending.num_notices if self.sending else 0)
+
+    @property
     def due_at(self) -> float | None:
         """Return when there is something to send; None without anything."""
         return self.next_at if self.sending or self.waiting else None
@@ -104,7 +110,7 @@ class Outbox(msgspec.Struct, kw_only=True):
             self.sending, self.num_tries = None, 0
 
 
-def describe(message: Message, link: str | None) -> tuple[str, str]:
+def describe(message: Message, link: str) -> tuple[str, str]:
     """Return the title and the text of a message; `link` is the address of the web UI."""
     lines: list[str] = []
     for group in message.groups:
@@ -119,22 +125,7 @@ def describe(message: Message, link: str | None) -> tuple[str, str]:
     return title, "\n".join(filter(None, lines))
 
 
-def as_json(message: Message, cluster_id: str, link: str | None) -> dict[str, Any]:
+def as_json(message: Message, cluster_id: str, link: str) -> dict[str, Any]:
     """Return the body of a webhook's request."""
-    notices = [
-        {
-            **msgspec.to_builtins(group.notice),
-            "count": group.count,
-            "more": group.more,
-            "url": f"{link}/experiments/{group.notice.experiment_id}",
-        }
-        for group in message.groups
-    ]
-    return {
-        "version": 1,
-        "id": message.id,
-        "time": message.time,
-        "cluster_id": cluster_id,
-        "notices": notices,
-        "num_left_out": message.num_left_out,
-    }
+    facts = {"version": 1, "cluster_id": cluster_id, "link": link}
+    return {**facts, **msgspec.to_builtins(message)}

@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -16,72 +17,63 @@ _LIMIT_S = 30.0
 _LONGEST_FAILURE = 300
 
 
-class Sender:
-    """Sender of messages; for any thread.
+class Delivery:
+    """A message on its way to a channel; `close` must follow.
 
     Args:
+        channel: Where it goes.
+        message: What goes there.
         cluster_id: The identity of the master in requests to webhooks.
         link: The address of the web UI in messages.
+
+    Raises:
+        OSError: No process can be started.
     """
 
-    def __init__(self, cluster_id: str, link: str) -> None:
-        self._cluster_id = cluster_id
-        self._link = link
-        self._lock = threading.Lock()
-        self._processes: set[subprocess.Popen[bytes]] = set()
-        self._is_closed = False
-
-    def close(self) -> None:
-        """Cut off what is being sent."""
-        with self._lock:
-            self._is_closed = True
-            for process in self._processes:
-                process.kill()
-
-    def send(self, channel: Channel, message: Message) -> Outcome:
-        """Send a message, within a limited time, and return the outcome."""
+    def __init__(self, channel: Channel, message: Message, cluster_id: str, link: str) -> None:
+        self._channel = channel
+        self._ends_at = time.monotonic() + _LIMIT_S
+        title, text = describe(message, link)
+        order: dict[str, Any] = {"url": channel.url, "title": title, "text": text}
+        if channel.webhook is not None:
+            order = {"webhook": channel.webhook, "secret": channel.secret, "id": message.id}
+            order["body"] = as_json(message, cluster_id, link)
         # The addresses hold tokens, and everyone on the machine can read arguments.
-        program = [sys.executable, "-m", send_message.__name__]
+        pipe, program = subprocess.PIPE, [sys.executable, "-m", send_message.__name__]
+        self._process = subprocess.Popen(
+            program, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+        )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(json.dumps(order).encode())
+
+    def outcome(self) -> Outcome | None:
+        """Return how it went, None while it is under way."""
+        process = self._process
+        if process.poll() is None:
+            if time.monotonic() < self._ends_at:
+                return None
+            return Outcome(failure=f"the receiver gives no answer within {_LIMIT_S:.0f} s")
+        assert process.stdout is not None
         try:
-            process = subprocess.Popen(
-                program,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-        except OSError as error:
-            return Outcome(failure=f"no process can be started ({error.strerror})")
-        with self._lock:
-            self._processes.add(process)
-            if self._is_closed:
-                process.kill()
-        try:
-            answer, _ = process.communicate(self._order(channel, message), _LIMIT_S)
-            outcome = msgspec.json.decode(answer, type=Outcome)
-        except subprocess.TimeoutExpired:
-            outcome = Outcome(failure=f"the receiver gives no answer within {_LIMIT_S:.0f} s")
+            outcome = msgspec.json.decode(process.stdout.read(), type=Outcome)
         except msgspec.MsgspecError:
             outcome = Outcome(failure=f"the sender ended with code {process.returncode}")
-        finally:
-            process.kill()
-            process.communicate()
-            with self._lock:
-                self._processes.discard(process)
         if outcome.failure is not None:
-            outcome.failure = channel.hide(outcome.failure)[:_LONGEST_FAILURE]
+            outcome.failure = self._channel.hide(outcome.failure)[:_LONGEST_FAILURE]
         return outcome
 
-    def _order(self, channel: Channel, message: Message) -> bytes:
-        order: dict[str, Any]
-        if channel.webhook is None:
-            title, text = describe(message, self._link)
-            order = {"url": channel.url, "title": title, "text": text}
-        else:
-            body = as_json(message, self._cluster_id, self._link)
-            order = {
-                "webhook": channel.webhook,
-                "secret": channel.secret,
-                "id": message.id,
-                "body": body,
-            }
-        return json.dumps(order).encode()
+    def wait(self) -> Outcome:
+        """Wait for the end, and return how it went."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(self._ends_at - time.monotonic(), 0.0))
+        outcome = self.outcome()
+        assert outcome is not None
+        return outcome
+
+    def close(self) -> None:
+        """Cut it off, unless it has ended."""
+        assert self._process.stdout is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()

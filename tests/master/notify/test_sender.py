@@ -2,8 +2,10 @@
 
 import email
 import json
+import re
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from paceline._cluster.master.notify import sender as sender_module
 from paceline._cluster.master.notify.channels import Channel
 from paceline._cluster.master.notify.notices import Notice
 from paceline._cluster.master.notify.outbox import Group, Message, Outcome
+from paceline._cluster.master.notify.send_message import sign
 from paceline._cluster.master.notify.sender import Delivery
 
 NOTICE = Notice(
@@ -192,3 +195,24 @@ def test_address_that_apprise_does_not_know() -> None:
     pytest.importorskip("apprise")
     outcome = send(Channel(url="nowhere://abc"))
     assert outcome.failure == "the `url` is no address that apprise knows"
+
+
+def test_page_checks_signatures_as_they_are_made(
+    make_receiver: Callable[..., Any], secret: str
+) -> None:
+    page = Path(__file__).parents[3] / "docs" / "messages.md"
+    [block] = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    is_genuine = names["is_genuine"]
+    receiver = make_receiver()
+    assert send(Channel(webhook=receiver.url, secret=secret)).failure is None
+    request = receiver.next()
+    assert is_genuine(request.headers, request.body, secret)
+    assert not is_genuine(request.headers, request.body + b" ", secret)
+    for name in ("webhook-id", "webhook-timestamp"):
+        changed = request.headers | {name: request.headers[name] + "1"}
+        assert not is_genuine(changed, request.body, secret)
+    old = request.headers | {"webhook-timestamp": "1000000000"}
+    old["webhook-signature"] = sign(secret, old["webhook-id"], 1000000000, request.body)
+    assert not is_genuine(old, request.body, secret)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from paceline._cluster.master.notify.notices import (
     MAX_AGE_S,
     Happening,
     Memory,
+    Notice,
     notices_of,
     overdue_notices,
 )
@@ -117,6 +119,21 @@ def test_infinity_is_above_every_limit() -> None:
     assert titles(event("metrics", watching, group="training", metrics=metrics)) == [
         "loss is inf, above 1, in trial 7 of experiment 3 (mnist)"
     ]
+
+
+@pytest.mark.parametrize("value", [2**63, 10**400, -(10**400)])
+def test_huge_integers_are_values_too(value: int) -> None:
+    limit = {"above": 1.0} if value > 0 else {"below": 1.0}
+    watching = rule(thresholds=[{"metric": "loss", **limit}])
+    [title] = titles(event("metrics", watching, group="training", metrics={"loss": value}))
+    assert title.startswith(f"loss is {max(-(10**300), min(value, 10**300)):g}, ")
+
+
+def test_texts_of_strangers_are_cut_and_can_be_stored() -> None:
+    one = event("alert", title="\ud800" + "x" * 10**6, description="\udfff" * 10**6, level="error")
+    [(_, notice)] = notices_of(one, Memory())
+    assert (notice.title[:2], len(notice.title), len(notice.text)) == ("?x", 300, 2000)
+    assert msgspec.json.decode(msgspec.json.encode(notice), type=Notice) == notice
 
 
 def test_threshold_of_two_rules_tells_both_channels() -> None:

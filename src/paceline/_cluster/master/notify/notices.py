@@ -14,7 +14,9 @@ from paceline.config._notify_section import Notify, Threshold
 _LEVELS = ("debug", "info", "warn", "error")
 _IDLE_PERCENT = 5.0
 _GPU_USE = re.compile(r"gpu_\d+_percent")
+_MAX_TITLE = 300
 _MAX_TEXT = 2000
+_HUGE = 10**300
 _NEVER = -1.0
 # Runs of last month that are shown for the first time are no news.
 MAX_AGE_S = 24 * 3600.0
@@ -72,8 +74,8 @@ class Happening:
     def notice(self, topic: str, level: str, title: str, text: Any) -> Notice:
         """Return a notice about the event."""
         return Notice(
-            topic=topic, level=level, title=" ".join(title.split()),
-            text=str(text or "")[:_MAX_TEXT], time=self.since,
+            topic=topic, level=level, title=_plain(" ".join(title.split()), _MAX_TITLE),
+            text=_plain(str(text or ""), _MAX_TEXT), time=self.since,
             experiment_id=self.experiment_id, trial_id=self.trial_id,
         )  # fmt: skip
 
@@ -149,13 +151,13 @@ def _ended(event: Happening, rule: Notify, what: str, whose: str, error: Any) ->
         yield event.notice(topic, "error" if has_failed else "info", title, error)
 
 
-def _thresholds_crossed(event: Happening, memory: Memory) -> dict[str, float]:
+def _thresholds_crossed(event: Happening, memory: Memory) -> dict[str, Any]:
     """Return the values beyond a limit for the first time, by trial and limit."""
     if event.kind not in ("metrics", "validation"):
         return {}
     metrics = decode_value(event.data.get("metrics", {}))
     return {
-        _key(event, limit): float(metrics[limit.metric])
+        _key(event, limit): metrics[limit.metric]
         for rule in event.rules
         for limit in rule.thresholds
         if limit.group in (None, event.group)
@@ -164,13 +166,20 @@ def _thresholds_crossed(event: Happening, memory: Memory) -> dict[str, float]:
     }
 
 
-def _by_threshold(event: Happening, rule: Notify, crossed: dict[str, float]) -> Iterator[Notice]:
+def _by_threshold(event: Happening, rule: Notify, crossed: dict[str, Any]) -> Iterator[Notice]:
     for limit in rule.thresholds:
         if (value := crossed.get(_key(event, limit))) is not None:
+            # A float holds no integer that is larger.
+            value = max(-_HUGE, min(value, _HUGE)) if isinstance(value, int) else value
             side, number = ("below", limit.below) if limit.above is None else ("above", limit.above)
             title = f"{limit.metric} is {value:g}, {side} {number:g}, in {event.trial}"
             text = f"Group {event.group}, step {event.data.get('steps_completed')}."
             yield event.notice("threshold", "warn", title, text)
+
+
+def _plain(text: str, length: int) -> str:
+    """Return the beginning of a text, in which halves of surrogate pairs become `?`."""
+    return text[:length].encode(errors="replace").decode()
 
 
 def _key(event: Happening, limit: Threshold) -> str:

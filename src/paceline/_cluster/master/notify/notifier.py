@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -16,7 +17,11 @@ from paceline._cluster.master.notify.outbox import Group, Message, Outbox, Outco
 from paceline._cluster.master.notify.sender import Delivery
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
-from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.database import (
+    Database,
+    DatabaseUnavailableError,
+    Transaction,
+)
 from paceline._cluster.messages.master_models import NotifyChannel
 from paceline._cluster.messages.states import AttemptState
 from paceline.config._notify_section import Notify
@@ -145,14 +150,15 @@ class Notifier:
         for delivery in self._deliveries.values():
             delivery.close()
         self._is_changed = True
-        self._save(time.time())
+        with suppress(DatabaseUnavailableError):
+            self._save(time.time())
 
     def _pass(self, now: float) -> float:
         """Take in new events, send what is due, and return the seconds until more is due."""
         boxes, channels = self._saved.outboxes, self._settings.channels
         with self._database.read() as connection:
             events, cursor = self._read_events(connection)
-        news = [one for event in events for one in notices.notices_of(event, self._memory)]
+        news = [one for event in events for one in self._notices_of(event)]
         news += notices.overdue_notices(self._memory, now)
         for name, notice in news:
             # Experiments of last year may name channels of last year.
@@ -174,6 +180,14 @@ class Notifier:
         times = [boxes[name].due_at for name in idle if name not in due]
         until_due = [max(at - now, 0.0) for at in times if at is not None]
         return 0.0 if self._deliveries else min([_TICK_S, *until_due])
+
+    def _notices_of(self, event: Happening) -> list[notices.Sent]:
+        try:
+            return notices.notices_of(event, self._memory)
+        except Exception:
+            # One event must not hold up all that follow.
+            logger.exception("An event gives no message: %s", event.kind)
+            return []
 
     def _load(self) -> None:
         attempts, meta = tables.attempts.c, tables.meta.c

@@ -119,7 +119,7 @@ class ClusterClient:
         return self._session.get("notify-channels", list[NotifyChannel])
 
     def test_notify_channel(self, name: str) -> "NotifyTest":
-        """Send a test message to a channel, and return how that went.
+        """Send a test message to a channel, and return the outcome.
 
         Args:
             name: The name of the channel.

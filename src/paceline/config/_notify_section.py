@@ -1,4 +1,4 @@
-"""Section `notify`: the channels of the master that get messages about an experiment, and when."""
+"""Section `notify`: messages about an experiment, and their channels."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ _MAX_THRESHOLDS = 20
 
 
 class Threshold(Section):
-    """A limit on a metric; the first value of each trial beyond it gives a message."""
+    """Limit on a metric; the first value of each trial beyond the limit gives a message."""
 
     metric: Text = Field(description="Name of the metric.")
     group: Text | None = Field(
@@ -30,7 +30,7 @@ class Threshold(Section):
 
 
 class Notify(Section):
-    """Which messages about experiments go to which channels."""
+    """Choice of messages about experiments, and of their channels."""
 
     to: list[Text] = Field(
         default=[], description="Channels of the master, by their names in its `notify.yaml`."

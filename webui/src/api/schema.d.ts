@@ -427,7 +427,7 @@ export interface paths {
         put?: never;
         /**
          * Test Notify Channel
-         * @description Send a test message to a channel, and return how that went.
+         * @description Send a test message to a channel, and return the outcome.
          */
         post: operations["test_notify_channel_api_v1_notify_channels__name__test_post"];
         delete?: never;
@@ -2509,7 +2509,7 @@ export interface components {
         };
         /**
          * NotifyTest
-         * @description How a test message was sent; `failure` says why it was not.
+         * @description Outcome of a test message; `failure` is None for success.
          */
         NotifyTest: {
             /** Failure */

@@ -183,7 +183,7 @@ class NotifyChannel(Message):
 
 
 class NotifyTest(Message):
-    """How a test message was sent; `failure` says why it was not."""
+    """Outcome of a test message; `failure` is None for success."""
 
     failure: str | None = None
 

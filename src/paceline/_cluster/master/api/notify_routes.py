@@ -23,7 +23,7 @@ async def list_notify_channels(master: MasterOf) -> list[NotifyChannel]:
 async def test_notify_channel(
     name: Annotated[str, Path(pattern=NAME_PATTERN)], master: MasterOf
 ) -> NotifyTest:
-    """Send a test message to a channel, and return how that went."""
+    """Send a test message to a channel, and return the outcome."""
     try:
         outcome = await asyncio.to_thread(master.notifier.test, name)
     except KeyError:

@@ -1,1 +1,1 @@
-"""Messages to people: rules, channels, and the thread that sends."""
+"""Messages to people: rules, channels, sending."""

@@ -46,17 +46,17 @@ class Channel(Section):
 
     @property
     def kind(self) -> str:
-        """How it sends, in a word: `webhook`, or the scheme of the URL."""
+        """Kind in a word: `webhook`, or the scheme of the URL."""
         return "webhook" if self.url is None else self.url.partition(":")[0]
 
     def hide(self, text: str) -> str:
-        """Return a text without the parts of the addresses, which hold tokens."""
+        """Return a text without the parts of the addresses: they can be tokens."""
         parts = re.split(r"[/:@?&=]", self.url or self.webhook or "")
         return hide_values(text, sorted({*parts, *map(unquote, parts)}, key=len, reverse=True))
 
 
 class Rule(Notify):
-    """Which messages about all experiments, or those with all `labels`, go to which channels."""
+    """Choice of messages and channels for all experiments, or for those with all `labels`."""
 
     to: Annotated[list[Text], Field(min_length=1)]
     events: list[Topic | Literal["node_lost"]] = [  # type: ignore[assignment]
@@ -75,7 +75,7 @@ class NotifySettings(Section):
     link: Text | None = None
 
     def check(self, config: Notify) -> None:
-        """Check that the channels of an experiment or a rule are channels of this master.
+        """Check the channels of an experiment or a rule.
 
         Raises:
             ConfigError: One is not.

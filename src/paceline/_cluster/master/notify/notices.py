@@ -1,4 +1,4 @@
-"""Which events give which notices: a function of the event, the rules and a memory."""
+"""Notices for events: a function of the event, the rules and a memory."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ _MAX_TITLE = 300
 _MAX_TEXT = 2000
 _HUGE = 10**300
 _NEVER = -1.0
-# Runs of last month that are shown for the first time are no news.
+# Older news give no message: a run of last month may be shown for the first time today.
 MAX_AGE_S = 24 * 3600.0
 
 EVENTS = (
@@ -42,7 +42,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Happening:
-    """An event of the master, with its experiment's name and the rules that hold for it.
+    """Event of the master, with the name of its experiment and the matching rules.
 
     `since` is when it came to pass, which is earlier than `time` for records that came late.
     """
@@ -68,7 +68,7 @@ class Happening:
 
     @property
     def group(self) -> str:
-        """The group of the metrics of an event that has some."""
+        """The group of the event's metrics."""
         return "validation" if self.kind == "validation" else str(self.data.get("group"))
 
     def notice(self, topic: str, level: str, title: str, text: Any) -> Notice:
@@ -91,7 +91,7 @@ class Running:
 
 @dataclass(slots=True)
 class Memory:
-    """What was told before, thresholds by trial and lost nodes; and the running trials.
+    """Memory of sent notices (thresholds by trial, lost nodes) and of the running trials.
 
     Of lost nodes, it has the time of the last sign of life: another time is another loss. Before
     `started_at` there was no master to report to.
@@ -108,7 +108,7 @@ Sent = tuple[str, Notice]
 
 
 def notices_of(event: Happening, memory: Memory) -> list[Sent]:
-    """Return the notices that an event gives, and bring the memory up to date."""
+    """Return the notices for an event, and update the memory."""
     if event.time - event.since > MAX_AGE_S:
         return []
     crossed = _thresholds_crossed(event, memory)
@@ -178,7 +178,7 @@ def _by_threshold(event: Happening, rule: Notify, crossed: dict[str, Any]) -> It
 
 
 def _plain(text: str, length: int) -> str:
-    """Return the beginning of a text, in which halves of surrogate pairs become `?`."""
+    """Return the beginning of a text, with halves of surrogate pairs as `?`."""
     return text[:length].encode(errors="replace").decode()
 
 
@@ -222,7 +222,7 @@ def _end_told(running: Running, what: str) -> None:
 
 
 def overdue_notices(memory: Memory, now: float) -> list[Sent]:
-    """Return the notices that time gives: silent trials, and idle GPUs."""
+    """Return the notices due to time: silent trials and idle GPUs."""
     found: list[Sent] = []
     for running in memory.running.values():
         event, told = running.event, set(running.told)

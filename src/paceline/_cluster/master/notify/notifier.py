@@ -1,4 +1,4 @@
-"""The thread that follows the events of a master and sends messages about them."""
+"""Thread for messages to people: follows the events of a master."""
 
 import logging
 import threading
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 _KEY = "notify"
 _EVENTS_PER_READ = 1000
-# Events are read at most so often, and the time is looked at so often.
+# Shortest and longest pause between two passes.
 _SETTLE_S = 0.2
 _TICK_S = 5.0
-# How often the newest event looked at is stored, without news.
+# Interval of storing the newest event read, without news.
 _SAVE_S = 60.0
 
 
 class _Saved(msgspec.Struct, kw_only=True):
-    """What outlives a master: the newest event looked at, and what is not sent."""
+    """State for the next master: the newest event read, and the unsent notices."""
 
     cursor: int
     told: set[str] = msgspec.field(default_factory=set)
@@ -47,7 +47,7 @@ class _Saved(msgspec.Struct, kw_only=True):
 
 
 class Notifier:
-    """Follower of the events that sends messages to the channels of `notify.yaml`.
+    """Follower of events; sends messages to the channels of `notify.yaml`.
 
     Notices are stored with the newest event looked at before any is sent: a master that is killed
     loses none, and may send one twice, with the same id. Messages are sent by other processes, so
@@ -84,7 +84,7 @@ class Notifier:
             self._database.write(lambda transaction: _store(transaction, None)).result()
 
     def close(self) -> None:
-        """Stop; what is not sent is sent by the next master."""
+        """Stop; the next master sends the rest."""
         self._closing.set()
         self._woken.set()
         if self._thread.is_alive():
@@ -104,7 +104,7 @@ class Notifier:
         return found
 
     def problems(self) -> list[str]:
-        """Return a sentence for each channel whose messages fail."""
+        """Return a sentence for each failing channel."""
         return [
             f"The channel {one.name} cannot be sent to: {one.failure}. {one.num_waiting} messages"
             f" wait, {one.num_dropped} were given up. Hint: `paceline notify test {one.name}`."
@@ -154,7 +154,7 @@ class Notifier:
             self._save(time.time())
 
     def _pass(self, now: float) -> float:
-        """Take in new events, send what is due, and return the seconds until more is due."""
+        """Process new events, send due messages, and return the seconds until the next pass."""
         boxes, channels = self._saved.outboxes, self._settings.channels
         with self._database.read() as connection:
             events, cursor = self._read_events(connection)
@@ -219,7 +219,7 @@ class Notifier:
     # ---- events ----------------------------------------------------------------------------
 
     def _read_events(self, connection: Connection) -> tuple[list[Happening], int]:
-        """Return the next events, and the id up to which all were read."""
+        """Return the next events, and the id of the newest event read."""
         events, cursor = tables.events, self._saved.cursor
         newest = connection.scalar(select(func.max(events.c.id))) or cursor
         query = (
@@ -278,7 +278,7 @@ def _store(transaction: Transaction, text: str | None) -> None:
 
 
 def _add_cut_metrics(connection: Connection, event: Happening) -> None:
-    """Add the newest values of watched metrics to an event that left out a large report."""
+    """Add the newest values of watched metrics to an event without its large report."""
     watched = {limit.metric for rule in event.rules for limit in rule.thresholds}
     if not watched or event.data.get("metrics") != {}:
         return

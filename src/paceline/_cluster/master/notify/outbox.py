@@ -1,4 +1,4 @@
-"""Messages of a channel: notices that wait, the message that is sent, and its retries."""
+"""Messages of a channel: waiting notices, the present message, and its retries."""
 
 import secrets
 from typing import Any
@@ -22,7 +22,7 @@ class Group(msgspec.Struct, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """A message for a channel; `num_left_out` notices found no place in it."""
+    """Message for a channel; `num_left_out` notices found no place."""
 
     id: str
     time: float
@@ -36,16 +36,16 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """How a message was sent: `failure` says why it was not, and is None for success."""
+    """Outcome of sending a message; `failure` is None for success."""
 
     failure: str | None = None
     retry_after_s: float = 0.0
 
 
 class Outbox(msgspec.Struct, kw_only=True):
-    """Notices and the present message of a channel, which stays as it is until it is sent.
+    """Waiting notices and the present message of a channel.
 
-    Like notices are counted, so that the size is limited however many there are.
+    The message stays the same until it is sent. Like notices are counted, so the size is limited.
     """
 
     waiting: list[Group] = msgspec.field(default_factory=list)

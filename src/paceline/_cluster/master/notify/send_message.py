@@ -1,4 +1,4 @@
-"""Program that sends one message: read from stdin, outcome to stdout.
+"""Program for sending a message: reads it from stdin, prints the outcome.
 
 A process of its own: a receiver that hangs or floods can be cut off, and the master holds none of
 the libraries.

@@ -1,4 +1,4 @@
-"""Sending of messages by processes of their own, so that receivers hold up nothing."""
+"""Sending of messages by processes of their own: receivers hold up nothing."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ class Delivery:
             stdin.write(json.dumps(order).encode())
 
     def outcome(self) -> Outcome | None:
-        """Return how it went, None while it is under way."""
+        """Return the outcome, None while the process runs."""
         process = self._process
         if process.poll() is None:
             if time.monotonic() < self._ends_at:
@@ -64,7 +64,7 @@ class Delivery:
         return outcome
 
     def wait(self) -> Outcome:
-        """Wait for the end, and return how it went."""
+        """Wait for the end, and return the outcome."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(self._ends_at - time.monotonic(), 0.0))
         outcome = self.outcome()
@@ -72,7 +72,7 @@ class Delivery:
         return outcome
 
     def close(self) -> None:
-        """Cut it off, unless it has ended."""
+        """Kill the process, unless it has ended."""
         assert self._process.stdout is not None
         self._process.kill()
         self._process.wait()

@@ -23,7 +23,7 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
         "Clusters and other libraries": [
             *("clusters.md", "ray.md", "integrations.md", "sdk.md", "cli.md", "web-ui.md"),
         ],
-        "Operation": ["operations.md", "security.md", "SECURITY.md", "plugins.md"],
+        "Operation": ["operations.md", "messages.md", "security.md", "SECURITY.md", "plugins.md"],
         "Examples": ["examples/*"],
     },
     "Coming from": {"": ["coming-from/index.md", "coming-from/*.md"]},

@@ -151,7 +151,9 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("login")["sign_in_url"].startswith("http")
     assert run("status")["num_slots"] == 2
     assert not run("up", "--detach")["is_new"]
-    seen |= {"runner drain", "runner resume", "sync"}
+    assert run("notify list") == []
+    # Its test has a receiver.
+    seen |= {"notify test", "runner drain", "runner resume", "sync"}
     assert seen == ALL - OFFLINE
     for words, thing in (
         (("e", "list"), "experiment"),

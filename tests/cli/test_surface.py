@@ -52,6 +52,7 @@ COMMANDS = {
     "init": [],
     "job": ["list", "move"],
     "login": [],
+    "notify": ["list", "test"],
     "pool": ["list", "reset", "set"],
     "preview-search": [],
     "restore": [],

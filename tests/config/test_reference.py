@@ -11,6 +11,7 @@ from paceline.config import ExperimentConfig, validate_config
 from paceline.config._environment_and_secrets import Environment
 from paceline.config._experiment_config import Profiling, Reproducibility, Resources, SlotRange
 from paceline.config._fields_and_problems import REFUSED_FIELDS, Optimizations
+from paceline.config._notify_section import Notify, Threshold
 from paceline.config._read_yaml import parse_yaml
 from paceline.config._searcher_section import (
     AdaptiveAshaSearcher,
@@ -43,6 +44,8 @@ SECTIONS: dict[str, list[type[BaseModel]]] = {
     "reproducibility.": [Reproducibility],
     "environment.": [Environment],
     "profiling.": [Profiling],
+    "notify.": [Notify],
+    "notify.thresholds.": [Threshold],
     "optimizations.": [Optimizations],
 }
 # What tells the variants of a section apart has no default that a user could leave to the code.

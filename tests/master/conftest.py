@@ -18,6 +18,7 @@ from paceline._cluster.master.api.request_limits import ConnectionLimits
 from paceline._cluster.master.experiments.attempts import read_attempt
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.master import Master
+from paceline._cluster.master.notify.channels import NOTIFY_FILE, read_notify_file
 from paceline._cluster.master.server import _listen_for_master, _Server
 from paceline._cluster.master.store import log_files as _log_file
 from paceline.storage._checkpoint_files import origin_of
@@ -34,7 +35,8 @@ class ServedMaster:
     def __init__(self, home: Path, num_slots: int, limits: ConnectionLimits | None = None) -> None:
         self.home = Home(home)
         self.home.prepare()
-        self.core = Master(self.home, ["cpu"] * num_slots)
+        notify = read_notify_file(home / NOTIFY_FILE)
+        self.core = Master(self.home, ["cpu"] * num_slots, notify=notify)
         self._listener = _listen_for_master("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/api/v1"
@@ -111,6 +113,7 @@ class ServedMaster:
         self.server._stop()
         self._thread.join()
         self._listener.close()
+        self.core.notifier.close()
         self.core.database.close()
 
 

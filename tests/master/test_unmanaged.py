@@ -43,6 +43,7 @@ from paceline.journal import (
     RunDirectory,
 )
 from paceline.storage import DirectoryStorage
+from paceline.storage._storage_by_url import storage_from
 
 
 class HandRun:
@@ -525,7 +526,7 @@ def private(tmp_path: Path) -> Iterator[HandRun]:
     run.close()
 
 
-def claim(run: HandRun, storage: Path) -> None:
+def claim(run: HandRun, storage: Path | str) -> None:
     """Have a run say that a checkpoint of somewhere else is its own."""
     run.begin()
     run.write(
@@ -592,6 +593,52 @@ def test_a_token_that_only_reports_names_no_checkpoint_that_the_master_opens(
     assert master.http.get("/experiments/1").json()["run_dir"] == str(run.path)
     check_out_of_reach(master, private)
     assert "scope `report`" in master.http.delete(f"/checkpoints/{_UUID}").json()["detail"]
+
+
+@pytest.mark.parametrize("sender", ["report token", "other user", "other user, gone"])
+def test_a_stranger_names_no_object_store_that_the_master_opens(
+    master: Any, watcher: RunsWatcher, run: HandRun, s3: str, sender: str
+) -> None:
+    storage = storage_from(s3)
+    with storage.store_path(_UUID) as path:
+        (path / "state.txt").write_text("of others")
+    storage.commit(_UUID, {"steps_completed": 1})
+    claim(run, s3)
+    if sender == "report token":
+        body = {"name": "far", "scope": "report"}
+        secret = master.http.post("/tokens", json=body).json()["secret"]
+        with Client(f"http://127.0.0.1:{master.port}", secret) as reporter:
+            RunSync(reporter, run.path).send()
+    elif os.geteuid() != 0:
+        pytest.skip("NOT TESTED: a run of another user needs root")
+    else:
+        for path in (run.path, *run.path.rglob("*")):
+            os.chown(path, 65534, 65534)
+        watcher.scan()
+    if "gone" in sender:
+        run.path.rename(run.path.with_name("elsewhere"))
+    for reply in (
+        master.http.get(f"/checkpoints/{_UUID}/files/state.txt"),
+        master.http.delete(f"/checkpoints/{_UUID}"),
+    ):
+        assert (reply.status_code, reply.json()["code"]) == (409, "other_storage"), reply.text
+    assert storage.manifest(_UUID).resources == {"state.txt": 9}
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_an_object_store_of_a_trusted_sender_is_read(
+    master: Any, run: HandRun, s3: str, send: Callable[..., Any], is_far: bool
+) -> None:
+    storage = storage_from(s3)
+    with storage.store_path(_UUID) as path:
+        (path / "state.txt").write_text("mine")
+    storage.commit(_UUID, {"steps_completed": 1})
+    claim(run, s3)
+    send(run)
+    if is_far:
+        # As of another machine: the master sees nothing of where it lies.
+        shutil.rmtree(run.path.parent)
+    assert master.http.get(f"/checkpoints/{_UUID}/files/state.txt").text == "mine"
 
 
 def test_a_token_that_only_reports_adds_nothing_to_the_run_of_another(

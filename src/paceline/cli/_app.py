@@ -25,6 +25,7 @@ from paceline.cli._doctor_command import doctor
 from paceline.cli._experiment_commands import experiment_app
 from paceline.cli._init_command import init
 from paceline.cli._master_commands import down, status, up
+from paceline.cli._notify_commands import notify_app
 from paceline.cli._options_and_errors import (
     CaFile,
     CommandError,
@@ -180,6 +181,7 @@ for _name, _short, _group in (
     ("runner", None, runner_app),
     ("pool", None, pool_app),
     ("job", None, queue_app),
+    ("notify", None, notify_app),
     ("runs", None, runs_app),
     ("token", None, token_app),
     ("user", None, user_app),

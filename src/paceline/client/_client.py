@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         MasterInfo,
         MasterStatus,
         Node,
+        NotifyChannel,
+        NotifyTest,
         Policy,
         Pool,
         QueueEntry,
@@ -109,6 +111,25 @@ class ClusterClient:
         from paceline._cluster.messages.master_models import Pool
 
         return self._session.get("pools", list[Pool])
+
+    def notify_channels(self) -> "list[NotifyChannel]":
+        """Return the channels for messages to people, without their addresses."""
+        from paceline._cluster.messages.master_models import NotifyChannel
+
+        return self._session.get("notify-channels", list[NotifyChannel])
+
+    def test_notify_channel(self, name: str) -> "NotifyTest":
+        """Send a test message to a channel, and return the outcome.
+
+        Args:
+            name: The name of the channel.
+
+        Raises:
+            ApiError: There is no such channel, or the token is not an administrator's.
+        """
+        from paceline._cluster.messages.master_models import NotifyTest
+
+        return self._session.call("POST", f"notify-channels/{name}/test", NotifyTest)
 
     def set_pool(
         self,

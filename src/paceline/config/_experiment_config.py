@@ -48,6 +48,7 @@ from paceline.config._fields_and_problems import (
     refused_parts,
     without_effect,
 )
+from paceline.config._notify_section import Notify
 from paceline.config._searcher_section import AnySearcher, on_new_methods
 from paceline.config._storage_section import AnyStorage
 
@@ -334,6 +335,9 @@ class ExperimentConfig(Section):
         default=Environment(), description="Interpreter, variables and directory to run with."
     )
     profiling: Profiling = Field(default=Profiling(), description="What is profiled.")
+    notify: Notify = Field(
+        default=Notify(), description="Messages about the experiment by channels of the master."
+    )
     preemption_timeout: PositiveSeconds = Field(
         default=600.0, description="Seconds that a preempted trial may take to save and end."
     )

@@ -34,8 +34,9 @@ TIME_LIMIT_S = 30.0
 # What one operation makes another one finds: reading comes first, and deleting last.
 ORDER = ("GET", "PUT", "POST", "PATCH", "DELETE")
 PASSWORD = "correct horse"
-# To hash a password takes long, on purpose.
-HASHED = {"POST /login", "PUT /users/{name}/password"}
+TEST_CHANNEL = "POST /notify-channels/{name}/test"
+# To hash a password takes long, on purpose; and to send a message, a process of its own.
+SLOW = {"POST /login", "PUT /users/{name}/password", TEST_CHANNEL}
 CONFIG = {"entrypoint": "x", "searcher": {"name": "single", "metric": "loss"}}
 RUN = {"run_id": "r1", "name": "run", "created": 1.0, "checkpoint_storage": "/c", "version": 1}
 SERIES = {"trial_id": 1, "group": "validation", "name": "loss"}
@@ -133,7 +134,12 @@ def master(
     serve_master: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     """Return a master that has something of each kind."""
-    served = serve_master(tmp_path_factory.mktemp("openapi") / "home")
+    home = tmp_path_factory.mktemp("openapi") / "home"
+    home.mkdir()
+    # Nobody listens there, which is an answer too.
+    channel = {"webhook": "http://127.0.0.1:9", "secret": "whsec_" + "a" * 32}
+    (home / "notify.yaml").write_text(json.dumps({"channels": {"admin": channel}}))
+    served = serve_master(home)
     put = served.http.put(f"/contexts/{DIGEST}", content=ARCHIVE)
     assert put.status_code == 204, put.text
     body = {"config": CONFIG | {"searcher": {"name": "random", "metric": "loss", "max_trials": 2}}}
@@ -246,7 +252,7 @@ def test_no_request_that_the_description_allows_makes_the_server_fail(
             if time.monotonic() > deadline and mode is schemathesis.GenerationMode.NEGATIVE:
                 continue
             with suppress(Unsatisfiable):  # an operation without parameters cannot be misused
-                limits = slow_limit if name_of(operation) in HASHED else limit
+                limits = slow_limit if name_of(operation) in SLOW else limit
                 limits(generated(operation, mode, check))()
     assert sum(found.total() for found in answers.values()) > 200
     never = {

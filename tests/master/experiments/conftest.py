@@ -72,7 +72,7 @@ class Bench:
         self.machines = Machines(["cpu"] * num_slots)
         self.changes = StateChanges(self.searches, self.logs, self.machines, controls=self.controls)
         self.secrets = SecretStore(root / "secrets.json")
-        self.commands = Commands(self.changes, self.secrets)
+        self.commands = Commands(self.changes, self.secrets, lambda notify: None)
         self.ingest = RecordIngest(self.changes)
         executor = LocalExecutor(root / "attempts", root)
         self.leases = Leases()

@@ -396,6 +396,46 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/notify-channels": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Notify Channels
+         * @description List the channels for messages to people, without their addresses.
+         */
+        get: operations["list_notify_channels_api_v1_notify_channels_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/notify-channels/{name}/test": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Test Notify Channel
+         * @description Send a test message to a channel, and return the outcome.
+         */
+        post: operations["test_notify_channel_api_v1_notify_channels__name__test_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/session": {
         parameters: {
             query?: never;
@@ -2448,6 +2488,33 @@ export interface components {
             /** Rests Until */
             rests_until?: number | null;
         };
+        /**
+         * NotifyChannel
+         * @description Channel for messages to people, without its address.
+         *
+         *     `kind` is `webhook` or the scheme of the address. Of `num_waiting` events the message is not
+         *     sent yet, that of `num_dropped` events was given up. `failure` says why the last try failed.
+         */
+        NotifyChannel: {
+            /** Name */
+            name: string;
+            /** Kind */
+            kind: string;
+            /** Num Waiting */
+            num_waiting: number;
+            /** Num Dropped */
+            num_dropped: number;
+            /** Failure */
+            failure?: string | null;
+        };
+        /**
+         * NotifyTest
+         * @description Outcome of a test message; `failure` is None for success.
+         */
+        NotifyTest: {
+            /** Failure */
+            failure?: string | null;
+        };
         /** Page[Checkpoint] */
         Page_Checkpoint_: {
             /** Items */
@@ -3850,6 +3917,66 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_notify_channels_api_v1_notify_channels_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["NotifyChannel"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    test_notify_channel_api_v1_notify_channels__name__test_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["NotifyTest"];
+                };
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {

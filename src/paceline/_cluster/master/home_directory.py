@@ -67,6 +67,7 @@ _FILES = {
     "attempt_key": f"{_AGAIN}: attempts that run are lost, and their trials continue in others",
     "cluster_id": "move it away. The database has a copy",
     "secrets.json": _SECRETS,
+    "notify.yaml": "move it away, or put the channels there again",
     "pools.yaml": "move it away, or put the pools there again",
     "master.sqlite": _DATABASE,
     "master.sqlite-wal": _LOG,

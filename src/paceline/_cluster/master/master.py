@@ -43,6 +43,8 @@ from paceline._cluster.master.home_directory import Home, SecretStore
 from paceline._cluster.master.nodes.checkpoint_transfers import Transfers
 from paceline._cluster.master.nodes.node_registry import Nodes
 from paceline._cluster.master.nodes.node_work import LostNodes, NodeExecutor
+from paceline._cluster.master.notify.channels import NotifySettings
+from paceline._cluster.master.notify.notifier import Notifier
 from paceline._cluster.master.starters.pool_runners import PoolDefinition, PoolRunners
 from paceline._cluster.master.starters.starter_base import Starter
 from paceline._cluster.master.store.database import Database, Transaction, settle_cluster_id
@@ -195,6 +197,7 @@ class Master:
         pools: The pools whose runners this master starts.
         certificate: Its certificate (PEM) if it is asked by TLS. Browsers may name any host then.
         machine: The facts of its machine and these devices; the least if None.
+        notify: The channels for messages to people, and rules; no channels if None.
     """
 
     def __init__(
@@ -210,6 +213,7 @@ class Master:
         certificate: str | None = None,
         pools: Mapping[str, tuple[PoolDefinition, Starter]] | None = None,
         machine: NodeFacts | None = None,
+        notify: NotifySettings | None = None,
     ) -> None:
         self.is_open = is_open
         self.url = url
@@ -248,7 +252,9 @@ class Master:
         self.changes = StateChanges(
             self.searches, self.logs, self.nodes, wakeups, self.controls, default_storage
         )
-        self.commands = Commands(self.changes, self.secrets)
+        settings = notify or NotifySettings()
+        self.notifier = Notifier(self.database, settings, home.cluster_id, url)
+        self.commands = Commands(self.changes, self.secrets, settings.check)
         self.ingest = RecordIngest(self.changes)
         self.transfers = Transfers(self.database, home.cluster_id, self.changes)
         self.unmanaged = Unmanaged(self.changes, self.ingest)
@@ -317,6 +323,7 @@ class Master:
         self.reconciler.start()
         self.retention.start()
         self.pool_runners.start()
+        self.notifier.start()
         if self._watcher is not None:
             self._watcher.start()
 
@@ -335,6 +342,7 @@ class Master:
         if self._watcher is not None:
             self._watcher.close()
         self.recorder.close()
+        self.notifier.close()
         self.database.close()
 
     def _catch_up(self, transaction: Transaction) -> None:

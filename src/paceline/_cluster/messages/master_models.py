@@ -168,6 +168,26 @@ class Pool(Message):
     detail: str | None = None
 
 
+class NotifyChannel(Message):
+    """Channel for messages to people, without its address.
+
+    `kind` is `webhook` or the scheme of the address. Of `num_waiting` events the message is not
+    sent yet, that of `num_dropped` events was given up. `failure` says why the last try failed.
+    """
+
+    name: str
+    kind: str
+    num_waiting: int
+    num_dropped: int
+    failure: str | None = None
+
+
+class NotifyTest(Message):
+    """Outcome of a test message; `failure` is None for success."""
+
+    failure: str | None = None
+
+
 class SetPool(Request):
     """Complete settings of a pool; omitted fields get their defaults."""
 

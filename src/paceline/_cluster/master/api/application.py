@@ -45,6 +45,7 @@ from paceline._cluster.master.api.master_routes import (
     status_and_prometheus_router,
 )
 from paceline._cluster.master.api.node_and_slot_routes import node_router, slot_router
+from paceline._cluster.master.api.notify_routes import notify_router
 from paceline._cluster.master.api.pool_and_queue_routes import pool_router, queue_router
 from paceline._cluster.master.api.readers import NUM_THREADS, Readers
 from paceline._cluster.master.api.request_limits import BodyLimits, RequestCounting
@@ -150,6 +151,7 @@ _ROUTERS = (
     node_router,
     pool_router,
     queue_router,
+    notify_router,
     docs_router,
     sign_in_router,
     token_router,

@@ -387,7 +387,7 @@ def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
         for one in master.transfers.waiting.all()
     ]
     problems += [one.text for one in master.changes.storage_calls.silent()]
-    problems += [*found["failing_stores"], *found["failing_nodes"]]
+    problems += [*found["failing_stores"], *found["failing_nodes"], *master.notifier.problems()]
     if master.database.failure is not None:
         problems.append(str(master.database.failure))
     free = master.sizes.free_bytes()

@@ -82,9 +82,9 @@ class CheckpointPlace(NamedTuple):
         Files in directories belong to one user, whoever else can write there.
 
         Raises:
-            RefusedError: It is not the storage of the experiment, or a directory that the run of
-                another user need not own. A record alone could name any. Or no storage can be
-                there.
+            RefusedError: It is not the storage of the experiment, or a directory or an object
+                store that the run of another user need not own. A record alone could name any. Or
+                no storage can be there.
             StorageNotInstalledError: No installed package offers its URL's scheme.
         """
         if not self.is_own:
@@ -102,13 +102,31 @@ class CheckpointPlace(NamedTuple):
             raise RefusedError(
                 "checkpoint_unusable", f"Checkpoint {uuid} cannot be read: {error!s:.1000}"
             ) from error
-        if self.run_dir is None or not isinstance(storage, DirectoryStorage):
+        if self.run_dir is None:
+            return storage
+        if not isinstance(storage, DirectoryStorage) and self._is_far(self.run_dir):
             return storage
         owner = self._run_owner(self.run_dir, uuid)
         if owner == os.geteuid():
             return storage
+        if not isinstance(storage, DirectoryStorage):
+            raise RefusedError(
+                "other_storage",
+                f"The files of checkpoint {uuid} are in {self.storage}, which the master does not"
+                " open with its own credentials for the run of another user. Hint: read or delete"
+                " them with yours.",
+            )
         # All files must be the owner's: links to files of others are refused.
         return DirectoryStorage(storage.root, has_one_owner=True, owner=owner)
+
+    @staticmethod
+    def _is_far(run_dir: str) -> bool:
+        """Return whether a sender who may submit has sent a run from another machine."""
+        # A run of this machine whose user has removed it, lay in a directory that is there.
+        try:
+            return not run_dir.startswith(REPORTED) and not Path(run_dir).parent.exists()
+        except OSError:
+            return False
 
     def _run_owner(self, run_dir: str, uuid: str) -> int:
         hint = f"Hint: read or delete its files in {self.storage}."
@@ -116,7 +134,7 @@ class CheckpointPlace(NamedTuple):
             raise RefusedError(
                 "other_storage",
                 f"The files of checkpoint {uuid} are not here: its run was reported with a token of"
-                f" the scope `report`, for which the master opens no directory. {hint}",
+                f" the scope `report`, for which the master opens no storage. {hint}",
             )
         try:
             with opened_directory(run_dir) as directory:

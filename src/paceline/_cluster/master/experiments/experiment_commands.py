@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
@@ -24,6 +25,7 @@ from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 from paceline.config._environment_and_secrets import reveal_secrets, without_secrets
 from paceline.config._experiment_config import ExperimentConfig
+from paceline.config._notify_section import Notify
 from paceline.config._searcher_section import Searcher
 from paceline.config._validate_config import merge_configs, validate_config
 from paceline.search._search_method import Started
@@ -105,9 +107,15 @@ _MAX_SEED = 2**31
 class Commands:
     """Carry out requests; used in the writer thread, inside a transaction."""
 
-    def __init__(self, changes: StateChanges, secret_store: SecretStore) -> None:
+    def __init__(
+        self,
+        changes: StateChanges,
+        secret_store: SecretStore,
+        check_notify: Callable[[Notify], None],
+    ) -> None:
         self._changes = changes
         self._secret_store = secret_store
+        self._check_notify = check_notify
 
     def create(
         self,
@@ -134,6 +142,7 @@ class Commands:
         """
         connection = transaction.connection
         check_slots(connection, config, self._changes.machines.possible_slots())
+        self._check_notify(config.notify)
         resolved = self._reveal(connection, config, secrets_from)
         values = resolved["environment"]["secrets"]
         source_trial_id = self._settle_source(connection, resolved["searcher"])
@@ -369,6 +378,7 @@ class Commands:
     ) -> None:
         merged = overridden_config(experiment, overrides)
         check_slots(transaction.connection, merged, self._changes.machines.possible_slots())
+        self._check_notify(merged.notify)
         resolved = self._reveal(transaction.connection, merged, experiment.id)
         self._secret_store.keep(transaction, experiment.id, resolved["environment"]["secrets"])
         transaction.connection.execute(

@@ -340,7 +340,8 @@ class RecordIngest:
         self._changes.note(
             transaction, trial_id, attempt.number, level, f"Alert of rank {rank}: {text}"
         )
-        transaction.emit("alert", attempt.experiment_id, trial_id, **_shown_alert(alert, rank))
+        shown = _shown_alert(alert, rank)
+        transaction.emit("alert", attempt.experiment_id, trial_id, **shown, raised_at=alert.time)
 
     def _keep_alerts(
         self, transaction: Transaction, trial_id: int, rank: int, alerts: list[AlertRaised]

@@ -309,6 +309,9 @@ class LostNodes:
         seen = {node.id: presence.heard_at(node.id) for node in nodes if presence.is_lost(node.id)}
         for node in nodes:
             self._log_change(node, was_lost=node.id in before, is_lost=node.id in seen)
+            if node.id in seen.keys() - before.keys() and not presence.has_left(node.id):
+                seen_at = self._nodes.seen_at(node.id)
+                transaction.emit("node_lost", 0, node=node.name, seen_at=seen_at)
         for node_id, seen_at in seen.items():
             if seen_at and seen_at != before.get(node_id):
                 query = update(tables.nodes).where(tables.nodes.c.id == node_id)

@@ -22,6 +22,7 @@ from paceline._cluster.master.home_directory import (
     find_wrong_entries,
     move_lost_files_aside,
 )
+from paceline._cluster.master.notify.channels import NOTIFY_FILE, read_notify_file
 from paceline._cluster.master.starters.pool_runners import POOL_FILE, read_pool_definitions
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, DatabaseVersionError
@@ -84,18 +85,25 @@ def check_small_files(
         tell("cluster_id", problem, "the master mends it when it starts")
     if SECRET_FILE_NAME not in without:
         _check_secrets(home / SECRET_FILE_NAME, connection, report)
-    if POOL_FILE not in without and (home / POOL_FILE).exists():
-        try:
-            read_pool_definitions(home / POOL_FILE)
-        except ValueError as error:
-            problem = f"cannot be used ({str(error).partition(chr(10))[0].rstrip('.')})"
-            tell(POOL_FILE, problem, "put the pools there again, or move it away")
+    for name in (POOL_FILE, NOTIFY_FILE):
+        problem = _definition_problem(home / name) if name not in without else None
+        if problem is not None:
+            tell(name, problem, "write the file again, or move it away")
     try:
         if (home / "master.json").exists():
             msgspec.json.decode(check_seal(read_regular(home / "master.json")))
     except (msgspec.DecodeError, OSError):
         hint = "start the master again; programs do not find it until then"
         tell("master.json", "is damaged", hint)
+
+
+def _definition_problem(path: Path) -> str | None:
+    try:
+        if path.exists():
+            (read_pool_definitions if path.name == POOL_FILE else read_notify_file)(path)
+    except ValueError as error:
+        return f"cannot be used ({str(error).partition(chr(10))[0].rstrip('.')})"
+    return None
 
 
 def _secret_problem(path: Path) -> str | None:

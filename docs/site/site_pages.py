@@ -16,7 +16,8 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
     "Guides": {
         "Train": [
             *("pytorch.md", "train.md", "core-api.md", "creators.md", "declarative.md"),
-            *("batch-inference.md", "checkpoints.md", "media.md", "profiling.md", "verify-resume.md"),
+            *("batch-inference.md", "checkpoints.md", "media.md", "profiling.md"),
+            "verify-resume.md",
         ],
         "Search": ["tune.md", "search-methods.md"],
         "Data and models": ["data.md", "stores.md", "distributed.md", "sharding.md", "backends.md"],

@@ -81,6 +81,10 @@ class RunFiles:
         self._root = root
         self.num_files = 0
 
+    def beside(self, name: str) -> "RunFiles":
+        """Return one for another directory of the same run."""
+        return RunFiles(None if self._root is None else self._root.parent / name)
+
     def add_media(
         self, name: str, steps_completed: int, data: bytes, suffix: str, **facts: Any
     ) -> MediaFile:

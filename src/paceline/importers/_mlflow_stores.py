@@ -292,8 +292,8 @@ def _artifacts(run: SourceRun, files: RunFiles, store: Path, prefix: str) -> Ite
             time=run.created,
             group=GROUP,
             steps_completed=int(image["step"]) if image else 0,
-            # MLflow writes another character for a slash.
-            name=image["name"].replace("#", "/") if image else name,
+            # MLflow writes one of these characters for a slash.
+            name=re.sub("[~#]", "/", image["name"]) if image else name,
             kind=kind,
             files=[file],
         )

@@ -221,7 +221,10 @@ def _records(file: IO[bytes], log: Path, problems: list[str]) -> Iterator[tuple[
                 problems.append(f"{log} ends within the record at byte {place}")
             return
         checksum, length, kind = _PART_HEAD.unpack(head)
-        data = file.read(min(length, left))
+        data = file.read(min(length, left - len(head)))
+        if len(data) < min(length, left - len(head)):
+            problems.append(f"{log} ends within the record at byte {place}")
+            return
         if len(data) < length or zlib.crc32(data, zlib.crc32(head[6:])) != checksum:
             problems.append(f"{log} is damaged at byte {place}, to the next block of it")
             # The place of the next record is known again where a block begins.

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.core._arguments import InvalidHP
     from paceline.core._process_environment import ClusterInfo, get_cluster_info
+    from paceline.core._run_frames import read_metrics, runs
 
 LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
 
 _NAMES_IN_CORE = frozenset({"ClusterInfo", "InvalidHP", "get_cluster_info"})
+_FRAMES = frozenset({"read_metrics", "runs"})
 _PARTS = frozenset(
     {
         "client",
@@ -30,12 +32,23 @@ _PARTS = frozenset(
     }
 )
 
-__all__ = ["LOG_FORMAT", "ClusterInfo", "InvalidHP", "__version__", "core", "get_cluster_info"]
+__all__ = [
+    "LOG_FORMAT",
+    "ClusterInfo",
+    "InvalidHP",
+    "__version__",
+    "core",
+    "get_cluster_info",
+    "read_metrics",
+    "runs",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in _NAMES_IN_CORE:
         return getattr(import_module("paceline.core"), name)
+    if name in _FRAMES:
+        return getattr(import_module("paceline.core._run_frames"), name)
     if name in _PARTS:
         try:
             return import_module(f"paceline.{name}")

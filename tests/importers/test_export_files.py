@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from imported_runs import Import, import_into, tree
 
-sys.path.append(str(Path(__file__).parent))
-from conftest import Import, tree
 from paceline import core
 from paceline._base.run_directory import RunDirectory
 from paceline.core import summarize_run
@@ -71,8 +70,6 @@ def test_import_of_an_export_has_the_same_records(
 
 
 def test_run_that_is_there_is_not_imported_again(run: Path, tmp_path: Path) -> None:
-    from conftest import import_into
-
     export(run, "-o", tmp_path / "export")
     before = tree(run)
     ((back,), _) = import_into(run.parent, tmp_path / "export")

@@ -3,13 +3,11 @@
 import math
 import shutil
 import sqlite3
-import sys
 from pathlib import Path
 
 import pytest
+from imported_runs import Import, media, points, run_script, tree
 
-sys.path.append(str(Path(__file__).parent))
-from conftest import Import, media, points, run_script, tree
 from paceline._base.run_directory import RunDirectory
 from paceline.core import RunState, read_history, summarize_run
 

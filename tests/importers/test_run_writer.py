@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from imported_runs import Import, points, tree
 
-sys.path.append(str(Path(__file__).parent))
-from conftest import Import, points, tree
 from paceline._base.run_directory import RunDirectory
 from paceline.core import list_runs, summarize_run
 from paceline.importers._import_runs import RunImport

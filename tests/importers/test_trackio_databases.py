@@ -2,13 +2,11 @@
 
 import math
 import sqlite3
-import sys
 from pathlib import Path
 
 import pytest
+from imported_runs import Import, media, points, tree
 
-sys.path.append(str(Path(__file__).parent))
-from conftest import Import, media, points, tree
 from paceline._base.run_directory import RunDirectory
 from paceline.core._read_runs import read_alerts
 

@@ -3,14 +3,12 @@
 import math
 import shutil
 import struct
-import sys
 import zlib
 from pathlib import Path
 
 import pytest
+from imported_runs import Import, media, points, run_script, tree
 
-sys.path.append(str(Path(__file__).parent))
-from conftest import Import, media, points, run_script, tree
 from paceline._base.run_directory import RunDirectory
 from paceline.core import RunState, read_history, summarize_run
 from paceline.importers._wandb_logs import _records

@@ -38,8 +38,8 @@ Numbered = tuple[JournalKey, int, AnyRecord]
 
 
 def _parquet() -> tuple[Any, Any]:
-    arrow = required_library("pyarrow", "An export", "pyarrow")
-    return arrow, required_library("pyarrow.parquet", "An export", "pyarrow")
+    arrow = required_library("pyarrow", "An export", "paceline[data]")
+    return arrow, required_library("pyarrow.parquet", "An export", "paceline[data]")
 
 
 def _schema(arrow: Any) -> Any:

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-import yaml
-
 from paceline._base.files import open_regular_below, opened_directory, read_limited
 from paceline._base.journal_records import (
     AnyRecord,
@@ -23,6 +21,7 @@ from paceline._base.journal_records import (
     RunMetadataSet,
     encode_float,
 )
+from paceline.config._read_yaml import parse_yaml
 from paceline.importers._logged_values import GROUP, SYSTEM_GROUP
 from paceline.importers._run_files import RunFiles, checked_path, files_below, kind_of, links_below
 from paceline.importers._run_writer import ImportRefusedError, SourceRun, started
@@ -315,18 +314,13 @@ def _read_below(root: Path, name: str, max_bytes: int) -> bytes:
 
 
 def _facts(directory: Path, problems: list[str]) -> dict[str, Any] | None:
-    """Return what `meta.yaml` says of an experiment, a run or a model; None if it says nothing."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    """Return what `meta.yaml` says of an experiment, a run or a model; None if it is damaged."""
     try:
-        # Both loaders make plain data only.
-        content = yaml.load(_read_below(directory, "meta.yaml", _SMALL_FILE), Loader=loader)  # noqa: S506
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        problems.append(f"{directory / 'meta.yaml'} cannot be read: {error}")
+        return parse_yaml(_read_below(directory, "meta.yaml", _SMALL_FILE).decode())
+    except (OSError, ValueError) as error:
+        told = " ".join(str(error).split())
+        problems.append(f"{directory / 'meta.yaml'} cannot be read: {told}")
         return None
-    if isinstance(content, dict):
-        return content
-    problems.append(f"{directory / 'meta.yaml'} has no fields")
-    return None
 
 
 def _seconds(time_ms: Any) -> float:

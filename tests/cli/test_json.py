@@ -22,8 +22,8 @@ ALL = {
 # Of these, the commands below need no master.
 OFFLINE = {
     "backup", "checkpoint export", "doctor", "down", "examples copy", "examples list", "export",
-    "home check", "import", "init", "preview-search", "restore", "run", "runs compare", "runs delete", "runs list",
-    "runs prune", "runs show", "runs time", "verify-resume", "version",
+    "home check", "import", "init", "preview-search", "restore", "run", "runs compare",
+    "runs delete", "runs list", "runs prune", "runs show", "runs time", "verify-resume", "version",
 }  # fmt: skip
 
 

@@ -173,13 +173,20 @@ def test_paths_of_a_hostile_log_are_refused(
         item = record.history.item.add()
         item.key = name
         item.value_json = f'{{"_type": "image-file", "path": "{path}"}}'
+    for name, text in (("half", '"\\ud800"'), ("huge", str(10**40))):
+        record.history.item.add(key=name, value_json=text)
+    far = pb.Record()
+    far.history.item.add(key="_step", value_json=str(10**30))
+    far.history.item.add(key="loss", value_json="1")
+    large = pb.Record()
+    large.summary.update.add(key="text", value_json=f'"{"x" * 2_000}"')
     stolen = pb.Record()
     stolen.artifact.name = "../../up"
     entry = stolen.artifact.manifest.contents.add()
     entry.path, entry.local_path = "file", str(tmp_path / "secret")
     log = log_of(store)
     data = log.read_bytes()
-    for one in (record, stolen):
+    for one in (record, far, large, stolen):
         body = one.SerializeToString()
         head = struct.pack("<IHB", zlib.crc32(body, zlib.crc32(b"\x01")), len(body), 1)
         data += head + body
@@ -187,5 +194,15 @@ def test_paths_of_a_hostile_log_are_refused(
     log.write_bytes(data)
     (log.parent / "files" / "link.txt").symlink_to(tmp_path / "secret")
     (run,), problems = run_import(store)
-    assert len(problems) == 3
+    assert [row[2] for row in points(run.path) if "half" in row[2]] == [{"half": "?"}]
+    for text in (
+        "'up' at step 0 could not be read",
+        "'absolute' at step 0 could not be read",
+        "Metric `huge` must fit a signed 64-bit integer",
+        "What was logged at step 1000000000000000000000000000000 has no place here",
+        "'artifacts/../../up/file' is not in the store",
+        "'link.txt' is a link",
+    ):
+        assert sum(text in problem for problem in problems) == 1, (text, problems)
+    assert len(problems) == 6
     assert not any(content == b"secret" for content in tree(run.path).values())

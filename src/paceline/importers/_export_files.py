@@ -167,6 +167,8 @@ def read_export(root: Path, problems: list[str]) -> Iterator[SourceRun]:
         return
     for place in sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink()):
         try:
+            if any((place / name).is_symlink() for name in (_RUN, _METRICS, _RECORDS)):
+                raise ValueError("one of the files is a link, which is not followed")
             facts = json.loads(read_regular(place / _RUN))
             info = msgspec.convert(facts["run"], RunInfo)
         except (OSError, ValueError, KeyError, TypeError) as error:

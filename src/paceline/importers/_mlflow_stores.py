@@ -98,14 +98,14 @@ def _texts(directory: Path, folder: str, run: SourceRun) -> Iterator[tuple[str, 
     for name in files_below(root):
         try:
             yield name, _read_below(root, name, _SMALL_FILE).decode(errors="replace")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             run.problems.append(f"{folder}/{name} cannot be read: {error}")
 
 
 def _metric_points(directory: Path, name: str, run: SourceRun) -> Iterator[_Point]:
     try:
         data = _read_below(directory / "metrics", name, _METRIC_FILE)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         run.problems.append(f"metrics/{name} cannot be read: {error}")
         return
     for number, line in enumerate(BytesIO(data), start=1):

@@ -17,9 +17,11 @@ import msgspec
 from paceline._base.files import sync_directory
 from paceline._base.journal_files import JournalWriter
 from paceline._base.journal_records import (
+    MAX_METADATA_BYTES,
     AnyRecord,
     AttemptFinished,
     AttemptStarted,
+    MediaReported,
     MetricsReported,
     RunMetadataSet,
     encode_record,
@@ -32,6 +34,9 @@ from paceline.storage._directory_storage import DirectoryStorage
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_NAME = 200
 _STAGING = ".importing"
+_MAX_STEP = 2**63 - 1
+# A master takes no later time.
+_MAX_TIME_S = 1e11
 
 
 class ImportRefusedError(ValueError):
@@ -144,7 +149,8 @@ class RunWriter:
         files = RunFiles(None if self._dry_run else directory.path / "files")
         try:
             for record in run.read(run, files):
-                writer.add(record)
+                if (fit := _fit_record(record, run)) is not None:
+                    writer.add(fit)
         finally:
             writer.close()
         if not self._dry_run:
@@ -285,6 +291,24 @@ class _Journals:
                     )
                 )
         return self._writers[key]
+
+
+def _fit_record(record: AnyRecord, run: SourceRun) -> AnyRecord | None:
+    """Return a record that every reader takes; None, with a problem of the run, if it cannot be."""
+    step = getattr(record, "steps_completed", 0)
+    if not 0 <= step <= _MAX_STEP:
+        run.problems.append(f"What was logged at step {step} has no place here")
+        return None
+    if isinstance(record, (RunMetadataSet, MediaReported)):
+        size = len(encode_record(record))
+        if size > MAX_METADATA_BYTES:
+            what = getattr(record, "name", "the metadata")
+            run.problems.append(f"{what!r} must have at most {MAX_METADATA_BYTES} bytes: {size}")
+            return None
+    if not 0 <= record.time <= _MAX_TIME_S:
+        # Clients may give times in another unit.
+        return msgspec.structs.replace(record, time=run.created)
+    return record
 
 
 def _points(record: MetricsReported) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Reader of Trackio's local store: an SQLite database for each project, and files of media."""
 
-import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,7 +15,7 @@ from paceline._base.journal_records import (
     AttemptFinished,
     RunMetadataSet,
 )
-from paceline.importers._logged_values import GROUP, SYSTEM_GROUP, LoggedValues
+from paceline.importers._logged_values import GROUP, SYSTEM_GROUP, LoggedValues, decoded_json
 from paceline.importers._mlflow_stores import open_database, table_names
 from paceline.importers._run_files import RunFiles
 from paceline.importers._run_writer import SourceRun, started
@@ -94,7 +93,7 @@ def _read(
 
 def _decoded(content: Any, run: SourceRun) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        found = decoded_json(content)
     except (ValueError, TypeError):
         found = None
     if isinstance(found, dict):

@@ -1,10 +1,9 @@
 """Reader of W&B's offline runs: a log of protobuf records, and the files beside it."""
 
-import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -17,8 +16,9 @@ from paceline._base.journal_records import (
     MediaReported,
     RunMetadataSet,
 )
-from paceline.importers._logged_values import GROUP, SYSTEM_GROUP, LoggedValues
-from paceline.importers._run_files import RunFiles, files_below, kind_of
+from paceline.core._run_directories import recordable
+from paceline.importers._logged_values import GROUP, SYSTEM_GROUP, LoggedValues, decoded_json
+from paceline.importers._run_files import RunFiles, files_below, kind_of, links_below
 from paceline.importers._run_writer import SourceRun, started
 
 # Blocks of the log, with parts of records; a part never crosses the end of a block.
@@ -105,19 +105,27 @@ def _read(log: Path, record_type: Any, run: SourceRun, files: RunFiles) -> Itera
         elif kind == "exit":
             end = _end(record.exit.exit_code, now)
     run.hparams = {name: value for name, value in hparams.items() if name != "_wandb"}
-    for name in files_below(store):
-        # Media came with their steps.
-        if not name.startswith("media/"):
-            yield from _copied(run, files, store, name, name, 0, run.created)
+    yield from _saved_files(store, run, files)
     kept = {
         name: value
         for name, value in summary.items()
         if name not in _INTERNAL and not (isinstance(value, dict) and "_type" in value)
     }
-    metadata = {name: value for name, value in facts.items() if value} | {"summary": _finite(kept)}
+    metadata = {name: value for name, value in facts.items() if value} | {
+        "summary": recordable(kept)
+    }
     yield RunMetadataSet(time=now, metadata=metadata)
     if end is not None:
         yield end
+
+
+def _saved_files(store: Path, run: SourceRun, files: RunFiles) -> Iterator[AnyRecord]:
+    for link in links_below(store):
+        run.problems.append(f"The file {link!r} is a link, which is not followed")
+    for name in files_below(store):
+        # Media came with their steps.
+        if not name.startswith("media/"):
+            yield from _copied(run, files, store, name, name, 0, run.created)
 
 
 def _end(exit_code: int, now: float) -> AttemptFinished:
@@ -137,7 +145,7 @@ def _items(items: Any, run: SourceRun) -> dict[str, Any]:
         # System metrics have no nested ones.
         names = [*getattr(item, "nested_key", ())] or [item.key]
         try:
-            value = json.loads(item.value_json)
+            value = decoded_json(item.value_json)
         except ValueError:
             run.problems.append(f"The value of {names!r} is no JSON")
             continue
@@ -147,14 +155,6 @@ def _items(items: Any, run: SourceRun) -> dict[str, Any]:
             place = inner if isinstance(inner, dict) else {}
         place[names[-1]] = value
     return found
-
-
-def _finite(value: Any) -> Any:
-    """Return a copy for JSON: other numbers than finite ones become texts."""
-    if isinstance(value, Mapping):
-        return {name: _finite(inner) for name, inner in value.items()}
-    is_odd = isinstance(value, float) and value - value != 0
-    return str(value) if is_odd else value
 
 
 def _artifact(

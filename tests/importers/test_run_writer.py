@@ -178,6 +178,15 @@ def test_full_disk_is_an_error_and_the_import_continues_later(
     assert all_points(small_disk / "runs").keys() == {"run-0", "run-1"}
 
 
+def test_directory_with_two_kinds_of_stores_asks_for_one(
+    store: Path, tmp_path: Path, run_import: Import
+) -> None:
+    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"")
+    with pytest.raises(ImportRefusedError, match="holds mlflow and tensorboard"):
+        run_import(tmp_path)
+    assert len(run_import(tmp_path, kind="mlflow")[0]) == NUM_RUNS
+
+
 def test_nothing_to_import_is_said(tmp_path: Path, run_import: Import) -> None:
     with pytest.raises(ImportRefusedError, match="is not there"):
         run_import(tmp_path / "missing")

@@ -71,7 +71,6 @@ def _read_mlflow(path: Path, problems: list[str]) -> Iterator[SourceRun]:
     return read(store, problems)
 
 
-# In this order: the artifacts of one may be files of the next.
 _KINDS: dict[str, tuple[Callable[[Path], Any], Reader]] = {
     "export": (is_export, read_export),
     "mlflow": (_mlflow, _read_mlflow),
@@ -86,15 +85,23 @@ def kind_of_store(path: Path) -> str:
     """Return the kind of a store.
 
     Raises:
-        ImportRefusedError: It is of no known kind, or there is nothing.
+        ImportRefusedError: It is of no known kind or of several, or there is nothing.
     """
     if not path.exists():
         raise ImportRefusedError(
             f"`SOURCE` must be a file or directory, but {str(path)!r} is not there."
         )
-    for kind, (find, _) in _KINDS.items():
-        if find(path):
-            return kind
+    if is_export(path):
+        # Its files may be of any kind.
+        return "export"
+    found = [kind for kind, (find, _) in _KINDS.items() if find(path)]
+    if len(found) > 1:
+        raise ImportRefusedError(
+            f"`SOURCE` must hold one kind of store, but {str(path)!r} holds {' and '.join(found)}."
+            " Hint: give the directory of one, or its kind with `--kind`, and then the other one."
+        )
+    if found:
+        return found[0]
     raise ImportRefusedError(
         f"`SOURCE` must hold what MLflow, W&B, Trackio, TensorBoard or `paceline export` has"
         f" written, but {str(path)!r} holds nothing of it."

@@ -22,7 +22,8 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
         "Search": ["tune.md", "search-methods.md"],
         "Data and models": ["data.md", "stores.md", "distributed.md", "sharding.md", "backends.md"],
         "Clusters and other libraries": [
-            *("clusters.md", "ray.md", "integrations.md", "sdk.md", "cli.md", "web-ui.md"),
+            *("clusters.md", "ray.md", "integrations.md", "import-and-export.md", "sdk.md"),
+            *("cli.md", "web-ui.md"),
         ],
         "Operation": ["operations.md", "messages.md", "security.md", "SECURITY.md", "plugins.md"],
         "Examples": ["examples/*"],

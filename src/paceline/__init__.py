@@ -22,16 +22,17 @@ if TYPE_CHECKING:
     )
     from paceline.core._arguments import InvalidHP
     from paceline.core._process_environment import ClusterInfo, get_cluster_info
+    from paceline.core._run_frames import read_metrics, runs
 
 LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
 
-_NAMES_IN_CORE = frozenset({"ClusterInfo", "InvalidHP", "get_cluster_info"})
-_NAMES_IN_ONE_LINE = frozenset(
-    {
-        *("Audio", "File", "Histogram", "Html", "Image", "Run", "Table", "Video"),
-        *("finish", "init", "log"),
-    }
-)
+# The module of each name.
+_PLACES = {
+    **dict.fromkeys(("ClusterInfo", "InvalidHP", "get_cluster_info"), "core"),
+    **dict.fromkeys(("read_metrics", "runs"), "core._run_frames"),
+    **dict.fromkeys(("Audio", "File", "Histogram", "Html", "Image", "Table"), "_one_line"),
+    **dict.fromkeys(("Run", "Video", "finish", "init", "log"), "_one_line"),
+}
 _PARTS = frozenset(
     {
         "client",
@@ -67,14 +68,14 @@ __all__ = [
     "get_cluster_info",
     "init",
     "log",
+    "read_metrics",
+    "runs",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NAMES_IN_CORE:
-        return getattr(import_module("paceline.core"), name)
-    if name in _NAMES_IN_ONE_LINE:
-        return getattr(import_module("paceline._one_line"), name)
+    if name in _PLACES:
+        return getattr(import_module(f"paceline.{_PLACES[name]}"), name)
     if name in _PARTS:
         try:
             return import_module(f"paceline.{name}")

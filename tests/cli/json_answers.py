@@ -80,6 +80,10 @@ PREVIEW = record(
     "SearchPreview", searcher=str, unit=str | None, rows=list[ROW], brackets=list[BRACKET]
 )
 SYNCED = record("SyncedRun", name=str, experiment_id=int, num_records=int, is_alive=bool)
+IMPORTED = record(
+    "ImportedRun", name=str, path=str, state=str, num_points=int, num_files=int,
+    problems=list[str],
+)  # fmt: skip
 PATH = record("WrittenPath", path=str)
 FORK = record("ForkDryRun", config=dict[str, Any])
 DRY = record("CreateDryRun", config=dict[str, Any], num_trials=int, num_files=int, num_bytes=int)
@@ -113,6 +117,10 @@ COMMANDS: dict[str, Any] = {
     | record("RestoredCopy", backup=str, home=str, set_aside=str, **ACCESS),
     "login": record("SignIn", sign_in_url=str, has_web_ui=bool),
     "sync": list[SYNCED],
+    "import": record(
+        "Import", kind=str, into=str, runs=list[IMPORTED], problems=list[str]
+    ),
+    "export": record("ExportedRuns", path=str, runs=list[str], num_values=int),
     "preview-search": PREVIEW,
     "verify-resume": record(
         "Verdict", is_exact=bool, steps_completed=int, checkpoint_steps=list[int],

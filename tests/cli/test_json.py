@@ -21,9 +21,9 @@ ALL = {
 }
 # Of these, the commands below need no master.
 OFFLINE = {
-    "backup", "checkpoint export", "doctor", "down", "examples copy", "examples list", "home check",
-    "init", "preview-search", "restore", "run", "runs compare", "runs delete", "runs list",
-    "runs prune", "runs show", "runs time", "verify-resume", "version",
+    "backup", "checkpoint export", "doctor", "down", "examples copy", "examples list", "export",
+    "home check", "import", "init", "preview-search", "restore", "run", "runs compare",
+    "runs delete", "runs list", "runs prune", "runs show", "runs time", "verify-resume", "version",
 }  # fmt: skip
 
 
@@ -185,6 +185,8 @@ def test_commands_without_a_master_print_their_json(
     assert (listed["state"], listed["steps_completed"]) == ("completed", 3)
     assert len(run("runs show", "last")["metrics"]) == 6
     run("runs time", "last")
+    assert run("export", "last", "-o", "exported")["num_values"] == 9
+    assert run("import", "exported", "--into", "imported")["runs"][0]["state"] == "new"
     assert [each["state"] for each in run("runs compare", "last", "last")] == ["completed"] * 2
     assert run("runs prune", "--keep", 1) == []
     assert not run("runs prune", "--keep", 0, "--dry-run")[0]["is_deleted"]

@@ -872,8 +872,10 @@ def test_loading_in_worker_processes_gives_the_same_every_time(make_config: Make
 
 def test_histories_are_drawn_into_files(make_config: MakeConfig) -> None:
     trainer = trained(make_config(task_type="classification"))
-    trainer.plot_training_history()
-    trainer.plot_accuracy_history()
+    (losses,) = trainer.plot_training_history().axes[:1]
+    assert losses.get_ylabel().startswith("Loss")
+    figures = trainer.plot_accuracy_history()
+    assert {*figures} == {"phase", "energy"}
     pictures = {path.name: path.read_bytes()[:4] for path in Path("out").glob("*.png")}
     names = ("loss_history", "lr_history", "acc_history_phase", "acc_history_energy")
     assert pictures == {f"{name}.png": b"\x89PNG" for name in names}

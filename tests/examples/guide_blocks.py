@@ -26,7 +26,7 @@ ELSEWHERE = {
     *("determined", "generic_trainer", "optuna", "raysgd"),
 }
 # Packages that development installs; without one, its blocks are skipped.
-PACKAGES = {"accelerate", "lightning", "mlflow", "ray", "transformers", "wandb"}
+PACKAGES = {"accelerate", "lightning", "mlflow", "pandas", "ray", "transformers", "wandb"}
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<marks>[^>]*) -->\n+)?^```(?P<language>\w+)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,

@@ -335,12 +335,15 @@ class JournalWriter:
     node. When the disk is full, records wait in memory and training continues: metrics, progress
     and status beyond `pending_bytes` are dropped, oldest first, and counted in a record of their
     own. Safe to call from several threads.
+
+    `first_sequence` continues the journal of an ended process: the number after its last record.
     """
 
     def __init__(
         self,
         directory: Path,
         *,
+        first_sequence: int = 0,
         segment_bytes: int = SEGMENT_BYTES,
         pending_bytes: int = PENDING_BYTES,
         close_patience_s: float = CLOSE_PATIENCE_S,
@@ -354,7 +357,7 @@ class JournalWriter:
         self._file_descriptor = -1
         self._path = directory
         self._segment_size = 0
-        self._next_sequence = 0
+        self._next_sequence = first_sequence
         self._are_names_synced = False
         # Segments that are full, and may not be on disk yet.
         self._unsynced: set[Path] = set()
@@ -367,7 +370,7 @@ class JournalWriter:
         self._droppable_bytes = 0
         self._num_dropped = 0
         # The directory is made with the first segment, as a full disk may keep it from being made.
-        if any(directory.glob("*.journal")):
+        if not first_sequence and any(directory.glob("*.journal")):
             raise FileExistsError(
                 f"A journal is written by one process only, but {str(directory)!r} has one already."
                 " Hint: start a new attempt."

@@ -23,6 +23,8 @@ from paceline.cli._console_output import print_answer, print_list
 from paceline.cli._create_command import preview_search
 from paceline.cli._doctor_command import doctor
 from paceline.cli._experiment_commands import experiment_app
+from paceline.cli._export_commands import export_runs
+from paceline.cli._import_commands import import_store
 from paceline.cli._init_command import init
 from paceline.cli._master_commands import down, status, up
 from paceline.cli._notify_commands import notify_app
@@ -169,6 +171,8 @@ app.command("login")(login)
 app.command("init")(init)
 app.command("doctor", is_list=True)(doctor)
 app.command("sync")(sync)
+app.command("import")(import_store)
+app.command("export")(export_runs)
 app.command("preview-search")(preview_search)
 # Options that they do not know are the script's.
 app.command("run", context_settings={"ignore_unknown_options": True})(run)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli._console_output import flatten, format_number, print_list
+from paceline._base.frames import flatten
+from paceline.cli._console_output import format_number, print_list
 from paceline.cli._experiment_commands import experiment_app
 from paceline.cli._options_and_errors import CommandError, connect
 from paceline.cli._runs_commands import find_run, run_groups, run_state_name, runs_app

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import typer
 
+from paceline._base.frames import flatten
 from paceline._base.process_and_network import escape_in_json, terminal_text
 from paceline._base.progress_display import format_duration
 from paceline.cli._options_and_errors import is_json, output_format
@@ -255,17 +256,6 @@ def format_number(value: Any) -> str:
 def format_values(values: dict[str, Any]) -> str:
     """Return names and values as `a=1 b=0.25`, nested names dotted."""
     return " ".join(f"{name}={format_number(value)}" for name, value in flatten(values).items())
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values under dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value and "$float" not in value:
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def format_age(moment: float | None) -> str:

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline._base.frames import flatten
 from paceline.cli._console_output import (
     console,
     experiment_word,
-    flatten,
     format_moment,
     format_number,
     format_values,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli._console_output import flatten, print_answer
+from paceline._base.frames import flatten
+from paceline.cli._console_output import print_answer
 from paceline.cli._experiment_commands import experiment_app
 from paceline.cli._options_and_errors import CommandError, ExperimentId, connect
 

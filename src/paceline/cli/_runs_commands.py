@@ -139,26 +139,13 @@ def find_run(run: Path) -> Path:
     Raises:
         CommandError: The part fits several runs or none.
     """
-    from paceline.core._read_runs import list_runs
+    from paceline._base.run_directory import NotARunDirectoryError
+    from paceline.core import _read_runs
 
-    if run.exists() or (_RUNS / run).exists():
-        return run if run.exists() else _RUNS / run
-    paths = [summary.path for summary in list_runs(_RUNS)]
-    part = str(run)
-    if part == "last" and paths:
-        return paths[-1]
-    fitting = [path for path in paths if path.name.startswith(part) or path.name.endswith(part)]
-    if len(fitting) > 1:
-        raise CommandError(
-            f"`RUN_DIR` must fit one run, but {part!r} fits"
-            f" {', '.join(path.name for path in fitting)}."
-        )
-    if not fitting:
-        raise CommandError(
-            f"`RUN_DIR` must be a run directory, or a name or part of a name in ./{_RUNS}, but got"
-            f" {part!r}. Hint: `paceline runs list` shows the runs there."
-        )
-    return fitting[0]
+    try:
+        return _read_runs.find_run(run)
+    except NotARunDirectoryError as error:
+        raise CommandError(str(error).replace("`run`", "`RUN_DIR`")) from error
 
 
 def _print_run_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> None:

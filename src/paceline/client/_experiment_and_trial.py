@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
+from paceline._base.frames import DataFrames, Rows, flatten, metric_rows
+from paceline._base.notebook_tables import html_table
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._event_stream import EventStream
 from paceline.client._http_session import (
@@ -39,7 +41,7 @@ _LOG_PAGE = 1000
 _FOLLOW_INTERVAL_S = 0.5
 
 
-class Trial:
+class Trial(DataFrames):
     """Training run with fixed hyperparameters; `data` is the master's last known state."""
 
     def __init__(self, session: HttpSession, data: "TrialData") -> None:
@@ -49,6 +51,16 @@ class Trial:
 
     def __repr__(self) -> str:
         return f"Trial(id={self.id}, state={self.state.value})"
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "experiment": self.experiment_id,
+            "state": self.state.value,
+            "batches": self.steps_completed,
+            "best metric": "-" if self.best_metric is None else self.best_metric,
+            **flatten(self.hparams),
+        }
+        return html_table(f"Trial {self.id}", (), facts.items())
 
     @property
     def id(self) -> int:
@@ -167,6 +179,18 @@ class Trial:
         for name in sorted(groups):
             for row in self._session.pages(path, MetricRow, group=name):
                 yield row.model_copy(update={"metrics": decode_value(row.metrics)})
+
+    def rows(self, group: str | None = None) -> Rows:
+        """Return the reported metrics as rows for data frames, as `to_pandas` has them.
+
+        Args:
+            group: As for `iter_metrics`.
+        """
+        rows = metric_rows(
+            (row.model_dump(include={"group", "steps_completed", "attempt"}), row.metrics)
+            for row in self.iter_metrics(group)
+        )
+        return Rows(f"reports of trial {self.id}", rows)
 
     def iter_logs(
         self,
@@ -302,7 +326,7 @@ _PATIENCE_S = 600.0
 _FIRST_PAUSE_S = 0.1
 
 
-class Experiment:
+class Experiment(DataFrames):
     """Configuration, code and trials; `data` is the master's last known state."""
 
     def __init__(self, session: HttpSession, data: "ExperimentData") -> None:
@@ -312,6 +336,17 @@ class Experiment:
 
     def __repr__(self) -> str:
         return f"Experiment(id={self.id}, name={self.name!r}, state={self.state.value})"
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "state": self.state.value,
+            "progress": f"{self.progress:.0%}",
+            "trials": self.data.num_trials,
+            f"best {self.metric}": "-" if self.best_metric is None else self.best_metric,
+            "best trial": self.data.best_trial_id or "-",
+            "labels": ", ".join(self.data.labels),
+        }
+        return html_table(f"Experiment {self.id}: {self.name}", (), facts.items())
 
     @property
     def id(self) -> int:
@@ -584,6 +619,24 @@ class Experiment:
         path = f"experiments/{self.id}/trials"
         pages = self._session.pages(path, TrialData, limit=limit, sort_by=sort_by)
         return [Trial(self._session, data) for data in pages]
+
+    def rows(self) -> Rows:
+        """Return a row for each trial with its hyperparameters, as `to_pandas` has them."""
+        return Rows(
+            f"trials of experiment {self.id}",
+            (
+                {
+                    "trial": trial.id,
+                    "state": trial.state.value,
+                    "steps_completed": trial.steps_completed,
+                    "best_metric": trial.best_metric,
+                    "created_at": trial.data.created_at,
+                    "ended_at": trial.data.ended_at,
+                    **flatten(trial.hparams, "hparams."),
+                }
+                for trial in self.trials()
+            ),
+        )
 
     def checkpoints(
         self, *, sort_by: Literal["steps", "metric"] = "steps", limit: int | None = None

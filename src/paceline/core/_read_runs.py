@@ -65,6 +65,7 @@ class MetricsRow(NamedTuple):
     steps_completed: int
     metrics: dict[str, Any]
     is_superseded: bool
+    group: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,8 +92,16 @@ class History:
     finished: AttemptFinished | None = None
 
 
-def read_history(run: RunDirectory) -> History:
-    """Return the history of a run, read from all journals of its chiefs."""
+def read_history(run: RunDirectory | str | os.PathLike[str]) -> History:
+    """Return the history of a run, read from all journals of its chiefs.
+
+    Args:
+        run: The run directory.
+
+    Raises:
+        NotARunDirectoryError: There is none at the path `run`.
+    """
+    run = _run_at(run)
     history = History()
     stored: dict[str, CheckpointStored] = {}
     for key, last_step in standing_journals(run):
@@ -127,13 +136,13 @@ def read_history(run: RunDirectory) -> History:
     return history
 
 
-def read_checkpoints(run: RunDirectory) -> list[CheckpointStored]:
-    """Return a run's stored and not deleted checkpoints, oldest first."""
+def read_checkpoints(run: RunDirectory | str | os.PathLike[str]) -> list[CheckpointStored]:
+    """Return a run's stored and not deleted checkpoints, oldest first; see `read_history`."""
     return read_history(run).checkpoints
 
 
 def read_metrics(
-    run: RunDirectory, group: str | None = None, *, rank: int = 0
+    run: RunDirectory | str | os.PathLike[str], group: str | None = None, *, rank: int = 0
 ) -> Iterator[MetricsRow]:
     """Yield a rank's reported metrics, of a single group or of all, in order of writing.
 
@@ -141,7 +150,11 @@ def read_metrics(
         run: The run directory; it may still be written to.
         group: The metric group, such as "training", or "training_rank_2" for rank 2.
         rank: Who has reported them.
+
+    Raises:
+        NotARunDirectoryError: There is none at the path `run`.
     """
+    run = _run_at(run)
     for key, last_step in standing_journals(run, rank):
         for record in _metrics_records(run, key):
             if group is None or record.group == group:
@@ -150,7 +163,12 @@ def read_metrics(
                     record.steps_completed,
                     decode_value(record.metrics),
                     record.steps_completed > last_step,
+                    record.group,
                 )
+
+
+def _run_at(run: RunDirectory | str | os.PathLike[str]) -> RunDirectory:
+    return run if isinstance(run, RunDirectory) else RunDirectory.open(Path(run))
 
 
 def read_alerts(run: RunDirectory) -> list[AlertRaised]:
@@ -276,6 +294,35 @@ class RunSummary:
     latest_checkpoint: str | None
     error: str | None
     restart_causes: tuple[str, ...] = ()
+
+
+def find_run(run: str | os.PathLike[str]) -> Path:
+    """Return the directory of a run, named by its path, its name or a part of the name.
+
+    Args:
+        run: A run directory; for a run in ./paceline_runs its name, the start or end of its name,
+            or "last".
+
+    Raises:
+        NotARunDirectoryError: There is no such run, or the part fits several.
+    """
+    root, given, part = Path(RUNS_DIRECTORY), Path(run), str(run)
+    if given.exists() or (root / given).exists():
+        return given if given.exists() else root / given
+    paths = [summary.path for summary in list_runs(root)]
+    if part == "last" and paths:
+        return paths[-1]
+    fitting = [path for path in paths if path.name.startswith(part) or path.name.endswith(part)]
+    if len(fitting) > 1:
+        raise NotARunDirectoryError(
+            f"`run` must fit one run, but {part!r} fits {', '.join(path.name for path in fitting)}."
+        )
+    if not fitting:
+        raise NotARunDirectoryError(
+            f"`run` must be a run directory, or a name or part of a name in ./{root}, but got"
+            f" {part!r}. Hint: `paceline runs list` shows the runs there."
+        )
+    return fitting[0]
 
 
 def list_runs(root: Path) -> list[RunSummary]:

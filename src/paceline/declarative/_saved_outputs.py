@@ -232,8 +232,8 @@ def _history_figure(num_rows: int) -> tuple[Any, list[Any]]:
 
 def plot_history(
     path: Path, rows: Sequence[tuple[str, Mapping[str, Sequence[float]]]], x_label: str
-) -> None:
-    """Draw curves below each other into a PNG file.
+) -> Any:
+    """Draw curves below each other into a PNG file, and return the figure of matplotlib.
 
     Args:
         path: The file.
@@ -254,6 +254,7 @@ def plot_history(
             axis.legend()
     axes[-1].set_xlabel(x_label)
     figure.savefig(path)
+    return figure
 
 
 # A run without a master keeps the newest checkpoint, and one more in case that is damaged.
@@ -400,14 +401,16 @@ class Outputs(Step):
         finally:
             self.model.train(was_training)
 
-    def plot_training_history(self) -> None:
-        """Draw learning rate and losses into loss_history.png in `model_save_dir`.
+    def plot_training_history(self) -> Any:
+        """Draw the losses into loss_history.png in `model_save_dir`, and return the figure.
+
+        The learning rate goes into lr_history.png. Other ranks than the chief return None.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
         if self.rank != 0:
-            return
+            return None
         tracker = self.loss_tracker
         rates = Path(self.configs.model_save_dir) / "lr_history.png"
         plot_history(rates, [("Learning rate", {"lr": tracker["lrs"]})], "Batch")
@@ -418,17 +421,22 @@ class Outputs(Step):
             )
             for term in ("", *tracker.terms)
         ]
-        plot_history(Path(self.configs.model_save_dir) / "loss_history.png", rows, "Epoch")
+        return plot_history(Path(self.configs.model_save_dir) / "loss_history.png", rows, "Epoch")
 
-    def plot_accuracy_history(self) -> None:
+    def plot_accuracy_history(self) -> dict[str, Any]:
         """Draw the accuracies of each prediction into acc_history_<name>.png.
+
+        Returns:
+            The figures by the names of the predictions; none on other ranks than the chief.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
         if self.rank != 0:
-            return
+            return {}
+        figures = {}
         for name in self.loss_tracker.pred_names:
             curves = {part: self.loss_tracker[f"{part}_acc_{name}"] for part in _PARTS}
             path = Path(self.configs.model_save_dir) / f"acc_history_{name}.png"
-            plot_history(path, [(f"Accuracy of {name}", curves)], "Epoch")
+            figures[name] = plot_history(path, [(f"Accuracy of {name}", curves)], "Epoch")
+        return figures

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline import core
+from paceline._base.frames import DataFrames
 from paceline._base.notebook_tables import html_table
 from paceline._training.masterless_search import TRIALS_FOLDER, SearchRun, SearchTrial, TrialOutcome
 from paceline._training.masterless_search_trials import (
@@ -52,7 +53,7 @@ class TrialResult(TrialOutcome):
             return None
 
 
-class SearchResults(Sequence[TrialResult]):
+class SearchResults(DataFrames, Sequence[TrialResult]):
     """The trials of a search, in the order of their creation.
 
     Args:

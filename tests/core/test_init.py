@@ -486,8 +486,8 @@ def test_shard_must_be_a_truth_value(tmp_path: Path) -> None:
 
 def test_failed_init_leaves_no_lock_behind(tmp_path: Path) -> None:
     crashed = crash("demo", 1)
-    with pytest.raises(ValueError, match="gs://"):
-        core.init(resume=crashed.run_dir, checkpoint_storage="gs://bucket")
+    with pytest.raises(ValueError, match="nope://"):
+        core.init(resume=crashed.run_dir, checkpoint_storage="nope://bucket")
     assert not RunDirectory(crashed.run_dir).is_alive()
 
 

@@ -35,6 +35,7 @@ ORDER = [
     "launch",
     "testing",
     "integrations",
+    "importers",
     "_cluster.messages",
     "_cluster.runner",
     "_cluster.master",

@@ -1,0 +1,1 @@
+"""Importers of what other trackers have logged, into run directories."""

@@ -102,7 +102,8 @@ class PacelineTracker(GeneralTracker):  # type: ignore[misc]  # Accelerate has n
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Begin the run with hyperparameters; a train function's run has its config."""
-        self._run.begin(values)
+        self._run.set_hparams(values)
+        self._run.begin()
 
     def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
         """Report values; without a step, one after the last one."""

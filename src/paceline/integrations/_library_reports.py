@@ -83,10 +83,12 @@ class LibraryRun:
             atexit.register(self._end_with_process)
         return self._given or self._own
 
-    def begin(self, hparams: Mapping[str, Any] | None = None) -> None:
-        """Begin the run, unless it has begun; a new one records the hyperparameters."""
-        if hparams:
-            self._options.setdefault("hparams", hparams)
+    def set_hparams(self, hparams: Mapping[str, Any]) -> None:
+        """Set the hyperparameters that a new run records; they have no effect once it has begun."""
+        self._options.setdefault("hparams", hparams)
+
+    def begin(self) -> None:
+        """Begin the run, unless it has begun, and training."""
         self.is_training = self.context is not None
 
     def report(

@@ -167,7 +167,8 @@ class PacelineLogger(Logger):  # type: ignore[misc]  # Lightning has no types
     @rank_zero_only  # type: ignore[untyped-decorator]
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Begin the run with the hyperparameters of the model."""
-        self._run.begin(params if isinstance(params, Mapping) else vars(params))
+        self._run.set_hparams(params if isinstance(params, Mapping) else vars(params))
+        self._run.begin()
 
     @rank_zero_only  # type: ignore[untyped-decorator]
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

@@ -108,11 +108,15 @@ class PacelineCallback(transformers.TrainerCallback):  # type: ignore[misc]  # i
             return str(Path(self._files.name) / state[_KEY])
         return None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Begin the run; a new one records the arguments that are not the default ones."""
+    def on_init_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Have a new run record the arguments that are not the default ones."""
         defaults = {field.name: field.default for field in fields(args)}
         given = args.to_sanitized_dict().items()
-        self._run.begin({name: value for name, value in given if value != defaults.get(name)})
+        self._run.set_hparams({key: value for key, value in given if value != defaults.get(key)})
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Begin the run."""
+        self._run.begin()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Note that training has ended."""

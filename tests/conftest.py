@@ -4,6 +4,7 @@ import base64
 import gc
 import getpass
 import hmac
+import json
 import os
 import shutil
 import signal
@@ -465,8 +466,12 @@ server.stop()
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """Return the URL of a server that speaks S3's protocol, with the bucket "checkpoints"."""
+    yield from _bucket_server(_S3_SERVER)
+
+
+def _bucket_server(program: str) -> Iterator[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _S3_SERVER],
+        [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -479,6 +484,22 @@ def s3_server() -> Iterator[str]:
     process.communicate()
 
 
+@pytest.fixture(scope="session")
+def google_server() -> Iterator[str]:
+    """Return the URL of a stand-in for Google Cloud Storage, with the bucket "checkpoints"."""
+    yield from _bucket_server(_GOOGLE_SERVER)
+
+
+@pytest.fixture
+def google(google_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the URL of an empty place in a bucket, for this process and those it starts."""
+    account = {"client_email": "", "private_key": "", "private_key_id": ""}
+    key = json.dumps({"gcs_base_url": google_server, "disable_oauth": True} | account)
+    monkeypatch.setenv("GOOGLE_BASE_URL", google_server)
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", key)
+    return f"gs://checkpoints/{uuid.uuid4()}"
+
+
 @pytest.fixture
 def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the URL of an empty place in a bucket, for this process and those it starts."""
@@ -487,6 +508,40 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     return f"s3://checkpoints/{uuid.uuid4()}"
+
+
+# Google's XML API is near to S3's: this turns its requests into those that moto takes. A delete of
+# what is not there is an error of Google's.
+_GOOGLE_SERVER = """
+import sys, threading
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+from werkzeug.test import run_wsgi_app
+
+class Quiet(WSGIRequestHandler):
+    def log(self, *arguments):
+        pass
+
+s3 = DomainDispatcherApplication(create_backend_app)
+SIGNED = "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request"
+
+def google(environ, start_response):
+    environ["HTTP_AUTHORIZATION"] = SIGNED
+    if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None) == "0":
+        environ["HTTP_IF_NONE_MATCH"] = "*"
+    if environ["REQUEST_METHOD"] == "DELETE" and not environ["QUERY_STRING"]:
+        answer, status, headers = run_wsgi_app(s3, {**environ, "REQUEST_METHOD": "GET"})
+        if status.startswith("404"):
+            start_response(status, list(headers))
+            return answer
+    return s3(environ, start_response)
+
+server = make_server("127.0.0.1", 0, google, threaded=True, request_handler=Quiet)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.port, flush=True)
+sys.stdin.read()
+server.shutdown()
+"""
 
 
 # What every Azurite has.

@@ -7,14 +7,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline import train
-from paceline.integrations import AccelerateReports, load_accelerator, save_accelerator
+from paceline.integrations import PacelineTracker, load_accelerator, save_accelerator
 
 
 def fit(config: dict) -> float | None:
     """Train on this worker's part of the data, from the last checkpoint on."""
     train.enable_reproducibility(1)
     ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
-    accelerator = Accelerator(cpu=True, log_with=AccelerateReports(), kwargs_handlers=[ddp])
+    accelerator = Accelerator(cpu=True, log_with=PacelineTracker(), kwargs_handlers=[ddp])
     accelerator.init_trackers("digits")
     loader = train.prepare_data_loader(DataLoader(load_images()[0], batch_size=16, shuffle=True))
     model = make_net()

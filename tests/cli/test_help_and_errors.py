@@ -157,6 +157,10 @@ def test_a_key_makes_one_experiment_and_belongs_to_one_request(mastered: Any, co
 
     first, again = (json.loads(create().stdout)["id"] for _ in range(2))
     assert first == again
+    assert "Nothing was created" in create().stderr
+    words = ("e", "create", code / "config.yaml", code, "--paused", "--key")
+    assert mastered(*words, "job-7").stdout.startswith("Nothing was created: an earlier request")
+    assert mastered(*words, "job-8").stdout.startswith(f"Created experiment {first + 1} ")
     refused = error_of(create("--config", "name=other", exit_code=1).stderr)
     assert refused["code"] == "key_reused"
     assert f"about experiment {first}" in refused["message"]

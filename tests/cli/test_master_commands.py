@@ -65,6 +65,7 @@ def test_status_and_slots_of_a_running_master(mastered: Any) -> None:
 def test_up_again_says_that_a_master_runs(mastered: Any) -> None:
     for options in ((), ("--host", "127.0.0.1"), ("--host", "localhost")):
         assert "A master runs already at http://" in mastered("up", "--detach", *options).stdout
+    assert "`--port 0` has no effect" in mastered("up", "--detach", "--port", 0).stdout
     refused = mastered("up", "--detach", "--port", 1, code=1)
     assert "to start one on port 1, but one runs at http://" in refused.stderr
 
@@ -863,3 +864,17 @@ def test_a_master_started_for_a_create_that_fails_ends_again(paceline: Any, code
     result = paceline("e", "create", code / "config.yaml", "--start-master", code=1)
     assert "Stopped the master again." in result.stderr
     assert paceline("down").stdout.startswith("No master runs in ")
+
+
+def test_runs_that_show_nothing_are_said_with_where_runs_are(mastered: Any, tmp_path: Path) -> None:
+    def told(directory: str) -> str:
+        return str(mastered("up", "--detach", "--runs", tmp_path / directory).stderr)
+
+    (tmp_path / "desk" / "paceline_runs" / "one").mkdir(parents=True)
+    assert "shows nothing yet" in told("desk")
+    (tmp_path / "desk" / "paceline_runs" / "one" / "run.json").touch()
+    assert f"Hint: `--runs {tmp_path / 'desk' / 'paceline_runs'}` shows runs" in told("desk")
+    assert "shows nothing" not in told("desk/paceline_runs")
+    (tmp_path / "logs" / "lr=1").mkdir(parents=True)
+    (tmp_path / "logs" / "lr=1" / "events.out.tfevents.1.host").touch()
+    assert "shows nothing" not in told("logs")

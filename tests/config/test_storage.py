@@ -67,7 +67,7 @@ def test_by_default_the_best_and_latest_of_each_trial_are_kept() -> None:
         ),
         ({"type": "url", "url": "/x"}, "checkpoint_storage.url", "must be a URL"),
         ({"type": "directory", "path": "s3://bucket/x"}, "checkpoint_storage.path", "a file syst"),
-        ("gs://bucket/x", "checkpoint_storage.path", "is not offered yet"),
+        ("gcs://bucket/x", "checkpoint_storage.path", "is not offered yet"),
         ({"type": "s3"}, "checkpoint_storage.bucket", "is required"),
         ({"type": "s3", "bucket": "b"}, "checkpoint_storage.bucket", "must be the name of a bucke"),
         (

@@ -128,7 +128,7 @@ def test_attempt_is_recorded_from_start_to_end(records_of: Callable[..., Any]) -
         (SystemExit(3), "error", "SystemExit: 3"),
         (SystemExit(0), "completed", None),
         (SystemExit(), "completed", None),
-        (KeyboardInterrupt(), "error", "KeyboardInterrupt"),
+        (KeyboardInterrupt(), "preempted", None),
         (ValueError("x" * 9000), "error", "ValueError: " + "x" * 1988),
     ],
 )
@@ -486,8 +486,8 @@ def test_shard_must_be_a_truth_value(tmp_path: Path) -> None:
 
 def test_failed_init_leaves_no_lock_behind(tmp_path: Path) -> None:
     crashed = crash("demo", 1)
-    with pytest.raises(ValueError, match="gs://"):
-        core.init(resume=crashed.run_dir, checkpoint_storage="gs://bucket")
+    with pytest.raises(ValueError, match="nope://"):
+        core.init(resume=crashed.run_dir, checkpoint_storage="nope://bucket")
     assert not RunDirectory(crashed.run_dir).is_alive()
 
 
@@ -751,3 +751,9 @@ def test_runs_that_are_no_object_store_are_refused(
     with pytest.raises(ValueError, match=message):
         core.init(name="demo")
     assert not (tmp_path / "paceline_runs").exists()
+
+
+def test_ctrl_c_is_no_crash(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), core.init(name="demo") as context:
+        raise KeyboardInterrupt
+    assert core.summarize_run(context.run_dir).state is core.RunState.PREEMPTED

@@ -202,8 +202,10 @@ def test_a_url_without_credentials_says_so(server: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", server.url)
     with pytest.raises(data.DataError, match=r"cannot be read.*Hint: no credentials were found"):
         data.read("s3://bucket/*.parquet")
-    with pytest.raises(data.DataError, match="begin with s3:// or az://, but got 'gs://bucket/x'"):
-        data.read("gs://bucket/x")
+    with pytest.raises(
+        data.DataError, match="begin with s3://, az:// or gs://, but got 'ftp://bucket/x'"
+    ):
+        data.read("ftp://bucket/x")
 
 
 def test_a_bucket_that_is_not_there_is_told_at_once(

@@ -48,7 +48,7 @@ def test_suffixes_may_be_in_capitals_and_what_a_glob_finds_may_be_a_directory(
     [
         ("s3://", r"must be like s3://bucket/data/\*\.parquet, but got 's3://'"),
         ("s3://b/x.parquet?versionId=1", r"no query, but got .*versionId=1'\. Hint: credentials"),
-        ("https://h/x.parquet", r"s3:// or az://, but got 'https.*Hint: download"),
+        ("https://h/x.parquet", r"az:// or gs://, but got 'https.*Hint: download"),
         ("x.tgz", r"must not be compressed as a whole.* got 'x.tgz'"),
     ],
 )

@@ -273,7 +273,7 @@ def test_a_deletion_meanwhile_is_told(
             "https://host/a",
             r"named by a path or a URL \(file://.*s3://\), but got 'https://host/a'",
         ),
-        ("gs://bucket/a", r"but got 'gs://bucket/a'\. Hint: use s3://"),
+        ("ftp://bucket/a", r"but got 'ftp://bucket/a'\. Hint: download"),
         ("s3://bucket", "by its storage and its UUID, .* s3://bucket/prefix/UUID"),
         ("s3://bucket/not a uuid", "by its storage and its UUID, .* s3://bucket/prefix/UUID"),
         ("file:///nowhere/a", "a must be committed in '/nowhere', .* s3://bucket/prefix/UUID"),

@@ -34,7 +34,7 @@ def fit(config: dict[str, Any]) -> tuple[str, int]:
     # torch's wrapper changes its order of summing after the first step, unless it looks for
     # parameters without gradients.
     ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
-    reports = integrations.AccelerateReports()
+    reports = integrations.PacelineTracker()
     accelerator = Accelerator(cpu=True, log_with=reports, kwargs_handlers=[ddp])
     accelerator.init_trackers("any")
     torch.manual_seed(3)

@@ -42,10 +42,11 @@ KINDS: dict[str, Callable[[Path], CheckpointStorage]] = {
     "directory": DirectoryStorage,
     "objects": sqlite_storage,
     "s3": lambda path: storage_from(f"s3://checkpoints{quote(str(path))}"),
+    "google": lambda path: storage_from(f"gs://checkpoints{quote(str(path))}"),
     "azure": lambda path: storage_from(f"az://checkpoints{quote(str(path))}"),
 }
 # Those that need a server, by the fixture that starts it.
-SERVERS = ("s3", "azure")
+SERVERS = ("s3", "google", "azure")
 
 
 @pytest.fixture(

@@ -36,7 +36,7 @@ def fit_accelerate(config: dict[str, Any]) -> None:
     from accelerate import Accelerator
     from torch import nn
 
-    accelerator = Accelerator(cpu=True, log_with=integrations.AccelerateReports())
+    accelerator = Accelerator(cpu=True, log_with=integrations.PacelineTracker())
     accelerator.init_trackers("any")
     model = accelerator.prepare(nn.Linear(1, 1))
     for epoch in range(EPOCHS):

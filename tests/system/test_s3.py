@@ -33,7 +33,9 @@ with det.core.init() as context:
 """
 
 
-@pytest.mark.parametrize("server", ["s3", pytest.param("azure", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "server", ["s3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("google", "azure"))]
+)
 def test_an_experiment_keeps_its_checkpoints_in_a_bucket(
     server: str,
     request: pytest.FixtureRequest,
@@ -70,7 +72,7 @@ def test_an_experiment_keeps_its_checkpoints_in_a_bucket(
     kept.download(tmp_path / "direct", mode="direct")
     assert (tmp_path / "direct" / "step").read_text() == "6"
     # Who has no credentials gets the files from the master.
-    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
         monkeypatch.delenv(name)
     kept.download(tmp_path / "copy")
     assert (tmp_path / "copy" / "step").read_text() == "6"

@@ -16,7 +16,7 @@ from paceline.cli._console_output import (
     print_table,
     print_warning,
 )
-from paceline.cli._experiment_description import print_created
+from paceline.cli._experiment_description import created_text, newest_before, print_created
 from paceline.cli._options_and_errors import (
     AllLogs,
     CommandError,
@@ -101,8 +101,9 @@ def create(
     with connect() as client:
         with _master_to_submit_to(start_master):
             submitted = config.read_text(encoding="utf-8")
+            before = newest_before(client, key)
             experiment = _submit_experiment(client, checked, submitted, directory, paused, key)
-        text = f"Created experiment {experiment.id} ({experiment.name})."
+        text = f"{created_text(experiment, before)}."
         print_created(experiment, client, text, is_followed=follow, all_logs=logs)
 
 

@@ -28,9 +28,11 @@ from paceline.cli._console_output import (
 )
 from paceline.cli._create_command import create
 from paceline.cli._experiment_description import (
+    created_text,
     describe,
     end_note,
     experiment_result,
+    newest_before,
     print_created,
 )
 from paceline.cli._options_and_errors import (
@@ -134,8 +136,9 @@ def fork(
             text = f"Dry run: the config of {config['name']} is valid. Nothing was created."
             print_answer({"config": config}, text)
             return
+        before = newest_before(client, key)
         made = found.fork(changes, activate=not paused, key=key)
-        text = f"Created experiment {made.id} ({made.name}) from experiment {experiment}."
+        text = f"{created_text(made, before)} from experiment {experiment}."
         print_created(made, client, text, is_followed=follow, all_logs=logs)
 
 

@@ -70,6 +70,21 @@ def experiment_result(client: "Client", experiment: "Experiment") -> dict[str, A
     return {**plain_for_console(experiment.data), "best_trial": best and best.data}
 
 
+def newest_before(client: "Client", key: str | None) -> int:
+    """Return the id of the newest experiment before a request with a key; 0 without a key."""
+    newest = client.list_experiments(limit=1, archived="all") if key else []
+    return newest[0].id if newest else 0
+
+
+def created_text(experiment: "Experiment", before: int) -> str:
+    """Return the beginning of the answer; note that a repeated `--key` has created nothing."""
+    text = f"xperiment {experiment.id} ({experiment.name})"
+    if experiment.id > before:
+        return f"Created e{text}"
+    print_note("Nothing was created: an earlier request with this `--key` made the experiment.")
+    return f"E{text}"
+
+
 def print_created(
     experiment: "Experiment",
     client: "Client",

@@ -23,6 +23,7 @@ from paceline.cli._console_output import (
     print_facts,
     print_json,
     print_note,
+    print_warning,
 )
 from paceline.cli._options_and_errors import (
     CommandError,
@@ -137,6 +138,7 @@ def up(
     runs, tls_cert, tls_key, pool_file = (
         path and path.expanduser().absolute() for path in (runs, tls_cert, tls_key, pool_file)
     )
+    _warn_of_no_runs(runs)
     if detach:
         arguments = {"port": port, "slots": slots, "runs": runs, "executor": executor,
                      "runner-timeout": runner_timeout, "slow-request": slow_request,
@@ -193,6 +195,18 @@ def _load_serve() -> Callable[..., None]:
     return serve
 
 
+def _warn_of_no_runs(directory: Path | None) -> None:
+    """Say so if a directory of runs shows nothing yet; it may be made later."""
+    shown = ("run.json", "*/run.json", "*tfevents*", "*/*tfevents*", "*/*/*tfevents*")
+    if directory is None or any(any(directory.glob(pattern)) for pattern in shown):
+        return
+    below = next((path.parents[1] for path in directory.glob("*/*/run.json")), None)
+    hint = f" Hint: `--runs {below}` shows runs." if below else ""
+    print_warning(
+        f"`--runs {directory}` shows nothing yet: no run or TensorBoard log is in it.{hint}"
+    )
+
+
 def _up_in_background(
     home: Path, host: str, port: int | None, options: dict[str, Any], flags: dict[str, bool]
 ) -> None:
@@ -208,6 +222,8 @@ def _up_in_background(
             )
         text = f"A master runs already at {file.shown_url} (process {file.pid})."
         _print_master(home, file, text, is_new=False)
+        if port == 0:
+            print_note(f"`--port 0` has no effect on it: it stays on port {file.port}.")
         return
     arguments = ["--host", host]
     for name, value in options.items():

@@ -28,7 +28,7 @@ from paceline.config._fields_and_problems import (
 from paceline.storage._storage_by_url import added_schemes, is_added_scheme, scheme_of
 
 CLOUD_TYPES = ("gcs", "azure")
-_CLOUD_SCHEMES = ("gs", "gcs", "abfs", "abfss", "azure")
+_CLOUD_SCHEMES = ("gcs", "abfs", "abfss", "azure")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 
 

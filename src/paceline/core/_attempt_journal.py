@@ -423,7 +423,8 @@ def outcome_of(error: BaseException | None) -> Outcome:
     """Return the outcome for the exception ending a process; `sys.exit(0)` counts as success."""
     if isinstance(error, InvalidHP):
         return Outcome.INVALID_HP
-    if isinstance(error, (PreemptedError, GivenUpError)):
+    # A person who presses Ctrl-C may want to resume: the run has not failed.
+    if isinstance(error, (PreemptedError, GivenUpError, KeyboardInterrupt)):
         return Outcome.PREEMPTED
     if isinstance(error, DistributedPeerError) and error.error_type == InvalidHP.__name__:
         # Another rank has found it first, and this one waited for it.

@@ -160,7 +160,10 @@ class Context:
         parts = self._parts
         try:
             parts.preempt.close()
-            if error is not None and outcome in (Outcome.ERROR, Outcome.INVALID_HP):
+            is_interrupted = isinstance(error, KeyboardInterrupt)
+            if error is not None and (
+                is_interrupted or outcome in (Outcome.ERROR, Outcome.INVALID_HP)
+            ):
                 parts.distributed.fail(error)
             parts.distributed.close()
         finally:
@@ -174,7 +177,8 @@ class Context:
             end_journal(parts.journal, outcome, error)
             parts.tracking.finish(outcome, None if error is None else describe_error(error))
             parts.lock.close()
-            ending = "preempted" if outcome is Outcome.PREEMPTED else ending_of(error)
+            is_told = error is None and outcome is Outcome.PREEMPTED
+            ending = "preempted" if is_told else ending_of(error)
             parts.feedback.end(ending, self.checkpoint.storage.url, self.latest_checkpoint)
         if isinstance(error, InvalidHP):
             # Last, as all workers are ended for it.

@@ -219,13 +219,30 @@ class RunFeedback:
         is_first = not self._name.startswith(f"{run_name()}-")
         variable = f"{RESUME_VARIABLE}={shlex.quote(path) if is_first else 'auto'}"
         with suppress(ValueError):
-            is_launched = launched_place() is not None
-            command = sys.orig_argv
+            command = sys.orig_argv if launched_place() is None else _launch_command()
             if (
-                not is_launched
-                and sys.argv
+                sys.argv
                 and "-c" not in command
-                and (sys.argv[0] in command or "-m" in command)
+                and (sys.argv[0] in command or "-m" in command and launched_place() is None)
             ):
                 return f"{variable} {shlex.join(command)}"
         return f"{variable} before the same command"
+
+
+def _launch_command() -> list[str]:
+    """Return the command that has started the launcher of this process, as far as it is known.
+
+    The launcher is an ancestor whose arguments name the script; the first such process counts, as
+    of `paceline run`, which starts a launcher itself.
+    """
+    # Imported late, as most runs have no launcher.
+    import psutil
+
+    command: list[str] = []
+    # Processes of other users may not be looked at, and may end meanwhile.
+    with suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            if sys.argv[0] not in (arguments := process.cmdline()):
+                break
+            command = arguments
+    return command

@@ -569,8 +569,8 @@ class _OpenRun:
         self._lock.close()
         name = (text or "").partition(":")[0]
         words = {Outcome.COMPLETED: COMPLETED, Outcome.PREEMPTED: "preempted"}
-        failed = "interrupted" if name == "KeyboardInterrupt" else f"failed ({name})"
-        ending = words.get(outcome, failed)
+        is_interrupted = name == "KeyboardInterrupt"
+        ending = "interrupted" if is_interrupted else words.get(outcome, f"failed ({name})")
         resume = None if self.saved is None else f"load({self.saved!r}) of a new trainer"
         self.feedback.end(ending, resume=resume)
 

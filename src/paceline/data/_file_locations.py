@@ -504,11 +504,11 @@ def location_of(url: str | os.PathLike[str]) -> tuple[FileLocation, str]:
     try:
         storage = storage_from(base)
     except StorageNotInstalledError as error:
-        if scheme in ("s3", "az"):
+        if scheme in ("s3", "az", "gs"):
             raise
         raise DataError(
-            f"Data can be read from paths and from URLs that begin with s3:// or az://, but got"
-            f" {text!r}. Hint: download the files, or mount the store as a directory."
+            f"Data can be read from paths and from URLs that begin with s3://, az:// or gs://, but"
+            f" got {text!r}. Hint: download the files, or mount the store as a directory."
         ) from error
     if not isinstance(storage, ObjectStorage):
         raise DataError(f"Data can be read from stores of objects, but {text!r} is none.")

@@ -9,18 +9,26 @@ from paceline._base.imports import late_names
 
 if TYPE_CHECKING:
     from paceline.integrations._accelerate import (
-        AccelerateReports,
+        PacelineTracker,
         load_accelerator,
         save_accelerator,
     )
-    from paceline.integrations._lightning import lightning_trainer, prepare_lightning
+    from paceline.integrations._ignite import PacelineHandler
+    from paceline.integrations._lightning import (
+        PacelineLogger,
+        lightning_trainer,
+        prepare_lightning,
+    )
     from paceline.integrations._trackers import MLflowTracker, TensorBoardTracker, WandbTracker
-    from paceline.integrations._transformers import prepare_transformers
+    from paceline.integrations._transformers import PacelineCallback, prepare_transformers
 
 # The module of each name.
 _PLACES = {
-    "AccelerateReports": "_accelerate",
     "MLflowTracker": "_trackers",
+    "PacelineCallback": "_transformers",
+    "PacelineHandler": "_ignite",
+    "PacelineLogger": "_lightning",
+    "PacelineTracker": "_accelerate",
     "TensorBoardTracker": "_trackers",
     "WandbTracker": "_trackers",
     "lightning_trainer": "_lightning",
@@ -31,8 +39,11 @@ _PLACES = {
 }
 
 __all__ = [
-    "AccelerateReports",
     "MLflowTracker",
+    "PacelineCallback",
+    "PacelineHandler",
+    "PacelineLogger",
+    "PacelineTracker",
     "TensorBoardTracker",
     "WandbTracker",
     "lightning_trainer",

@@ -1,11 +1,12 @@
-"""Hugging Face's Accelerate in a train function."""
+"""Hugging Face's Accelerate, in train functions and in plain scripts."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from paceline import train
+from paceline import core, train
 from paceline._base.imports import required_library
+from paceline.integrations._library_reports import LibraryRun, split_by_names
 
 required_library("accelerate", "save_accelerator", "accelerate")
 
@@ -73,30 +74,48 @@ def load_accelerator(accelerator: Any) -> dict[str, Any] | None:
     return own
 
 
-class AccelerateReports(GeneralTracker):  # type: ignore[misc]  # Accelerate has no types
-    """Tracker reporting `accelerator.log`; use `Accelerator(log_with=AccelerateReports())`.
+class PacelineTracker(GeneralTracker):  # type: ignore[misc]  # Accelerate has no types
+    """Tracker reporting `accelerator.log`; use `Accelerator(log_with=PacelineTracker())`.
 
-    As with each tracker, `accelerator.init_trackers(name)` must be called before.
+    As with each tracker, `accelerator.init_trackers(name)` must be called before. In a
+    train function all ranks report to that run. Elsewhere the main process begins a run
+    of `core.init`, which `accelerator.end_training()` ends; metrics with names that begin with
+    `eval`, `test` or `val` are of validation there.
+
+    Args:
+        context: A context of `core.init` to report to; you close it.
+        options: Arguments of `core.init` for a run of its own, such as `name`.
     """
 
     name = "paceline"
     requires_logging_directory = False
-    main_process_only = False
 
-    def __init__(self) -> None:
+    def __init__(self, context: core.Context | None = None, **options: Any) -> None:
         super().__init__()
+        self.main_process_only = not train.in_worker()
+        self._run = LibraryRun(context, options, is_chief_alone=True)
 
     @property
-    def tracker(self) -> None:
-        """Return None: there is no tracker object behind this class."""
-        return
+    def tracker(self) -> core.Context | None:
+        """The context of the run; None in a train function."""
+        return self._run.context
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Do nothing: the run has its config."""
+        """Begin the run with hyperparameters; a train function's run has its config."""
+        self._run.set_hparams(values)
+        self._run.begin()
 
     def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
-        """Report values."""
-        train.report(values if step is None else {**values, "step": step})
+        """Report values; without a step, one after the last one."""
+        if train.in_worker():
+            train.report(values if step is None else {**values, "step": step})
+            return
+        trained, evaluated = split_by_names(values)
+        self._run.report(trained, evaluated, step=self._run.step + 1 if step is None else step)
+
+    def finish(self) -> None:
+        """End the run."""
+        self._run.close()
 
 
 def _check(accelerator: Any) -> None:

@@ -1,20 +1,25 @@
-"""PyTorch Lightning in a train function."""
+"""PyTorch Lightning, in train functions and in plain scripts."""
 
 import os
+import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from paceline import train
+from paceline import core, train
 from paceline._base.imports import required_library
-from paceline.integrations._library_reports import library_report
+from paceline.integrations._library_reports import LibraryRun, library_report, split_by_names
 
 required_library("lightning.pytorch", "prepare_lightning", "lightning")
 
 import lightning.pytorch as pl  # noqa: E402  # after the check that it is there
 from lightning.pytorch.callbacks import Checkpoint  # noqa: E402
+from lightning.pytorch.loggers import Logger  # noqa: E402
 from lightning.pytorch.plugins import CheckpointIO  # noqa: E402
 from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+from lightning.pytorch.utilities import rank_zero_only  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 # Path given to Lightning for a checkpoint of the run.
@@ -95,7 +100,7 @@ def prepare_lightning(
     Raises:
         ImportError: Lightning is not installed.
         TypeError: It is no trainer of the package `lightning`.
-        ValueError: A number is below 1.
+        ValueError: A number is below 1, or the trainer has a `PacelineLogger` as well.
     """
     if not isinstance(trainer, pl.Trainer):
         kind = type(trainer)
@@ -106,6 +111,11 @@ def prepare_lightning(
     for name, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1 or None, but got {value!r}.")
+    if any(isinstance(each, PacelineLogger) for each in trainer.loggers):
+        raise ValueError(
+            "`trainer` must have no PacelineLogger, as a prepared trainer reports by itself. Hint:"
+            " leave out `logger`."
+        )
     state = train.load_checkpoint()
     stored = state.get(_KEY) if isinstance(state, Mapping) else None
     trainer.strategy.checkpoint_io = _LightningCheckpoints(trainer.strategy.checkpoint_io, stored)
@@ -115,6 +125,71 @@ def prepare_lightning(
         trainer.num_sanity_val_steps = 0
     trainer.callbacks.append(_LightningCallback(every_n_epochs, every_n_steps))
     return trainer
+
+
+class PacelineLogger(Logger):  # type: ignore[misc]  # Lightning has no types
+    """Logger for `Trainer(logger=PacelineLogger())` of Lightning, in scripts of any launcher.
+
+    Metrics with names that begin with `val`, `test` or `eval` are of validation, all others of
+    training. The first process begins a run of `core.init`, which ends with the process. The files
+    of a `ModelCheckpoint` become checkpoints of the run. In a train function it only
+    reports, to that run; `lightning_trainer` does more there.
+
+    Args:
+        context: A context of `core.init` to report to; you close it.
+        store_checkpoints: Whether the run's storage gets a copy of what Lightning saves. By default
+            a checkpoint of the run has the path alone, as metadata.
+        options: Arguments of `core.init` for a run of its own, such as `name`.
+    """
+
+    def __init__(
+        self,
+        context: core.Context | None = None,
+        *,
+        store_checkpoints: bool = False,
+        **options: Any,
+    ) -> None:
+        self._run = LibraryRun(context, options, is_chief_alone=True)
+        self._stores = store_checkpoints
+        # Names a directory of Lightning. The run's name would need the run, before its parameters.
+        self._version = time.strftime("%Y%m%d-%H%M%S")
+
+    @property
+    def name(self) -> str:
+        """The name of the directory for files of Lightning's own."""
+        return "paceline"
+
+    @property
+    def version(self) -> str:
+        """The directory below it, by the time of the start."""
+        return self._version
+
+    @rank_zero_only  # type: ignore[untyped-decorator]
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Begin the run with the hyperparameters of the model."""
+        self._run.set_hparams(params if isinstance(params, Mapping) else vars(params))
+        self._run.begin()
+
+    @rank_zero_only  # type: ignore[untyped-decorator]
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Report metrics."""
+        trained, evaluated = split_by_names(metrics)
+        # Lightning counts steps from 0, and logs the metrics of a step with its number.
+        self._run.report(trained, evaluated, step=self._run.step if step is None else step + 1)
+        self._run.is_training = self._run.context is not None
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Record a file as a checkpoint of the run; Lightning calls it in the first process."""
+        path = checkpoint_callback.last_model_path or checkpoint_callback.best_model_path
+        if path and self._run.context is not None:
+            self._run.keep_checkpoint(Path(path), self._run.step, stores=self._stores)
+
+    @rank_zero_only  # type: ignore[untyped-decorator]
+    def finalize(self, status: str) -> None:
+        """End the run if training has failed; else it ends with the process."""
+        self._run.is_training = False
+        if status == "failed":
+            self._run.close(sys.exc_info()[1])
 
 
 class LightningWorkersEnvironment(LightningEnvironment):  # type: ignore[misc]  # Lightning has no types

@@ -106,7 +106,8 @@ class TorchBatchProcessorContext:
         or tensors, and must not change the reducer.
 
         Args:
-            reducer: The reducer, or a function that makes the metric of all collected values.
+            reducer: The reducer, a function that makes the metric of all collected values, or a
+                metric or `MetricCollection` of torchmetrics.
             name: The name of the metric; None if the reducer returns a dictionary of metrics.
         """
         return self._reducers.wrap(reducer, name, for_training=False, for_validation=True)

@@ -509,7 +509,8 @@ class PyTorchTrialContext(TrialFacts):
         """Add a metric more complex than an average to training or validation reports.
 
         Args:
-            reducer: A `MetricReducer`, or a function of the list of all values.
+            reducer: A `MetricReducer`, a function of the list of all values, or a metric or
+                `MetricCollection` of torchmetrics.
             name: The metric's name; None if the result is a dictionary of several.
             for_training: Whether it is part of training reports.
             for_validation: Whether it is part of validation reports.

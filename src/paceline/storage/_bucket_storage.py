@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket of S3 or a container of Azure, reached by obstore."""
+"""Checkpoints in a bucket, reached by obstore: S3, and containers of Azure."""
 
 import importlib.util
 import logging
@@ -20,7 +20,7 @@ from obstore.exceptions import (
     NotFoundError,
     PreconditionError,
 )
-from obstore.store import AzureStore, S3Store
+from obstore.store import AzureStore, GCSStore, S3Store
 
 from paceline.storage._bucket_requests import (
     MACHINE_CREDENTIALS,
@@ -48,7 +48,7 @@ from paceline.storage._uploads import (
 
 logger = logging.getLogger(__name__)
 
-Client: TypeAlias = S3Store | AzureStore
+Client: TypeAlias = S3Store | AzureStore | GCSStore
 _Result = TypeVar("_Result")
 
 # A file's parts are sent at once; the largest file is 10,000 of them, which all stores allow.
@@ -215,8 +215,23 @@ class BucketStorage(ObjectStorage):
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects, many at once."""
         with self._errors(f"{len(keys)} objects must be removed", writes=True):
-            if keys:
-                self._tried(lambda client: obstore.delete(client, list(keys)))
+            try:
+                if keys:
+                    self._tried(lambda client: obstore.delete(client, list(keys)))
+            except (NotFoundError, FileNotFoundError) as error:
+                if self._missing in str(error):
+                    raise
+                # Missing object among many: the error says nothing about the keys after it.
+                for key in keys:
+                    self._remove_one(key)
+
+    def _remove_one(self, key: str) -> None:
+        try:
+            self._tried(lambda client: obstore.delete(client, key))
+        except (NotFoundError, FileNotFoundError) as error:
+            # An object that is gone already is fine, a missing bucket is not.
+            if self._missing in str(error):
+                raise
 
     # ---- reading -------------------------------------------------------------------------
 
@@ -411,27 +426,6 @@ class AzureStorage(BucketStorage):
     _server_hint = "AZURE_STORAGE_ENDPOINT must name a server that answers."
     _credentials = "AZURE_STORAGE_ACCOUNT_NAME"
     _own_credentials = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
-
-    def remove(self, keys: Sequence[str]) -> None:
-        """Remove blobs, many at once."""
-        with self._errors(f"{len(keys)} blobs must be removed", writes=True):
-            try:
-                if keys:
-                    self._tried(lambda client: obstore.delete(client, list(keys)))
-            except (NotFoundError, FileNotFoundError) as error:
-                if self._missing in str(error):
-                    raise
-                # Missing object among many: the error says nothing about the keys after it.
-                for key in keys:
-                    self._remove_one(key)
-
-    def _remove_one(self, key: str) -> None:
-        try:
-            self._tried(lambda client: obstore.delete(client, key))
-        except (NotFoundError, FileNotFoundError) as error:
-            # An object that is gone already is fine, a missing bucket is not.
-            if self._missing in str(error):
-                raise
 
     def _make_client(self, options: Any) -> AzureStore:
         endpoint = endpoint_of("AZURE_STORAGE_ENDPOINT")

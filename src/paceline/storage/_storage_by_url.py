@@ -24,10 +24,11 @@ ENTRY_POINTS = "paceline.storages"
 
 _OWN = {
     "az": "paceline.storage._bucket_storage:AzureStorage",
+    "gs": "paceline.storage._google_storage:GoogleStorage",
     "s3": "paceline.storage._bucket_storage:S3Storage",
 }
 # Extras to install for the schemes.
-_EXTRAS = {"az": "paceline[azure]", "s3": "paceline[s3]"}
+_EXTRAS = {"az": "paceline[azure]", "gs": "paceline[gcs]", "s3": "paceline[s3]"}
 
 
 def scheme_of(url: str) -> str:
@@ -74,11 +75,8 @@ def _points() -> "dict[str, EntryPoint]":
     return {name.lower(): point for name, point in points.items()}
 
 
-_LATER_TYPES = ("azure", "gcs")
-# Known schemes that are not offered, each with its replacement.
-_NOT_OFFERED = {
-    "gs": "use s3:// or az://, a mounted directory, or a package of your own that offers gs://.",
-}
+# Types of other systems, and the URL that names the same here.
+_LATER_TYPES = {"azure": "az://container/prefix", "gcs": "gs://bucket/prefix"}
 _URL_HINT = (
     "the URL of a checkpoint is that of its storage, a slash and the UUID: s3://bucket/prefix/UUID."
 )
@@ -134,10 +132,9 @@ def checkpoint_at(place: str | os.PathLike[str]) -> tuple[CheckpointStorage, str
         return DirectoryStorage(path.parent), path.name
     scheme = scheme_of(text)
     if scheme != "file" and not is_added_scheme(text):
-        hint = _NOT_OFFERED.get(scheme, "download its files, and give their directory.")
         raise StorageNotInstalledError(
             f"A checkpoint must be named by a path or a URL ({_url_schemes()}), but got {text!r}."
-            f" Hint: {hint}"
+            " Hint: download its files, and give their directory."
         )
     storage, _, uuid = text.rstrip("/").rpartition("/")
     if storage.endswith("/") or not UUID_FORM.fullmatch(uuid):
@@ -192,11 +189,6 @@ def _string_path(spec: str) -> Path:
     if "://" not in spec:
         return Path(spec)
     url = urlsplit(spec)
-    if url.scheme in _NOT_OFFERED:
-        raise StorageNotInstalledError(
-            f"`checkpoint_storage` must be {_allowed()}, but got {spec!r}: {url.scheme}:// is not"
-            f" offered, as it was never run against a server. Hint: {_NOT_OFFERED[url.scheme]}"
-        )
     if url.scheme != "file":
         raise StorageNotInstalledError(
             f"`checkpoint_storage` must be {_allowed()}, but got {spec!r}: no installed"
@@ -213,10 +205,9 @@ def _string_path(spec: str) -> Path:
 def _mapping_path(spec: Mapping[str, Any]) -> Path:
     kind = spec.get("type", "directory")
     if kind in _LATER_TYPES:
-        hint = " Hint: az://container/prefix." if kind == "azure" else ""
         raise ValueError(
             f"`checkpoint_storage` must be {_allowed()}, but got type {kind!r}: it is not offered"
-            f" yet.{hint}"
+            f" yet. Hint: {_LATER_TYPES[kind]}."
         )
     if kind == "directory":
         path = spec.get("path", spec.get("container_path"))

@@ -237,10 +237,15 @@ class Trainer(TrainerWorkers):
             Exception: The function's error on the rank that failed first, with the traceback
                 of that rank as its cause.
         """
-        iterator = self._begin(
-            train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy, (), seed=seed
-        )
-        return iterator.get_results()
+        try:
+            iterator = self._begin(
+                train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy, (),
+                seed=seed,
+            )  # fmt: skip
+            return iterator.get_results()
+        except KeyboardInterrupt:
+            # The place within the machinery says nothing to the person who has pressed Ctrl-C.
+            raise KeyboardInterrupt from None
 
     def run_iterator(
         self,

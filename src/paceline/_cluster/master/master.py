@@ -37,6 +37,7 @@ from paceline._cluster.master.experiments.stored_searches import (
     missing_methods,
     undecided_searches,
 )
+from paceline._cluster.master.experiments.tensorboard_watcher import TensorboardWatcher
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
 from paceline._cluster.master.experiments.unmanaged_runs_watcher import RunsWatcher
 from paceline._cluster.master.home_directory import Home, SecretStore
@@ -271,9 +272,12 @@ class Master:
             self.transfers.forget_ended,
         )
         self.retention = Retention(self.database, self.changes, self.files)
-        self._watcher = (
-            None if runs is None else RunsWatcher(runs, self.database, self.unmanaged, self.files)
-        )
+        self._watchers: list[RunsWatcher | TensorboardWatcher] = []
+        if runs is not None:
+            self._watchers = [
+                RunsWatcher(runs, self.database, self.unmanaged, self.files),
+                TensorboardWatcher(runs, self.database, self.unmanaged, self.files),
+            ]
         self.recorder = Recorder(self.database, home.path)
         self.pool_runners = PoolRunners(
             pools or {},
@@ -324,8 +328,8 @@ class Master:
         self.retention.start()
         self.pool_runners.start()
         self.notifier.start()
-        if self._watcher is not None:
-            self._watcher.start()
+        for watcher in self._watchers:
+            watcher.start()
 
     def renew_home_token(self) -> str:
         """Replace the home's token and return the new token; the old token opens nothing."""
@@ -339,8 +343,8 @@ class Master:
         self.pool_runners.close()
         self.reconciler.close()
         self.retention.close()
-        if self._watcher is not None:
-            self._watcher.close()
+        for watcher in self._watchers:
+            watcher.close()
         self.recorder.close()
         self.notifier.close()
         self.database.close()

@@ -129,11 +129,25 @@ class ReducerSet:
         for_validation: bool,
     ) -> MetricReducer:
         """Register a reducer and return the object to feed with values."""
-        wrapped = reducer if isinstance(reducer, MetricReducer) else _FunctionReducer(reducer, self)
-        if any(wrapped is entry[0] for entry in self._entries):
+        wrapped = self._as_reducer(reducer)
+        given = [getattr(entry[0], "metric", entry[0]) for entry in self._entries]
+        if any(reducer is each for each in given):
             raise ValueError("A reducer must be wrapped once only, but this one was before.")
         self._entries.append((wrapped, name, for_training, for_validation))
         return wrapped
+
+    def _as_reducer(self, reducer: MetricReducer | Callable[..., Any]) -> MetricReducer:
+        # Imported late, as that module imports this one.
+        from paceline._training.engine.torchmetrics_reducers import (
+            TorchmetricReducer,
+            is_torchmetric,
+        )
+
+        if isinstance(reducer, MetricReducer):
+            return reducer
+        if is_torchmetric(reducer):
+            return TorchmetricReducer(reducer)
+        return _FunctionReducer(reducer, self)
 
     def reset(self) -> None:
         """Clear the collected values of all reducers."""

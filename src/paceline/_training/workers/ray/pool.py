@@ -42,6 +42,7 @@ from paceline._training.workers.worker_generation import Generation
 # Prefixes of driver variables that travel to other nodes, with access to object stores.
 _TRAVELLING = (
     "PACELINE_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUBLAS_", "AWS_", "AZURE_STORAGE_",
+    "GOOGLE_",
 )  # fmt: skip
 # The token may open all of a master; the driver alone reports to one.
 _STAYING = (GROUP_VARIABLE, CHANNEL_VARIABLE, "PACELINE_TOKEN")

@@ -7,13 +7,19 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
-from paceline._base.journal_records import AnyRecord, AttemptFinished, AttemptStarted
+from paceline._base.journal_records import (
+    AnyRecord,
+    AttemptFinished,
+    AttemptStarted,
+    StatusReported,
+)
 from paceline._base.run_directory import RunInfo
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.experiments.unmanaged_run_rows import (
     experiment_of_run,
     run_attempts,
     trial_of_run,
+    update_attempt,
     update_experiment,
 )
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
@@ -149,6 +155,14 @@ class LoggedRuns:
         if self.get(transaction.connection, run_id).attempt.outcome is None:
             end = AttemptFinished(time=time.time(), outcome=outcome, error=error)
             self.append(transaction, run_id, [end], is_alive=False)
+
+    def reopen(self, transaction: Transaction, run_id: str) -> None:
+        """Let a run that has ended go on in the same attempt; one that runs stays as it is."""
+        attempt = self.get(transaction.connection, run_id).attempt
+        if attempt.outcome is not None:
+            update_attempt(transaction.connection, attempt.id, outcome=None, error=None)
+            record = StatusReported(time=time.time(), status="The run goes on.")
+            self.append(transaction, run_id, [record])
 
     def relabel(
         self,

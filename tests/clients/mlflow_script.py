@@ -115,6 +115,10 @@ def check_registry(run_id: str) -> None:
     client.set_registered_model_alias(name, "champion", version.version)
     found = client.get_model_version_by_alias(name, "champion")
     assert (int(found.version), found.run_id, found.status) == (1, run_id, "READY")
+    assert [model.name for model in client.search_registered_models()] == [name]
+    assert [one.version for one in client.search_model_versions(f"name = '{name}'")] == [
+        found.version
+    ]
     fetched = Path(mlflow.artifacts.download_artifacts(f"models:/{name}@champion"))
     assert (fetched / "g").read_text() == "g"
 

@@ -11,6 +11,7 @@ from paceline._base.journal_records import (
     AnyRecord,
     AttemptFinished,
     AttemptStarted,
+    MetricsReported,
     StatusReported,
 )
 from paceline._base.run_directory import RunInfo
@@ -26,6 +27,7 @@ from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.messages.runner_messages import RunBatch
+from paceline._cluster.messages.states import AttemptState
 
 PROJECT_LABEL = "project:"
 """What the label of a run's project begins with."""
@@ -136,6 +138,13 @@ class LoggedRuns:
         """
         run = self.get(transaction.connection, run_id)
         number = _newest_number(transaction.connection, run.attempt.id)
+        is_running = run.attempt.state == AttemptState.RUNNING.value and run.attempt.outcome is None
+        if is_running and is_alive and lease_s is None and all(map(_is_metrics, records)):
+            # Most calls: they need none of the statements that look for changes of states.
+            numbered = list(enumerate(records, start=number + 1))
+            batch = RunBatch(run.attempt.run_attempt, 0, 0, numbered, number)
+            self._unmanaged.append(transaction, run.attempt, batch)
+            return
         self._take(
             transaction, run_id, run.attempt.run_attempt, records, number,
             is_alive=is_alive, lease_s=lease_s,
@@ -217,6 +226,10 @@ class LoggedRuns:
         self._unmanaged.take(
             transaction, run_id, [batch], is_alive=is_alive, lease_s=lease_s, is_trusted=False
         )
+
+
+def _is_metrics(record: AnyRecord) -> bool:
+    return isinstance(record, MetricsReported)
 
 
 def _newest_number(connection: Connection, attempt_id: int) -> int:

@@ -139,6 +139,11 @@ class Unmanaged:
             update_experiment(connection, experiment.id, report_lease_s=lease_s)
         return self._take_records(transaction, experiment, batches, is_alive, moved or {})
 
+    def append(self, transaction: Transaction, attempt: Row[Any], batch: RunBatch) -> None:
+        """Store records of an attempt that runs and goes on: they change no state."""
+        own = RecordBatch(batch.generation, batch.rank, batch.records, batch.after)
+        self._ingest.store(transaction, attempt.id, [own])
+
     def end_silent(self, transaction: Transaction) -> None:
         """End live-reported runs silent for longer than their lease.
 

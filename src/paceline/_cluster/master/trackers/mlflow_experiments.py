@@ -215,7 +215,7 @@ def _checked_name(call: Call, argument: str, own_id: str | None = None) -> str:
         is_deleted = found[1]["lifecycle_stage"] == DELETED
         raise MlflowError(
             "RESOURCE_ALREADY_EXISTS",
-            f"Experiment '{name}' already exists"
+            f"Experiment(name={name}) already exists"
             + (" in deleted state. Hint: restore it, or take another name." if is_deleted else "."),
         )
     return name

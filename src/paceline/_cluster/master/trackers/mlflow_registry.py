@@ -34,6 +34,8 @@ MODEL, VERSION = "mlflow.registered-model", "mlflow.model-version"
 Content = dict[str, Any]
 
 _STAGES = {name.lower(): name for name in ("None", "Staging", "Production", "Archived")}
+# The client asks for all models whose tag is not `true`, and most have none.
+_PROMPT_TAG = "mlflow.prompt.is_prompt"
 _MAX_NAME = 255
 _MAX_TAG = 100_000
 _MODELS = SearchableNames(
@@ -399,13 +401,13 @@ def _latest(connection: Connection, name: str) -> list[dict[str, Any]]:
 def _look_up(model: tuple[str, Content], entity: str, key: str) -> Any:
     name, content = model
     if entity == TAG:
-        return content["tags"].get(key)
+        return content["tags"].get(key, "false" if key == _PROMPT_TAG else None)
     return name if key == "name" else content[key]
 
 
 def _look_up_version(one: tuple[tuple[str, str], Content], entity: str, key: str) -> Any:
     (name, version), content = one
     if entity == TAG:
-        return content["tags"].get(key)
+        return content["tags"].get(key, "false" if key == _PROMPT_TAG else None)
     found = {"name": name, "version_number": int(version), "source_path": content["source"]}
     return found[key] if key in found else content[key]

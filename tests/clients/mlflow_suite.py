@@ -4,6 +4,7 @@ It runs in an environment of MLflow's; `PACELINE_PYTHON` names the interpreter t
 """
 
 import os
+import posixpath
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,7 +79,8 @@ def use_tracking_uri(uri: str) -> Iterator[None]:
 def local_path(uri: str) -> str:
     """Return where artifacts lie, fetched from the master where a test would look at a disk."""
     if str(uri).startswith("mlflow-artifacts:"):
-        return str(mlflow.artifacts.download_artifacts(artifact_uri=str(uri)))
+        path = posixpath.normpath(str(uri).removeprefix("mlflow-artifacts:"))
+        return str(mlflow.artifacts.download_artifacts(artifact_uri=f"mlflow-artifacts:{path}"))
     return str(_local_path(uri))
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from sqlalchemy import Connection, func, select
 
@@ -63,6 +64,12 @@ def read_experiment(connection: Connection, experiment_id: str) -> Content:
     if experiment_id == _DEFAULT_ID:
         return _new_content(_DEFAULT_ID, "Default", created=0)
     raise missing(f"No Experiment with id={experiment_id[:200]} exists")
+
+
+def path_below(location: str, *parts: str) -> str:
+    """Return the URL of what lies below a location, whose query stays behind the path."""
+    url = urlsplit(location)
+    return url._replace(path="/".join([url.path.rstrip("/"), *parts])).geturl()
 
 
 def check_active(kind: str, name: str, stage: str) -> None:

@@ -19,7 +19,7 @@ from paceline._cluster.master.trackers.mlflow_calls import (
     page_of,
     tag_list,
 )
-from paceline._cluster.master.trackers.mlflow_experiments import now_ms, read_experiment
+from paceline._cluster.master.trackers.mlflow_experiments import now_ms, path_below, read_experiment
 from paceline._cluster.master.trackers.mlflow_filter import (
     ATTRIBUTE,
     PARAMETER,
@@ -63,7 +63,6 @@ def _create(call: Call) -> dict[str, Any]:
     given, now = call.given, now_ms()
     project = given.text("experiment_id")
     experiment = read_experiment(call.connection, project)
-    root = experiment["artifact_location"].rstrip("/")
     model_id = f"m-{uuid.uuid4().hex}"
     name = given.text_or_none("name") or f"model-{model_id[2:10]}"
     run_id = given.text_or_none("source_run_id") or ""
@@ -79,7 +78,9 @@ def _create(call: Call) -> dict[str, Any]:
         "model_type": given.text_or_none("model_type") or "",
         "source_run_id": run_id,
         "files_run_id": run.run_id,
-        "artifact_uri": f"{root}/models/{model_id}/artifacts",
+        "artifact_uri": path_below(
+            experiment["artifact_location"], "models", model_id, "artifacts"
+        ),
         "status": _STATES[0],
         "creation_timestamp": now,
         "last_updated_timestamp": now,

@@ -22,6 +22,7 @@ from paceline._cluster.master.trackers.mlflow_experiments import (
     DELETED,
     check_active,
     now_ms,
+    path_below,
     read_experiment,
 )
 from paceline._cluster.master.trackers.mlflow_metrics import (
@@ -100,7 +101,7 @@ def _create(call: Call) -> dict[str, Any]:
         "status": "RUNNING",
         "start_time": start,
         "end_time": None,
-        "artifact_uri": f"{experiment['artifact_location'].rstrip('/')}/{run_id}/artifacts",
+        "artifact_uri": path_below(experiment["artifact_location"], run_id, "artifacts"),
         "lifecycle_stage": ACTIVE,
         "params": {},
         "tags": tags,

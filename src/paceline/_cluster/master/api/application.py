@@ -61,6 +61,8 @@ from paceline._cluster.master.api.trial_and_series_routes import (
     trial_router,
 )
 from paceline._cluster.master.master import Master
+from paceline._cluster.master.trackers.mlflow_calls import MlflowAnswers
+from paceline._cluster.master.trackers.mlflow_routes import mlflow_router
 from paceline._cluster.messages.experiment_models import Problem
 from paceline._cluster.messages.master_models import Shutdown
 
@@ -174,6 +176,9 @@ _ROUTERS = (
     file_router,
 )
 
+# Clients of other trackers ask below no prefix.
+_TRACKER_ROUTERS = (mlflow_router,)
+
 
 def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI:
     """Return the application of a master; `shut_down` is called on a client's request."""
@@ -194,6 +199,7 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
         lifespan=lifespan,
         middleware=[
             Middleware(RequestCounting, measurements=master.measurements),
+            Middleware(MlflowAnswers),
             Middleware(Guard, master=master, web=WebUi()),
             Middleware(BodyLimits, prefix=PREFIX),
         ],
@@ -231,4 +237,6 @@ def _make_app(**options: Any) -> FastAPI:
     install_problem_answers(app)
     for router in _ROUTERS:
         app.include_router(router, prefix=PREFIX)
+    for router in _TRACKER_ROUTERS:
+        app.include_router(router)
     return app

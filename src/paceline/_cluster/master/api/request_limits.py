@@ -401,7 +401,9 @@ LARGE_BODIES = {
 }
 
 # Of clients of W&B and MLflow: their paths are whole.
-TRACKER_BODIES: dict[tuple[str, str], BodyLimit] = {}
+TRACKER_BODIES: dict[tuple[str, str], BodyLimit] = {
+    ("PUT", "/api/2.0/mlflow-artifacts/artifacts/{path:path}"): BodyLimit(64 * 1024 * _MIB),
+}
 
 
 def _setting_limits() -> dict[tuple[str, str], BodyLimit]:

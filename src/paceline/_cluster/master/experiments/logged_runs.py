@@ -7,19 +7,27 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
-from paceline._base.journal_records import AnyRecord, AttemptFinished, AttemptStarted
+from paceline._base.journal_records import (
+    AnyRecord,
+    AttemptFinished,
+    AttemptStarted,
+    MetricsReported,
+    StatusReported,
+)
 from paceline._base.run_directory import RunInfo
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.experiments.unmanaged_run_rows import (
     experiment_of_run,
     run_attempts,
     trial_of_run,
+    update_attempt,
     update_experiment,
 )
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.messages.runner_messages import RunBatch
+from paceline._cluster.messages.states import AttemptState
 
 PROJECT_LABEL = "project:"
 """What the label of a run's project begins with."""
@@ -130,6 +138,13 @@ class LoggedRuns:
         """
         run = self.get(transaction.connection, run_id)
         number = _newest_number(transaction.connection, run.attempt.id)
+        is_running = run.attempt.state == AttemptState.RUNNING.value and run.attempt.outcome is None
+        if is_running and is_alive and lease_s is None and all(map(_is_metrics, records)):
+            # Most calls: they need none of the statements that look for changes of states.
+            numbered = list(enumerate(records, start=number + 1))
+            batch = RunBatch(run.attempt.run_attempt, 0, 0, numbered, number)
+            self._unmanaged.append(transaction, run.attempt, batch)
+            return
         self._take(
             transaction, run_id, run.attempt.run_attempt, records, number,
             is_alive=is_alive, lease_s=lease_s,
@@ -149,6 +164,14 @@ class LoggedRuns:
         if self.get(transaction.connection, run_id).attempt.outcome is None:
             end = AttemptFinished(time=time.time(), outcome=outcome, error=error)
             self.append(transaction, run_id, [end], is_alive=False)
+
+    def reopen(self, transaction: Transaction, run_id: str) -> None:
+        """Let a run that has ended go on in the same attempt; one that runs stays as it is."""
+        attempt = self.get(transaction.connection, run_id).attempt
+        if attempt.outcome is not None:
+            update_attempt(transaction.connection, attempt.id, outcome=None, error=None)
+            record = StatusReported(time=time.time(), status="The run goes on.")
+            self.append(transaction, run_id, [record])
 
     def relabel(
         self,
@@ -203,6 +226,10 @@ class LoggedRuns:
         self._unmanaged.take(
             transaction, run_id, [batch], is_alive=is_alive, lease_s=lease_s, is_trusted=False
         )
+
+
+def _is_metrics(record: AnyRecord) -> bool:
+    return isinstance(record, MetricsReported)
 
 
 def _newest_number(connection: Connection, attempt_id: int) -> int:

@@ -301,14 +301,23 @@ def store_columns(
     connection: Connection, trial_id: int, attempt: int, columns: dict[tuple[str, str], Points]
 ) -> None:
     """Append points to an attempt's series, by (group, key)."""
+    series = tables.series.c
+    groups: dict[str, list[str]] = {}
+    for group, key in columns:
+        groups.setdefault(group, []).append(key)
+    # Only these: a trial may have a hundred thousand others.
     existing = {
-        (row.group, row.key): row
+        (group, row.key): row
+        for group, keys in groups.items()
         for row in connection.execute(
             select(tables.series).where(
-                tables.series.c.trial_id == trial_id, tables.series.c.attempt == attempt
-            )
+                series.trial_id == trial_id,
+                series.attempt == attempt,
+                series.group == group,
+                series.key.in_(many_ids()),
+            ),
+            ids_parameter(keys),
         )
-        if (row.group, row.key) in columns
     }
     inserts: list[dict[str, Any]] = []
     updates: list[dict[str, Any]] = []

@@ -1,0 +1,226 @@
+"""MLflow's logged models: what releases from 3.0 on keep of a model that a run logs."""
+
+import json
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import Connection, Row, select
+
+from paceline._cluster.master.experiments.logged_runs import change_document
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.trackers.mlflow_calls import (
+    Call,
+    MlflowError,
+    chunks,
+    endpoint,
+    invalid,
+    missing,
+    page_of,
+    tag_list,
+)
+from paceline._cluster.master.trackers.mlflow_experiments import now_ms, path_below, read_experiment
+from paceline._cluster.master.trackers.mlflow_filter import (
+    ATTRIBUTE,
+    PARAMETER,
+    TAG,
+    SearchableNames,
+    select_rows,
+    sort_rows,
+)
+
+MODEL = "mlflow.logged-model"
+_VERSIONS_TAG = "mlflow.modelVersions"
+_STATES = ("LOGGED_MODEL_PENDING", "LOGGED_MODEL_READY", "LOGGED_MODEL_UPLOAD_FAILED")
+_MAX_TEXT = 6000
+_SEARCHABLE = SearchableNames(
+    numbers=frozenset({"creation_timestamp", "last_updated_timestamp"}),
+    texts=frozenset({"name", "model_id", "model_type", "status", "source_run_id"}),
+    entities=frozenset({ATTRIBUTE, PARAMETER, TAG}),
+    aliases={"creation_time": "creation_timestamp",
+             "last_updated_time": "last_updated_timestamp"},
+)  # fmt: skip
+
+
+def find_model(connection: Connection, model_id: str) -> Row[Any]:
+    """Return the document of a logged model.
+
+    Raises:
+        MlflowError: There is none of this id.
+    """
+    documents = tables.documents
+    query = select(documents).where(
+        documents.c.kind == MODEL, documents.c.parent == "", documents.c.name == model_id
+    )
+    found = connection.execute(query).first()
+    if found is None or found.content["is_deleted"]:
+        raise missing(f"Logged model with ID '{model_id[:200]}' not found.")
+    return found
+
+
+@endpoint("POST", "logged-models", writes=True)
+def _create(call: Call) -> dict[str, Any]:
+    given, now = call.given, now_ms()
+    project = given.text("experiment_id")
+    experiment = read_experiment(call.connection, project)
+    model_id = f"m-{uuid.uuid4().hex}"
+    name = given.text_or_none("name") or f"model-{model_id[2:10]}"
+    run_id = given.text_or_none("source_run_id") or ""
+    if run_id and _has_run(call.connection, run_id):
+        run = call.runs.get(call.connection, run_id)
+    else:
+        # Its files need a run here, where MLflow has them in none.
+        run = call.runs.open(call.writer, model_id, name=name[:200], project=experiment["name"])
+        call.runs.finish(call.writer, model_id, "completed")
+    content = {
+        "experiment_id": project,
+        "name": name,
+        "model_type": given.text_or_none("model_type") or "",
+        "source_run_id": run_id,
+        "files_run_id": run.run_id,
+        "artifact_uri": path_below(
+            experiment["artifact_location"], "models", model_id, "artifacts"
+        ),
+        "status": _STATES[0],
+        "creation_timestamp": now,
+        "last_updated_timestamp": now,
+        "params": given.pairs("params", longest=_MAX_TEXT, is_key=False),
+        "tags": given.pairs("tags", longest=_MAX_TEXT, is_key=False),
+        "metrics": [],
+        "is_deleted": False,
+    }
+    change_document(
+        call.connection, MODEL, "", model_id, lambda _: content,
+        experiment_id=run.experiment_id,
+    )  # fmt: skip
+    return _shown(model_id, content)
+
+
+@endpoint("GET", "logged-models/{model_id}")
+def _get(call: Call) -> dict[str, Any]:
+    found = find_model(call.connection, call.given.text("model_id"))
+    return _shown(found.name, found.content)
+
+
+@endpoint("PATCH", "logged-models/{model_id}", writes=True)
+def _finalize(call: Call) -> dict[str, Any]:
+    status = call.given.text("status")
+    if status not in _STATES:
+        raise invalid(f"Invalid status {status[:100]!r}: it must be among {', '.join(_STATES)}.")
+    return _change(call, lambda content: content | {"status": status})
+
+
+@endpoint("DELETE", "logged-models/{model_id}", writes=True)
+def _delete(call: Call) -> dict[str, Any]:
+    _change(call, lambda content: content | {"is_deleted": True})
+    return {}
+
+
+@endpoint("POST", "logged-models/{model_id}/params", writes=True)
+def _log_params(call: Call) -> dict[str, Any]:
+    params = call.given.pairs("params", longest=_MAX_TEXT, is_key=False)
+    _change(call, lambda content: content | {"params": content["params"] | params})
+    return {}
+
+
+@endpoint("PATCH", "logged-models/{model_id}/tags", writes=True)
+def _set_tags(call: Call) -> dict[str, Any]:
+    tags = call.given.pairs("tags", longest=_MAX_TEXT, is_key=False)
+    return _change(call, lambda content: content | {"tags": content["tags"] | tags})
+
+
+@endpoint("DELETE", "logged-models/{model_id}/tags/{key}", writes=True)
+def _delete_tag(call: Call) -> dict[str, Any]:
+    key = call.given.text("key")
+
+    def change(content: dict[str, Any]) -> dict[str, Any]:
+        if key not in content["tags"]:
+            raise missing(f"No tag with key {key[:300]!r} found for this model")
+        return content | {"tags": {name: v for name, v in content["tags"].items() if name != key}}
+
+    return _change(call, change)
+
+
+@endpoint("POST", "logged-models/search", lists=True)
+def _search(call: Call) -> dict[str, Any]:
+    documents = tables.documents.c
+    if call.given.has("datasets"):
+        raise MlflowError("NOT_IMPLEMENTED", "Models cannot be searched by their data sets here.")
+    found = [
+        (row.name, row.content)
+        for part in chunks(call.given.texts("experiment_ids"))
+        for row in call.connection.execute(
+            select(documents.name, documents.content).where(
+                documents.kind == MODEL,
+                documents.parent == "",
+                documents.content["experiment_id"].as_string().in_(part),
+            )
+        )
+        if not row.content["is_deleted"]
+    ]
+    found = select_rows(found, call.given.text_or_none("filter"), _SEARCHABLE, _look_up)
+    orders = [
+        one.text("field_name") + (" ASC" if one.flag("ascending") else " DESC")
+        for one in call.given.items("order_by")
+    ]
+    found = sort_rows(found, [*orders, "creation_timestamp DESC"], _SEARCHABLE, _look_up)
+    page, token = page_of(call.given, found, default=100, most=1000)
+    return {"models": [_shown(*one)["model"] for one in page], **token}
+
+
+def log_model_metrics(
+    connection: Connection, run_id: str, metrics: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Keep the newest metrics that a run logged about models, by their ids."""
+    for model_id, found in metrics.items():
+        row = find_model(connection, model_id)
+        kept = {one["key"]: one for one in row.content["metrics"]}
+        kept |= {one["key"]: one | {"model_id": model_id, "run_id": run_id} for one in found}
+        _store(connection, model_id, row.content | {"metrics": [*kept.values()]})
+
+
+def note_version(connection: Connection, model_id: str, name: str, version: int) -> None:
+    """Note in a model's tags that it became a version of a registered model."""
+    content = find_model(connection, model_id).content
+    known = json.loads(content["tags"].get(_VERSIONS_TAG, "[]"))
+    noted = json.dumps([*known, {"name": name, "version": version}])
+    _store(connection, model_id, content | {"tags": content["tags"] | {_VERSIONS_TAG: noted}})
+
+
+def _has_run(connection: Connection, run_id: str) -> bool:
+    documents, experiments = tables.documents, tables.experiments
+    query = (
+        select(documents.c.name)
+        .join(experiments, experiments.c.id == documents.c.experiment_id)
+        .where(experiments.c.external_id == run_id, documents.c.kind == "mlflow.run")
+    )
+    return connection.scalar(query) is not None
+
+
+def _store(connection: Connection, model_id: str, content: dict[str, Any]) -> None:
+    change_document(connection, MODEL, "", model_id, lambda _: content)
+
+
+def _change(call: Call, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    row = find_model(call.connection, call.given.text("model_id"))
+    after = change(row.content) | {"last_updated_timestamp": now_ms()}
+    _store(call.connection, row.name, after)
+    return _shown(row.name, after)
+
+
+def _shown(model_id: str, content: dict[str, Any]) -> dict[str, Any]:
+    hidden = ("params", "metrics", "is_deleted", "files_run_id")
+    info = {key: value for key, value in content.items() if key not in hidden}
+    info |= {"model_id": model_id, "tags": tag_list(content["tags"])}
+    info["creation_timestamp_ms"] = info.pop("creation_timestamp")
+    info["last_updated_timestamp_ms"] = info.pop("last_updated_timestamp")
+    return {"model": {"info": info, "data": {
+        "params": tag_list(content["params"]), "metrics": content["metrics"],
+    }}}  # fmt: skip
+
+
+def _look_up(model: tuple[str, dict[str, Any]], entity: str, key: str) -> Any:
+    model_id, content = model
+    if entity in (PARAMETER, TAG):
+        return content["params" if entity == PARAMETER else "tags"].get(key)
+    return model_id if key == "model_id" else content[key]

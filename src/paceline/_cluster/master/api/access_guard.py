@@ -20,6 +20,7 @@ from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf
 from paceline._cluster.master.api.route_scopes import (
     PREFIX,
     ROUTES,
+    SIGNED_PATH,
     TRACKER_PATHS,
     ApiRouter,
     RouteScope,
@@ -119,6 +120,7 @@ class Guard:
         self._identify = _Identification(master)
         self._scopes = Scopes()
         self._wrong_tokens = Throttle(_MAX_WRONG_TOKENS)
+        self._opens = master.signed_urls.opens
         self._is_open = master.is_open
         self._has_tls = master.certificate is not None
 
@@ -145,7 +147,10 @@ class Guard:
         await (refusal or self._app)(scope, receive, send)
 
     async def _refuse_sender(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
-        found = await self._identify(headers)
+        if scope["path"].startswith(SIGNED_PATH):
+            found = self._of_signed_url(scope)
+        else:
+            found = await self._identify(headers)
         identity = found if isinstance(found, AccessIdentity) else None
         scope["paceline.identity"] = identity
         access = self._scopes.access(scope["method"], scope["path"])
@@ -160,7 +165,14 @@ class Guard:
             return None
         return _forbidden(identity, access.scope)
 
+    def _of_signed_url(self, scope: Scope) -> AccessIdentity | Response | None:
+        """Return who may do what a signed URL says, and nothing else."""
+        is_right = self._opens(scope["method"], scope["path"], scope["query_string"])
+        return AccessIdentity("signed URL", None, RouteScope.TRACKER) if is_right else None
+
     def _refuse_stranger(self, scope: Scope, headers: dict[bytes, bytes]) -> Response:
+        if scope["path"].startswith(SIGNED_PATH):
+            return _wrong_signature()
         if b"authorization" not in headers:
             return _unauthorized()
         # A right token is looked at before, so this keeps nobody out who has one.
@@ -299,6 +311,15 @@ def _unauthorized() -> Response:
         "A request must come from a browser that is signed in, or carry the token:"
         " `Authorization: Bearer ...`. Hint: `paceline login` prints a link that signs a browser"
         " in; the token lies in the file `token` of the master's home.",
+    )
+
+
+def _wrong_signature() -> Response:
+    return problem(
+        403,
+        "wrong_signature",
+        "The URL of a file must be one that the master handed out less than 6 hours ago, for the"
+        " same method. Hint: ask for a new URL.",
     )
 
 

@@ -59,6 +59,7 @@ from paceline._cluster.master.api.trial_and_series_routes import (
     trial_router,
 )
 from paceline._cluster.master.master import Master
+from paceline._cluster.master.trackers.wandb_routes import wandb_router
 from paceline._cluster.messages.experiment_models import Problem
 from paceline._cluster.messages.master_models import Shutdown
 
@@ -170,6 +171,9 @@ _ROUTERS = (
     run_router,
 )
 
+# Clients of other trackers ask below no prefix.
+_TRACKER_ROUTERS = (wandb_router,)
+
 
 def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI:
     """Return the application of a master; `shut_down` is called on a client's request."""
@@ -227,4 +231,6 @@ def _make_app(**options: Any) -> FastAPI:
     install_problem_answers(app)
     for router in _ROUTERS:
         app.include_router(router, prefix=PREFIX)
+    for router in _TRACKER_ROUTERS:
+        app.include_router(router)
     return app

@@ -398,7 +398,11 @@ LARGE_BODIES = {
 }
 
 # Of clients of W&B and MLflow: their paths are whole.
-TRACKER_BODIES: dict[tuple[str, str], BodyLimit] = {}
+TRACKER_BODIES: dict[tuple[str, str], BodyLimit] = {
+    ("POST", "/graphql"): BodyLimit(64 * _MIB),
+    ("POST", "/files/{entity}/{project}/{run}/file_stream"): BodyLimit(64 * _MIB),
+    ("PUT", "/wandb-files/{trial_id}/{path:path}"): BodyLimit(64 * 1024 * _MIB),
+}
 
 
 def _setting_limits() -> dict[tuple[str, str], BodyLimit]:
@@ -523,7 +527,7 @@ def _declared_bytes(scope: Scope) -> int:
 
 def _limit_route_pattern(path: str) -> re.Pattern[str]:
     """Return a pattern matching the paths of a route."""
-    return re.compile(re.sub(r"{\w+}", "[^/]+", path))
+    return re.compile(re.sub(r"{\w+}", "[^/]+", path.replace("{path:path}", ".+")))
 
 
 # Long-polling routes: slow by design, as they answer on an event or after a timeout.

@@ -1,0 +1,1 @@
+"""Routes for the clients of other trackers, which log here unchanged."""

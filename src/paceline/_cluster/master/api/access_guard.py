@@ -1,6 +1,7 @@
 """Access control: every route requires a scope unless listed as public."""
 
 import asyncio
+import json
 import re
 import secrets
 from base64 import b64decode
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request, Response
-from fastapi.responses import RedirectResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline._base.process_and_network import LOOPBACK_HOSTS
@@ -144,6 +145,8 @@ class Guard:
             return
         if refusal is None:
             refusal = await self._refuse_sender(scope, headers)
+        if refusal is not None and scope["path"].startswith(TRACKER_PATHS):
+            refusal = _for_tracker(refusal)
         await (refusal or self._app)(scope, receive, send)
 
     async def _refuse_sender(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
@@ -312,6 +315,14 @@ def _unauthorized() -> Response:
         " `Authorization: Bearer ...`. Hint: `paceline login` prints a link that signs a browser"
         " in; the token lies in the file `token` of the master's home.",
     )
+
+
+def _for_tracker(refusal: Response) -> Response:
+    """Return a refusal with its text where clients of W&B and MLflow look for it."""
+    body = json.loads(bytes(refusal.body))
+    text, code = body["detail"], body["code"].upper()
+    body |= {"errors": [{"message": text}], "message": text, "error_code": code}
+    return JSONResponse(body, refusal.status_code)
 
 
 def _wrong_signature() -> Response:

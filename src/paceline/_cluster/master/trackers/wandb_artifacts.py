@@ -393,17 +393,21 @@ def _prefix(number: str, document: Mapping[str, Any]) -> str:
 def _files_page(asked: Asked, document: Mapping[str, Any], arguments: Mapping[str, Any]) -> Fields:
     prefix, trial_id = _prefix("", document), document["trial_id"]
     rows = list_files(asked.connection, trial_id, prefix=prefix, limit=_MAX_FILES)
-    names = {str(name) for name in arguments.get("names") or ()}
-    if names:
-        rows = [row for row in rows if row.path.removeprefix(prefix) in names]
-    entries = _manifest_of(asked, document)
+    there = {row.path.removeprefix(prefix): row for row in rows}
+    # References to what lies elsewhere have no file here.
+    entries = {**dict.fromkeys(there, {}), **_manifest_of(asked, document)}
+    names = {str(name) for name in arguments.get("names") or ()} or set(entries)
 
-    def show(row: Any) -> Fields:
-        name = row.path.removeprefix(prefix)
-        view = file_view(asked, row, name)
-        return view | {"md5": entries.get(name, {}).get("digest", ""), "storagePath": name}
+    def show(name: str) -> Fields:
+        row, entry = there.get(name), entries[name]
+        if row is None:
+            fields = {"name": name, "displayName": name, "id": encode_id("File", name), "url": ""}
+            fields |= {"directUrl": str(entry.get("ref", "")), "sizeBytes": entry.get("size", 0)}
+        else:
+            fields = file_view(asked, row, name)
+        return fields | {"__typename": "File", "md5": entry.get("digest", ""), "storagePath": name}
 
-    return page(rows, arguments, show)
+    return page(sorted(names & set(entries)), arguments, show)
 
 
 def artifact_file(asked: Asked, number: str, md5_hex: str) -> Any:

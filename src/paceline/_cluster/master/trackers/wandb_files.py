@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import partial
+from posixpath import normpath
 from typing import Any
 from urllib.parse import quote
 
@@ -66,7 +67,7 @@ def file_view(asked: Asked, row: Row[Any], name: str | None = None) -> Fields:
 
 def file_rows(asked: Asked, trial_id: int, arguments: Mapping[str, Any]) -> list[Row[Any]]:
     """Return rows of the files of a run that have certain names, or fit a pattern."""
-    names = [name for name in arguments.get("names") or () if isinstance(name, str)]
+    names = [normpath(name) for name in arguments.get("names") or () if isinstance(name, str)]
     if names:
         found = (get_file(asked.connection, trial_id, name) for name in names[:_MAX_FILES])
         return [row for row in found if row is not None]

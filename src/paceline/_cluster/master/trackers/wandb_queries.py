@@ -95,6 +95,7 @@ def mutation_fields(asked: Asked) -> Fields:
         "deleteFiles": partial(_delete_files, asked),
         "notifyScriptableRunAlert": partial(_alert, asked),
         "stopRun": partial(_stop_run, asked),
+        "upsertSweep": _refuse_sweep,
         **artifacts.mutation_fields(asked),
     }
 
@@ -397,6 +398,12 @@ def _alert(asked: Asked, given: Mapping[str, Any]) -> Fields:
     alert = AlertRaised(time=time.time(), title=title or "Alert", description=text, level=level)
     asked.master.logged_runs.append(asked.writer, run.run_id, [alert])
     return {"success": True}
+
+
+def _refuse_sweep(_: Mapping[str, Any]) -> None:
+    raise GraphqlError(
+        "Sweeps of W&B are not served here. Hint: `paceline experiment create` starts a search."
+    )
 
 
 def _stop_run(asked: Asked, given: Mapping[str, Any]) -> Fields:

@@ -1,4 +1,4 @@
-"""The client of W&B, unchanged, against a real master; and requests in its form that it never sends.
+"""The client of W&B, unchanged, against a real master; and requests that it never sends.
 
 `make test-clients` runs earlier releases of it, and W&B's own tests.
 """
@@ -145,16 +145,18 @@ def test_script_logs_here_with_url_and_key_alone(
     """Config, history, summary, output, texts and the exit code arrive, and `Api` reads them."""
     script = """
         import wandb
-        with wandb.init(project="plain", id="p1", name="plain run", config={"lr": 0.1, "net": {"n": 3}},
-                        tags=["a"], notes="a note", group="g", job_type="fit") as run:
+        config = {"lr": 0.1, "net": {"n": 3}}
+        with wandb.init(project="plain", id="p1", name="plain run", config=config, tags=["a"],
+                        notes="a note", group="g", job_type="fit") as run:
             run.define_metric("val/*", step_metric="epoch")
             for step in range(5):
-                run.log({"loss": 1 / (step + 1), "val/acc": step, "epoch": step, "deep": {"x": step}})
+                run.log({"loss": 1 / (step + 1), "val/acc": step}, commit=False)
+                run.log({"epoch": step, "deep": {"x": step}})
             print("a line of output")
             run.summary["best"] = 7
         api = wandb.Api()
         run = api.run("plain/p1")
-        assert (run.state, run.config, run.tags) == ("finished", {"lr": 0.1, "net": {"n": 3}}, ["a"])
+        assert (run.state, run.config, run.tags) == ("finished", config, ["a"])
         assert (run.notes, run.group, run.job_type) == ("a note", "g", "fit")
         assert run.summary["best"] == 7 and run.summary["loss"] == 0.2
         rows = list(run.scan_history())
@@ -243,7 +245,8 @@ def test_media_and_artifacts_are_kept_and_come_back(
         [row] = run.scan_history()
         assert row["image"]["_type"] == "image-file" and row["image"]["caption"] == "black"
         assert row["weights"] == {"_type": "histogram", "bins": [0.0, 0.5, 1.0], "values": [1, 2]}
-        assert {a.name for a in run.logged_artifacts() if a.type == "model"} == {"model:v0", "model:v1"}
+        names = [each.name for each in run.logged_artifacts() if each.type == "model"]
+        assert sorted(names) == ["model:v0", "model:v1"]
         assert "model:v0" in [a.name for a in api.run("media/m2").used_artifacts()]
         assert [r.id for r in api.artifact("media/model:v0").used_by()] == ["m2"]
         page = next(file for file in run.files() if file.name.endswith(".html"))
@@ -282,7 +285,8 @@ def test_run_goes_on_through_a_killed_master_with_nothing_lost_or_twice(
         """,
         WANDB_CONSOLE="off",
     )
-    assert client.stdin is not None and client.stdout is not None
+    assert client.stdin is not None
+    assert client.stdout is not None
     assert client.stdout.readline() == "half\n"
 
     process.kill()
@@ -316,12 +320,14 @@ def test_resumed_run_and_synced_offline_run_are_whole(
             wandb.init(project="raw", id="r1", resume="never")
         except wandb.errors.UsageError as error:
             assert "already exists" in str(error)
-        with wandb.init(project="raw", id="o1", name="offline", mode="offline", config={"a": 1}) as run:
+        given = {"project": "raw", "id": "o1", "name": "offline", "config": {"a": 1}}
+        with wandb.init(**given, mode="offline") as run:
             for step in range(3):
                 run.log({"loss": step})
             folder = run.settings.sync_dir
         for _ in range(2):
-            subprocess.run([sys.executable, "-m", "wandb", "sync", "--include-synced", folder], check=True)
+            command = [sys.executable, "-m", "wandb", "sync", "--include-synced", folder]
+            subprocess.run(command, check=True)
     """
     run_script(server, script)
 
@@ -356,7 +362,7 @@ def test_client_shows_why_a_key_is_refused(
     _, errors = process.communicate(timeout=120)
 
     assert process.returncode != 0
-    assert message in errors or "permission" in errors.lower() or "invalid" in errors.lower()
+    assert message in errors
 
 
 # ---- requests in the client's form ------------------------------------------------------------
@@ -496,14 +502,8 @@ def test_report_token_logs_but_neither_lists_nor_reads_artifacts(server: WandbSe
 
     assert ask(UPSERT, name="told", project="told").json()["data"]["upsertBucket"]["inserted"]
     assert ask(RUN, name="told", project="told").json()["data"]["project"]["run"]
-    listing = (
-        'query { project(name: "told", entityName: "paceline") { runs { edges { node { id } } } } }'
-    )
-    artifact = (
-        'query { project(name: "told", entityName: "paceline") { artifact(name: "a:v0") { id } } }'
-    )
-    for query in (listing, artifact):
-        reply = ask(query)
+    for fields in ("runs { edges { node { id } } }", 'artifact(name: "a:v0") { id }'):
+        reply = ask(f'query {{ project(name: "told", entityName: "paceline") {{ {fields} }} }}')
         assert reply.status_code == 403
         assert "must have the scope 'read'" in reply.json()["errors"][0]["message"]
     reporter.close()

@@ -57,6 +57,8 @@ ROUTES = [
     "GET    /api/v1/trials/{trial_id}/logs",
     "GET    /api/v1/trials/{trial_id}/metrics",
     "GET    /api/v1/trials/{trial_id}/time",
+    "GET    /artifactsV2/{path:path}",
+    "GET    /wandb-files/{trial_id}/{path:path}",
     "HEAD   /api/v1/openapi.json",
     "PATCH  /api/v1/experiments/{experiment_id}",
     "POST   /api/v1/attempts/{attempt_id}/checkpoints/{uuid}",
@@ -88,12 +90,15 @@ ROUTES = [
     "POST   /api/v1/trials/{trial_id}/continue",
     "POST   /api/v1/trials/{trial_id}/kill",
     "POST   /api/v1/trials/{trial_id}/stop",
+    "POST   /files/{entity}/{project}/{run}/file_stream",
+    "POST   /graphql",
     "PUT    /api/v1/attempts/{attempt_id}/checkpoints/{uuid}/pieces",
     "PUT    /api/v1/contexts/{digest}",
     "PUT    /api/v1/home-token",
     "PUT    /api/v1/pools/{name}",
     "PUT    /api/v1/runs/{run_id}",
     "PUT    /api/v1/users/{name}/password",
+    "PUT    /wandb-files/{trial_id}/{path:path}",
 ]
 
 

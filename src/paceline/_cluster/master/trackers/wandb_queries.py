@@ -11,6 +11,7 @@ from sqlalchemy import Row, delete, select
 
 from paceline._base.journal_records import AlertRaised
 from paceline._cluster.master.experiments.logged_runs import get_document, list_documents
+from paceline._cluster.master.experiments.unmanaged_run_rows import update_experiment
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.trackers import wandb_artifacts as artifacts
 from paceline._cluster.master.trackers.wandb_files import (
@@ -42,6 +43,7 @@ from paceline._cluster.master.trackers.wandb_runs import (
     config_values,
     decode_id,
     encode_id,
+    forget_run,
     shown_json,
     state_of,
     store_run,
@@ -95,6 +97,8 @@ def mutation_fields(asked: Asked) -> Fields:
         "deleteFiles": partial(_delete_files, asked),
         "notifyScriptableRunAlert": partial(_alert, asked),
         "stopRun": partial(_stop_run, asked),
+        "deleteRun": partial(_delete_run, asked),
+        "updateRunState": partial(_update_run_state, asked),
         "upsertSweep": _refuse_sweep,
         **artifacts.mutation_fields(asked),
     }
@@ -397,6 +401,28 @@ def _alert(asked: Asked, given: Mapping[str, Any]) -> Fields:
     level = levels.get(str(given.get("severity")), "info")
     alert = AlertRaised(time=time.time(), title=title or "Alert", description=text, level=level)
     asked.master.logged_runs.append(asked.writer, run.run_id, [alert])
+    return {"success": True}
+
+
+def _delete_run(asked: Asked, given: Mapping[str, Any]) -> Fields:
+    """Archive the experiment of a run, whose name is free then."""
+    asked.check_may_list()
+    place = RunPlace.from_id(given.get("id"))
+    document, run = asked.known_run(place)
+    asked.master.logged_runs.finish(asked.writer, document["run_id"], "completed")
+    update_experiment(asked.connection, run.experiment_id, is_archived=True)
+    forget_run(asked, place)
+    return {"clientMutationId": None}
+
+
+def _update_run_state(asked: Asked, given: Mapping[str, Any]) -> Fields:
+    document, _ = asked.known_run(RunPlace.from_id(given.get("id")))
+    if given.get("state") != "failed":
+        raise GraphqlError(
+            f"A run can be set to `failed` only, but got {given.get('state')!r:.50}."
+        )
+    error = f"{asked.user} marked the run as failed."
+    asked.master.logged_runs.finish(asked.writer, document["run_id"], "error", error)
     return {"success": True}
 
 

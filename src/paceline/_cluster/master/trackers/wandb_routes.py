@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 wandb_router = ApiRouter(include_in_schema=False)
 
-_MAX_UNPACKED = 256 * 1024 * 1024
+_MAX_UNPACKED = 64 * 1024 * 1024
 _MAX_FILE = 64 * 1024**3
 _PIECE = 1024 * 1024
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
@@ -137,6 +137,9 @@ async def take_file_stream(
         await write_rows(master, job)
     except (ApiError, NotFoundError, RefusedError):
         raise
+    except OSError as error:
+        # The client sends it again until there is room.
+        raise ApiError(503, "disk_full", f"The output cannot be stored: {error}.") from error
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
         # Sending them again would never end.
         raise ApiError(422, "invalid_records", f"The lines cannot be stored: {error}") from error

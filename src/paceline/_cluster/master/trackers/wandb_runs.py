@@ -218,7 +218,7 @@ def upsert_run(asked: Asked, given: Mapping[str, Any]) -> tuple[RunPlace, bool]:
         if is_by_id and given.get("name") is None:
             raise NotFoundError(f"There is no run {'/'.join(place)!r}.")
         display = given.get("displayName") or place.name
-        document = {"run_id": _run_id(place, 0), "serial": 0, "displayName": display}
+        document = {"run_id": _new_run_id(), "displayName": display}
         document |= {"config": {}, "summary": {}, "lines": {}, "step": -1, "user": asked.user}
         document |= {"created": time.time(), "tags": []}
         upsert_project(asked, place.entity, place.project)
@@ -243,9 +243,8 @@ def upsert_project(asked: Asked, entity: str, project: str, **changed: Any) -> d
     return found
 
 
-def _run_id(place: RunPlace, serial: int) -> str:
-    text = "\n".join([*place, str(serial)])
-    return f"wandb-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+def _new_run_id() -> str:
+    return f"wandb-{secrets.token_hex(16)}"
 
 
 def _change(document: dict[str, Any], given: Mapping[str, Any]) -> None:
@@ -328,6 +327,11 @@ def store_run(asked: Asked, place: RunPlace, document: dict[str, Any]) -> None:
     )
 
 
+def forget_run(asked: Asked, place: RunPlace) -> None:
+    """Delete the document of a run: a later run of this name is another one."""
+    change_document(asked.connection, RUN, place.parent, place.name, lambda _: None)
+
+
 # ---- file streams ------------------------------------------------------------------------------
 
 
@@ -361,12 +365,13 @@ def take_stream(asked: Asked, place: RunPlace, request: StreamRequest) -> None:
     document, _ = asked.known_run(place)
     document["preempting"] = bool(request.preempting or document.get("preempting"))
     history = _lines(request, HISTORY)
-    if history and _begins_anew(document, request.files[HISTORY].offset, history[0]):
+    if history and _begins_anew(document, history[0]):
         asked.master.logged_runs.finish(transaction, document["run_id"], "completed")
-        document["serial"] += 1
-        document["run_id"] = _run_id(place, document["serial"])
+        document["run_id"] = _new_run_id()
         document |= {"lines": {}, "step": -1, "created": time.time()}
-        change_document(asked.connection, RUN, place.parent, place.name, lambda _: None)
+        for name in ("began", "first_step", "system_step", "tail", "events_tail"):
+            document.pop(name, None)
+        forget_run(asked, place)
         _open(asked, place, document)
     fresh = _fresh(document, HISTORY, request)
     events = _fresh(document, EVENTS, request)
@@ -414,14 +419,20 @@ def _lines(request: StreamRequest, name: str) -> list[str]:
 
 
 def _mark(line: str) -> str:
-    return hashlib.sha256(line.encode(errors="replace")).hexdigest()[:16]
+    # A client that sends a line once more may have its names in another order.
+    content = json.dumps(_parsed(line), sort_keys=True) if line.startswith("{") else line
+    return hashlib.sha256(content.encode(errors="replace")).hexdigest()[:16]
 
 
-def _begins_anew(document: Mapping[str, Any], offset: int, line: str) -> bool:
+def _begins_anew(document: Mapping[str, Any], line: str) -> bool:
+    """Return whether a line is the first one of another run of this name.
+
+    A resumed run has later steps; a run that is sent again begins with the same line.
+    """
     known = document["lines"].get(HISTORY)
-    return (
-        known is not None and offset == 0 and known["count"] > 0 and known["first"] != _mark(line)
-    )
+    if known is None or known["first"] == _mark(line):
+        return False
+    return step_of(_parsed(line), -1) == document.get("first_step")
 
 
 def _fresh(document: dict[str, Any], name: str, request: StreamRequest) -> list[str]:
@@ -431,16 +442,20 @@ def _fresh(document: dict[str, Any], name: str, request: StreamRequest) -> list[
         return []
     offset, mark = request.files[name].offset, _mark(lines[0])
     known = document["lines"].setdefault(name, {"count": 0, "first": mark, "starts": {}})
-    starts, count = known["starts"], known["count"]
-    is_known = offset == 0 or starts.get(str(offset)) == mark or known.get("is_replay")
-    if offset == 0 and count:
-        known["is_replay"] = True
+    count, again, shift = known["count"], known.get("again"), 0
+    is_known = known["starts"].get(str(offset)) == mark
+    if mark == known["first"]:
+        # A whole run is sent once more, from whatever offset its client began with.
+        again = {"shift": offset, "next": offset, "last": None}
+    if again is not None and (offset == again["next"] or again["last"] == [offset, mark]):
+        is_known, shift = True, again["shift"]
+        known["again"] = again | {"next": offset + len(lines), "last": [offset, mark]}
+    start = offset - shift
     # Two clients that resume one run count the lines each for itself: all are taken.
-    fresh = lines[max(count - offset, 0) :] if is_known or offset >= count else lines
+    fresh = lines[max(count - start, 0) :] if is_known else lines
     if fresh:
-        known["count"] = max(count, offset + len(lines))
-        starts[str(offset)] = mark
-        known["starts"] = dict([*starts.items()][-8:])
+        known["count"] = max(count, start + len(lines))
+        known["starts"] = dict([*known["starts"].items(), (str(offset), mark)][-8:])
     return fresh
 
 
@@ -481,6 +496,7 @@ def _records(
         step, at = step_of(line, document["step"] + 1), time_of(line, time.time())
         if "began" not in document:
             runtime = line.get("_runtime")
+            document["first_step"] = step
             document["began"] = at - runtime if isinstance(runtime, (int, float)) else at
         document["step"] = max(document["step"], step)
         document["tail"] = {key: line[key] for key in line if key in ("_step", "_runtime")}

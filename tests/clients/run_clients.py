@@ -3,8 +3,11 @@
     python tests/clients/run_clients.py wandb
     WANDB_SRC=CHECKOUT python tests/clients/run_clients.py wandb
 
+    WANDB_SRC=CHECKOUT python tests/clients/run_clients.py wandb-list [FOLDER ...]
+
 Each release has an environment of its own in `build/clients`. With a checkout of W&B's client, its
-system tests that are listed in `wandb_system_tests.txt` as passing must pass.
+system tests that are listed in `wandb_system_tests.txt` as passing must pass; `wandb-list` runs all
+of some folders, and writes that list anew: a name and `pass` or a reason in each line.
 """
 
 import json
@@ -16,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / "build" / "clients"
@@ -24,6 +28,9 @@ WANDB_RELEASES = ("0.31.0", "0.30.0", "0.29.0", "0.28.2", "0.27.2", "0.26.1")
 WANDB_SUITE = ("wandb==0.28.2", "-r", "requirements/requirements_test.txt", "click<8.4", "filelock")
 WANDB_SUITE += ("cloudpickle", "Pillow", "polars", "matplotlib", "soundfile", "plotly", "bokeh")
 WANDB_SUITE += ("tqdm", "tenacity", "ipython", "pyarrow")
+WANDB_FOLDERS = tuple(
+    f"tests/system_tests/test_{name}" for name in ("core", "api", "artifacts", "plot.py")
+)
 WANDB_LIST = HERE / "wandb_system_tests.txt"
 _PORTS = "WANDB_SERVICE_PORTS"
 
@@ -84,10 +91,8 @@ def try_wandb_releases() -> bool:
     return is_good
 
 
-def try_wandb_suite(checkout: Path) -> bool:
-    """Run W&B's own tests that are listed as passing."""
-    rows = [line.split(maxsplit=1) for line in WANDB_LIST.read_text().splitlines()]
-    names = [row[0] for row in rows if len(row) == 2 and row[1] == "pass"]
+def run_wandb_suite(checkout: Path, names: list[str], report: Path) -> int:
+    """Run some of W&B's own tests, and return the exit code; `report` becomes JUnit's XML."""
     python = environment("wandb-suite", *WANDB_SUITE, cwd=checkout)
     with wandb_service() as ports, tempfile.TemporaryDirectory() as home:
         source = Path(home, "source")
@@ -100,14 +105,40 @@ def try_wandb_suite(checkout: Path) -> bool:
         told = clean_variables(ports, home)
         told["PATH"] = f"{python.parent}:{told['PATH']}"
         command = [python, "-m", "pytest", "-q", "-n", "2", "-o", "addopts=", "--timeout", "120"]
-        result = subprocess.run([*command, *names], cwd=source, env=told)
-    print(f"{len(names)} of W&B's system tests must pass: exit code {result.returncode}")
-    return result.returncode == 0
+        command += ["-o", "junit_family=xunit1", f"--junitxml={report}"]
+        return subprocess.run([*command, *names], cwd=source, env=told).returncode
+
+
+def try_wandb_suite(checkout: Path) -> bool:
+    """Run W&B's own tests that are listed as passing."""
+    rows = [line.split(maxsplit=1) for line in WANDB_LIST.read_text().splitlines()]
+    names = [row[0] for row in rows if len(row) == 2 and row[1] == "pass"]
+    with tempfile.TemporaryDirectory() as folder:
+        code = run_wandb_suite(checkout, names, Path(folder, "report.xml"))
+    print(f"{len(names)} of W&B's system tests must pass: exit code {code}")
+    return code == 0
+
+
+def renew_wandb_list(checkout: Path, folders: list[str]) -> None:
+    """Run the tests of some folders, and write the list of their names and results."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        run_wandb_suite(checkout, folders or list(WANDB_FOLDERS), report)
+        rows = {}
+        for case in ElementTree.parse(report).iter("testcase"):
+            name = f"{case.get('file')}::{case.get('name')}"
+            if not any(letter.isspace() for letter in name):
+                found = [each for each in case if each.tag in ("failure", "error", "skipped")]
+                words = (found[0].get("message") or found[0].tag).split() if found else ["pass"]
+                rows[name] = " ".join(words)[:150]
+    WANDB_LIST.write_text("".join(f"{name} {rows[name]}\n" for name in sorted(rows)))
 
 
 def main() -> int:
     """Try the clients that the command line names; return the exit code."""
     is_good = True
+    if sys.argv[1:2] == ["wandb-list"]:
+        renew_wandb_list(Path(os.environ["WANDB_SRC"]), sys.argv[2:])
     if "wandb" in sys.argv[1:]:
         is_good &= try_wandb_releases()
         if os.environ.get("WANDB_SRC"):

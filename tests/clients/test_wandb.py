@@ -389,7 +389,11 @@ def test_gzip_stream_is_unpacked_and_a_bomb_is_refused(server: WandbServer) -> N
 
     replies = [
         server.http.post(path, content=content, headers=headers).status_code
-        for content in (gzip.compress(body), gzip.compress(body)[:-9], gzip.compress(bytes(2**26 + 1)))
+        for content in (
+            gzip.compress(body),
+            gzip.compress(body)[:-9],
+            gzip.compress(bytes(2**26 + 1)),
+        )
     ]
 
     assert replies == [200, 413, 413]

@@ -126,7 +126,10 @@ def renew_wandb_list(checkout: Path, folders: list[str]) -> None:
         run_wandb_suite(checkout, folders or list(WANDB_FOLDERS), report)
         rows = {}
         for case in ElementTree.parse(report).iter("testcase"):
-            name = f"{case.get('file')}::{case.get('name')}"
+            file = case.get("file", "")
+            module = file.removesuffix(".py").replace("/", ".")
+            classes = case.get("classname", "").removeprefix(module).split(".")
+            name = "::".join([file, *filter(None, classes), case.get("name", "")])
             if not any(letter.isspace() for letter in name):
                 found = [each for each in case if each.tag in ("failure", "error", "skipped")]
                 words = (found[0].get("message") or found[0].tag).split() if found else ["pass"]

@@ -32,8 +32,6 @@ from paceline._cluster.master.trackers.wandb_history import (
 )
 from paceline._cluster.master.trackers.wandb_runs import (
     ENTITY,
-    EVENTS,
-    HISTORY,
     PROJECT,
     RUN,
     Asked,
@@ -50,6 +48,7 @@ from paceline._cluster.master.trackers.wandb_runs import (
     upsert_project,
     upsert_run,
 )
+from paceline._cluster.master.trackers.wandb_streams import EVENTS, HISTORY
 
 # Clients refuse servers that are older than 0.70.0, and warn of clients newer than the second.
 _SERVER_VERSION, _MAX_CLIENT_VERSION = "0.85.0", "9.0.0"

@@ -32,11 +32,10 @@ from paceline._cluster.master.trackers.wandb_history import media_type_of
 from paceline._cluster.master.trackers.wandb_queries import mutation_fields, query_fields
 from paceline._cluster.master.trackers.wandb_runs import (
     Asked,
-    StreamRequest,
     checked_place,
     decode_id,
-    take_stream,
 )
+from paceline._cluster.master.trackers.wandb_streams import StreamRequest, take_stream
 from paceline.config._fields_and_problems import ConfigError
 
 logger = logging.getLogger(__name__)

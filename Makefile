@@ -12,7 +12,7 @@ NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
 BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS ?= $(addprefix tests/,journal messages storage config search)
 
-.PHONY: help demo ui docs test-ui browser format test test-fast test-all test-stores test-versions exactness fault-matrix test-backends check bench bench-peers bench-data \
+.PHONY: help demo ui docs test-ui browser format test test-fast test-all test-stores test-versions exactness fault-matrix test-backends test-clients check bench bench-peers bench-data \
   proof soak faults gpu gpu-wheels lock clean
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make exactness  every cell of the matrix of interrupted trainings, about 10 minutes"
 	@echo "make fault-matrix  what is seen of each fault of a worker, as a table, about 10 minutes"
 	@echo "make test-backends  DeepSpeed and Horovod, built in environments of their own"
+	@echo "make test-clients  six releases of other trackers' clients, with WANDB_SRC=CHECKOUT their tests"
 	@echo "make format     what the linter and the formatter can mend"
 	@echo "make check      linter, formatter, types and documentation"
 	@echo "make bench      the benchmarks, as a table"
@@ -136,6 +137,10 @@ fault-matrix: $(VENV)/.installed-dev
 test-backends: $(VENV)/backends-deepspeed/.installed $(VENV)/backends-horovod/.installed
 	$(VENV)/backends-deepspeed/bin/python -m pytest -q tests/backends/test_deepspeed.py
 	$(VENV)/backends-horovod/bin/python -m pytest -q tests/backends/test_horovod.py
+
+# Environments of the clients are made at their first use.
+test-clients: $(VENV)/.installed-test
+	$(BIN)/python tests/clients/run_clients.py wandb
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix --exit-zero --quiet

@@ -407,8 +407,11 @@ class DamagedSecretError(ValueError):
 
 
 def make_secret(prefix: str = "") -> str:
-    """Return a new random text of letters, digits, `-` and `_`."""
-    text = prefix + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
+    """Return a new random text of letters, digits and `_`.
+
+    It has no `-`: clients of W&B take what comes before one for a prefix, and find the rest short.
+    """
+    text = prefix + secrets.token_urlsafe(_NUM_RANDOM_BYTES).replace("-", "_")
     return f"{text}{zlib.crc32(text.encode()):08x}"
 
 

@@ -70,6 +70,8 @@ ROUTES = [
     "GET    /api/v1/trials/{trial_id}/media-names",
     "GET    /api/v1/trials/{trial_id}/metrics",
     "GET    /api/v1/trials/{trial_id}/time",
+    "GET    /artifactsV2/{path:path}",
+    "GET    /wandb-files/{trial_id}/{path:path}",
     "HEAD   /api/v1/openapi.json",
     "PATCH  /api/2.0/mlflow/{path:path}",
     "PATCH  /api/3.0/mlflow/{path:path}",
@@ -110,6 +112,8 @@ ROUTES = [
     "PUT    /api/2.0/mlflow-artifacts/artifacts/{path:path}",
     "PUT    /api/2.0/mlflow/{path:path}",
     "PUT    /api/3.0/mlflow/{path:path}",
+    "POST   /files/{entity}/{project}/{run}/file_stream",
+    "POST   /graphql",
     "PUT    /api/v1/attempts/{attempt_id}/checkpoints/{uuid}/pieces",
     "PUT    /api/v1/attempts/{attempt_id}/files/{path:path}",
     "PUT    /api/v1/contexts/{digest}",
@@ -118,6 +122,7 @@ ROUTES = [
     "PUT    /api/v1/runs/{run_id}",
     "PUT    /api/v1/runs/{run_id}/files/{path:path}",
     "PUT    /api/v1/users/{name}/password",
+    "PUT    /wandb-files/{trial_id}/{path:path}",
 ]
 
 

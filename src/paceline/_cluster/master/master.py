@@ -18,6 +18,7 @@ from paceline._base.gpus import KnownGpu
 from paceline._cluster.master.authentication import (
     AttemptTokens,
     Passwords,
+    SignedUrls,
     SignInLinks,
     SignIns,
     Tokens,
@@ -241,6 +242,7 @@ class Master:
         self.tokens = Tokens(self.database)
         self.home_token = home.token.encode()
         self.attempt_tokens = AttemptTokens(self.database, home.attempt_key)
+        self.signed_urls = SignedUrls(home.attempt_key)
         wakeups, default_storage = Wakeups(), str(home.path / "checkpoints")
         self.nodes = Nodes(
             self.database, home.cluster_id, self.tokens, wakeups, devices, self.leases.length_s

@@ -1,6 +1,7 @@
 """Access control: every route requires a scope unless listed as public."""
 
 import asyncio
+import json
 import re
 import secrets
 from base64 import b64decode
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request, Response
-from fastapi.responses import RedirectResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline._base.process_and_network import LOOPBACK_HOSTS
@@ -20,6 +21,7 @@ from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf
 from paceline._cluster.master.api.route_scopes import (
     PREFIX,
     ROUTES,
+    SIGNED_PATH,
     TRACKER_PATHS,
     ApiRouter,
     RouteScope,
@@ -119,6 +121,7 @@ class Guard:
         self._identify = _Identification(master)
         self._scopes = Scopes()
         self._wrong_tokens = Throttle(_MAX_WRONG_TOKENS)
+        self._opens = master.signed_urls.opens
         self._is_open = master.is_open
         self._has_tls = master.certificate is not None
 
@@ -142,10 +145,15 @@ class Guard:
             return
         if refusal is None:
             refusal = await self._refuse_sender(scope, headers)
+        if refusal is not None and scope["path"].startswith(TRACKER_PATHS):
+            refusal = _for_tracker(refusal)
         await (refusal or self._app)(scope, receive, send)
 
     async def _refuse_sender(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
-        found = await self._identify(headers)
+        if scope["path"].startswith(SIGNED_PATH):
+            found = self._of_signed_url(scope)
+        else:
+            found = await self._identify(headers)
         identity = found if isinstance(found, AccessIdentity) else None
         scope["paceline.identity"] = identity
         access = self._scopes.access(scope["method"], scope["path"])
@@ -160,7 +168,14 @@ class Guard:
             return None
         return _forbidden(identity, access.scope)
 
+    def _of_signed_url(self, scope: Scope) -> AccessIdentity | Response | None:
+        """Return who may do what a signed URL says, and nothing else."""
+        is_right = self._opens(scope["method"], scope["path"], scope["query_string"])
+        return AccessIdentity("signed URL", None, RouteScope.TRACKER) if is_right else None
+
     def _refuse_stranger(self, scope: Scope, headers: dict[bytes, bytes]) -> Response:
+        if scope["path"].startswith(SIGNED_PATH):
+            return _wrong_signature()
         if b"authorization" not in headers:
             return _unauthorized()
         # A right token is looked at before, so this keeps nobody out who has one.
@@ -299,6 +314,23 @@ def _unauthorized() -> Response:
         "A request must come from a browser that is signed in, or carry the token:"
         " `Authorization: Bearer ...`. Hint: `paceline login` prints a link that signs a browser"
         " in; the token lies in the file `token` of the master's home.",
+    )
+
+
+def _for_tracker(refusal: Response) -> Response:
+    """Return a refusal with its text where clients of W&B and MLflow look for it."""
+    body = json.loads(bytes(refusal.body))
+    text, code = body["detail"], body["code"].upper()
+    body |= {"errors": [{"message": text}], "message": text, "error_code": code}
+    return JSONResponse(body, refusal.status_code)
+
+
+def _wrong_signature() -> Response:
+    return problem(
+        403,
+        "wrong_signature",
+        "The URL of a file must be one that the master handed out less than 6 hours ago, for the"
+        " same method. Hint: ask for a new URL.",
     )
 
 

@@ -63,6 +63,7 @@ from paceline._cluster.master.api.trial_and_series_routes import (
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.trackers.mlflow_calls import MlflowAnswers
 from paceline._cluster.master.trackers.mlflow_routes import mlflow_router
+from paceline._cluster.master.trackers.wandb_routes import wandb_router
 from paceline._cluster.messages.experiment_models import Problem
 from paceline._cluster.messages.master_models import Shutdown
 
@@ -177,7 +178,7 @@ _ROUTERS = (
 )
 
 # Clients of other trackers ask below no prefix.
-_TRACKER_ROUTERS = (mlflow_router,)
+_TRACKER_ROUTERS = (mlflow_router, wandb_router)
 
 
 def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI:

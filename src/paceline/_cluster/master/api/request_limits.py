@@ -403,6 +403,9 @@ LARGE_BODIES = {
 # Of clients of W&B and MLflow: their paths are whole.
 TRACKER_BODIES: dict[tuple[str, str], BodyLimit] = {
     ("PUT", "/api/2.0/mlflow-artifacts/artifacts/{path:path}"): BodyLimit(64 * 1024 * _MIB),
+    ("POST", "/graphql"): BodyLimit(64 * _MIB),
+    ("POST", "/files/{entity}/{project}/{run}/file_stream"): BodyLimit(64 * _MIB),
+    ("PUT", "/wandb-files/{trial_id}/{path:path}"): BodyLimit(64 * 1024 * _MIB),
 }
 
 

@@ -8,11 +8,14 @@ from starlette.routing import Match, compile_path
 from starlette.types import Scope
 
 PREFIX = "/api/v1"
+SIGNED_PATH = "/wandb-files/"
+"""What the paths of signed URLs begin with."""
 # First parts of paths that clients of W&B and MLflow ask for, below no prefix of ours.
 TRACKER_PATHS = (
     "/graphql",
     "/files/",
-    "/wandb-files/",
+    "/artifactsV2/",
+    SIGNED_PATH,
     "/api/2.0/mlflow/",
     "/api/2.0/mlflow-artifacts/",
     "/api/3.0/mlflow/",
@@ -167,7 +170,7 @@ class Access(NamedTuple):
             return True
         if attempt_id is not None:
             return self.is_open_to_attempts or self.attempt == str(attempt_id)
-        if scope is RouteScope.REPORT and self.scope is RouteScope.TRACKER:
+        if scope in (RouteScope.REPORT, RouteScope.TRACKER) and self.scope is RouteScope.TRACKER:
             return True
         if scope in (RouteScope.RUNNER, RouteScope.REPORT):
             return self.scope is scope

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from paceline._base.files import open_regular, sync_directory
 from paceline._base.journal_records import MediaReported
-from paceline._base.run_directory import check_file_path as check_path
+from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_series import visible_series_limits
 
@@ -166,10 +166,10 @@ def put_file(
     """Name a content as a file of a trial, in place of an earlier one of this path.
 
     Raises:
-        ValueError: See `check_path`.
+        ValueError: See `check_file_path`.
     """
     files = tables.run_files
-    key = (files.c.trial_id == trial.id) & (files.c.path == check_path(path))
+    key = (files.c.trial_id == trial.id) & (files.c.path == check_file_path(path))
     connection.execute(delete(files).where(key))
     connection.execute(
         insert(files).values(

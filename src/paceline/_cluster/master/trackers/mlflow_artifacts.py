@@ -8,10 +8,11 @@ from urllib.parse import quote, unquote
 from sqlalchemy import Connection, Row, delete, select
 
 from paceline._base.journal_records import MediaFile, MediaReported
+from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.run_files import check_path, get_file, list_files, put_file
+from paceline._cluster.master.store.run_files import get_file, list_files, put_file
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
     MlflowError,
@@ -54,7 +55,7 @@ def find_place(connection: Connection, artifact: str) -> FilePlace:
     """
     for text in (artifact, unquote(artifact)):
         try:
-            check_path(text.rstrip("/"))
+            check_file_path(text.rstrip("/"))
         except ValueError as error:
             raise invalid(f"Invalid path: {error}") from error
     of_model = _OF_MODEL.fullmatch(artifact)
@@ -188,8 +189,8 @@ def _checked(path: str) -> str:
     path = path.rstrip("/")
     if path:
         try:
-            check_path(path)
-            check_path(unquote(path))
+            check_file_path(path)
+            check_file_path(unquote(path))
         except ValueError as error:
             raise invalid(f"Invalid path: {error}") from error
     return path

@@ -1,0 +1,329 @@
+"""Runs of W&B's clients: their documents, and what their file streams bring."""
+
+import json
+import re
+import secrets
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, Row
+
+from paceline._cluster.master.api.requests_and_answers import ApiError
+from paceline._cluster.master.api.route_scopes import RouteScope
+from paceline._cluster.master.experiments.logged_runs import (
+    LoggedRun,
+    change_document,
+    get_document,
+)
+from paceline._cluster.master.experiments.state_decisions import NotFoundError
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.trackers.wandb_graphql import GraphqlError
+from paceline._cluster.master.trackers.wandb_history import (
+    parse_json,
+)
+from paceline._cluster.messages.states import AttemptState
+
+ENTITY = "paceline"
+"""The entity of a client that names none: all people here share it."""
+RUN, PROJECT = "wandb-run", "wandb-project"
+# W&B's own server calls a run crashed after five minutes; clients are heard every 30 seconds.
+LEASE_S = 300.0
+_MAX_CONFIG = 2 * 1024 * 1024
+MAX_SUMMARY = 8 * 1024 * 1024
+_NAME = re.compile(r"[^/\\#?%:\x00-\x1f\x7f]{1,128}")
+
+
+def encode_id(kind: str, *parts: str) -> str:
+    """Return an id as W&B's clients expect it: base64."""
+    return b64encode(":".join([kind, *parts]).encode()).decode()
+
+
+def decode_id(text: Any, kind: str) -> list[str]:
+    """Return the parts of an id.
+
+    Raises:
+        GraphqlError: It is none of this kind.
+    """
+    try:
+        found, *parts = b64decode(str(text), validate=True).decode().split(":")
+    except ValueError:
+        found, parts = "", []
+    if found != kind:
+        raise GraphqlError(f"There is no {kind} with the id {text!r:.200}.")
+    return parts
+
+
+class RunPlace(NamedTuple):
+    """Entity, project and name of a run: what its client calls its path."""
+
+    entity: str
+    project: str
+    name: str
+
+    @property
+    def parent(self) -> str:
+        """The project with its entity."""
+        return f"{self.entity}/{self.project}"
+
+    @property
+    def id(self) -> str:
+        """The id for clients."""
+        return encode_id("Run", "v1", self.name, self.project, self.entity)
+
+    @classmethod
+    def from_id(cls, text: Any) -> "RunPlace":
+        """Return the place of the run with an id."""
+        parts = decode_id(text, "Run")
+        if len(parts) != 4:
+            raise GraphqlError(f"There is no Run with the id {text!r:.200}.")
+        return checked_place(parts[3], parts[2], parts[1])
+
+
+def checked_name(value: Any, default: str) -> str:
+    """Return a name of an entity, a project, a run or a collection.
+
+    Raises:
+        GraphqlError: It has characters that would make its path ambiguous.
+    """
+    name = default if value in (None, "") else value
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise GraphqlError(
+            "A name must have 1 to 128 characters, without `/ \\ # ? % :` and control characters,"
+            f" but got {name!r:.200}."
+        )
+    return name
+
+
+def checked_place(entity: Any, project: Any, name: Any) -> RunPlace:
+    """Return the place of a run, once its names are checked."""
+    return RunPlace(
+        checked_name(entity, ENTITY),
+        checked_name(project, "uncategorized"),
+        checked_name(name, secrets.token_hex(4)),
+    )
+
+
+@dataclass(kw_only=True)
+class Asked:
+    """Request of a client: who asks, and where it reads and writes.
+
+    Attributes:
+        master: The master.
+        connection: Where to read.
+        transaction: Where to write, None for a request that only reads.
+        scope: The scope of the sender's token.
+        user: The name of the sender's token.
+        base_url: The URL by which the client reached the master.
+    """
+
+    master: Master
+    connection: Connection
+    transaction: Transaction | None
+    scope: RouteScope
+    user: str
+    base_url: str
+
+    @cached_property
+    def writer(self) -> Transaction:
+        """The transaction to write in.
+
+        Raises:
+            ApiError: The sender's token may not write.
+        """
+        if self.scope is RouteScope.READ:
+            detail = (
+                "The token must have the scope 'report' or 'submit' to log, but"
+                f" {self.user!r} has 'read'. Hint: `paceline token create NAME --scope report`."
+            )
+            raise ApiError(403, "scope_too_low", detail)
+        if self.transaction is None:
+            raise GraphqlError("A query must not change anything. Hint: send a mutation.")
+        return self.transaction
+
+    def check_may_list(self) -> None:
+        """Refuse a token that may read only what it names.
+
+        Raises:
+            ApiError: The sender has such a token.
+        """
+        if self.scope is RouteScope.REPORT:
+            detail = (
+                "The token must have the scope 'read' to list runs and to read artifacts, but"
+                f" {self.user!r} has 'report'. Hint: `paceline token create NAME --scope submit`"
+                " makes one that logs as well."
+            )
+            raise ApiError(403, "scope_too_low", detail)
+
+    def document(self, place: RunPlace) -> dict[str, Any] | None:
+        """Return the document of a run, None if there is no such run."""
+        found: dict[str, Any] | None = get_document(self.connection, RUN, place.parent, place.name)
+        return found
+
+    def run(self, document: Mapping[str, Any]) -> LoggedRun:
+        """Return the rows of a run."""
+        return self.master.logged_runs.get(self.connection, document["run_id"])
+
+    def known_run(self, place: RunPlace) -> tuple[dict[str, Any], LoggedRun]:
+        """Return the document and the rows of a run.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        document = self.document(place)
+        if document is None:
+            raise NotFoundError(f"There is no run {'/'.join(place)!r}.")
+        return document, self.run(document)
+
+
+def state_of(attempt: Row[Any] | None) -> str:
+    """Return W&B's word for the state of a run."""
+    if attempt is None:
+        return "running"
+    if attempt.outcome is None:
+        return "crashed" if attempt.state == AttemptState.ENDED.value else "running"
+    return {"completed": "finished", "preempted": "preempted"}.get(attempt.outcome, "failed")
+
+
+def upsert_run(asked: Asked, given: Mapping[str, Any]) -> tuple[RunPlace, bool]:
+    """Create a run, or change what its client says of it; return whether it is new."""
+    is_by_id = given.get("id") is not None
+    if is_by_id:
+        place = RunPlace.from_id(given["id"])
+    else:
+        place = checked_place(given.get("entityName"), given.get("modelName"), given.get("name"))
+    asked.writer  # noqa: B018 - refuses tokens that only read
+    document = asked.document(place)
+    is_new = document is None
+    if document is None:
+        if is_by_id and given.get("name") is None:
+            raise NotFoundError(f"There is no run {'/'.join(place)!r}.")
+        display = given.get("displayName") or place.name
+        document = {"run_id": new_run_id(), "displayName": display}
+        document |= {"config": {}, "summary": {}, "lines": {}, "step": -1, "user": asked.user}
+        document |= {"created": time.time(), "tags": []}
+        upsert_project(asked, place.entity, place.project)
+    _change(document, given)
+    if is_new:
+        open_run(asked, place, document)
+    elif is_by_id or asked.run(document).attempt.outcome is None:
+        _tell(asked, place, document)
+    store_run(asked, place, document)
+    return place, is_new
+
+
+def upsert_project(asked: Asked, entity: str, project: str, **changed: Any) -> dict[str, Any]:
+    """Return the document of a project, which is made if it is not there."""
+    base = {"created": time.time(), "description": None}
+
+    def change(before: Any) -> Any:
+        return {**base, **(before or {}), **changed}
+
+    connection = asked.writer.connection
+    found: dict[str, Any] = change_document(connection, PROJECT, entity, project, change)
+    return found
+
+
+def new_run_id() -> str:
+    """Return an id for an experiment that no other client can have."""
+    return f"wandb-{secrets.token_hex(16)}"
+
+
+def _change(document: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Take over what is given of a run."""
+    names = {"groupName": "group", "jobType": "jobType", "notes": "notes", "commit": "commit"}
+    names |= {"displayName": "displayName", "host": "host", "jobProgram": "program"}
+    names |= {"description": "description", "sweep": "sweep"}
+    for name, own in names.items():
+        if isinstance(given.get(name), str):
+            document[own] = str(given[name]).encode(errors="replace").decode()[:4096]
+    if isinstance(given.get("tags"), list):
+        tags = [str(tag)[:200] for tag in given["tags"][:1000]]
+        document["tags"] = list(dict.fromkeys(tags))
+    for name, own, limit in (
+        ("config", "config", _MAX_CONFIG),
+        ("summaryMetrics", "summary", MAX_SUMMARY),
+    ):
+        if isinstance(given.get(name), str):
+            document[own] = json_object(name, given[name], limit)
+
+
+def json_object(name: str, text: str, limit: int) -> dict[str, Any]:
+    """Return the object in a JSON text.
+
+    Raises:
+        GraphqlError: It is none, or too long.
+    """
+    if len(text) > limit:
+        raise GraphqlError(f"`{name}` must have at most {limit:,} bytes, but has {len(text):,}.")
+    try:
+        value = parse_json(text or "{}")
+    except ValueError as error:
+        raise GraphqlError(f"`{name}` must be JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise GraphqlError(f"`{name}` must be a JSON object, but got {text!r:.100}.")
+    return value
+
+
+def config_values(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a run, without W&B's own part."""
+    return {
+        key: item["value"] if isinstance(item, dict) and "value" in item else item
+        for key, item in document["config"].items()
+        if key != "_wandb"
+    }
+
+
+def _labels(document: Mapping[str, Any]) -> list[str]:
+    words = {"group": document.get("group"), "job": document.get("jobType")}
+    return [*document["tags"], *(f"{word}:{text}" for word, text in words.items() if text)]
+
+
+def open_run(asked: Asked, place: RunPlace, document: Mapping[str, Any]) -> None:
+    """Begin an attempt of a run, and say what its client says of it."""
+    asked.master.logged_runs.open(
+        asked.writer,
+        document["run_id"],
+        name=document["displayName"],
+        project=place.project,
+        tags=_labels(document),
+        hparams=config_values(document),
+        host=document.get("host") or "",
+        lease_s=LEASE_S,
+    )
+    _tell(asked, place, document)
+
+
+def _tell(asked: Asked, place: RunPlace, document: Mapping[str, Any]) -> None:
+    runs, run_id = asked.master.logged_runs, document["run_id"]
+    runs.relabel(
+        asked.writer,
+        run_id,
+        name=document["displayName"],
+        project=place.project,
+        tags=_labels(document),
+        notes=document.get("notes"),
+    )
+    runs.set_hparams(asked.writer, run_id, config_values(document))
+
+
+def store_run(asked: Asked, place: RunPlace, document: dict[str, Any]) -> None:
+    """Store the document of a run."""
+    connection, experiment_id = asked.connection, asked.run(document).experiment_id
+    change_document(
+        connection, RUN, place.parent, place.name, lambda _: document, experiment_id=experiment_id
+    )
+
+
+def forget_run(asked: Asked, place: RunPlace) -> None:
+    """Delete the document of a run: a later run of this name is another one."""
+    change_document(asked.connection, RUN, place.parent, place.name, lambda _: None)
+
+
+def shown_json(value: Any) -> str:
+    """Return a value as the JSON text that clients want."""
+    return json.dumps(value)

@@ -1,0 +1,554 @@
+"""The client of W&B, unchanged, against a real master; and requests that it never sends.
+
+`make test-clients` runs earlier releases of it, and W&B's own tests.
+"""
+
+import gzip
+import json
+import math
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+pytest.importorskip("wandb", reason="NOT TESTED: needs W&B")
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+
+from fault_lab.masters import MasterProcess
+
+UPSERT = """
+mutation UpsertBucket($name: String!, $project: String, $config: JSONString, $tags: [String!]) {
+  upsertBucket(input: {name: $name, modelName: $project, config: $config, tags: $tags}) {
+    bucket { id name displayName config project { name entity { name } } historyLineCount }
+    inserted
+  }
+}
+"""
+RUN = """
+query Run($project: String!, $name: String!) {
+  project(name: $project, entityName: "paceline") {
+    run(name: $name) {
+      state config summaryMetrics historyKeys historyLineCount history(minStep: 0, maxStep: 1000)
+    }
+  }
+}
+"""
+
+
+class WandbServer:
+    """A master as W&B's client sees it."""
+
+    def __init__(self, process: MasterProcess) -> None:
+        self.process = process.start()
+        address = json.loads((process.home / "master.json").read_text())
+        self.url: str = address["url"].removesuffix("/api/v1")
+        self.token = (process.home / "token").read_text().strip()
+        self.http = httpx2.Client(base_url=self.url, auth=("api", self.token), timeout=60)
+
+    def ask(self, query: str, **variables: Any) -> dict[str, Any]:
+        """Return the answer of a query or a mutation."""
+        reply = self.http.post("/graphql", json={"query": query, "variables": variables})
+        assert reply.status_code == 200, reply.text
+        found: dict[str, Any] = reply.json()
+        return found
+
+    def begin(self, name: str, project: str = "raw") -> None:
+        """Begin a run."""
+        found = self.ask(UPSERT, name=name, project=project)
+        assert found["data"]["upsertBucket"]["bucket"]["name"] == name
+
+    def stream(self, name: str, project: str = "raw", **body: Any) -> httpx2.Response:
+        """Send a request to a run's file stream."""
+        return self.http.post(f"/files/paceline/{project}/{name}/file_stream", json=body)
+
+    def log(self, name: str, offset: int, *rows: dict[str, Any], **more: Any) -> httpx2.Response:
+        """Send lines of history."""
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        chunk = {"offset": offset, "content": lines}
+        return self.stream(name, files={"wandb-history.jsonl": chunk}, **more)
+
+    def run(self, name: str, project: str = "raw") -> dict[str, Any]:
+        """Return a run as the client reads it, with its history as rows."""
+        found: dict[str, Any] = self.ask(RUN, project=project, name=name)["data"]["project"]["run"]
+        return found | {"history": [json.loads(row) for row in found["history"]]}
+
+    def experiment(self, name: str) -> dict[str, Any]:
+        """Return an experiment by its name."""
+        reply = self.http.get("/api/v1/experiments", params={"search": name})
+        [found] = [each for each in reply.json()["items"] if each["name"] == name]
+        return dict(found)
+
+    def get(self, path: str) -> Any:
+        """Return the answer of a route of the master."""
+        reply = self.http.get(f"/api/v1{path}")
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, master_server: Any) -> Iterator[WandbServer]:
+    """Return a master for all tests: each has a project of its own."""
+    home = tmp_path_factory.mktemp("wandb") / "home"
+    served = WandbServer(MasterProcess(home, 0, server=master_server))
+    yield served
+    served.http.close()
+    served.process.close()
+
+
+Script = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start_script(tmp_path: Path, clean_environment: dict[str, str]) -> Iterator[Script]:
+    """Return a function that starts a script with W&B's client, told nothing but URL and key."""
+    started = []
+
+    def start(server: WandbServer, script: str, **variables: str) -> "subprocess.Popen[str]":
+        told = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": server.token}
+        told |= {"WANDB_DIR": str(tmp_path), "WANDB_CACHE_DIR": str(tmp_path / "cache")}
+        told |= {"WANDB_ERROR_REPORTING": "false", "HOME": str(tmp_path), "WANDB_SILENT": "true"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            cwd=tmp_path, text=True, env=clean_environment | told | variables,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run_script(start_script: Script) -> Callable[..., str]:
+    """Return a function that runs such a script, and returns what it prints."""
+
+    def run(server: WandbServer, script: str, **variables: str) -> str:
+        process = start_script(server, script, **variables)
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        return output
+
+    return run
+
+
+def test_script_logs_here_with_url_and_key_alone(
+    server: WandbServer, run_script: Callable[..., str]
+) -> None:
+    """Config, history, summary, output, texts and the exit code arrive, and `Api` reads them."""
+    script = """
+        import wandb
+        config = {"lr": 0.1, "net": {"n": 3}}
+        with wandb.init(project="plain", id="p1", name="plain run", config=config, tags=["a"],
+                        notes="a note", group="g", job_type="fit") as run:
+            run.define_metric("val/*", step_metric="epoch")
+            for step in range(5):
+                run.log({"loss": 1 / (step + 1), "val/acc": step}, commit=False)
+                run.log({"epoch": step, "deep": {"x": step}})
+            print("a line of output")
+            run.summary["best"] = 7
+        api = wandb.Api()
+        run = api.run("plain/p1")
+        assert (run.state, run.config, run.tags) == ("finished", config, ["a"])
+        assert (run.notes, run.group, run.job_type) == ("a note", "g", "fit")
+        assert run.summary["best"] == 7 and run.summary["loss"] == 0.2
+        rows = list(run.scan_history())
+        assert [row["loss"] for row in rows] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5], rows
+        assert [row["val/acc"] for row in run.scan_history(keys=["val/acc"])] == [0, 1, 2, 3, 4]
+        assert list(run.history()["deep.x"]) == [0, 1, 2, 3, 4]
+        assert len(api.runs("plain", filters={"config.lr": 0.1, "tags": "a"})) == 1
+        assert len(api.runs("plain", filters={"summary_metrics.loss": {"$lt": 0.1}})) == 0
+        assert "config.yaml" in [file.name for file in run.files()]
+    """
+    run_script(server, script)
+
+    experiment = server.experiment("plain run")
+    assert experiment["state"] == "COMPLETED"
+    assert experiment["labels"] == ["project:plain", "a", "group:g", "job:fit"]
+    [trial] = server.get(f"/experiments/{experiment['id']}/trials")["items"]
+    assert trial["hparams"] == {"lr": 0.1, "net": {"n": 3}}
+    assert trial["steps_completed"] == 4
+    rows = server.get(f"/trials/{trial['id']}/metrics?group=training")["items"]
+    assert [row["metrics"]["loss"] for row in rows] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
+    lines = server.get(f"/trials/{trial['id']}/logs")["items"]
+    assert "a line of output" in [line["text"] for line in lines]
+    system = server.get(f"/trials/{trial['id']}/metrics?group=system")["items"]
+    assert any("memory" in name for name in system[-1]["metrics"])
+
+
+def test_failed_script_is_shown_as_failed_with_its_exit_code(
+    server: WandbServer, start_script: Script
+) -> None:
+    process = start_script(
+        server,
+        """
+        import sys, wandb
+        wandb.init(project="failed", id="f1", name="failed run").log({"loss": 1.0})
+        sys.exit(3)
+        """,
+    )
+    process.communicate(timeout=120)
+
+    experiment = server.experiment("failed run")
+    assert process.returncode == 3
+    assert experiment["state"] == "ERROR"
+    assert experiment["error"] == "The script ended with the exit code 3."
+    assert server.run("f1", "failed")["state"] == "failed"
+
+
+def test_media_and_artifacts_are_kept_and_come_back(
+    server: WandbServer, run_script: Callable[..., str]
+) -> None:
+    """Media become records with their files; artifacts have versions, aliases, and one content."""
+    script = """
+        import pathlib, wandb
+        import numpy as np
+        pathlib.Path("model/sub").mkdir(parents=True)
+        pathlib.Path("model/weights.bin").write_bytes(bytes(1000))
+        pathlib.Path("model/sub/note.txt").write_text("first")
+        pathlib.Path("kept.txt").write_text("kept")
+
+        def log(run, **given):
+            artifact = wandb.Artifact("model", type="model", **given)
+            artifact.add_dir("model")
+            return run.log_artifact(artifact, aliases=["best"]).wait()
+
+        with wandb.init(project="media", id="m1", name="media run") as run:
+            image = wandb.Image(np.zeros((4, 5, 3), dtype=np.uint8), caption="black")
+            run.log({"image": image, "pair": [image, image], "loss": 0.5,
+                     "weights": wandb.Histogram(np_histogram=([1, 2], [0.0, 0.5, 1.0])),
+                     "page": wandb.Html("<script>alert(1)</script>"),
+                     "table": wandb.Table(columns=["a", "b"], data=[[1, "x"], [2, "y"]])})
+            run.save("kept.txt")
+            assert log(run, metadata={"accuracy": 0.5}).version == "v0"
+            assert log(run).version == "v0"
+            pathlib.Path("model/sub/note.txt").write_text("second")
+            assert log(run).version == "v1"
+        with wandb.init(project="media", id="m2", name="media user") as run:
+            used = run.use_artifact("model:v0")
+            folder = pathlib.Path(used.download("got"))
+            assert (folder / "sub/note.txt").read_text() == "first"
+            assert (folder / "weights.bin").read_bytes() == bytes(1000)
+            assert used.metadata == {"accuracy": 0.5}
+            assert run.use_artifact("model:best").version == "v1"
+        api = wandb.Api()
+        run = api.run("media/m1")
+        run.file("kept.txt").download(root="files")
+        assert pathlib.Path("files/kept.txt").read_text() == "kept"
+        [row] = run.scan_history()
+        assert row["image"]["_type"] == "image-file" and row["image"]["caption"] == "black"
+        assert row["weights"] == {"_type": "histogram", "bins": [0.0, 0.5, 1.0], "values": [1, 2]}
+        names = [each.name for each in run.logged_artifacts() if each.type == "model"]
+        assert sorted(names) == ["model:v0", "model:v1"]
+        assert "model:v0" in [a.name for a in api.run("media/m2").used_artifacts()]
+        assert [r.id for r in api.artifact("media/model:v0").used_by()] == ["m2"]
+        page = next(file for file in run.files() if file.name.endswith(".html"))
+        print(page.url)
+    """
+    url = run_script(server, script).strip()
+
+    reply = httpx2.get(url)
+    assert "<script>" in reply.text
+    assert reply.headers["content-security-policy"] == "sandbox; default-src 'none'"
+    assert reply.headers["content-disposition"] == "attachment"
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    assert httpx2.get(url.replace(".html", ".htm")).status_code == 403
+    assert httpx2.put(url, content=b"other").status_code == 403
+    assert httpx2.get(url.partition("?")[0]).status_code == 403
+
+
+def test_run_goes_on_through_a_killed_master_with_nothing_lost_or_twice(
+    tmp_path: Path, master_server: Any, free_port: int, start_script: Script
+) -> None:
+    process = MasterProcess(tmp_path / "home", 0, "--port", str(free_port), server=master_server)
+    server = WandbServer(process)
+    client = start_script(
+        server,
+        """
+        import wandb
+        with wandb.init(project="raw", id="k1", name="killed") as run:
+            for step in range(50):
+                run.log({"loss": step})
+            print("half", flush=True)
+            input()
+            for step in range(50, 100):
+                run.log({"loss": step})
+            print("all", flush=True)
+            input()
+        """,
+        WANDB_CONSOLE="off",
+    )
+    assert client.stdin is not None
+    assert client.stdout is not None
+    assert client.stdout.readline() == "half\n"
+
+    process.kill()
+    server.http.close()
+    client.stdin.write("\n")
+    client.stdin.flush()
+    assert client.stdout.readline() == "all\n"
+    server = WandbServer(process)
+    client.communicate("\n", timeout=120)
+
+    found = server.run("k1")
+    server.http.close()
+    process.close()
+    assert found["state"] == "finished"
+    assert [row["loss"] for row in found["history"]] == list(range(100))
+    assert found["historyLineCount"] == 100
+
+
+def test_resumed_run_and_synced_offline_run_are_whole(
+    server: WandbServer, run_script: Callable[..., str], tmp_path: Path
+) -> None:
+    """A resumed run goes on at the next step; an offline run that is synced twice is there once."""
+    script = """
+        import subprocess, sys, wandb
+        for first in (0, 3):
+            with wandb.init(project="raw", id="r1", name="resumed", resume="allow") as run:
+                assert run.resumed == (first > 0)
+                for step in range(first, first + 3):
+                    run.log({"loss": step})
+        try:
+            wandb.init(project="raw", id="r1", resume="never")
+        except wandb.errors.UsageError as error:
+            assert "already exists" in str(error)
+        given = {"project": "raw", "id": "o1", "name": "offline", "config": {"a": 1}}
+        with wandb.init(**given, mode="offline") as run:
+            for step in range(3):
+                run.log({"loss": step})
+            folder = run.settings.sync_dir
+        for _ in range(2):
+            command = [sys.executable, "-m", "wandb", "sync", "--include-synced", folder]
+            subprocess.run(command, check=True)
+    """
+    run_script(server, script)
+
+    resumed, synced = server.run("r1"), server.run("o1")
+    assert [row["loss"] for row in resumed["history"]] == list(range(6))
+    [trial] = server.get(f"/experiments/{server.experiment('resumed')['id']}/trials")["items"]
+    assert trial["num_attempts"] == 2
+    assert [row["loss"] for row in synced["history"]] == [0, 1, 2]
+    assert (synced["state"], synced["historyLineCount"]) == ("finished", 3)
+    assert json.loads(synced["config"])["a"]["value"] == 1
+
+
+@pytest.mark.parametrize(
+    ("scope", "message"),
+    [(None, "must be known to the master"), ("read", "must have the scope")],
+    ids=["unknown", "read"],
+)
+def test_client_shows_why_a_key_is_refused(
+    server: WandbServer, start_script: Script, scope: str | None, message: str
+) -> None:
+    key = "0" * 40
+    if scope is not None:
+        key = server.process.client().create_token("reader", scope=scope).secret
+    assert "-" not in key
+    process = start_script(
+        server,
+        'import wandb; wandb.init(project="refused", settings=wandb.Settings(init_timeout=60))',
+        WANDB_API_KEY=key,
+        WANDB_SILENT="false",
+    )
+
+    _, errors = process.communicate(timeout=120)
+
+    assert process.returncode != 0
+    assert message in errors
+
+
+# ---- requests in the client's form ------------------------------------------------------------
+
+
+def test_request_that_is_sent_again_stores_nothing_twice(server: WandbServer) -> None:
+    server.begin("again")
+    for _ in range(2):
+        reply = server.log("again", 0, {"_step": 0, "loss": 1.0}, {"_step": 1, "loss": 2.0})
+        assert reply.status_code == 200, reply.text
+    for _ in range(2):
+        server.log("again", 2, {"_step": 2, "loss": 3.0}, complete=True, exitcode=0)
+
+    found = server.run("again")
+    assert [row["loss"] for row in found["history"]] == [1.0, 2.0, 3.0]
+    assert (found["state"], found["historyLineCount"]) == ("finished", 3)
+
+
+def test_gzip_stream_is_unpacked_and_a_bomb_is_refused(server: WandbServer) -> None:
+    server.begin("packed")
+    chunk = {"offset": 0, "content": [json.dumps({"_step": 0, "loss": 1.0})]}
+    body = json.dumps({"files": {"wandb-history.jsonl": chunk}}).encode()
+    path, headers = "/files/paceline/raw/packed/file_stream", {"content-encoding": "gzip"}
+
+    replies = [
+        server.http.post(path, content=content, headers=headers).status_code
+        for content in (
+            gzip.compress(body),
+            gzip.compress(body)[:-9],
+            gzip.compress(bytes(2**26 + 1)),
+        )
+    ]
+
+    assert replies == [200, 413, 413]
+    assert [row["loss"] for row in server.run("packed")["history"]] == [1.0]
+
+
+def test_values_that_json_or_a_database_lacks_are_stored_as_near_as_can_be(
+    server: WandbServer,
+) -> None:
+    server.begin("odd")
+    line = '{"_step": 0, "nan": "NaN", "bare": NaN, "inf": -Infinity, "huge": 1%s, "none": null,'
+    line += ' "text": "a\\ud800", "\\udfff": 1, "": 2, "deep": %s}'
+    deep = "[" * 100 + "]" * 100
+    good = line % ("0" * 400, "[1, null]")
+
+    replies = [
+        server.log("odd", 0, good),
+        server.log("odd", 1, line % ("0", deep), "no json", "[]"),
+    ]
+
+    assert [reply.status_code for reply in replies] == [200, 200]
+    [row] = server.run("odd")["history"]
+    shown = {key: row[key] for key in row if not key.startswith("_")}
+    assert shown == {
+        "nan": "NaN", "bare": "NaN", "inf": "-Infinity", "huge": "Infinity", "text": "a?", "?": 1,
+        "deep": [1, "null"],
+    }  # fmt: skip
+    [trial] = server.get(f"/experiments/{server.experiment('odd')['id']}/trials")["items"]
+    [stored] = server.get(f"/trials/{trial['id']}/metrics?group=training")["items"]
+    assert stored["metrics"]["nan"] == {"$float": "nan"} or math.isnan(stored["metrics"]["nan"])
+
+
+def test_names_of_metrics_beyond_the_limit_are_left_out_and_the_log_says_so(
+    server: WandbServer,
+) -> None:
+    server.begin("keys")
+    for first in range(0, 100_000, 25_000):
+        row = {f"k{number:06}": 1.0 for number in range(first, first + 25_000)}
+        assert server.log("keys", first // 25_000, row | {"_step": first}).status_code == 200
+
+    found = server.run("keys")
+    assert len(found["historyKeys"]["keys"]) == 10_000
+    [trial] = server.get(f"/experiments/{server.experiment('keys')['id']}/trials")["items"]
+    lines = [line["text"] for line in server.get(f"/trials/{trial['id']}/logs")["items"]]
+    assert "15000 values are left out: a run has at most 10,000 names of metrics." in lines
+
+
+def test_two_clients_that_resume_one_run_lose_nothing(server: WandbServer) -> None:
+    server.begin("two")
+    server.log("two", 0, {"_step": 0, "loss": 0.0, "_timestamp": 1.0})
+    server.log("two", 1, {"_step": 1, "first": 1.0, "_timestamp": 2.0})
+    server.log("two", 1, {"_step": 1, "second": 2.0, "_timestamp": 3.0})
+
+    rows = server.run("two")["history"]
+    assert [row.get("first") for row in rows] == [None, 1.0]
+    assert [row.get("second") for row in rows] == [None, 2.0]
+
+
+def test_run_that_begins_anew_gets_an_experiment_of_its_own(server: WandbServer) -> None:
+    server.begin("anew")
+    server.log("anew", 0, {"_step": 0, "loss": 1.0, "_timestamp": 1.0}, complete=True, exitcode=0)
+    server.begin("anew")
+    server.log("anew", 0, {"_step": 0, "loss": 2.0, "_timestamp": 2.0})
+
+    reply = server.http.get("/api/v1/experiments", params={"search": "anew"})
+    assert [each["state"] for each in reply.json()["items"]] == ["ACTIVE", "COMPLETED"]
+    assert [row["loss"] for row in server.run("anew")["history"]] == [2.0]
+
+
+@pytest.mark.parametrize("name", ["../up.txt", "/etc/x", "a/../../b", "a\nb", "a\\b", "x" * 2000])
+def test_file_outside_of_the_run_is_refused(server: WandbServer, name: str) -> None:
+    server.begin("paths")
+    query = """
+    mutation CreateRunFiles($files: [String!]!) {
+      createRunFiles(input: {entityName: "paceline", projectName: "raw", runName: "paths",
+                             files: $files}) { files { name uploadUrl } }
+    }
+    """
+    found = server.ask(query, files=[name])
+
+    assert found["data"] is None
+    assert "The path of a file must be relative" in found["errors"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "query Odd { nothing { of { the kind } } viewer { entity unknownField } }",
+        'query Odd { project(name: "none") { run(name: "x") { state } } }',
+        "mutation Odd { upsertNothing(input: {a: 1}) { b } }",
+        "query { viewer { ...Loop } } fragment Loop on User { ...Loop }",
+        "{ viewer { " * 40,
+        "",
+        'query { project(name: ["a"]) { id } }',
+        "subscription S { runs }",
+    ],
+)
+def test_graphql_of_another_shape_is_answered(server: WandbServer, query: str) -> None:
+    found = server.ask(query)
+    assert found["data"] is None or isinstance(found["data"], dict)
+    assert found["data"] is not None or found["errors"][0]["message"]
+
+
+def test_report_token_logs_but_neither_lists_nor_reads_artifacts(server: WandbServer) -> None:
+    token = server.process.client().create_token("reporter", scope="report").secret
+    reporter = httpx2.Client(base_url=server.url, auth=("api", token))
+
+    def ask(query: str, **variables: Any) -> httpx2.Response:
+        return reporter.post("/graphql", json={"query": query, "variables": variables})
+
+    assert ask(UPSERT, name="told", project="told").json()["data"]["upsertBucket"]["inserted"]
+    assert ask(RUN, name="told", project="told").json()["data"]["project"]["run"]
+    for fields in ("runs { edges { node { id } } }", 'artifact(name: "a:v0") { id }'):
+        reply = ask(f'query {{ project(name: "told", entityName: "paceline") {{ {fields} }} }}')
+        assert reply.status_code == 403
+        assert "must have the scope 'read'" in reply.json()["errors"][0]["message"]
+    reporter.close()
+
+
+def test_artifact_whose_upload_was_cut_cannot_be_committed(server: WandbServer) -> None:
+    server.begin("cut", "cut")
+    create = """
+    mutation CreateArtifact($input: CreateArtifactInput!) {
+      createArtifact(input: $input) { artifact { id state } }
+    }
+    """
+    given = {"entityName": "paceline", "projectName": "cut", "runName": "cut", "digest": "d"}
+    given |= {"artifactTypeName": "model", "artifactCollectionName": "cut"}
+    artifact = server.ask(create, input=given)["data"]["createArtifact"]["artifact"]["id"]
+    files = """
+    mutation CreateArtifactFiles($files: [CreateArtifactFileSpecInput!]!) {
+      createArtifactFiles(input: {artifactFiles: $files}) { files { edges { node { uploadUrl } } } }
+    }
+    """
+    spec = {"artifactID": artifact, "name": "a.bin", "md5": "x"}
+    edges = server.ask(files, files=[spec])["data"]["createArtifactFiles"]["files"]["edges"]
+    manifest = """
+    mutation CreateArtifactManifest($id: ID!) {
+      createArtifactManifest(input: {artifactID: $id}) { artifactManifest { file { uploadUrl } } }
+    }
+    """
+    made = server.ask(manifest, id=artifact)["data"]["createArtifactManifest"]["artifactManifest"]
+    content = {"contents": {"a.bin": {"digest": "x", "size": 10}}}
+    assert httpx2.put(made["file"]["uploadUrl"], json=content).status_code == 200
+    commit = "mutation C($id: ID!) { commitArtifact(input: {artifactID: $id}) { artifact { id } } }"
+
+    def cut() -> Iterator[bytes]:
+        yield b"01234"
+        raise ConnectionError("cut")
+
+    with pytest.raises(ConnectionError):
+        httpx2.put(edges[0]["node"]["uploadUrl"], content=cut())
+    refused = server.ask(commit, id=artifact)
+    assert httpx2.put(edges[0]["node"]["uploadUrl"], content=b"0123456789").status_code == 200
+    committed = server.ask(commit, id=artifact)
+
+    assert "must be uploaded with 10 bytes" in refused["errors"][0]["message"]
+    assert committed["data"]["commitArtifact"]["artifact"]["id"] == artifact

@@ -25,7 +25,7 @@ MODULES = {
     "pyyaml": "yaml",
 }
 # What somebody brings who uses it; pydantic pins its own core.
-BROUGHT = {"accelerate", "boto3", "deepspeed", "horovod", "lightning", "transformers"}
+BROUGHT = {"accelerate", "boto3", "deepspeed", "horovod", "ignite", "lightning", "transformers"}
 BROUGHT |= {"pydantic_core"}
 # It loads the module that imports it.
 BROUGHT |= {"pytest"}

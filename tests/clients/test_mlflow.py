@@ -596,12 +596,14 @@ def test_full_disk_refuses_an_artifact_and_keeps_the_run(
 # ---- models --------------------------------------------------------------------------------------
 
 
-def test_copy_of_a_model_version_has_the_source_of_that(server: MlflowServer) -> None:
+def test_copy_of_a_model_version_lies_where_that_lies(server: MlflowServer) -> None:
     for name in ("copied", "copy"):
         server.call("registered-models/create", name=name)
     server.call("model-versions/create", name="copied", source="runs:/1/model")
     found = server.call("model-versions/create", name="copy", source="models:/copied/1")
-    assert found["model_version"]["source"] == "runs:/1/model"
+    assert found["model_version"]["source"] == "models:/copied/1"
+    place = server.ask("model-versions/get-download-uri", name="copy", version="1")
+    assert place == {"artifact_uri": "runs:/1/model"}
     listed = server.ask("model-versions/search", filter="tag.`mlflow.prompt.is_prompt` != 'true'")
     assert {one["name"] for one in listed["model_versions"]} == {"copied", "copy"}
 

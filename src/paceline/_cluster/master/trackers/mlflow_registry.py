@@ -186,8 +186,9 @@ def _create_version(call: Call) -> dict[str, Any]:
     model_id = given.text_or_none("model_id") or ""
     source = _checked_source(given.text("source"))
     copied = _OF_VERSION.fullmatch(source)
+    location = source
     if copied is not None:
-        source = _read_version(call.connection, copied["name"], copied["version"])["source"]
+        location = _read_version(call.connection, copied["name"], copied["version"])["location"]
     content = {
         "creation_timestamp": now,
         "last_updated_timestamp": now,
@@ -195,6 +196,7 @@ def _create_version(call: Call) -> dict[str, Any]:
         "current_stage": "None",
         "description": given.text_or_none("description") or "",
         "source": source,
+        "location": location,
         "run_id": given.text_or_none("run_id") or "",
         "run_link": given.text_or_none("run_link") or "",
         "model_id": model_id,
@@ -214,7 +216,7 @@ def _get_version(call: Call) -> dict[str, Any]:
 
 @endpoint("GET", "model-versions/get-download-uri")
 def _get_download_uri(call: Call) -> dict[str, Any]:
-    return {"artifact_uri": _read_version(call.connection, *_asked_version(call))["source"]}
+    return {"artifact_uri": _read_version(call.connection, *_asked_version(call))["location"]}
 
 
 @endpoint("GET", "model-versions/search", lists=True)

@@ -114,8 +114,8 @@ def _outcomes(report: Path) -> Iterator[tuple[str, str]]:
 def _listed() -> Iterator[tuple[str, str]]:
     for line in LIST.read_text().splitlines():
         if line and not line.startswith("#"):
-            name, _, outcome = line.partition(" ")
-            yield name, outcome.strip()
+            name, _, outcome = line.rpartition(" | ")
+            yield name, outcome
 
 
 def _environment(path: Path, packages: list[str]) -> str:

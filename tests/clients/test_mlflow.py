@@ -593,6 +593,32 @@ def test_full_disk_refuses_an_artifact_and_keeps_the_run(
         served.process.close()
 
 
+# ---- models --------------------------------------------------------------------------------------
+
+
+def test_copy_of_a_model_version_lies_where_that_lies(server: MlflowServer) -> None:
+    for name in ("copied", "copy"):
+        server.call("registered-models/create", name=name)
+    server.call("model-versions/create", name="copied", source="runs:/1/model")
+    found = server.call("model-versions/create", name="copy", source="models:/copied/1")
+    assert found["model_version"]["source"] == "models:/copied/1"
+    place = server.ask("model-versions/get-download-uri", name="copy", version="1")
+    assert place == {"artifact_uri": "runs:/1/model"}
+    listed = server.ask("model-versions/search", filter="tag.`mlflow.prompt.is_prompt` != 'true'")
+    assert {one["name"] for one in listed["model_versions"]} == {"copied", "copy"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["/tmp/model", "file:///tmp/model", "http://host/a/../b", "s3://b/..%2fx", "s3://b/%00"],
+)
+def test_model_version_from_elsewhere_is_refused(server: MlflowServer, source: str) -> None:
+    name = f"refused {source.replace('/', '_').replace(':', '_')}"
+    server.call("registered-models/create", name=name)
+    reply = server.send("model-versions/create", name=name, source=source)
+    assert (reply.status_code, reply.json()["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
+
+
 # ---- what is not served --------------------------------------------------------------------------
 
 

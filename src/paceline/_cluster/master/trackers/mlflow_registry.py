@@ -1,5 +1,6 @@
 """MLflow's registered models: names for the models of runs, with versions, aliases and stages."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -36,6 +37,7 @@ Content = dict[str, Any]
 _STAGES = {name.lower(): name for name in ("None", "Staging", "Production", "Archived")}
 # The client asks for all models whose tag is not `true`, and most have none.
 _PROMPT_TAG = "mlflow.prompt.is_prompt"
+_OF_VERSION = re.compile(r"models:/(?P<name>[^/]+)/(?P<version>\d{1,18})")
 _MAX_NAME = 255
 _MAX_TAG = 100_000
 _MODELS = SearchableNames(
@@ -182,13 +184,19 @@ def _create_version(call: Call) -> dict[str, Any]:
     model = _change(call, name, lambda one: one | {"num_versions": one["num_versions"] + 1})
     version = str(model["num_versions"])
     model_id = given.text_or_none("model_id") or ""
+    source = _checked_source(given.text("source"))
+    copied = _OF_VERSION.fullmatch(source)
+    location = source
+    if copied is not None:
+        location = _read_version(call.connection, copied["name"], copied["version"])["location"]
     content = {
         "creation_timestamp": now,
         "last_updated_timestamp": now,
         "user_id": call.identity.user,
         "current_stage": "None",
         "description": given.text_or_none("description") or "",
-        "source": _checked_source(given.text("source")),
+        "source": source,
+        "location": location,
         "run_id": given.text_or_none("run_id") or "",
         "run_link": given.text_or_none("run_link") or "",
         "model_id": model_id,
@@ -208,7 +216,7 @@ def _get_version(call: Call) -> dict[str, Any]:
 
 @endpoint("GET", "model-versions/get-download-uri")
 def _get_download_uri(call: Call) -> dict[str, Any]:
-    return {"artifact_uri": _read_version(call.connection, *_asked_version(call))["source"]}
+    return {"artifact_uri": _read_version(call.connection, *_asked_version(call))["location"]}
 
 
 @endpoint("GET", "model-versions/search", lists=True)

@@ -23,6 +23,7 @@ from paceline._cluster.master.api.route_scopes import (
     ROUTES,
     SIGNED_PATH,
     TRACKER_PATHS,
+    WANDB_PATHS,
     ApiRouter,
     RouteScope,
     Scopes,
@@ -145,8 +146,8 @@ class Guard:
             return
         if refusal is None:
             refusal = await self._refuse_sender(scope, headers)
-        if refusal is not None and scope["path"].startswith(TRACKER_PATHS):
-            refusal = _for_tracker(refusal)
+        if refusal is not None and scope["path"].startswith(WANDB_PATHS):
+            refusal = _for_wandb(refusal)
         await (refusal or self._app)(scope, receive, send)
 
     async def _refuse_sender(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
@@ -317,11 +318,11 @@ def _unauthorized() -> Response:
     )
 
 
-def _for_tracker(refusal: Response) -> Response:
-    """Return a refusal with its text where clients of W&B and MLflow look for it."""
+def _for_wandb(refusal: Response) -> Response:
+    """Return a refusal with its text where W&B's clients look for it."""
     body = json.loads(bytes(refusal.body))
-    text, code = body["detail"], body["code"].upper()
-    body |= {"errors": [{"message": text}], "message": text, "error_code": code}
+    text = body["detail"]
+    body |= {"errors": [{"message": text}], "message": text}
     return JSONResponse(body, refusal.status_code)
 
 

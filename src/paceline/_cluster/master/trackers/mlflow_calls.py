@@ -13,10 +13,9 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline._cluster.master.api.access_guard import AccessIdentity
+from paceline._cluster.master.api.route_scopes import MLFLOW_PATHS
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
 from paceline._cluster.master.store.database import Transaction
-
-MLFLOW_PATHS = ("/api/2.0/mlflow", "/api/3.0/mlflow")
 
 _STATUSES = {
     "INVALID_PARAMETER_VALUE": 400,

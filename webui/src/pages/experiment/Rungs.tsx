@@ -92,7 +92,9 @@ function RungColumn({ rung, experiment }: { rung: Rung; experiment: Experiment }
             <span>{formatNumber(toNumber(entry.metric), 4)}</span>
             <span className={classes.decision}>{WORDS[entry.decision] ?? entry.decision}</span>
             {entry.arrival && (
-              <span className={classes.arrival}>{arrivalInWords(entry.arrival)}</span>
+              <span className={classes.arrival}>
+                {arrivalInWords(entry.arrival, entry.decision === "finished")}
+              </span>
             )}
           </li>
         ))}
@@ -101,12 +103,17 @@ function RungColumn({ rung, experiment }: { rung: Rung; experiment: Experiment }
   );
 }
 
-/** Return what a decision was made from. */
-export function arrivalInWords({ order, rank, num_kept: kept, cutoff }: RungArrival): string {
+/** Return what a decision was made from; at the last rung no trial goes on. */
+export function arrivalInWords(
+  { order, rank, num_kept: kept, cutoff }: RungArrival,
+  isLast: boolean,
+): string {
+  const arrived = `Arrived as number ${order}, rank ${rank}`;
+  if (isLast) return arrived;
   const needed = toNumber(cutoff);
   const goesOn = kept === 1 ? "the best 1 goes on" : `the best ${kept} go on`;
   const from = needed === null ? "" : `, cut-off ${formatNumber(needed, 4)}`;
-  return `Arrived as number ${order}, rank ${rank}: ${goesOn}${from}`;
+  return `${arrived}: ${goesOn}${from}`;
 }
 
 function unitOf({ config }: Experiment): string {

@@ -21,7 +21,7 @@ from paceline.search import (
 )
 from paceline.search._adaptive_asha import AsyncHalvingConfig
 from paceline.search._search import Search
-from paceline.search._search_method import Decision
+from paceline.search._search_method import Arrival, Decision
 
 Trace = Callable[[SimulationResult], list[str]]
 Halving = Callable[..., AsyncHalvingConfig]
@@ -164,6 +164,29 @@ def test_larger_is_better_turns_the_ranking_around(halving: Halving) -> None:
     assert live.report(2, 1, 0.3) == ["T2:3"]
     assert live.report(3, 1, 0.1)[0] == "S3"
     assert live.rung(0)[:3] == [(2, 0.3, "continued"), (1, 0.2, "continued"), (3, 0.1, "stopped")]
+
+
+@pytest.mark.parametrize("smaller_is_better", [True, False])
+def test_decisions_are_told_with_what_they_were_made_from(
+    halving: Halving, smaller_is_better: bool
+) -> None:
+    config = halving(
+        smaller_is_better=smaller_is_better, max_trials=9, max_concurrent_trials=4, divisor=2
+    )
+    live = _Live(config)
+    sign = 1 if smaller_is_better else -1
+    for number, value in enumerate((2.4, 2.3, 2.35, math.nan), 1):
+        live.report(number, live.search.rungs()[0].rungs[0].units, sign * value)
+    twin = Search.restore(config, {}, live.search.snapshot())
+    for search in (live.search, twin):
+        entries = search.rungs()[0].rungs[0].entries
+        told = {live.ids.index(e.request_id) + 1: e.arrival for e in entries}
+        # The third has a better metric than the first, which continues as it came alone.
+        assert told[1] == Arrival(order=1, rank=1, num_kept=1, cutoff=sign * 2.4)
+        assert told[2] == Arrival(order=2, rank=1, num_kept=1, cutoff=sign * 2.3)
+        assert told[3] == Arrival(order=3, rank=2, num_kept=1, cutoff=sign * 2.3)
+        assert told[4] == Arrival(order=4, rank=4, num_kept=2, cutoff=sign * 2.35)
+        assert told[5] is None
 
 
 def test_too_short_training_decides_nothing(halving: Halving) -> None:

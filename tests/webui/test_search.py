@@ -57,6 +57,9 @@ def test_rungs_and_hyperparameters_fill_while_the_search_runs(
         for entry in rung.entries
     )  # fmt: skip
     expect(bracket.get_by_text("stopped here", exact=True)).to_have_count(stopped)
+    # Each decision says what it was made from: the first one to arrive is the best of one.
+    expect(bracket.get_by_text("Arrived as number 1, rank 1: the best 1 goes on")).to_have_count(1)
+    expect(bracket.get_by_text("Arrived as number 6, rank")).to_have_count(1)
 
     # The table of hyperparameters has every trial, the best first, and one can choose some.
     page.get_by_role("link", name="Hyperparameters").click()

@@ -1,11 +1,6 @@
-/** The addresses of the app; each page's code is loaded when it is first opened. */
+/** The addresses of the app; the code of the pages is loaded when needed, or after the first. */
 
-import {
-  createRootRoute,
-  createRoute,
-  createRouter,
-  lazyRouteComponent,
-} from "@tanstack/react-router";
+import { createRootRoute, createRoute, createRouter } from "@tanstack/react-router";
 
 import { goingQuery, masterQuery, recentQuery } from "./api/queries";
 import { queryClient } from "./api/queryClient";
@@ -14,6 +9,7 @@ import { Frame } from "./components/Frame";
 import { Home } from "./pages/Home";
 import { NotFound } from "./pages/NotFound";
 import { SignInPage } from "./pages/SignIn";
+import { lazyPage, loadAllPages } from "./lib/lazyPage";
 import {
   codeSearch,
   compareSearch,
@@ -25,6 +21,8 @@ import {
   signInSearch,
   trialsSearch,
 } from "./lib/search";
+
+const LOAD_ALL_AFTER_MS = 1000;
 
 const root = createRootRoute({ component: Frame, notFoundComponent: NotFound });
 
@@ -52,14 +50,14 @@ const experiments = createRoute({
   getParentRoute: () => root,
   path: "/experiments",
   validateSearch: experimentsSearch,
-  component: lazyRouteComponent(() => import("./pages/Experiments"), "Experiments"),
+  component: lazyPage(() => import("./pages/Experiments"), "Experiments"),
 });
 
 const newExperiment = createRoute({
   getParentRoute: () => root,
   path: "/new",
   validateSearch: newExperimentSearch,
-  component: lazyRouteComponent(() => import("./pages/NewExperiment"), "NewExperiment"),
+  component: lazyPage(() => import("./pages/NewExperiment"), "NewExperiment"),
 });
 
 const parseId = {
@@ -71,46 +69,40 @@ const experiment = createRoute({
   getParentRoute: () => root,
   path: "/experiments/$id",
   params: parseId,
-  component: lazyRouteComponent(
-    () => import("./pages/experiment/ExperimentPage"),
-    "ExperimentPage",
-  ),
+  component: lazyPage(() => import("./pages/experiment/ExperimentPage"), "ExperimentPage"),
 });
 
 const experimentOverview = createRoute({
   getParentRoute: () => experiment,
   path: "/",
   validateSearch: metricsSearch,
-  component: lazyRouteComponent(() => import("./pages/experiment/Overview"), "Overview"),
+  component: lazyPage(() => import("./pages/experiment/Overview"), "Overview"),
 });
 
 const experimentTrials = createRoute({
   getParentRoute: () => experiment,
   path: "/trials",
   validateSearch: trialsSearch,
-  component: lazyRouteComponent(() => import("./pages/experiment/Trials"), "Trials"),
+  component: lazyPage(() => import("./pages/experiment/Trials"), "Trials"),
 });
 
 const experimentHyperparameters = createRoute({
   getParentRoute: () => experiment,
   path: "/hyperparameters",
   validateSearch: hyperparametersSearch,
-  component: lazyRouteComponent(
-    () => import("./pages/experiment/Hyperparameters"),
-    "Hyperparameters",
-  ),
+  component: lazyPage(() => import("./pages/experiment/Hyperparameters"), "Hyperparameters"),
 });
 
 const experimentRungs = createRoute({
   getParentRoute: () => experiment,
   path: "/search",
-  component: lazyRouteComponent(() => import("./pages/experiment/Rungs"), "Rungs"),
+  component: lazyPage(() => import("./pages/experiment/Rungs"), "Rungs"),
 });
 
 const experimentCheckpoints = createRoute({
   getParentRoute: () => experiment,
   path: "/checkpoints",
-  component: lazyRouteComponent(
+  component: lazyPage(
     () => import("./pages/experiment/ExperimentCheckpoints"),
     "ExperimentCheckpoints",
   ),
@@ -120,85 +112,79 @@ const experimentCode = createRoute({
   getParentRoute: () => experiment,
   path: "/code",
   validateSearch: codeSearch,
-  component: lazyRouteComponent(() => import("./pages/experiment/Code"), "Code"),
+  component: lazyPage(() => import("./pages/experiment/Code"), "Code"),
 });
 
 const experimentNotes = createRoute({
   getParentRoute: () => experiment,
   path: "/notes",
-  component: lazyRouteComponent(() => import("./pages/experiment/Notes"), "Notes"),
+  component: lazyPage(() => import("./pages/experiment/Notes"), "Notes"),
 });
 
 const experimentLogs = createRoute({
   getParentRoute: () => experiment,
   path: "/logs",
   validateSearch: logsSearch,
-  component: lazyRouteComponent(
-    () => import("./pages/experiment/ExperimentLogs"),
-    "ExperimentLogs",
-  ),
+  component: lazyPage(() => import("./pages/experiment/ExperimentLogs"), "ExperimentLogs"),
 });
 
 const trial = createRoute({
   getParentRoute: () => root,
   path: "/trials/$id",
   params: parseId,
-  component: lazyRouteComponent(() => import("./pages/trial/TrialPage"), "TrialPage"),
+  component: lazyPage(() => import("./pages/trial/TrialPage"), "TrialPage"),
 });
 
 const trialMetrics = createRoute({
   getParentRoute: () => trial,
   path: "/",
   validateSearch: metricsSearch,
-  component: lazyRouteComponent(() => import("./pages/trial/Metrics"), "Metrics"),
+  component: lazyPage(() => import("./pages/trial/Metrics"), "Metrics"),
 });
 
 const trialCheckpoints = createRoute({
   getParentRoute: () => trial,
   path: "/checkpoints",
-  component: lazyRouteComponent(() => import("./pages/trial/TrialCheckpoints"), "TrialCheckpoints"),
+  component: lazyPage(() => import("./pages/trial/TrialCheckpoints"), "TrialCheckpoints"),
 });
 
 const trialHyperparameters = createRoute({
   getParentRoute: () => trial,
   path: "/hyperparameters",
-  component: lazyRouteComponent(
-    () => import("./pages/trial/TrialHyperparameters"),
-    "TrialHyperparameters",
-  ),
+  component: lazyPage(() => import("./pages/trial/TrialHyperparameters"), "TrialHyperparameters"),
 });
 
 const trialProfiler = createRoute({
   getParentRoute: () => trial,
   path: "/profiler",
   validateSearch: metricsSearch,
-  component: lazyRouteComponent(() => import("./pages/trial/Profiler"), "Profiler"),
+  component: lazyPage(() => import("./pages/trial/Profiler"), "Profiler"),
 });
 
 const trialAttempts = createRoute({
   getParentRoute: () => trial,
   path: "/attempts",
-  component: lazyRouteComponent(() => import("./pages/trial/Attempts"), "Attempts"),
+  component: lazyPage(() => import("./pages/trial/Attempts"), "Attempts"),
 });
 
 const trialLogs = createRoute({
   getParentRoute: () => trial,
   path: "/logs",
   validateSearch: logsSearch,
-  component: lazyRouteComponent(() => import("./pages/trial/TrialLogs"), "TrialLogs"),
+  component: lazyPage(() => import("./pages/trial/TrialLogs"), "TrialLogs"),
 });
 
 const compare = createRoute({
   getParentRoute: () => root,
   path: "/compare",
   validateSearch: compareSearch,
-  component: lazyRouteComponent(() => import("./pages/Compare"), "Compare"),
+  component: lazyPage(() => import("./pages/Compare"), "Compare"),
 });
 
 const cluster = createRoute({
   getParentRoute: () => root,
   path: "/cluster",
-  component: lazyRouteComponent(() => import("./pages/Cluster"), "Cluster"),
+  component: lazyPage(() => import("./pages/Cluster"), "Cluster"),
 });
 
 const routeTree = root.addChildren([
@@ -234,6 +220,12 @@ export const router = createRouter({
   defaultPendingComponent: () => <Waiting />,
   defaultErrorComponent: ({ error, reset }) => <ProblemView error={error} onRetry={reset} />,
   scrollRestoration: true,
+});
+
+// The first page comes first.
+const stopWaiting = router.subscribe("onRendered", () => {
+  stopWaiting();
+  setTimeout(() => void loadAllPages(), LOAD_ALL_AFTER_MS);
 });
 
 declare module "@tanstack/react-router" {

@@ -4,6 +4,7 @@ import { describe, expect, it } from "vitest";
 
 import type { HparamAxis, HparamRow } from "../src/api/types";
 import { binsOf, brushedRows } from "../src/charts/hyperparameters";
+import { lineStyle } from "../src/charts/palette";
 import { completeConfig, pathAt, type Schema, schemasAt } from "../src/lib/configCompletion";
 
 const axis = (name: string, type: string, isLog = false): HparamAxis => ({
@@ -53,6 +54,35 @@ describe("bins of a heat map", () => {
     const rows = ["b", "a"].map((kind, i) => row(i, { kind }, 1));
     expect(binsOf(axis("kind", "categorical"), rows).labels).toEqual(["a", "b"]);
   });
+});
+
+it("orders numbers of a category by their values", () => {
+  const rows = [0.01, 1e-5, 0.5, "auto"].map((lr, i) => row(i, { lr }, 1));
+  const { labels } = binsOf(axis("lr", "categorical"), rows);
+  expect(labels).toEqual(["1.00e-5", "0.01", "0.5", "auto"]);
+});
+
+/** Return the hue of a colour in degrees, null of a grey. */
+function hueOf(color: string): number | null {
+  const [red = 0, green = 0, blue = 0] = [1, 3, 5].map((at) =>
+    parseInt(color.slice(at, at + 2), 16),
+  );
+  const most = Math.max(red, green, blue);
+  const range = most - Math.min(red, green, blue);
+  if (range === 0) return null;
+  if (most === red) return (60 * ((green - blue) / range) + 360) % 360;
+  return most === green ? 60 * ((blue - red) / range + 2) : 60 * ((red - green) / range + 4);
+}
+
+it("has no two colours of one hue", () => {
+  for (const isDark of [false, true]) {
+    const colors = new Set(Array.from({ length: 20 }, (_, i) => lineStyle(i, isDark).color));
+    const hues = [...colors].map(hueOf).filter((hue) => hue !== null);
+    expect(hues.length).toBeGreaterThan(5);
+    for (const [i, a] of hues.entries())
+      for (const b of hues.slice(i + 1))
+        expect(Math.min(Math.abs(a - b), 360 - Math.abs(a - b))).toBeGreaterThan(15);
+  }
 });
 
 describe("completing a config", () => {

@@ -2,8 +2,16 @@ import { describe, expect, it } from "vitest";
 
 import type { Attempt, Experiment, ExperimentState, Trial } from "../src/api/types";
 import { differing, flatten } from "../src/lib/flatten";
-import { chartable, chartsOf, isProfilerGroup, numericMetrics, xChoices } from "../src/lib/metrics";
+import {
+  chartable,
+  chartsOf,
+  isProfilerGroup,
+  matchingCharts,
+  numericMetrics,
+  xChoices,
+} from "../src/lib/metrics";
 import { formatBytes, formatLength, formatNumber, toNumber } from "../src/lib/numbers";
+import { noteOn } from "../src/pages/experiment/Overview";
 import { metricsSearch } from "../src/lib/search";
 import { compareValues } from "../src/lib/sorting";
 import {
@@ -27,6 +35,8 @@ describe("numbers", () => {
     [1234567.5, "1.23e+6"],
     [0.00001234, "1.23e-5"],
     [12345, "12,345"],
+    [1_648_771_200, "1,648,771,200"],
+    [1e300, "1.00e+300"],
     [NaN, "NaN"],
     [null, "–"],
   ])("writes %s as %s", (value, text) => {
@@ -179,4 +189,24 @@ describe("shown states", () => {
   ])("of an attempt that is %s with the end %o", (state, exit, expected) => {
     expect(shownAttemptState({ state, exit } as unknown as Attempt)).toBe(expected);
   });
+});
+
+it("keeps the charts whose names have every word of a filter", () => {
+  const charts = [
+    ["loss", [{ group: "training", metric: "loss" }]],
+    ["layer1/norm", [{ group: "validation", metric: "layer1/norm" }]],
+    ["layer2/norm", [{ group: "validation", metric: "layer2/norm" }]],
+  ] as const;
+  const titles = (filter: string) => matchingCharts(charts, filter).map(([title]) => title);
+  expect(titles("")).toEqual(["loss", "layer1/norm", "layer2/norm"]);
+  expect(titles("NORM  valid")).toEqual(["layer1/norm", "layer2/norm"]);
+  expect(titles("norm 2")).toEqual(["layer2/norm"]);
+  expect(titles("norm(")).toEqual([]);
+});
+
+it("says of how many trials the drawn ones are the best", () => {
+  const experiment = { best_trial_id: 7 } as Experiment;
+  expect(noteOn(100, 15_005, experiment)).toMatch(/^The best 100 of 15,005 trials\. /);
+  expect(noteOn(100, 100, experiment)).toMatch(/^Colours go/);
+  expect(noteOn(3, 3, experiment)).toBeUndefined();
 });

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from paceline.search._hyperparameter_space import Space
 from paceline.search._search_method import (
+    Arrival,
     BracketPlan,
     BracketView,
     Create,
@@ -44,13 +45,15 @@ class Rung:
     of them.
     """
 
-    __slots__ = ("_ids", "_unranked", "_values", "units")
+    __slots__ = ("_arrivals", "_ids", "_unranked", "_values", "units")
 
     def __init__(self, units: int) -> None:
         self.units = units
         self._values: list[float] = []
         self._ids: list[str] = []
         self._unranked: list[str] = []
+        # By request id: order, rank, number kept, and the cut-off as a value.
+        self._arrivals: dict[str, tuple[int, int, int, float]] = {}
 
     def __len__(self) -> int:
         return len(self._values) + len(self._unranked)
@@ -71,8 +74,18 @@ class Rung:
         self._ids.insert(rank, request_id)
         return rank
 
+    def note_arrival(self, request_id: str, rank: int, num_kept: int) -> None:
+        """Keep what a newcomer was compared to: its rank from 0, and how many could continue."""
+        cutoff = self._values[num_kept - 1] if num_kept <= len(self._values) else math.nan
+        self._arrivals[request_id] = (len(self), rank + 1, num_kept, cutoff)
+
+    def arrival(self, request_id: str) -> tuple[int, int, int, float] | None:
+        """Return a trial's order, rank, number kept and cut-off when it arrived, if known."""
+        return self._arrivals.get(request_id)
+
     def remove(self, request_id: str) -> None:
         """Remove a trial's entry; the time is in proportion to the rung's size."""
+        self._arrivals.pop(request_id, None)
         if request_id in self._unranked:
             self._unranked.remove(request_id)
             return
@@ -86,6 +99,10 @@ class Rung:
             "values": [encode_search_float(value) for value in self._values],
             "ids": list(self._ids),
             "unranked": list(self._unranked),
+            "arrivals": {
+                request_id: [*counts, encode_search_float(cutoff)]
+                for request_id, (*counts, cutoff) in self._arrivals.items()
+            },
         }
 
     def load(self, snapshot: dict[str, Any]) -> None:
@@ -93,6 +110,11 @@ class Rung:
         self._values = [float(value) for value in snapshot["values"]]
         self._ids = list(snapshot["ids"])
         self._unranked = list(snapshot["unranked"])
+        # Earlier versions did not keep them.
+        self._arrivals = {
+            request_id: (order, rank, num_kept, float(cutoff))
+            for request_id, (order, rank, num_kept, cutoff) in snapshot.get("arrivals", {}).items()
+        }
 
 
 class _Fate(str, Enum):
@@ -149,7 +171,9 @@ class HalvingMethod(SearchMethod):
             rung = self._rungs[entrant.rung]
             rank = rung.insert(request_id, value)
             is_top = entrant.rung == len(self._rungs) - 1
-            is_kept = math.isfinite(value) and rank < keep_count(len(rung), self._divisor)
+            num_kept = keep_count(len(rung), self._divisor)
+            rung.note_arrival(request_id, rank, num_kept)
+            is_kept = math.isfinite(value) and rank < num_kept
             if is_top or not is_kept:
                 entrant.fate = _Fate.STOPPED
                 return [Stop(request_id=request_id), *self._refill()]
@@ -247,10 +271,19 @@ class HalvingMethod(SearchMethod):
                     request_id=request_id,
                     metric=None if decision is Decision.FAILED else metric,
                     decision=decision,
+                    arrival=self._arrival(self._rungs[index], request_id),
                 )
             )
         ahead = [RungEntry(request_id=i, metric=None, decision=Decision.WAITING) for i in waiting]
         return RungView(units=self._rungs[index].units, entries=(*ranked, *ahead))
+
+    def _arrival(self, rung: Rung, request_id: str) -> Arrival | None:
+        found = rung.arrival(request_id)
+        if found is None:
+            return None
+        *counts, cutoff = found
+        sign = 1 if self._smaller_is_better else -1
+        return Arrival(*counts, sign * cutoff if math.isfinite(cutoff) else None)
 
     def _decision(self, entrant: _Entrant, index: int) -> Decision:
         if entrant.rung > index:

@@ -193,6 +193,20 @@ class Decision(str, Enum):
     """It is training towards the rung."""
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """State of a rung when a trial arrived and was decided on; later ones change nothing of it."""
+
+    order: int
+    """How many trials had arrived, this one included."""
+    rank: int
+    """The trial's rank among them, from 1."""
+    num_kept: int
+    """How many of them could continue."""
+    cutoff: float | None
+    """The metric of the last one that could; None if so many had no finite one."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RungEntry:
     """Trial at a rung, for display."""
@@ -201,6 +215,8 @@ class RungEntry:
     metric: float | None
     """The metric as reported; None if the trial is waiting or failed."""
     decision: Decision
+    arrival: Arrival | None = None
+    """None if it is waiting or failed, or was decided on by an earlier version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,6 +57,21 @@ def test_what_people_write_is_kept_and_shown_as_written(master: Any) -> None:
     assert master.http.patch("/experiments/1", json={"name": ""}).status_code == 422
 
 
+def test_notes_that_someone_else_has_changed_are_not_replaced(master: Any) -> None:
+    master.create()
+    version = master.http.get("/experiments/1").json()["notes_version"]
+    theirs = {"notes": "theirs", "notes_version": version}
+    changed = master.http.patch("/experiments/1", json=theirs).json()
+    assert (changed["notes"], changed["notes_version"] != version) == ("theirs", True)
+    mine = {"notes": "mine", "notes_version": version}
+    reply = master.http.patch("/experiments/1", json=mine)
+    assert (reply.status_code, reply.json()["code"]) == (409, "notes_changed")
+    assert master.http.get("/experiments/1").json()["notes"] == "theirs"
+    mine["notes_version"] = changed["notes_version"]
+    assert master.http.patch("/experiments/1", json=mine).json()["notes"] == "mine"
+    assert master.http.patch("/experiments/1", json={"notes": "forced"}).status_code == 200
+
+
 def test_an_ended_experiment_goes_into_the_archive_and_back(ended: Any) -> None:
     ended.create()
     running = ended.http.post("/experiments/2/archive")

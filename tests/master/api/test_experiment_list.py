@@ -153,3 +153,43 @@ def test_hyperparameters_are_told_flat_with_their_axes(master: Any) -> None:
     ).json()
     assert [row["metric"] for row in other["rows"]] == [2.0]
     assert json.dumps(other["metric"]) == '{"group": "validation", "name": "size"}'
+
+
+@pytest.mark.parametrize(
+    ("condition", "is_listed"),
+    [
+        (["hparam:lr", "<", 0.01], True),
+        (["hparam:lr", ">", 0.4], True),
+        (["hparam:lr", "<", 0.001], False),
+        (["hparam:kind", "contains", "lo"], True),
+        (["hparam:kind", "=", "other"], False),
+        (["hparam:lr", "empty"], False),
+        (["hparam:none", "empty"], True),
+        (["hparam:none", "not empty"], False),
+    ],
+)
+def test_a_filter_on_a_hyperparameter_looks_at_every_trial(
+    searched: Any, condition: list[Any], is_listed: bool
+) -> None:
+    assert ids(searched, where=json.dumps(condition)) == [1] * is_listed
+
+
+@pytest.fixture(scope="module")
+def searched(
+    serve_master: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """Return a master with one search of two trials; the one with the larger rate is better."""
+    served = serve_master(tmp_path_factory.mktemp("searched") / "home", num_slots=2)
+    served.create(
+        name="grid",
+        hyperparameters={"lr": {"type": "categorical", "vals": [0.5, 0.005]}, "kind": "slow"},
+        searcher={"name": "grid", "metric": "loss"},
+    )
+    served.schedule()
+    trials = served.http.get("/experiments/1/trials?sort_by=id").json()["items"]
+    assert sorted(one["hparams"]["lr"] for one in trials) == [0.005, 0.5]
+    for attempt_id, trial in enumerate(trials, 1):
+        loss = 1 - trial["hparams"]["lr"]
+        served.report(attempt_id, 0, ("validation", 1, {"loss": loss}))
+    yield served
+    served.close()

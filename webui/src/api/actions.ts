@@ -5,17 +5,24 @@ import type { Experiment } from "./types";
 
 export type ExperimentAction = "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive";
 
+/** The master takes no more at once. */
+const IDS_PER_REQUEST = 1000;
+
 /** Carry one action out on several experiments, and return what did not work. */
 export async function actOnAll(
   action: ExperimentAction | "delete",
   ids: readonly number[],
 ): Promise<string[]> {
-  const results = await unwrap(
-    api.POST("/api/v1/bulk-actions", { body: { action, experiment_ids: [...ids] } }),
-  );
-  return results.flatMap((one) =>
-    one.error ? [`Experiment ${one.experiment_id}: ${one.error}`] : [],
-  );
+  const failures: string[] = [];
+  for (let from = 0; from < ids.length; from += IDS_PER_REQUEST) {
+    const part = ids.slice(from, from + IDS_PER_REQUEST);
+    const results = await unwrap(
+      api.POST("/api/v1/bulk-actions", { body: { action, experiment_ids: part } }),
+    );
+    for (const { experiment_id: id, error } of results)
+      if (error) failures.push(`Experiment ${id}: ${error}`);
+  }
+  return failures;
 }
 
 export function deleteExperiment(id: number) {
@@ -29,6 +36,8 @@ export interface ExperimentEdit {
   description?: string;
   labels?: string[];
   notes?: string;
+  /** Of the notes that the edit began from. */
+  notes_version?: string;
 }
 
 export function editExperiment(id: number, body: ExperimentEdit): Promise<Experiment> {

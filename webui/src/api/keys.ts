@@ -12,6 +12,7 @@ export const keys = {
     ["trials", experimentId, parameters] as const,
   search: (experimentId: number) => ["search", experimentId] as const,
   trial: (id: number) => ["trial", id] as const,
+  metricNames: (experimentId: number) => ["metric-names", experimentId] as const,
   trialEnvironments: (id: number) => ["trial", id, "environments"] as const,
   trialTime: (id: number) => ["trial", id, "time"] as const,
   checkpoints: (of: "trial" | "experiment", id: number) => ["checkpoints", of, id] as const,

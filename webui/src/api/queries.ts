@@ -125,6 +125,33 @@ export const trialQuery = (id: number) =>
       unwrap(api.GET("/api/v1/trials/{trial_id}", { params: { path: { trial_id: id } } })),
   });
 
+const NAMES_PAGE = 1000;
+/** Names beyond these are not offered. */
+const MOST_NAMES = 100_000;
+
+/** The names of all metrics of an experiment, for trials that have too many for a summary. */
+export const metricNamesQuery = (experimentId: number) =>
+  queryOptions({
+    queryKey: keys.metricNames(experimentId),
+    queryFn: async () => {
+      const found: { group: string; metric: string }[] = [];
+      let cursor: string | undefined;
+      do {
+        const page = await unwrap(
+          api.GET("/api/v1/experiments/{experiment_id}/metric-names", {
+            params: {
+              path: { experiment_id: experimentId },
+              query: { limit: NAMES_PAGE, cursor },
+            },
+          }),
+        );
+        for (const { group, name } of page.items) found.push({ group, metric: name });
+        cursor = page.next_cursor ?? undefined;
+      } while (cursor !== undefined && found.length < MOST_NAMES);
+      return found;
+    },
+  });
+
 export const trialTimeQuery = (id: number) =>
   queryOptions({
     queryKey: keys.trialTime(id),

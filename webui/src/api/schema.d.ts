@@ -1885,7 +1885,8 @@ export interface components {
          * EditExperiment
          * @description Changes to an experiment; omitted and null fields stay unchanged.
          *
-         *     `max_slots` 0 removes the limit.
+         *     `max_slots` 0 removes the limit. With the `notes_version` that an edit of the notes began from,
+         *     the change is refused if someone else has changed them since.
          */
         EditExperiment: {
             /** Name */
@@ -1896,6 +1897,8 @@ export interface components {
             labels?: string[] | null;
             /** Notes */
             notes?: string | null;
+            /** Notes Version */
+            notes_version?: string | null;
             /** Priority */
             priority?: number | null;
             /** Weight */
@@ -1930,8 +1933,8 @@ export interface components {
          * @description An experiment; `config` is the resolved configuration.
          *
          *     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
-         *     `values` has the columns that a list was asked for, `notes` is given for a single experiment
-         *     only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says whether its search
+         *     `values` has the columns that a list was asked for, `notes` and `notes_version` are given for a
+         *     single experiment only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says whether its search
          *     has rungs to show. `is_unmeasured` says that its search has ended because no trial reported a
          *     finite value of the searched metric.
          */
@@ -2029,6 +2032,11 @@ export interface components {
              * @default
              */
             notes?: string;
+            /**
+             * Notes Version
+             * @default
+             */
+            notes_version?: string;
             /**
              * Values
              * @default {}
@@ -2706,11 +2714,31 @@ export interface components {
             };
         };
         /**
+         * RungArrival
+         * @description State of a rung when a trial arrived: the decision was made from this.
+         *
+         *     `order` counts the trials that had arrived, `rank` is the trial's among them, `num_kept` is how
+         *     many could continue. `cutoff` is the metric of the last one that could, None if there was none.
+         */
+        RungArrival: {
+            /** Order */
+            order: number;
+            /** Rank */
+            rank: number;
+            /** Num Kept */
+            num_kept: number;
+            /** Cutoff */
+            cutoff: number | {
+                [key: string]: string;
+            } | null;
+        };
+        /**
          * RungEntry
          * @description Trial in a rung; `metric` is None if the trial failed or has not reached the rung.
          *
          *     `decision` is "waiting" for a trial on its way there, else one of "continued", "stopped",
-         *     "finished" and "failed".
+         *     "finished" and "failed". `arrival` is None before the decision, and for decisions of earlier
+         *     versions.
          */
         RungEntry: {
             /** Trial Id */
@@ -2721,6 +2749,7 @@ export interface components {
             } | null;
             /** Decision */
             decision: string;
+            arrival?: components["schemas"]["RungArrival"] | null;
         };
         /**
          * SearchPreview
@@ -4575,7 +4604,7 @@ export interface operations {
                 /** @description Has all of these labels. */
                 label?: string[] | null;
                 archived?: "no" | "only" | "all";
-                /** @description Conditions, each as JSON: `["last:validation/loss", "<", 0.5]`. */
+                /** @description Conditions, each as JSON: `["last:validation/loss", "<", 0.5]`. One on `hparam:NAME` holds if any trial meets it; other columns are of the best trial. */
                 where?: string[] | null;
                 /** @description Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`. */
                 column?: string[] | null;

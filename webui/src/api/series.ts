@@ -80,15 +80,17 @@ const NOTHING: SeriesView = { points: new Map(), isPending: true, error: undefin
  * Read series and follow them; those still on their way are undefined.
  *
  * `x` is "batches", "time" (seconds since the trial's first point) or a metric of the same group.
- * `smoothing` is the extent of the moving average in steps, null for none.
+ * `smoothing` is the extent of the moving average in steps, null for none. `numSeries` counts what
+ * the page has in all, where `names` changes as one scrolls.
  */
 export function useSeries(
   names: readonly SeriesName[],
   x: string,
   zoom: Span | null,
   smoothing: number | null,
+  numSeries = names.length,
 ): SeriesAnswer {
-  const maxPoints = names.length > FEW ? POINTS_OF_MANY : POINTS_OF_FEW;
+  const maxPoints = numSeries > FEW ? POINTS_OF_MANY : POINTS_OF_FEW;
   const [view, setView] = useState(NOTHING);
   const store = useRef<SeriesStore | null>(null);
   // While the slider moves, no request is sent.

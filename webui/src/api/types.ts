@@ -17,6 +17,7 @@ export type MetricRow = Schemas["MetricRow"];
 export type MetricSummary = Schemas["MetricSummary"];
 export type Slot = Schemas["Slot"];
 export type SearchView = Schemas["SearchView"];
+export type RungArrival = Schemas["RungArrival"];
 export type Rung = Schemas["Rung"];
 export type SearchPreview = Schemas["SearchPreview"];
 export type ExperimentState = Schemas["ExperimentState"];

@@ -34,6 +34,14 @@ export function zoomSearch(zoom: Range | null): { from?: number; to?: number } {
   return { from: Number(zoom.min.toPrecision(7)), to: Number(zoom.max.toPrecision(7)) };
 }
 
+const FEW_CHOICES = 20;
+const CHOICES_SHOWN = 100;
+
+/** A long list of choices is searched; only its first matches are drawn. */
+export function manyChoices(count: number) {
+  return count > FEW_CHOICES ? { searchable: true, limit: CHOICES_SHOWN } : {};
+}
+
 interface ChartControlsProps {
   search: MetricsSearch;
   xNames: readonly string[];
@@ -56,6 +64,7 @@ export function ChartControls({ search, xNames, metrics, metric }: ChartControls
           size="xs"
           w={190}
           data={[...metrics]}
+          {...manyChoices(metrics.length)}
           value={metric ?? null}
           allowDeselect={false}
           onChange={(value) => change({ metric: value ?? undefined })}
@@ -66,6 +75,7 @@ export function ChartControls({ search, xNames, metrics, metric }: ChartControls
         size="xs"
         w={130}
         data={xData}
+        {...manyChoices(xData.length)}
         value={search.x ?? "batches"}
         allowDeselect={false}
         onChange={(value) =>

@@ -2,6 +2,7 @@
 
 import type { HparamAxis, HparamRow, HparamTable } from "../api/types";
 import { formatNumber, formatValue, toNumber } from "../lib/numbers";
+import { compareValues } from "../lib/sorting";
 import { scaleColor } from "./palette";
 
 /** Intervals chosen on one axis of the parallel coordinates. */
@@ -30,9 +31,11 @@ function isNumeric(axis: HparamAxis, rows: readonly HparamRow[]): boolean {
 }
 
 function categories(axis: HparamAxis, rows: readonly HparamRow[]): string[] {
-  return [...new Set(rows.map(({ hparams }) => formatValue(hparams[axis.name]).slice(0, 60)))].sort(
-    (a, b) => a.localeCompare(b, "en", { numeric: true }),
-  );
+  const values = new Map<string, unknown>();
+  for (const { hparams } of rows)
+    values.set(formatValue(hparams[axis.name]).slice(0, 60), hparams[axis.name]);
+  // By value: as texts, "1.00e-5" would come behind "0.01".
+  return [...values].sort(([, a], [, b]) => compareValues(a, b, false)).map(([name]) => name);
 }
 
 function valueOn(axis: HparamAxis, row: HparamRow, names: readonly string[] | null): number | null {

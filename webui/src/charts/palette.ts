@@ -2,8 +2,8 @@
 
 /** Okabe and Ito's colours, darkened or lightened until lines stand out from the page. */
 const CATEGORICAL = {
-  light: ["#0072b2", "#b34700", "#00795a", "#a3428a", "#8a6a00", "#3b78a8", "#5a5a5a", "#6b3fa0"],
-  dark: ["#56b4e9", "#f0924a", "#2fc79a", "#e29ac8", "#f0d54a", "#8fc1ee", "#c4c4c4", "#b99af0"],
+  light: ["#0072b2", "#b34700", "#00795a", "#a3428a", "#8a6a00", "#5a5a5a", "#6b3fa0"],
+  dark: ["#56b4e9", "#f0924a", "#2fc79a", "#e29ac8", "#f0d54a", "#c4c4c4", "#b99af0"],
 };
 
 /** Points of the cividis scale, which rises evenly in lightness. */

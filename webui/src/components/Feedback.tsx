@@ -13,7 +13,7 @@ import {
   Tooltip,
 } from "@mantine/core";
 import { IconAlertTriangle, IconCheck, IconCopy } from "@tabler/icons-react";
-import type { ReactNode } from "react";
+import { type ReactNode, useEffect, useState, useSyncExternalStore } from "react";
 
 import { problemOf } from "../api/problem";
 
@@ -98,8 +98,35 @@ export function LostRecords({ count, children }: { count: number; children?: Rea
   );
 }
 
+/** Views of a master that does not answer: the first one speaks for the page. */
+const unreachable = new Set<object>();
+const listeners = new Set<() => void>();
+
+function useSpeaks(isUnreachable: boolean): boolean {
+  const [self] = useState(() => ({}));
+  useEffect(() => {
+    if (!isUnreachable) return;
+    const change = (update: () => void) => {
+      update();
+      for (const listener of listeners) listener();
+    };
+    change(() => unreachable.add(self));
+    return () => change(() => unreachable.delete(self));
+  }, [isUnreachable, self]);
+  return useSyncExternalStore(subscribe, () => {
+    const [first] = unreachable;
+    return !isUnreachable || first === undefined || first === self;
+  });
+}
+
+function subscribe(listener: () => void): () => void {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
 export function ProblemView({ error, onRetry }: { error: unknown; onRetry?: () => void }) {
   const problem = problemOf(error);
+  if (!useSpeaks(problem.status === 0 && problem.code === "unreachable")) return null;
   return (
     <Failure title={problem.title} message={problem.message}>
       {onRetry && (

@@ -165,7 +165,7 @@ export function LogView({ source, search, name, isOf, showsTrials, note }: LogVi
           }}
         />
         <Text size="xs" c="dimmed" role="status">
-          {isLoaded && plural(lines.length, "line")}
+          {isLoaded && `${hasEarlier ? "The last " : ""}${plural(lines.length, "line")}`}
         </Text>
       </div>
       {numDamaged > 0 && (

@@ -62,6 +62,19 @@ export function chartsOf(names: readonly MetricName[]): Map<string, MetricName[]
   return charts;
 }
 
+/** Return the charts whose title or metrics have each word of a filter. */
+export function matchingCharts<Chart extends readonly [string, readonly MetricName[]]>(
+  charts: readonly Chart[],
+  filter: string,
+): Chart[] {
+  const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
+  return charts.filter(([title, members]) => {
+    const names = members.map(({ group, metric }) => `${group}/${metric}`);
+    const text = [title, ...names].join("\n").toLowerCase();
+    return words.every((word) => text.includes(word));
+  });
+}
+
 /** Return the last step of the longest of some trials. */
 export function lastStep(
   trials: readonly { steps_completed: number; summary?: Summary }[],

@@ -17,7 +17,9 @@ export function formatNumber(value: number | null | undefined, digits = 5): stri
   if (value === null || value === undefined) return "–";
   if (Number.isNaN(value)) return "NaN";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "-∞";
-  if (Number.isInteger(value) && Math.abs(value) < 1e9) return value.toLocaleString("en-US");
+  // Labels of axes have few digits; elsewhere ids, seeds and times in seconds stay whole.
+  if (digits >= 5 ? Number.isSafeInteger(value) : Number.isInteger(value) && Math.abs(value) < 1e9)
+    return value.toLocaleString("en-US");
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-4) return value.toExponential(Math.max(0, digits - 3));
   return String(Number(value.toPrecision(digits)));

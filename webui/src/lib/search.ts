@@ -83,12 +83,14 @@ export const trialsSearch = (raw: Raw) =>
     sort: text(raw, "sort"),
     desc: flag(raw, "desc"),
     state: oneOf(raw, "state", TRIAL_STATES),
+    selected: numbers(raw, "selected"),
   });
 
-/** How curves are drawn: `x` is "batches", "time" or the name of a metric. */
+/** How curves are drawn: `x` is "batches", "time" or the name of a metric, `q` filters the charts. */
 export const metricsSearch = (raw: Raw) =>
   optional({
     metric: text(raw, "metric"),
+    q: text(raw, "q"),
     x: text(raw, "x"),
     log: flag(raw, "log"),
     smooth: number(raw, "smooth"),

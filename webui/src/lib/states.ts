@@ -67,3 +67,12 @@ export function shownProgress(experiment: Experiment): number | null {
   const isUnknown = experiment.searcher === "single" && experiment.progress === 0;
   return isUnknown && experiment.state !== "COMPLETED" ? null : experiment.progress;
 }
+
+/** Return the progress to show of a trial, by the same rule as that of its experiment. */
+export function shownTrialProgress(
+  { progress, state }: Trial,
+  experiment: Experiment | undefined,
+): number | null {
+  const isUnknown = experiment?.searcher === "single" && progress === 0;
+  return isUnknown && state !== "COMPLETED" ? null : progress;
+}

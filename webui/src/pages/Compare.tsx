@@ -1,4 +1,12 @@
-import { Group, Stack, Switch, TagsInput, Title, useComputedColorScheme } from "@mantine/core";
+import {
+  Group,
+  Stack,
+  Switch,
+  TagsInput,
+  Text,
+  Title,
+  useComputedColorScheme,
+} from "@mantine/core";
 import { useQueries } from "@tanstack/react-query";
 import { useSearch } from "@tanstack/react-router";
 import { useMemo } from "react";
@@ -17,20 +25,23 @@ import { Scroll } from "../components/Scroll";
 import { StateBadge } from "../components/StateBadge";
 import { differing, flatten } from "../lib/flatten";
 import { isProfilerGroup, lastStep, numericMetrics, xChoices } from "../lib/metrics";
-import { formatNumber, formatValue, toNumber } from "../lib/numbers";
+import { formatNumber, formatValue, plural, toNumber } from "../lib/numbers";
+import { isId } from "../lib/search";
 import { shownTrialState } from "../lib/states";
 import { useTitle } from "../lib/title";
+import { TrialPicker } from "./TrialPicker";
 
 const MOST_COMPARED = 50;
+const MOST_NAMED = 10;
 
 export function Compare() {
   useTitle("Compare");
   const search = useSearch({ from: "/compare" });
   const change = useSearchChange();
-  const ids = useMemo(
-    () => [...new Set(search.trials ?? [])].slice(0, MOST_COMPARED),
-    [search.trials],
-  );
+  const chosen = useMemo(() => [...new Set(search.trials ?? [])], [search.trials]);
+  const ids = useMemo(() => chosen.slice(0, MOST_COMPARED), [chosen]);
+  const choose = (wanted: readonly number[]) =>
+    change({ trials: wanted.length > 0 ? wanted : undefined });
   const answers = useQueries({ queries: ids.map((id) => trialQuery(id)) });
   const trials = answers.flatMap((answer) => (answer.data ? [answer.data] : []));
   const experimentIds = [...new Set(trials.map((trial) => trial.experiment_id))];
@@ -42,22 +53,26 @@ export function Compare() {
   return (
     <>
       <PageHead title="Compare trials" />
+      <TrialPicker chosen={chosen} onChange={choose} />
       <TagsInput
-        label="Trials"
+        label="Trials by id"
         description="Type the id of a trial and press Enter."
-        value={ids.map(String)}
-        onChange={(values) => {
-          const wanted = values.map(Number).filter((id) => Number.isInteger(id) && id > 0);
-          change({ trials: wanted.length > 0 ? wanted : undefined });
-        }}
+        value={chosen.map(String)}
+        onChange={(values) => choose(values.map(Number).filter(isId))}
         maw={520}
         mb="md"
         clearable
       />
+      {chosen.length > ids.length && (
+        <Text size="sm" mb="md" role="status">
+          The first {ids.length} of {chosen.length} chosen trials are compared. Remove some to
+          compare others.
+        </Text>
+      )}
       {failed && <ProblemView error={failed.error} />}
       {ids.length === 0 && (
         <Empty title="Nothing to compare yet">
-          Type ids of trials above, or select some in the table of an experiment's trials.
+          Choose trials above, or select some in the table of an experiment's trials.
         </Empty>
       )}
       {answers.some((answer) => answer.isPending) && <Waiting what="trials" />}
@@ -122,6 +137,8 @@ function Curves({ trials, experiments }: ComparedProps) {
       },
     ];
   });
+  const drawn = new Set(curves.map(({ id }) => id));
+  const missing = trials.filter((trial) => !drawn.has(String(trial.id)));
   return (
     <div>
       <ChartControls
@@ -135,6 +152,16 @@ function Curves({ trials, experiments }: ComparedProps) {
       />
       {error !== undefined && <ProblemView error={error} />}
       {isPending && <Waiting what="metrics" />}
+      {!isPending && missing.length > 0 && (
+        <Text size="sm" mb="xs" role="status">
+          {curves.length} of {plural(trials.length, "trial")} {trials.length === 1 ? "is" : "are"}{" "}
+          drawn. No points of{" "}
+          <code>
+            {metric} ({group})
+          </code>
+          : {listed(missing)}. Another metric may have them.
+        </Text>
+      )}
       <CurveCard
         title={metric}
         curves={curves}
@@ -146,6 +173,14 @@ function Curves({ trials, experiments }: ComparedProps) {
       />
     </div>
   );
+}
+
+function listed(trials: readonly Trial[]): string {
+  const more = trials.length > MOST_NAMED ? ` and ${trials.length - MOST_NAMED} more` : "";
+  return `trial ${trials
+    .slice(0, MOST_NAMED)
+    .map(({ id }) => id)
+    .join(", ")}${more}`;
 }
 
 interface DifferencesProps extends ComparedProps {

@@ -45,11 +45,12 @@ export function columnTitle(id: string): string {
   return kind === "hparam" ? name : `${name.slice(name.indexOf("/") + 1)} (${kind})`;
 }
 
-function useColumnNames() {
+/** A column shows values of the best trial; a filter on a hyperparameter looks at every trial. */
+function useColumnNames(use: "columns" | "filter") {
   const { hparams = [], metrics = [] } = useQuery(columnsQuery).data ?? {};
   return [
     {
-      group: "Hyperparameters",
+      group: `Hyperparameters of ${use === "filter" ? "any" : "the best"} trial`,
       items: hparams.map((name) => ({ value: `hparam:${name}`, label: name })),
     },
     {
@@ -70,7 +71,7 @@ interface ColumnChoiceProps {
 }
 
 export function ColumnChoice({ chosen, onChange }: ColumnChoiceProps) {
-  const names = useColumnNames();
+  const names = useColumnNames("columns");
   return (
     <>
       <MultiSelect
@@ -178,11 +179,14 @@ export function ConditionChoice({ chosen, onChange }: ConditionChoiceProps) {
 
 function textOf([column, operator, value]: Condition): string {
   const name = columnTitle(column);
-  return value === undefined ? `${name} is ${operator}` : `${name} ${operator} ${String(value)}`;
+  const where = column.startsWith("hparam:") ? " in any trial" : "";
+  if (operator === "empty" && where !== "") return `${name} is empty in every trial`;
+  const comparison = value === undefined ? `is ${operator}` : `${operator} ${String(value)}`;
+  return `${name} ${comparison}${where}`;
 }
 
 function ConditionForm({ onAdd }: { onAdd: (condition: Condition) => void }) {
-  const names = useColumnNames();
+  const names = useColumnNames("filter");
   const [column, setColumn] = useState("best_metric");
   const [operator, setOperator] = useState<Operator>("<");
   const [typed, setTyped] = useState("");

@@ -2,7 +2,7 @@ import { Button, Group, Menu, Select, Switch, Text, TextInput } from "@mantine/c
 import { useDebouncedCallback } from "@mantine/hooks";
 import { notifications } from "@mantine/notifications";
 import { IconSearch } from "@tabler/icons-react";
-import { useInfiniteQuery, useQueryClient } from "@tanstack/react-query";
+import { useInfiniteQuery, useMutation, useQueryClient } from "@tanstack/react-query";
 import { useSearch } from "@tanstack/react-router";
 import { useCallback, useMemo, useState } from "react";
 
@@ -55,6 +55,17 @@ export function Experiments() {
   const rows = useMemo(() => list.data?.pages.flatMap((page) => page.items) ?? NONE, [list.data]);
   const total = list.data?.pages[0]?.total ?? rows.length;
   const columns = useMemo(() => columnsFor(extra), [extra]);
+  const selectAll = useMutation({
+    mutationFn: async () => {
+      let answer = await fetchNextPage();
+      while (answer.hasNextPage && !answer.isError) answer = await fetchNextPage();
+      if (answer.isError) throw answer.error;
+      return answer.data?.pages.flatMap((page) => page.items) ?? [];
+    },
+    onSuccess: (all) => setSelected(new Set(all.map((one) => String(one.id)))),
+    onError: (error) => notifications.show({ color: "red", message: problemOf(error).message }),
+  });
+  const isAllLoadedSelected = rows.length > 0 && selected.size >= rows.length;
 
   return (
     <>
@@ -100,7 +111,18 @@ export function Experiments() {
         />
         <Text size="sm" c="dimmed" role="status">
           {list.isSuccess && plural(total, "experiment")}
+          {selected.size > 0 && `, ${selected.size.toLocaleString("en")} selected`}
         </Text>
+        {isAllLoadedSelected && hasNextPage && (
+          <Button
+            size="xs"
+            variant="default"
+            loading={selectAll.isPending}
+            onClick={() => selectAll.mutate()}
+          >
+            Select all {total.toLocaleString("en")}
+          </Button>
+        )}
         {selected.size > 0 && (
           <BulkActions
             experiments={rows.filter((one) => selected.has(String(one.id)))}
@@ -329,14 +351,20 @@ function BulkActions({ experiments, onDone }: BulkActionsProps) {
             {asking.action === "delete" && `, ${lossOf(applying("delete"))}.`}
           </Text>
           <Text size="sm" mt="xs" className="wrap-anywhere">
-            {applying(asking.action)
-              .map((one) => one.name)
-              .join(", ")}
+            {namesOf(applying(asking.action))}
           </Text>
         </Confirm>
       )}
     </>
   );
+}
+
+const MOST_NAMED = 50;
+
+function namesOf(experiments: readonly Experiment[]): string {
+  const names = experiments.slice(0, MOST_NAMED).map((one) => one.name);
+  const more = experiments.length - names.length;
+  return `${names.join(", ")}${more > 0 ? ` and ${more.toLocaleString("en")} more` : ""}`;
 }
 
 function lossOf(experiments: readonly Experiment[]): string {

@@ -1,10 +1,10 @@
 import { Group, SimpleGrid, Stack, Text, Title } from "@mantine/core";
 import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
 
-import { goingQuery, masterQuery, RECENT, recentQuery } from "../api/queries";
+import { goingQuery, masterQuery, queueQuery, RECENT, recentQuery } from "../api/queries";
 import type { Experiment } from "../api/types";
 import { Ago } from "../components/Ago";
-import { Empty, ProblemView, Waiting } from "../components/Feedback";
+import { Empty, ProblemView, Quoted, Waiting } from "../components/Feedback";
 import { LinkButton, LinkText } from "../components/links";
 import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
@@ -13,6 +13,8 @@ import { slotsInWords, usableSlots } from "../lib/cluster";
 import { formatNumber, formatPercent, plural, toNumber } from "../lib/numbers";
 import { shownExperimentState, shownMetric, shownProgress } from "../lib/states";
 import { useTitle } from "../lib/title";
+
+const QUEUE_PERIOD_MS = 5000;
 
 export function Home() {
   useTitle("Home");
@@ -25,6 +27,9 @@ export function Home() {
   // What has just ended stays in its list until that is read again.
   const going = goingList.data?.pages.flatMap((page) => page.items) ?? [];
   const recent = recentList.data?.pages.flatMap((page) => page.items).slice(0, RECENT) ?? [];
+  // The list may have pages that are not read: what is counted here is a part then.
+  const numGoing = goingList.data?.pages[0]?.total ?? going.length;
+  const isPart = numGoing > going.length;
   const isEmpty = going.length === 0 && recent.length === 0;
   const counts = master.data ?? { num_slots: 0, num_slots_used: 0 };
   const { used, usable } = usableSlots(counts);
@@ -46,7 +51,7 @@ export function Home() {
       ) : (
         <Stack gap="xl">
           <SimpleGrid cols={3} spacing={{ base: "xs", sm: "md" }}>
-            <Tile name="Experiments going on" value={String(going.length)} />
+            <Tile name="Experiments going on" value={numGoing.toLocaleString("en")} />
             <Tile
               name="Slots in use"
               value={slotsInWords(counts)}
@@ -55,6 +60,7 @@ export function Home() {
             <Tile
               name="Trials running"
               value={String(going.reduce((sum, one) => sum + one.num_running, 0))}
+              note={isPart ? `in the newest ${going.length} experiments` : ""}
             />
           </SimpleGrid>
           <section aria-label="Running and waiting">
@@ -71,6 +77,14 @@ export function Home() {
                   <GoingCard key={one.id} experiment={one} />
                 ))}
               </SimpleGrid>
+            )}
+            {isPart && (
+              <Text size="sm" c="dimmed" mt="xs">
+                The newest {going.length} of {plural(numGoing, "experiment")}.{" "}
+                <LinkText to="/experiments" search={{ state: "ACTIVE" } as never} size="sm">
+                  All that run or wait
+                </LinkText>
+              </Text>
             )}
           </section>
           {recent.length > 0 && (
@@ -115,6 +129,14 @@ function Tile({ name, value, note }: { name: string; value: string; note?: strin
 function GoingCard({ experiment }: { experiment: Experiment }) {
   const progress = shownProgress(experiment);
   const metric = shownMetric(experiment);
+  const state = shownExperimentState(experiment);
+  const queue = useQuery({
+    ...queueQuery,
+    enabled: state === "QUEUED",
+    // Why something waits can change without an event.
+    refetchInterval: QUEUE_PERIOD_MS,
+  }).data;
+  const waits = state === "QUEUED" && queue?.find((one) => one.experiment_id === experiment.id);
   return (
     <article className="card">
       <Group justify="space-between" wrap="nowrap" align="flex-start">
@@ -126,8 +148,13 @@ function GoingCard({ experiment }: { experiment: Experiment }) {
         >
           {experiment.name}
         </LinkText>
-        <StateBadge state={shownExperimentState(experiment)} />
+        <StateBadge state={state} />
       </Group>
+      {waits && (
+        <Text size="xs" mb={4} className="wrap-anywhere">
+          It waits: <Quoted text={waits.detail} />
+        </Text>
+      )}
       <Text size="xs" c="dimmed" mb="sm">
         Experiment {experiment.id} ·{" "}
         {experiment.is_unmanaged ? "made without a master" : experiment.searcher} · created{" "}

@@ -233,10 +233,10 @@ class Experiment(Message):
     """An experiment; `config` is the resolved configuration.
 
     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
-    `values` has the columns that a list was asked for, `notes` is given for a single experiment
-    only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says whether its search
-    has rungs to show. `is_unmeasured` says that its search has ended because no trial reported a
-    finite value of the searched metric.
+    `values` has the columns that a list was asked for, `notes` and `notes_version` are given for a
+    single experiment only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says
+    whether its search has rungs to show. `is_unmeasured` says that its search has ended because no
+    trial reported a finite value of the searched metric.
     """
 
     id: int
@@ -269,6 +269,7 @@ class Experiment(Message):
     checkpoint_bytes: int = 0
     num_records_lost: int = 0
     notes: str = ""
+    notes_version: str = ""
     values: dict[str, Any] = {}
 
     @computed_field  # type: ignore[prop-decorator] # mypy takes no decorator above a property
@@ -281,13 +282,15 @@ class Experiment(Message):
 class EditExperiment(Request):
     """Changes to an experiment; omitted and null fields stay unchanged.
 
-    `max_slots` 0 removes the limit.
+    `max_slots` 0 removes the limit. With the `notes_version` that an edit of the notes began from,
+    the change is refused if someone else has changed them since.
     """
 
     name: str | None = Field(default=None, min_length=1, max_length=1000)
     description: str | None = Field(default=None, max_length=100_000)
     labels: list[str] | None = Field(default=None, max_length=100)
     notes: str | None = Field(default=None, max_length=1_000_000)
+    notes_version: str | None = Field(default=None, max_length=64)
     priority: int | None = Field(default=None, ge=1, le=99)
     weight: float | None = Field(default=None, gt=0, le=1_000_000)
     max_slots: int | None = Field(default=None, ge=0, le=2**31 - 1)
@@ -565,16 +568,31 @@ class CheckedConfig(Message):
     warnings: list[str] = []
 
 
+class RungArrival(Message):
+    """State of a rung when a trial arrived: the decision was made from this.
+
+    `order` counts the trials that had arrived, `rank` is the trial's among them, `num_kept` is how
+    many could continue. `cutoff` is the metric of the last one that could, None if there was none.
+    """
+
+    order: int
+    rank: int
+    num_kept: int
+    cutoff: Number | None
+
+
 class RungEntry(Message):
     """Trial in a rung; `metric` is None if the trial failed or has not reached the rung.
 
     `decision` is "waiting" for a trial on its way there, else one of "continued", "stopped",
-    "finished" and "failed".
+    "finished" and "failed". `arrival` is None before the decision, and for decisions of earlier
+    versions.
     """
 
     trial_id: int
     metric: Number | None
     decision: str
+    arrival: RungArrival | None = None
 
 
 class Rung(Message):

@@ -90,8 +90,8 @@ function Varied({ table }: { table: HparamTable }) {
     <Stack gap="md">
       {table.is_sampled && (
         <Text size="sm" c="dimmed">
-          Shown are {table.rows.length} of {plural(table.num_trials, "trial")}. Half of them
-          are the best by the searched metric, the others are spread evenly.
+          Shown are {table.rows.length.toLocaleString("en")} of {plural(table.num_trials, "trial")}.
+          Half of them are the best by the searched metric, the others are spread evenly.
         </Text>
       )}
       <Group gap="lg">
@@ -271,8 +271,10 @@ function Rows({ table, rows, isChosen }: RowsProps) {
     <div className="card">
       <Text size="sm" c="dimmed" mb="xs" role="status">
         {isChosen
-          ? `${rows.length} of ${plural(table.rows.length, "trial")} chosen`
-          : `All ${plural(rows.length, "trial")}`}
+          ? `${rows.length.toLocaleString("en")} of ${plural(table.rows.length, "shown trial")} chosen`
+          : table.is_sampled
+            ? `${rows.length.toLocaleString("en")} of ${plural(table.num_trials, "trial")}`
+            : `All ${plural(rows.length, "trial")}`}
         , the best first
       </Text>
       <Scroll label="Trials" style={{ maxHeight: 420, overflowY: "auto" }}>
@@ -310,7 +312,7 @@ function Rows({ table, rows, isChosen }: RowsProps) {
         </table>
         {sorted.length > TABLE_ROWS && (
           <Text size="xs" c="dimmed" p={8}>
-            The first {TABLE_ROWS} of {sorted.length} rows.
+            The first {TABLE_ROWS} of {sorted.length.toLocaleString("en")} rows.
           </Text>
         )}
       </Scroll>

@@ -30,12 +30,13 @@ export function Overview() {
   const experiment = useQuery(experimentQuery(id)).data;
   const list = useInfiniteQuery(trialsQuery(id, { sortBy: "metric" }));
   const trials = useMemo(() => list.data?.pages.flatMap((page) => page.items) ?? [], [list.data]);
+  const total = list.data?.pages[0]?.total ?? trials.length;
   if (!experiment) return <Waiting />;
   return (
     <Stack gap="lg">
-      <Summary experiment={experiment} trials={trials} />
+      <Summary experiment={experiment} trials={trials} total={total} />
       {list.isError && <ProblemView error={list.error} onRetry={() => void list.refetch()} />}
-      {trials.length > 0 && <Learning experiment={experiment} trials={trials} />}
+      {trials.length > 0 && <Learning experiment={experiment} trials={trials} total={total} />}
       {trials.length > 0 ? (
         <section>
           <Title order={2} mb="xs">
@@ -52,12 +53,20 @@ export function Overview() {
   );
 }
 
-function Summary({ experiment, trials }: { experiment: Experiment; trials: readonly Trial[] }) {
+interface PartsProps {
+  experiment: Experiment;
+  /** Those that are loaded, the best first. */
+  trials: readonly Trial[];
+  /** How many trials there are in all. */
+  total: number;
+}
+
+function Summary({ experiment, trials, total }: PartsProps) {
   return (
     <div className="card">
       <Facts
         items={[
-          howFar(experiment, trials),
+          howFar(experiment, trials, total),
           ...(shownMetric(experiment) === null ? [] : bestOf(experiment)),
           [
             "Trials",
@@ -75,11 +84,16 @@ function Summary({ experiment, trials }: { experiment: Experiment; trials: reado
 }
 
 /** Say how far it is; where nothing says how long training goes on, what was trained. */
-function howFar(experiment: Experiment, trials: readonly Trial[]): readonly [string, ReactNode] {
+function howFar(
+  experiment: Experiment,
+  trials: readonly Trial[],
+  total: number,
+): readonly [string, ReactNode] {
   const progress = shownProgress(experiment);
   if (progress === null) {
     const steps = trials.reduce((sum, trial) => sum + trial.steps_completed, 0);
-    return ["Batches", formatNumber(steps)];
+    const part = trials.length < total ? ` in the best ${trials.length} trials` : "";
+    return ["Batches", `${formatNumber(steps)}${part}`];
   }
   return ["Progress", <ProgressCell key="p" value={progress} label="Progress of the experiment" />];
 }
@@ -106,7 +120,7 @@ function bestOf(experiment: Experiment): readonly (readonly [string, ReactNode])
   ];
 }
 
-function Learning({ experiment, trials }: { experiment: Experiment; trials: Trial[] }) {
+function Learning({ experiment, trials, total }: PartsProps) {
   const search = useSearch({ from: "/experiments/$id/" });
   const navigate = useNavigate();
   const isDark = useComputedColorScheme("light") === "dark";
@@ -124,6 +138,9 @@ function Learning({ experiment, trials }: { experiment: Experiment; trials: Tria
     () => drawn.map((trial) => ({ trialId: trial.id, group, metric })),
     [drawn, group, metric],
   );
+  const numStarted = trials.filter((trial) => trial.num_attempts > 0).length;
+  // Of trials that are not loaded nobody knows here whether they have started.
+  const numAll = numStarted < trials.length || trials.length === total ? numStarted : total;
   const longest = lastStep(sample.data === undefined ? drawn : [sample.data, ...drawn]);
   const smoothing = smoothingSteps(search.smooth ?? 0, longest);
   const { series, isPending, error } = useSeries(requests, x, zoomOf(search), smoothing);
@@ -157,11 +174,7 @@ function Learning({ experiment, trials }: { experiment: Experiment; trials: Tria
         syncKey={`experiment-${experiment.id}`}
         height={320}
         onPick={(trial) => void navigate({ to: "/trials/$id", params: { id: Number(trial) } })}
-        legendNote={noteOn(
-          drawn.length,
-          trials.filter((trial) => trial.num_attempts > 0).length,
-          experiment,
-        )}
+        legendNote={noteOn(drawn.length, numAll, experiment)}
       />
     </div>
   );
@@ -176,8 +189,8 @@ function preferredMetric(names: readonly MetricName[], searched: string): string
   return found ? `${found.group}/${found.metric}` : `validation/${searched}`;
 }
 
-function noteOn(drawn: number, all: number, experiment: Experiment): string | undefined {
-  const most = drawn < all ? `The best ${drawn} of ${all} trials. ` : "";
+export function noteOn(drawn: number, all: number, experiment: Experiment): string | undefined {
+  const most = drawn < all ? `The best ${drawn} of ${plural(all, "trial")}. ` : "";
   if (drawn <= FEW_CURVES) return most || undefined;
   const best = experiment.best_trial_id;
   return `${most}Colours go from worse (faint) to better (strong)${best === null ? "" : `; the thick line is trial ${best}, the best`}. Click a line to open its trial.`;

@@ -3,7 +3,7 @@ import { useQuery } from "@tanstack/react-query";
 import { useParams } from "@tanstack/react-router";
 
 import { experimentQuery, searchQuery } from "../../api/queries";
-import type { Experiment, Rung } from "../../api/types";
+import type { Experiment, Rung, RungArrival } from "../../api/types";
 import { Empty, ProblemView, Waiting } from "../../components/Feedback";
 import { LinkText } from "../../components/links";
 import { formatLength, formatNumber, plural, toNumber } from "../../lib/numbers";
@@ -35,7 +35,8 @@ export function Rungs() {
     <Stack gap="lg">
       <Text size="sm" c="dimmed" maw={760}>
         At each rung a trial goes on if its {experiment.metric} is among the best so far; others
-        stop there, and their slots go to trials that promise more.
+        stop there, and their slots go to trials that promise more. Each is compared to those that
+        arrived before it: an early one may go on with a metric that stops a later one.
       </Text>
       {search.data.brackets.map((rungs, i) => (
         <section key={i}>
@@ -90,11 +91,29 @@ function RungColumn({ rung, experiment }: { rung: Rung; experiment: Experiment }
             </LinkText>
             <span>{formatNumber(toNumber(entry.metric), 4)}</span>
             <span className={classes.decision}>{WORDS[entry.decision] ?? entry.decision}</span>
+            {entry.arrival && (
+              <span className={classes.arrival}>
+                {arrivalInWords(entry.arrival, entry.decision === "finished")}
+              </span>
+            )}
           </li>
         ))}
       </ol>
     </div>
   );
+}
+
+/** Return what a decision was made from; at the last rung no trial goes on. */
+export function arrivalInWords(
+  { order, rank, num_kept: kept, cutoff }: RungArrival,
+  isLast: boolean,
+): string {
+  const arrived = `Arrived as number ${order}, rank ${rank}`;
+  if (isLast) return arrived;
+  const needed = toNumber(cutoff);
+  const goesOn = kept === 1 ? "the best 1 goes on" : `the best ${kept} go on`;
+  const from = needed === null ? "" : `, cut-off ${formatNumber(needed, 4)}`;
+  return `${arrived}: ${goesOn}${from}`;
 }
 
 function unitOf({ config }: Experiment): string {

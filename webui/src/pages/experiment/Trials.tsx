@@ -1,7 +1,7 @@
 import { Button, Group, Select, Text } from "@mantine/core";
 import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
 import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
-import { useCallback, useMemo, useState } from "react";
+import { useCallback, useMemo } from "react";
 
 import { experimentQuery, trialsQuery } from "../../api/queries";
 import { useSearchChange } from "../../charts/ChartControls";
@@ -17,7 +17,12 @@ export function Trials() {
   const search = useSearch({ from: "/experiments/$id/trials" });
   const change = useSearchChange();
   const navigate = useNavigate();
-  const [selected, setSelected] = useState(new Set<string>());
+  const selected = useMemo(() => new Set((search.selected ?? []).map(String)), [search.selected]);
+  const select = useCallback(
+    (ids: ReadonlySet<string>) =>
+      change({ selected: ids.size > 0 ? [...ids].map(Number) : undefined }),
+    [change],
+  );
   const experiment = useQuery(experimentQuery(id)).data;
   const list = useInfiniteQuery(
     trialsQuery(id, {
@@ -79,7 +84,7 @@ export function Trials() {
           sort={{ by: search.sort ?? "", isDescending: search.desc === true }}
           onSort={(sort) => change({ sort: sort.by, desc: sort.isDescending || undefined })}
           selected={selected}
-          onSelect={setSelected}
+          onSelect={select}
           onNearEnd={loadMore}
         />
       )}

@@ -1,18 +1,34 @@
-/** The charts of a trial's metrics, one per quantity. */
+/** The charts of a trial's metrics, one per quantity; only those in sight are read and drawn. */
 
-import { Code, SimpleGrid, Text, useComputedColorScheme } from "@mantine/core";
+import { Group, SimpleGrid, Text, TextInput, useComputedColorScheme } from "@mantine/core";
+import { useDebouncedCallback, useMediaQuery } from "@mantine/hooks";
+import { IconSearch } from "@tabler/icons-react";
 import { useQuery } from "@tanstack/react-query";
-import { type ReactNode, useMemo } from "react";
+import { useWindowVirtualizer } from "@tanstack/react-virtual";
+import { type ReactNode, useCallback, useMemo, useState } from "react";
 
-import { trialQuery } from "../../api/queries";
-import { type SeriesName, useSeries } from "../../api/series";
-import { ChartControls, zoomOf } from "../../charts/ChartControls";
+import { metricNamesQuery, trialQuery } from "../../api/queries";
+import { type Series, type SeriesName, useSeries } from "../../api/series";
+import type { Trial } from "../../api/types";
+import { ChartControls, useSearchChange, zoomOf } from "../../charts/ChartControls";
 import { CurveCard } from "../../charts/CurveCard";
 import { type Curve, smoothingSteps } from "../../charts/curves";
 import { lineStyle } from "../../charts/palette";
-import { ProblemView, Waiting } from "../../components/Feedback";
-import { chartsOf, lastStep, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
+import { Empty, ProblemView, Waiting } from "../../components/Feedback";
+import { freshAttempt } from "../../lib/attempts";
+import {
+  chartsOf,
+  lastStep,
+  matchingCharts,
+  type MetricName,
+  numericMetrics,
+  xChoices,
+} from "../../lib/metrics";
+import { plural } from "../../lib/numbers";
 import type { MetricsSearch } from "../../lib/search";
+import { whyEnded } from "./Attempts";
+
+type Chart = [title: string, members: MetricName[]];
 
 interface MetricGridProps {
   trialId: number;
@@ -21,59 +37,193 @@ interface MetricGridProps {
   empty: ReactNode;
 }
 
+/** With fewer charts one sees at once which there are. */
+const FEW_CHARTS = 6;
+const CARD_HEIGHT = 350;
+const ROW_GAP = 16;
+
 export function MetricGrid({ trialId, search, isWanted, empty }: MetricGridProps) {
   const trial = useQuery(trialQuery(trialId)).data;
-  const isDark = useComputedColorScheme("light") === "dark";
-  const summary = trial?.summary;
-  const names = useMemo(() => numericMetrics(summary ?? {}, isWanted), [summary, isWanted]);
-  const x = search.x ?? "batches";
-  const requests = useMemo<SeriesName[]>(
-    () => names.map(({ group, metric }) => ({ trialId, group, metric })),
-    [names, trialId],
-  );
-  const smoothing = smoothingSteps(search.smooth ?? 0, lastStep(trial ? [trial] : []));
-  const { series, isPending, error } = useSeries(requests, x, zoomOf(search), smoothing);
-  const charts = useMemo(() => [...chartsOf(names)], [names]);
-  if (names.length === 0) return empty;
-  const curvesOf = (members: readonly MetricName[]): Curve[] =>
-    members.flatMap((name, i): Curve[] => {
-      const found = series[names.indexOf(name)];
-      if (found === undefined || found.xs.length === 0) return [];
-      const id = `${name.group}/${name.metric}`;
-      return [
-        {
-          id,
-          label: `${name.metric} (${name.group})`,
-          ...found,
-          ...lineStyle(i, isDark),
-          width: 2,
-        },
-      ];
-    });
+  const names = useNames(trial, isWanted);
+  const charts = useMemo<Chart[]>(() => [...chartsOf(names)], [names]);
+  const xNames = useMemo(() => xChoices(names), [names]);
+  const matching = useMemo(() => matchingCharts(charts, search.q ?? ""), [charts, search.q]);
+  if (trial === undefined || names.length === 0) return empty;
   return (
     <>
-      <ChartControls search={search} xNames={xChoices(names)} />
-      {error !== undefined && <ProblemView error={error} />}
-      {isPending && <Waiting what="metrics" />}
-      {trial?.has_more_metrics && (
-        <Text c="dimmed" size="sm">
-          The first {names.length.toLocaleString("en")} metrics are drawn. All of them:{" "}
-          <Code>paceline t metrics {trialId}</Code>
-        </Text>
+      <ChartControls search={search} xNames={xNames} />
+      <Superseded trial={trial} />
+      {(charts.length > FEW_CHARTS || search.q !== undefined) && (
+        <ChartFilter value={search.q ?? ""} numShown={matching.length} numAll={charts.length} />
       )}
-      <SimpleGrid cols={{ base: 1, lg: charts.length === 1 ? 1 : 2 }}>
-        {charts.map(([title, members]) => (
-          <CurveCard
-            key={title}
-            title={title}
-            curves={curvesOf(members)}
-            smoothing={smoothing}
-            series={members.map(({ group, metric }) => ({ trialId, group, metric }))}
-            search={search}
-            syncKey={`trial-${trialId}`}
-          />
-        ))}
-      </SimpleGrid>
+      {charts.length > 0 && matching.length === 0 && (
+        <Empty title="No metric matches">Change or clear the filter.</Empty>
+      )}
+      <ChartRows trial={trial} charts={matching} numSeries={names.length} search={search} />
     </>
   );
+}
+
+/** Says why curves end before the batches that the trial had reached once. */
+function Superseded({ trial }: { trial: Trial }) {
+  const fresh = freshAttempt(trial);
+  const before = trial.attempts?.at(-2);
+  if (fresh === null || before === undefined) return null;
+  const why = whyEnded(before);
+  return (
+    <Text size="sm" c="dimmed" mb="sm" role="note">
+      Attempt {fresh.number} began again from the beginning, as there was no checkpoint. The points
+      of attempt {before.number}
+      {why && ` (${why})`} are not drawn.
+    </Text>
+  );
+}
+
+/** Return the trial's metrics: the names come apart where there are too many for its summary. */
+function useNames(trial: Trial | undefined, isWanted: (group: string) => boolean): MetricName[] {
+  const hasMore = trial?.has_more_metrics === true;
+  const all = useQuery({
+    ...metricNamesQuery(trial?.experiment_id ?? 0),
+    enabled: hasMore,
+  }).data;
+  const summary = trial?.summary;
+  return useMemo(
+    () =>
+      hasMore && all !== undefined
+        ? all.filter(({ group }) => isWanted(group))
+        : numericMetrics(summary ?? {}, isWanted),
+    [summary, isWanted, hasMore, all],
+  );
+}
+
+interface ChartFilterProps {
+  value: string;
+  numShown: number;
+  numAll: number;
+}
+
+function ChartFilter({ value, numShown, numAll }: ChartFilterProps) {
+  const change = useSearchChange();
+  const [text, setText] = useState(value);
+  const tell = useDebouncedCallback((q: string) => change({ q: q || undefined }), 200);
+  return (
+    <Group mb="md" gap="sm">
+      <TextInput
+        aria-label="Filter the metrics"
+        placeholder="Filter the metrics"
+        size="xs"
+        flex="1 1 180px"
+        maw={320}
+        leftSection={<IconSearch size={16} />}
+        value={text}
+        onChange={(event) => {
+          setText(event.currentTarget.value);
+          tell(event.currentTarget.value);
+        }}
+      />
+      <Text size="xs" c="dimmed" role="status">
+        {numShown < numAll
+          ? `${numShown.toLocaleString("en")} of ${plural(numAll, "chart")}`
+          : plural(numAll, "chart")}
+      </Text>
+    </Group>
+  );
+}
+
+interface ChartRowsProps {
+  trial: Trial;
+  charts: readonly Chart[];
+  /** How many metrics the page has in all. */
+  numSeries: number;
+  search: MetricsSearch;
+}
+
+function ChartRows({ trial, charts, numSeries, search }: ChartRowsProps) {
+  const isDark = useComputedColorScheme("light") === "dark";
+  const isWide = useMediaQuery("(min-width: 75em)", true, { getInitialValueInEffect: false });
+  const numColumns = isWide && charts.length > 1 ? 2 : 1;
+  const [top, setTop] = useState(0);
+  const place = useCallback((list: HTMLDivElement | null) => {
+    if (list !== null) setTop(list.getBoundingClientRect().top + window.scrollY);
+  }, []);
+  const virtual = useWindowVirtualizer({
+    count: Math.ceil(charts.length / numColumns),
+    estimateSize: () => CARD_HEIGHT,
+    gap: ROW_GAP,
+    overscan: 1,
+    scrollMargin: top,
+    getItemKey: (index) => charts[index * numColumns]?.[0] ?? index,
+  });
+  const rows = virtual.getVirtualItems();
+  const first = (rows[0]?.index ?? 0) * numColumns;
+  const end = ((rows.at(-1)?.index ?? -1) + 1) * numColumns;
+  const trialId = trial.id;
+  const requests = useMemo<SeriesName[]>(
+    () =>
+      charts
+        .slice(first, end)
+        .flatMap(([, members]) => members.map(({ group, metric }) => ({ trialId, group, metric }))),
+    [charts, first, end, trialId],
+  );
+  const x = search.x ?? "batches";
+  const smoothing = smoothingSteps(search.smooth ?? 0, lastStep([trial]));
+  const answer = useSeries(requests, x, zoomOf(search), smoothing, numSeries);
+  const byName = new Map(requests.map((one, i) => [nameId(one), answer.series[i]]));
+  const isFirstRead = answer.isPending && answer.series.every((one) => one === undefined);
+  return (
+    <>
+      {answer.error !== undefined && <ProblemView error={answer.error} />}
+      {isFirstRead && requests.length > 0 && <Waiting what="metrics" />}
+      <div ref={place} style={{ position: "relative", height: virtual.getTotalSize() }}>
+        {rows.map((row) => (
+          <div
+            key={row.key}
+            ref={virtual.measureElement}
+            data-index={row.index}
+            style={{
+              position: "absolute",
+              top: 0,
+              left: 0,
+              right: 0,
+              transform: `translateY(${row.start - top}px)`,
+            }}
+          >
+            <SimpleGrid cols={numColumns}>
+              {charts
+                .slice(row.index * numColumns, (row.index + 1) * numColumns)
+                .map(([title, members]) => (
+                  <CurveCard
+                    key={title}
+                    title={title}
+                    curves={curvesOf(members, byName, isDark)}
+                    smoothing={smoothing}
+                    series={members.map(({ group, metric }) => ({ trialId, group, metric }))}
+                    search={search}
+                    syncKey={`trial-${trialId}`}
+                  />
+                ))}
+            </SimpleGrid>
+          </div>
+        ))}
+      </div>
+    </>
+  );
+}
+
+function nameId({ group, metric }: MetricName): string {
+  return `${group}/${metric}`;
+}
+
+function curvesOf(
+  members: readonly MetricName[],
+  byName: ReadonlyMap<string, Series | undefined>,
+  isDark: boolean,
+): Curve[] {
+  return members.flatMap((name, i): Curve[] => {
+    const id = nameId(name);
+    const found = byName.get(id);
+    if (found === undefined || found.xs.length === 0) return [];
+    const label = `${name.metric} (${name.group})`;
+    return [{ id, label, ...found, ...lineStyle(i, isDark), width: 2 }];
+  });
 }

@@ -18,9 +18,10 @@ import { LinkButton, LinkText } from "../../components/links";
 import { PageHead } from "../../components/PageHead";
 import { StateBadge } from "../../components/StateBadge";
 import { TabLinks } from "../../components/Tabs";
+import { batchesOf, restartsOf } from "../../lib/attempts";
 import { formatNumber, formatPercent, toNumber } from "../../lib/numbers";
 import { isId } from "../../lib/search";
-import { isTerminal, shownMetric, shownTrialState } from "../../lib/states";
+import { isTerminal, shownMetric, shownTrialProgress, shownTrialState } from "../../lib/states";
 import { useTitle } from "../../lib/title";
 import { NotFound } from "../NotFound";
 
@@ -129,16 +130,17 @@ function factsOf(trial: Trial, experiment: Experiment | undefined) {
     ],
     [`Latest ${metric}`, formatNumber(toNumber(trial.latest_metric))],
   ] as const;
+  const progress = shownTrialProgress(trial, experiment);
   const numWorkerRestarts = (trial.attempts ?? []).reduce(
     (sum, { restarts = 0 }) => sum + restarts,
     0,
   );
   return [
     ...(metric === null ? [] : metrics),
-    ["Batches", formatNumber(trial.steps_completed)],
-    ...(trial.progress === null ? [] : [["Progress", formatPercent(trial.progress)] as const]),
+    ["Batches", batchesOf(trial)],
+    ...(progress === null ? [] : [["Progress", formatPercent(progress)] as const]),
     ["Duration", <Lasted key="d" from={trial.started_at} to={trial.ended_at} />],
-    ["Restarts", String(trial.restarts)],
+    ["Restarts", restartsOf(trial)],
     ...(numWorkerRestarts > 0 ? [["Worker restarts", String(numWorkerRestarts)] as const] : []),
     ...(trial.retries ? [["Retries after transient errors", String(trial.retries)] as const] : []),
     ...(trial.error_kind ? [["Kind of error", ERROR_KINDS[trial.error_kind]] as const] : []),

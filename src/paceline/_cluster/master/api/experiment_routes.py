@@ -32,6 +32,7 @@ from paceline._cluster.master.experiments.experiment_edits import (
     edit_experiment,
     loss_of,
     set_archived,
+    version_of_notes,
 )
 from paceline._cluster.master.experiments.state_decisions import (
     NotFoundError,
@@ -39,7 +40,11 @@ from paceline._cluster.master.experiments.state_decisions import (
     TransitionError,
 )
 from paceline._cluster.master.experiments.storage_calls import in_own_thread
-from paceline._cluster.master.experiments.stored_searches import MAX_RUNG_ENTRIES, thinned
+from paceline._cluster.master.experiments.stored_searches import (
+    MAX_RUNG_ENTRIES,
+    ShownEntry,
+    thinned,
+)
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, experiment_view
@@ -173,7 +178,7 @@ def read_search(
             [
                 {
                     "length": rung.length,
-                    "entries": list(map(msgspec.structs.asdict, thinned(rung.entries, limit))),
+                    "entries": list(map(_rung_entry, thinned(rung.entries, limit))),
                     "num_by_decision": rung.num_by_decision,
                 }
                 for rung in bracket
@@ -184,6 +189,13 @@ def read_search(
 
     body = master.encodings.encoded(("search", limit, brackets), encode)
     return Response(body, media_type="application/json")
+
+
+def _rung_entry(entry: ShownEntry) -> dict[str, Any]:
+    found = msgspec.structs.asdict(entry)
+    if entry.arrival is not None:
+        found["arrival"] = msgspec.structs.asdict(entry.arrival)
+    return found
 
 
 @experiment_router.post("/preview-search")
@@ -222,7 +234,9 @@ def _read(records: StoredRecords, experiment_id: int) -> Experiment:
     with records.database.read() as connection:
         row = experiment_row(connection, experiment_id)
         view = experiment_view(connection, row)
-    return view.model_copy(update={"notes": row.notes})
+    return view.model_copy(
+        update={"notes": row.notes, "notes_version": version_of_notes(row.notes)}
+    )
 
 
 experiment_edit_router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)

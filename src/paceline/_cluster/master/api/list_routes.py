@@ -317,7 +317,10 @@ def list_experiments(
     archived: Annotated[Literal["no", "only", "all"], Query()] = "no",
     where: Annotated[
         Names | None,
-        Query(description='Conditions, each as JSON: `["last:validation/loss", "<", 0.5]`.'),
+        Query(
+            description='Conditions, each as JSON: `["last:validation/loss", "<", 0.5]`. One on'
+            " `hparam:NAME` holds if any trial meets it; other columns are of the best trial."
+        ),
     ] = None,
     column: Annotated[
         Names | None,

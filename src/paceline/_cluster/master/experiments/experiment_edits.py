@@ -1,5 +1,6 @@
 """Edits of an experiment by users: texts, queue place and limits, archive, and deletion."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ from paceline._cluster.messages.states import (
 )
 
 
+def version_of_notes(notes: str) -> str:
+    """Return a mark of notes, for edits that must not replace those of someone else."""
+    return hashlib.sha256(notes.encode()).hexdigest()[:16]
+
+
 def edit_experiment(
     transaction: Transaction,
     experiment_id: int,
@@ -41,6 +47,7 @@ def edit_experiment(
     description: str | None = None,
     labels: list[str] | None = None,
     notes: str | None = None,
+    notes_version: str | None = None,
     priority: int | None = None,
     weight: float | None = None,
     max_slots: int | None = None,
@@ -50,9 +57,16 @@ def edit_experiment(
     Raises:
         NotFoundError: There is no such experiment.
         RefusedError: It has ended, or is not this master's, and one of the last three is given, or
-            `max_slots` are too few for a trial.
+            `max_slots` are too few for a trial, or the notes are no longer of `notes_version`.
     """
     row = StateChanges.experiment(transaction.connection, experiment_id)
+    if notes is not None and notes_version not in (None, version_of_notes(row.notes)):
+        raise RefusedError(
+            "notes_changed",
+            f"The notes of experiment {experiment_id} must be those that the edit began from, but"
+            " have been changed since. Hint: read and merge them, or send the change without"
+            " `notes_version` to replace them.",
+        )
     if not priority is weight is max_slots is None:
         _check_waits(row)
     if max_slots:

@@ -31,6 +31,7 @@ from paceline._cluster.master.store.database import Database, Transaction
 from paceline.config._searcher_section import MissingSearcher
 from paceline.search._search import Search
 from paceline.search._search_method import (
+    Arrival,
     Input,
     Operation,
     Progressed,
@@ -270,12 +271,22 @@ MAX_RUNG_ENTRIES = 1000
 _REST = 20
 
 
+class ShownArrival(msgspec.Struct, array_like=True):
+    """The rung when a trial arrived."""
+
+    order: int
+    rank: int
+    num_kept: int
+    cutoff: Any
+
+
 class ShownEntry(msgspec.Struct, array_like=True):
-    """A trial at a rung."""
+    """A trial at a rung; views stored by earlier versions have no `arrival`."""
 
     trial_id: int
     metric: Any
     decision: str
+    arrival: ShownArrival | None = None
 
 
 class ShownRung(msgspec.Struct, array_like=True):
@@ -417,10 +428,18 @@ def _shown_rung(rung: RungView, entries: list[Any], trial_ids: dict[str, int]) -
                 trial_ids[entry.request_id],
                 None if entry.metric is None else encode_float(entry.metric),
                 entry.decision.value,
+                _shown_arrival(entry.arrival),
             )
             for entry in entries
         ],
     )
+
+
+def _shown_arrival(arrival: Arrival | None) -> ShownArrival | None:
+    if arrival is None:
+        return None
+    cutoff = None if arrival.cutoff is None else encode_float(arrival.cutoff)
+    return ShownArrival(arrival.order, arrival.rank, arrival.num_kept, cutoff)
 
 
 def _trial_ids(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from sqlalchemy import (
     case,
     cast,
     collate,
+    exists,
     func,
     literal,
     or_,
@@ -51,6 +52,7 @@ LONGEST_TEXT = 1000
 
 _experiments = tables.experiments
 _best = tables.trials.alias("best")
+_any_trial = tables.trials.alias("any_trial")
 _first_trial = (
     select(tables.trials.c.id)
     .where(tables.trials.c.experiment_id == _experiments.c.id)
@@ -199,7 +201,8 @@ def _kept_count(connection: Connection, query: ExperimentQuery) -> int:
 
 
 def _joined(statement: Select[Any], query: ExperimentQuery) -> Select[Any]:
-    names = [query.sort_by, *(condition.column for condition in query.conditions)]
+    compared = (one.column for one in query.conditions if not _is_hparam(one.column))
+    names = [query.sort_by, *compared]
     if _names_best(names):
         statement = _with_best(statement)
     return statement.where(*_conditions(query))
@@ -255,14 +258,37 @@ def _column_contains(column: ColumnElement[str], text: str) -> ColumnElement[boo
 
 
 def _condition_holds(condition: Condition) -> ColumnElement[bool]:
+    if not _is_hparam(condition.column):
+        shown = _shown_column(condition.column)
+        return _compares(condition, shown, _sortable(condition.column))
+    # Any trial may meet a condition on a hyperparameter, not only the best one.
+    path = json_path(condition.column.partition(":")[2])
+    value = func.json_extract(_any_trial.c.hparams, path)
+    wanted = (
+        replace(condition, operator="not empty") if condition.operator == "empty" else condition
+    )
+    found = exists().where(
+        _any_trial.c.experiment_id == _experiments.c.id, _compares(wanted, value, value)
+    )
+    return ~found if condition.operator == "empty" else found
+
+
+def _is_hparam(column: str) -> bool:
+    kind, _, name = column.partition(":")
+    return kind == "hparam" and bool(name)
+
+
+def _compares(
+    condition: Condition, shown: ColumnElement[Any], number: ColumnElement[Any]
+) -> ColumnElement[bool]:
+    """Return whether a condition holds for a value, as it is shown and as a number."""
     operator, value = condition.operator, condition.value
     if isinstance(value, str):
-        column: ColumnElement[str] = cast(_shown_column(condition.column), Text)
+        column: ColumnElement[str] = cast(shown, Text)
         if operator == "contains":
             return _column_contains(column, value)
         is_equal = func.lower(column) == value.lower()
         return is_equal if operator == "=" else ~is_equal
-    number = _sortable(condition.column)
     if value is None:
         return number.is_(None) if operator == "empty" else number.is_not(None)
     compared: ColumnElement[bool] = number.op(operator, is_comparison=True)(literal(value))

@@ -1535,6 +1535,126 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/runs/{run_id}/files/{path}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        /**
+         * Store Run File
+         * @description Store a file of a run that was registered; an earlier one of its path is replaced.
+         */
+        put: operations["store_run_file_api_v1_runs__run_id__files__path__put"];
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/attempts/{attempt_id}/files/{path}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        /**
+         * Store Attempt File
+         * @description Store a file of an attempt's trial; an earlier one of its path is replaced.
+         */
+        put: operations["store_attempt_file_api_v1_attempts__attempt_id__files__path__put"];
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/trials/{trial_id}/media-names": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Media Names
+         * @description List group, name and kind of the media that a trial has reported.
+         */
+        get: operations["list_media_names_api_v1_trials__trial_id__media_names_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/trials/{trial_id}/media": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Media
+         * @description List media of a name in step order; what a later attempt repeated is left out.
+         */
+        get: operations["list_media_api_v1_trials__trial_id__media_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/trials/{trial_id}/files": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Trial Files
+         * @description List the files of a trial in the order of their paths.
+         */
+        get: operations["list_trial_files_api_v1_trials__trial_id__files_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/trials/{trial_id}/files/{path}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Trial File
+         * @description Read a file of a trial; scripts in it reach nothing, wherever it is shown.
+         */
+        get: operations["read_trial_file_api_v1_trials__trial_id__files__path__get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
 }
 export type webhooks = Record<string, never>;
 export interface components {
@@ -1934,9 +2054,9 @@ export interface components {
          *
          *     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
          *     `values` has the columns that a list was asked for, `notes` and `notes_version` are given for a
-         *     single experiment only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says whether its search
-         *     has rungs to show. `is_unmeasured` says that its search has ended because no trial reported a
-         *     finite value of the searched metric.
+         *     single experiment only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says
+         *     whether its search has rungs to show. `is_unmeasured` says that its search has ended because no
+         *     trial reported a finite value of the searched metric.
          */
         Experiment: {
             /** Id */
@@ -2334,6 +2454,46 @@ export interface components {
             problems: string[];
         };
         /**
+         * Media
+         * @description Media report of an attempt; `files` name files of the trial by their `path`.
+         *
+         *     Without files, `value` is the content: a text, or `bins` (edges) and `counts`.
+         */
+        Media: {
+            /** Id */
+            id: number;
+            /** Group */
+            group: string;
+            /** Name */
+            name: string;
+            /** Kind */
+            kind: string;
+            /** Steps Completed */
+            steps_completed: number;
+            /** Attempt */
+            attempt: number;
+            /** Time */
+            time: number;
+            /** Files */
+            files: {
+                [key: string]: unknown;
+            }[];
+            /** Value */
+            value?: unknown;
+        };
+        /**
+         * MediaName
+         * @description Group, name and kind of media that a trial has reported.
+         */
+        MediaName: {
+            /** Group */
+            group: string;
+            /** Name */
+            name: string;
+            /** Kind */
+            kind: string;
+        };
+        /**
          * MetricName
          * @description Metric name within its group, for example `loss` in `validation`.
          */
@@ -2541,6 +2701,15 @@ export interface components {
             /** Total */
             total?: number | null;
         };
+        /** Page[Media] */
+        Page_Media_: {
+            /** Items */
+            items: components["schemas"]["Media"][];
+            /** Next Cursor */
+            next_cursor?: string | null;
+            /** Total */
+            total?: number | null;
+        };
         /** Page[MetricName] */
         Page_MetricName_: {
             /** Items */
@@ -2554,6 +2723,15 @@ export interface components {
         Page_MetricRow_: {
             /** Items */
             items: components["schemas"]["MetricRow"][];
+            /** Next Cursor */
+            next_cursor?: string | null;
+            /** Total */
+            total?: number | null;
+        };
+        /** Page[RunFile] */
+        Page_RunFile_: {
+            /** Items */
+            items: components["schemas"]["RunFile"][];
             /** Next Cursor */
             next_cursor?: string | null;
             /** Total */
@@ -2695,6 +2873,22 @@ export interface components {
             priority?: number | null;
             /** Weight */
             weight?: number | null;
+        };
+        /**
+         * RunFile
+         * @description File of a trial: its path, its SHA-256 in hex, its size in bytes.
+         */
+        RunFile: {
+            /** Path */
+            path: string;
+            /** Digest */
+            digest: string;
+            /** Size */
+            size: number;
+            /** Media Type */
+            media_type: string;
+            /** Created At */
+            created_at: number;
         };
         /**
          * Rung
@@ -5957,6 +6151,228 @@ export interface operations {
                 };
                 content: {
                     "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    store_run_file_api_v1_runs__run_id__files__path__put: {
+        parameters: {
+            query: {
+                /** @description SHA-256 in hex. */
+                digest: string;
+                media_type?: string;
+                /** @description Without a body: 404 `content_wanted` if the content is not here. */
+                is_known?: boolean;
+            };
+            header?: never;
+            path: {
+                run_id: string;
+                path: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/octet-stream": unknown;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    store_attempt_file_api_v1_attempts__attempt_id__files__path__put: {
+        parameters: {
+            query: {
+                /** @description SHA-256 in hex. */
+                digest: string;
+                media_type?: string;
+                /** @description Without a body: 404 `content_wanted` if the content is not here. */
+                is_known?: boolean;
+                /** @description Which of the attempt's nodes, from 0. */
+                member?: number;
+            };
+            header?: never;
+            path: {
+                attempt_id: number;
+                path: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/octet-stream": unknown;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_media_names_api_v1_trials__trial_id__media_names_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["MediaName"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_media_api_v1_trials__trial_id__media_get: {
+        parameters: {
+            query: {
+                name: string;
+                group?: string;
+                /** @description At most so many items. */
+                limit?: number;
+                /** @description `next_cursor` of the answer before. */
+                cursor?: string | null;
+            };
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Page_Media_"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_trial_files_api_v1_trials__trial_id__files_get: {
+        parameters: {
+            query?: {
+                prefix?: string;
+                /** @description At most so many items. */
+                limit?: number;
+                /** @description `next_cursor` of the answer before. */
+                cursor?: string | null;
+            };
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Page_RunFile_"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_trial_file_api_v1_trials__trial_id__files__path__get: {
+        parameters: {
+            query?: never;
+            header?: {
+                "if-none-match"?: string | null;
+            };
+            path: {
+                trial_id: number;
+                path: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/octet-stream": unknown;
                 };
             };
             /** @description What was wrong, with a `code`. */

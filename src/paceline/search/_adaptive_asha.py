@@ -281,9 +281,10 @@ class HalvingMethod(SearchMethod):
         found = rung.arrival(request_id)
         if found is None:
             return None
-        *counts, cutoff = found
+        order, rank, num_kept, value = found
         sign = 1 if self._smaller_is_better else -1
-        return Arrival(*counts, sign * cutoff if math.isfinite(cutoff) else None)
+        cutoff = sign * value if math.isfinite(value) else None
+        return Arrival(order=order, rank=rank, num_kept=num_kept, cutoff=cutoff)
 
     def _decision(self, entrant: _Entrant, index: int) -> Decision:
         if entrant.rung > index:

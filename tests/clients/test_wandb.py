@@ -486,6 +486,8 @@ def test_file_outside_of_the_run_is_refused(server: WandbServer, name: str) -> N
         "mutation Odd { upsertNothing(input: {a: 1}) { b } }",
         "query { viewer { ...Loop } } fragment Loop on User { ...Loop }",
         "{ viewer { " * 40,
+        "{ a" * 2000 + "}" * 2000,
+        "query Deep { project(name: " + "[" * 1500 + "]" * 1500 + ") { id } }",
         "",
         'query { project(name: ["a"]) { id } }',
         "subscription S { runs }",

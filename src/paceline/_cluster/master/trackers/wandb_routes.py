@@ -59,7 +59,7 @@ async def answer_graphql(request: Request, master: MasterOf, identity: IdentityO
         document = Document(str(given.get("query")), given.get("operationName"))
         variables = given.get("variables") or {}
         asked = partial(_asked, request, master, identity)
-        if document.operation.kind == "mutation":
+        if document.kind == "mutation":
             data = await write_rows(
                 master, lambda transaction: _mutate(asked, transaction, document, variables)
             )
@@ -69,7 +69,7 @@ async def answer_graphql(request: Request, master: MasterOf, identity: IdentityO
         return _graphql_error(200, str(error))
     except ApiError as error:
         return _graphql_error(error.status, str(error))
-    except (msgspec.DecodeError, TypeError, AttributeError, KeyError, ValueError) as error:
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         # A request of another shape: the client is told, and the log has the place.
         logger.warning("A W&B client's request cannot be answered.", exc_info=error)
         return _graphql_error(200, f"The request cannot be answered: {error!r:.300}.")

@@ -13,7 +13,8 @@ from paceline._base.journal_records import (
     MetricsReported,
     encode_metrics,
 )
-from paceline.importers._run_files import RunFiles, checked_path
+from paceline._base.run_directory import check_file_path
+from paceline.importers._run_files import RunFiles
 
 GROUP, SYSTEM_GROUP = "training", "system"
 _KINDS = ("image", "audio", "video", "html", "table")
@@ -117,7 +118,7 @@ class LoggedValues:
         else:
             with (
                 opened_directory(self._store) as directory,
-                open_regular_below(directory, checked_path(value["path"])) as file,
+                open_regular_below(directory, check_file_path(value["path"])) as file,
             ):
                 content = decoded_json(read_limited(file, _MAX_TABLE_BYTES))
             columns, cells = content["columns"], content["data"]

@@ -21,9 +21,10 @@ from paceline._base.journal_records import (
     RunMetadataSet,
     encode_float,
 )
+from paceline._base.run_directory import check_file_path
 from paceline.config._read_yaml import parse_yaml
 from paceline.importers._logged_values import GROUP, SYSTEM_GROUP
-from paceline.importers._run_files import RunFiles, checked_path, files_below, kind_of, links_below
+from paceline.importers._run_files import RunFiles, files_below, kind_of, links_below
 from paceline.importers._run_writer import ImportRefusedError, SourceRun, started
 
 _SYSTEM = "system/"
@@ -309,7 +310,7 @@ def _directories(root: Path) -> list[Path]:
 
 
 def _read_below(root: Path, name: str, max_bytes: int) -> bytes:
-    with opened_directory(root) as store, open_regular_below(store, checked_path(name)) as file:
+    with opened_directory(root) as store, open_regular_below(store, check_file_path(name)) as file:
         return read_limited(file, max_bytes)
 
 

@@ -16,32 +16,11 @@ from paceline._base.files import (
     write_atomically,
 )
 from paceline._base.journal_records import MediaFile
+from paceline._base.run_directory import check_file_path
 
 _CHUNK_BYTES = 1024 * 1024
 _UNFIT = re.compile(r"[^A-Za-z0-9._/-]+")
-_MAX_PATH = 1024
 _KINDS = ("image", "audio", "video")
-
-
-class UnsafePathError(ValueError):
-    """A path from a store leads out of it, or cannot be the path of a run's file."""
-
-
-def checked_path(path: str) -> str:
-    """Return the relative POSIX path of a file, once checked.
-
-    Raises:
-        UnsafePathError: It is absolute, has empty parts, `.` or `..`, unprintable characters or
-            more than 1024 bytes.
-    """
-    parts = path.split("/")
-    is_fit = path.isprintable() and "\\" not in path and len(path.encode()) <= _MAX_PATH
-    if not is_fit or any(part in ("", ".", "..") for part in parts):
-        raise UnsafePathError(
-            "The path of a file must be relative, printable, and without `.`, `..` or empty parts,"
-            f" but got {path!r:.300}."
-        )
-    return path
 
 
 def kind_of(media_type: str) -> str:
@@ -117,16 +96,16 @@ class RunFiles:
             caption: A text for people.
 
         Raises:
-            UnsafePathError: One of the paths leads outside.
+            ValueError: One of the paths leads outside.
             OSError: The file cannot be read, or is no regular file.
         """
         digest, size = hashlib.sha256(), 0
         with ExitStack() as stack:
             directory = stack.enter_context(opened_directory(store))
-            file = stack.enter_context(open_regular_below(directory, checked_path(source)))
+            file = stack.enter_context(open_regular_below(directory, check_file_path(source)))
             written: IO[bytes] | None = None
             if self._root is not None:
-                place = self._root / checked_path(path)
+                place = self._root / check_file_path(path)
                 place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 # The block that is entered last ends first: the file is closed when it is renamed.
                 part = stack.enter_context(replacing_atomically(place, mode=0o600))
@@ -136,7 +115,7 @@ class RunFiles:
                 size += len(chunk)
                 if written is not None:
                     written.write(chunk)
-        return self._taken(checked_path(path), digest.hexdigest(), size, caption, {})
+        return self._taken(check_file_path(path), digest.hexdigest(), size, caption, {})
 
     def _taken(
         self, path: str, digest: str, size: int, caption: str | None, facts: dict[str, Any]

@@ -55,6 +55,7 @@ ROUTES = [
     "GET    /api/v1/openapi.json",
     "GET    /api/v1/pools",
     "GET    /api/v1/queue",
+    "GET    /api/v1/runs",
     "GET    /api/v1/session",
     "GET    /api/v1/sign-in",
     "GET    /api/v1/slots",

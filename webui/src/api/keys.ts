@@ -3,6 +3,7 @@
 export const keys = {
   master: () => ["master"] as const,
   status: () => ["status"] as const,
+  link: (link: string) => ["link", link] as const,
   slots: () => ["slots"] as const,
   experiments: () => ["experiments"] as const,
   experimentList: (parameters: object) => ["experiments", parameters] as const,

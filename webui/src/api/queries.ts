@@ -20,6 +20,13 @@ export const masterQuery = queryOptions({
   },
 });
 
+export const linkQuery = (link: string) =>
+  queryOptions({
+    queryKey: keys.link(link),
+    queryFn: () => unwrap(api.GET("/api/v1/runs", { params: { query: { link } } })),
+    retry: false,
+  });
+
 export const statusQuery = queryOptions({
   queryKey: keys.status(),
   queryFn: () => unwrap(api.GET("/api/v1/status")),

@@ -1495,6 +1495,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/runs": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Find Run
+         * @description Find what a client of W&B or MLflow prints as the place of its run or its project.
+         */
+        get: operations["find_run_api_v1_runs_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/runs/{run_id}": {
         parameters: {
             query?: never;
@@ -2263,6 +2283,16 @@ export interface components {
             num_trials: number;
             /** Is Sampled */
             is_sampled: boolean;
+        };
+        /**
+         * LinkTarget
+         * @description What a link of another tracker's client leads to: an experiment, or all of a label.
+         */
+        LinkTarget: {
+            /** Experiment Id */
+            experiment_id?: number | null;
+            /** Label */
+            label?: string | null;
         };
         /**
          * LogLine
@@ -6082,6 +6112,38 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    find_run_api_v1_runs_get: {
+        parameters: {
+            query: {
+                /** @description Without the host. */
+                link: string;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["LinkTarget"];
+                };
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {

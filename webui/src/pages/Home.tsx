@@ -1,5 +1,6 @@
 import { Group, SimpleGrid, Stack, Text, Title } from "@mantine/core";
 import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
+import { useLocation } from "@tanstack/react-router";
 
 import { goingQuery, masterQuery, queueQuery, RECENT, recentQuery } from "../api/queries";
 import type { Experiment } from "../api/types";
@@ -13,10 +14,17 @@ import { slotsInWords, usableSlots } from "../lib/cluster";
 import { formatNumber, formatPercent, plural, toNumber } from "../lib/numbers";
 import { shownExperimentState, shownMetric, shownProgress } from "../lib/states";
 import { useTitle } from "../lib/title";
+import { LoggedElsewhere } from "./NotFound";
 
 const QUEUE_PERIOD_MS = 5000;
 
 export function Home() {
+  // Clients of MLflow print addresses of this form.
+  const { hash } = useLocation();
+  return hash.startsWith("/experiments/") ? <LoggedElsewhere link={hash.slice(1)} /> : <Overview />;
+}
+
+function Overview() {
   useTitle("Home");
   const goingList = useInfiniteQuery(goingQuery);
   const recentList = useInfiniteQuery(recentQuery);

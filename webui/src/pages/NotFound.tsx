@@ -1,8 +1,30 @@
+import { useQuery } from "@tanstack/react-query";
+import { Navigate, useLocation } from "@tanstack/react-router";
+
+import { linkQuery } from "../api/queries";
+import { Empty, Waiting } from "../components/Feedback";
 import { LinkButton } from "../components/links";
 import { PageHead } from "../components/PageHead";
-import { Empty } from "../components/Feedback";
+
+/** What clients of W&B print as the address of a project or a run, below the master's own. */
+const LOGGED = /^[^/]+\/[^/]+(\/runs\/[^/]+)?$/;
 
 export function NotFound() {
+  const link = useLocation().pathname.slice(1);
+  return LOGGED.test(link) ? <LoggedElsewhere link={link} /> : <NoSuchPage />;
+}
+
+/** The experiment, or all of a project, that another tracker's client has logged. */
+export function LoggedElsewhere({ link }: { link: string }) {
+  const target = useQuery(linkQuery(link));
+  if (target.isPending) return <Waiting what="the run" />;
+  const { experiment_id: id, label } = target.data ?? {};
+  if (id != null) return <Navigate to="/experiments/$id" params={{ id }} replace />;
+  if (label != null) return <Navigate to="/experiments" search={{ q: label }} replace />;
+  return <NoSuchPage />;
+}
+
+function NoSuchPage() {
   return (
     <>
       <PageHead title="Not found" />

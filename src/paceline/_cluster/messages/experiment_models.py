@@ -139,6 +139,13 @@ class RunFile(Message):
     created_at: float
 
 
+class LinkTarget(Message):
+    """What a link of another tracker's client leads to: an experiment, or all of a label."""
+
+    experiment_id: int | None = None
+    label: str | None = None
+
+
 class SeriesOf(Request):
     """Selector of a series; `after_step` restricts the answer to points after a step."""
 

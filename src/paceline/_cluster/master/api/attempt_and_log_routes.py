@@ -17,6 +17,7 @@ from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import (
     ApiError,
     MasterOf,
+    RecordsOf,
     TrialId,
     experiment_row,
     trial_row,
@@ -29,6 +30,7 @@ from paceline._cluster.master.experiments.attempts import (
     read_attempt,
     read_control_of,
 )
+from paceline._cluster.master.experiments.logged_runs import find_link
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.unmanaged_runs import batch_place
 from paceline._cluster.master.master import Master
@@ -38,7 +40,7 @@ from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.log_index_and_search import LogFilter, StoredLine
 from paceline._cluster.master.store.trial_logs import merge_lines
 from paceline._cluster.master.waiting import wait_for
-from paceline._cluster.messages.experiment_models import LogLine, LogPage
+from paceline._cluster.messages.experiment_models import LinkTarget, LogLine, LogPage
 from paceline._cluster.messages.runner_messages import (
     AttemptControl,
     AttemptEnd,
@@ -225,6 +227,19 @@ def _read_decision(master: Master, attempt_id: int) -> AttemptControl | None:
 run_router = ApiRouter(tags=["runs"], route_class=ReadingRoute)
 
 RunId = Annotated[str, Path(min_length=1, max_length=128)]
+
+
+@run_router.get("/runs")
+def find_run(
+    records: RecordsOf,
+    link: Annotated[str, Query(min_length=3, max_length=500, description="Without the host.")],
+) -> LinkTarget:
+    """Find what a client of W&B or MLflow prints as the place of its run or its project."""
+    with records.database.read() as connection:
+        found = find_link(connection, link)
+    if found is None:
+        raise ApiError(404, "not_found", f"Nothing was logged here as {link!r}.")
+    return LinkTarget(experiment_id=found[0], label=found[1])
 
 
 @run_router.put("/runs/{run_id}", openapi_extra={"requestBody": {"content": {

@@ -71,6 +71,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /openapi.json",
         "GET /pools",
         "GET /queue",
+        "GET /runs",
         "GET /slots",
         "GET /status",
         "GET /trials/{trial_id}",

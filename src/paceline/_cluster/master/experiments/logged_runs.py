@@ -245,6 +245,30 @@ def get_document(connection: Connection, kind: str, parent: str, name: str) -> A
     return connection.scalar(select(content).where(*_place(kind, parent, name)))
 
 
+def find_link(connection: Connection, link: str) -> tuple[int | None, str | None] | None:
+    """Return the experiment, or else the label, of what a client prints as the place of its run.
+
+    Args:
+        connection: Where to read.
+        link: ``ENTITY/PROJECT[/runs/RUN]`` of W&B, or ``experiments/ID[/runs/RUN]`` of MLflow.
+    """
+    first, second, *rest = (*link.strip("/").split("/"), "")
+    run = rest[1] if rest[:1] == ["runs"] and len(rest) > 2 else None
+    if first == "experiments":
+        if run is not None:
+            experiment = experiment_of_run(connection, run)
+            return None if experiment is None else (experiment.id, None)
+        known = get_document(connection, "mlflow.experiment", "", second)
+        return None if known is None else (None, PROJECT_LABEL + known["name"])
+    if run is not None:
+        column = tables.documents.c.experiment_id
+        query = select(column).where(*_place("wandb-run", f"{first}/{second}", run))
+        experiment_id = connection.scalar(query)
+        return None if experiment_id is None else (experiment_id, None)
+    known = get_document(connection, "wandb-project", first, second)
+    return None if known is None else (None, PROJECT_LABEL + second)
+
+
 def list_documents(connection: Connection, kind: str, parent: str | None = None) -> list[Row[Any]]:
     """Return rows of the documents of a kind, the earliest first."""
     documents = tables.documents

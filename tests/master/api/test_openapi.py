@@ -86,7 +86,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "PUT /attempts/{attempt_id}/checkpoints/{uuid}/pieces": {"uuid": "w"},
 }
 PIECES = "/attempts/{attempt_id}/checkpoints/{uuid}/pieces"
+FILE = {"digest": hashlib.sha256(b"x").hexdigest(), "media_type": "text/plain", "is_known": False}
 QUERIES: dict[str, dict[str, Any]] = {
+    "GET /runs": {"link": "experiments/1/runs/r1"},
+    "PUT /attempts/{attempt_id}/files/{path}": FILE,
+    "PUT /runs/{run_id}/files/{path}": FILE,
     f"GET {PIECES}": {"name": "f", "offset": 0},
     f"PUT {PIECES}": {"name": "f", "offset": 0},
     "POST /attempts/{attempt_id}/checkpoints/{uuid}/shards": {"member": 1},
@@ -105,6 +109,8 @@ BODIES: dict[str, Any] = {
     },
     "POST /attempts/{attempt_id}/checkpoints/{uuid}/shards": {"shards": {}},
     f"PUT {PIECES}": b"x",
+    "PUT /attempts/{attempt_id}/files/{path}": b"x",
+    "PUT /runs/{run_id}/files/{path}": b"x",
     "POST /attempts/{attempt_id}/records": {"batches": []},
     "POST /attempts/{attempt_id}/logs": {"entries": []},
     "POST /attempts/{attempt_id}/end": {"reason": "exited", "code": 0, "signal": None, "time": 1.0},
@@ -169,6 +175,9 @@ def master(
     assert offered.json() == {"is_stored": False, "missing": {"f": 0}, "is_alone": True}, (
         offered.text
     )
+    assert served.http.put("/runs/r1", json={"info": RUN, "path": "/p"}).status_code == 200
+    sent = served.http.put("/attempts/1/files/f", params=FILE, content=b"x")
+    assert sent.status_code == 204, sent.text
     served.attempt(1, "logs", entries=[[0, 0.0, 0, "stdout", None, "line"]])
     served.http.post("/tokens", json={"name": "one"})
     session = served.http.post("/nodes", json=NODE).json()

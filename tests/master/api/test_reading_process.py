@@ -42,7 +42,7 @@ PATHS = {
     "read_trial": ["trials/1", "trials/77"],
     "read_trial_time": ["trials/1/time"],
     "list_environments": ["trials/1/environments"],
-    "find_run": ["runs?link=paceline/none/runs/x", "runs?link=experiments/7", "runs?link=x"],
+    "find_run": ["runs?link=paceline/none/runs/x", "runs?link=experiments/7"],
     "list_media": ["trials/1/media?name=none", "trials/1/media?name=none&cursor=wrong"],
     "list_media_names": ["trials/1/media-names", "trials/77/media-names"],
     "list_trial_files": ["trials/1/files", "trials/1/files?prefix=media%2F&limit=1"],

@@ -499,6 +499,30 @@ def test_graphql_of_another_shape_is_answered(server: WandbServer, query: str) -
     assert found["data"] is not None or found["errors"][0]["message"]
 
 
+@pytest.mark.parametrize(
+    ("link", "status", "found"),
+    [
+        ("paceline/linked/runs/here", 200, "experiment_id"),
+        ("paceline/linked", 200, "label"),
+        ("paceline/linked/runs/none", 404, None),
+        ("paceline/none", 404, None),
+        ("experiments/77/runs/none", 404, None),
+        ("a/b/runs", 404, None),
+        ("one", 404, None),
+    ],
+)
+def test_address_that_the_client_prints_is_found(
+    server: WandbServer, link: str, status: int, found: str | None
+) -> None:
+    server.begin("here", "linked")
+    reply = server.http.get("/api/v1/runs", params={"link": link})
+    assert reply.status_code == status, reply.text
+    if found is not None:
+        told = reply.json()
+        assert [name for name, value in told.items() if value is not None] == [found]
+        assert told["label"] in (None, "project:linked")
+
+
 def test_report_token_logs_but_neither_lists_nor_reads_artifacts(server: WandbServer) -> None:
     token = server.process.client().create_token("reporter", scope="report").secret
     reporter = httpx2.Client(base_url=server.url, auth=("api", token))

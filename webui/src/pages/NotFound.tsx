@@ -6,8 +6,8 @@ import { Empty, Waiting } from "../components/Feedback";
 import { LinkButton } from "../components/links";
 import { PageHead } from "../components/PageHead";
 
-/** What clients of W&B print as the address of a project or a run, below the master's own. */
-const LOGGED = /^[^/]+\/[^/]+(\/runs\/[^/]+)?$/;
+/** What clients of W&B print as the address of a project or a run; the app has some of its own. */
+const LOGGED = /^(?!experiments\/|trials\/)[^/]+\/[^/]+(\/runs\/[^/]+)?$/;
 
 export function NotFound() {
   const link = useLocation().pathname.slice(1);

@@ -62,7 +62,7 @@ def test_every_command_has_json_and_lists_have_tsv() -> None:
         options = {option: one for one in command.params for option in one.opts}
         assert "--json" in options, name
         is_list = name.split()[-1] in (
-            *("list", "lt", "lc", "list-trials", "list-checkpoints", "compare", "doctor"),
+            *("list", "lt", "lc", "list-trials", "list-checkpoints", "compare", "doctor", "files"),
         )
         has_tsv = "tsv" in str(getattr(options.get("--format"), "type_descriptor", ""))
         assert has_tsv == is_list, name

@@ -23,7 +23,8 @@ ALL = {
 OFFLINE = {
     "backup", "checkpoint export", "doctor", "down", "examples copy", "examples list", "export",
     "home check", "import", "init", "preview-search", "restore", "run", "runs compare",
-    "runs delete", "runs list", "runs prune", "runs show", "runs time", "verify-resume", "version",
+    "runs delete", "runs download", "runs files", "runs list", "runs prune", "runs show",
+    "runs time", "verify-resume", "version",
 }  # fmt: skip
 
 
@@ -88,6 +89,8 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("trial describe", trial, "--environment")[0]["number"] == 1
     assert run("trial metrics", trial)["metrics"] == {"train_loss": 0.5}
     run("trial time", trial)
+    assert run("trial files", trial) == []
+    assert run("trial download-files", trial, "-o", tmp_path / "e")["files"] == []
     run("trial logs", trial)
     run("experiment list-checkpoints", one)
     uuid = run("checkpoint list", one)[0]["uuid"]
@@ -185,6 +188,8 @@ def test_commands_without_a_master_print_their_json(
     assert (listed["state"], listed["steps_completed"]) == ("completed", 3)
     assert len(run("runs show", "last")["metrics"]) == 6
     run("runs time", "last")
+    assert run("runs files", "last") == []
+    assert run("runs download", "last")["files"] == []
     assert run("export", "last", "-o", "exported")["num_values"] == 9
     assert run("import", "exported", "--into", "imported")["runs"][0]["state"] == "new"
     assert [each["state"] for each in run("runs compare", "last", "last")] == ["completed"] * 2

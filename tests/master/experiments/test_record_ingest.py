@@ -362,7 +362,8 @@ def test_an_alert_of_any_rank_is_a_line_of_the_log_and_an_event(bench: Any) -> N
     bench.send(attempt_id, alert, rank=2)
     assert "Alert of rank 2: Loss is high: It was 9" in bench.notes(1)
     data = {"title": "Loss is high", "description": "It was 9", "level": "warn", "rank": 2}
-    assert bench.events("alert") == [data]
+    told = data | {"raised_at": 1.0}
+    assert bench.events("alert") == [told]
     for number in range(20):
         alert = AlertRaised(time=2.0, title=f"{number}", description="", level="info")
         bench.send(attempt_id, alert, rank=2)

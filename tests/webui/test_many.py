@@ -84,13 +84,14 @@ def test_compare_says_what_is_not_drawn_and_offers_trials_from_lists(
 def test_all_of_a_list_longer_than_a_page_are_selected(
     master: Any, open_page: Any, tmp_path: Path
 ) -> None:
+    made = []
     for number in range(205):
         config = {
             "name": f"long list {number}", "entrypoint": "true", "hyperparameters": {},
             "searcher": {"name": "single", "metric": "test_loss"},
             "environment": {"working_dir": str(tmp_path)},
         }  # fmt: skip
-        master.client.create_experiment(config, activate=False)
+        made.append(master.client.create_experiment(config, activate=False))
     page = open_page(master, "/experiments?q=long+list")
     expect(page.get_by_role("status").filter(has_text="205 experiments")).to_be_visible()
     page.get_by_role("checkbox", name="Select all rows").click()
@@ -101,5 +102,8 @@ def test_all_of_a_list_longer_than_a_page_are_selected(
     page.get_by_role("menuitem", name="Kill 205").click()
     page.get_by_role("button", name="Kill them").click()
     expect(page.get_by_role("button", name="With 205 selected experiments")).to_have_count(0)
+    # All of them have ended when the list is read: a busy machine takes a while.
+    for experiment in made:
+        experiment.wait()
     page.goto("/experiments?q=long+list&state=CANCELED")
     expect(page.get_by_role("status").filter(has_text="205 experiments")).to_be_visible()

@@ -9,7 +9,6 @@ from fastapi import Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection, Row
 
-from paceline._base.process_and_network import integer_setting
 from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.api.access_guard import IdentityOf
 from paceline._cluster.master.api.attempt_and_log_routes import (
@@ -38,7 +37,7 @@ from paceline._cluster.master.store.api_models_from_rows import encode_cursor
 from paceline._cluster.master.store.run_files import (
     MAX_FILE_BYTES,
     FileTooLargeError,
-    bytes_of_trial,
+    bytes_left,
     get_file,
     list_files,
     media_names,
@@ -51,8 +50,6 @@ from paceline._cluster.messages.runner_messages import runner_id
 file_router = ApiRouter(tags=["files"], route_class=ReadingRoute)
 
 _PIECE_BYTES = 256 * 1024
-_MIB = 1024 * 1024
-_DEFAULT_TRIAL_MIB = 20 * 1024
 # What a browser shows without running anything; all else is saved as a file.
 _SHOWN = ("image/", "audio/", "video/", "text/plain", "application/json")
 _POLICY = (
@@ -162,10 +159,8 @@ def _not_stored(error: OSError | ValueError, *, has_limit: bool) -> ApiError:
 
 
 def _bytes_left(master: Master, find: Callable[[Connection], Row[Any]]) -> int:
-    """Return how many bytes a run may still send, by the setting of the environment."""
-    allowed = integer_setting("PACELINE_MAX_RUN_FILES_MIB", _DEFAULT_TRIAL_MIB) * _MIB
     with master.database.read() as connection:
-        return allowed - bytes_of_trial(connection, find(connection).id)
+        return bytes_left(connection, find(connection).id)
 
 
 @file_router.get("/trials/{trial_id}/media-names")

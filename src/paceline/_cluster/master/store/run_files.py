@@ -17,6 +17,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from paceline._base.files import open_regular, sync_directory
 from paceline._base.journal_records import MediaReported
+from paceline._base.process_and_network import integer_setting
 from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_series import visible_series_limits
@@ -26,6 +27,7 @@ MAX_FILE_BYTES = 1024 * 2**20
 """Largest file of a run: an artifact, a model."""
 _INCOMING = "incoming"
 _CHUNK_BYTES = 1024 * 1024
+_DEFAULT_TRIAL_MIB = 20 * 1024
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Leftovers and contents without a row are kept for so long: a request may be about to name them.
 _YOUNG_S = 24 * 3600.0
@@ -184,11 +186,12 @@ def put_file(
     )
 
 
-def bytes_of_trial(connection: Connection, trial_id: int) -> int:
-    """Return the size of all files of a trial."""
+def bytes_left(connection: Connection, trial_id: int) -> int:
+    """Return how many bytes of files a trial may still have, by the setting of the environment."""
     files = tables.run_files.c
     query = select(func.coalesce(func.sum(files.size), 0)).where(files.trial_id == trial_id)
-    return int(connection.execute(query).scalar_one())
+    allowed = integer_setting("PACELINE_MAX_RUN_FILES_MIB", _DEFAULT_TRIAL_MIB) * 1024 * 1024
+    return max(0, allowed - int(connection.execute(query).scalar_one()))
 
 
 def get_file(connection: Connection, trial_id: int, path: str) -> Row[Any] | None:

@@ -12,7 +12,7 @@ from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.run_files import get_file, list_files, put_file
+from paceline._cluster.master.store.run_files import bytes_left, get_file, list_files, put_file
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
     MlflowError,
@@ -94,6 +94,11 @@ def name_file(
         files=[file],
     )
     runs.append(transaction, place.run_id, [record])
+
+
+def room_of_run(connection: Connection, place: FilePlace) -> int:
+    """Return how many bytes of files the run of a place may still have."""
+    return bytes_left(connection, _trial_id(connection, place.run_id))
 
 
 def find_file(connection: Connection, artifact: str) -> Row[Any]:

@@ -27,6 +27,7 @@ from paceline._cluster.master.trackers.mlflow_artifacts import (
     find_place,
     list_directory,
     name_file,
+    room_of_run,
 )
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
@@ -91,7 +92,9 @@ async def put_artifact(
         place = await asyncio.to_thread(_read, master, lambda found: find_place(found, path))
         if not place.path:
             raise invalid("The path of an artifact must name a file.")
-        digest, size = await master.files.receive(request.stream(), max_bytes=MAX_ARTIFACT_BYTES)
+        left = await asyncio.to_thread(_read, master, lambda found: room_of_run(found, place))
+        limit = min(MAX_ARTIFACT_BYTES, left)
+        digest, size = await master.files.receive(request.stream(), max_bytes=limit)
         await write_rows(
             master, lambda writer: name_file(writer, master.logged_runs, place, digest, size)
         )

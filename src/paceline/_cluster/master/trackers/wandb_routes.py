@@ -25,7 +25,12 @@ from paceline._cluster.master.experiments.state_decisions import NotFoundError, 
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.run_files import FileTooLargeError, get_file, put_file
+from paceline._cluster.master.store.run_files import (
+    FileTooLargeError,
+    bytes_left,
+    get_file,
+    put_file,
+)
 from paceline._cluster.master.trackers.wandb_artifacts import artifact_file
 from paceline._cluster.master.trackers.wandb_graphql import Document, GraphqlError
 from paceline._cluster.master.trackers.wandb_history import media_type_of
@@ -167,8 +172,14 @@ async def _body(request: Request) -> bytes:
 @wandb_router.put("/wandb-files/{trial_id}/{path:path}")
 async def store_file(trial_id: int, path: str, request: Request, master: MasterOf) -> Response:
     """Store a file of a run; the guard has checked the signature of the URL."""
+
+    def find_limit() -> int:
+        with master.database.read() as connection:
+            return min(_MAX_FILE, bytes_left(connection, trial_id))
+
+    limit = await asyncio.to_thread(find_limit)
     try:
-        digest, size = await master.files.receive(_pieces(request), max_bytes=_MAX_FILE)
+        digest, size = await master.files.receive(_pieces(request), max_bytes=limit)
     except FileTooLargeError as error:
         return problem(413, "body_too_large", str(error))
     except OSError as error:

@@ -3,6 +3,8 @@
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import cloudpickle
@@ -124,6 +126,46 @@ def test_a_function_without_checkpoints_is_compared_at_its_end(
 ) -> None:
     with pytest.raises(train.RanksDifferError, match=r"`model_0.* must be the same"):
         workers.run(function, {"what": what, "odd": odd, "epoch": 2, "saves": False})
+
+
+class LateStore:
+    """Store in which a digest of the end arrives after a second; answers keep the calls' order."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._threads: list[Timer] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: bytes) -> None:
+        if "/end/" not in key:
+            self._store.set(key, value)
+            return
+        self._threads.append(Timer(1, self._store.set, (key, value)))
+        self._threads[-1].start()
+
+    def check(self, keys: list[str]) -> Any:
+        for thread in self._threads:
+            thread.join()
+        return self._store.check(keys)
+
+
+def function_with_a_late_store(config: dict[str, Any]) -> None:
+    c10d: Any = torch.distributed.distributed_c10d
+    late = LateStore(c10d._get_default_store())
+    if train.world_rank() == 1:
+        c10d._get_default_store = lambda: late
+    function(config)
+
+
+def test_ranks_are_compared_at_the_end_if_the_digest_of_one_arrives_late(tmp_path: Path) -> None:
+    config = {"what": "validation", "odd": 0, "epoch": 2, "saves": False}
+    with (
+        train.Trainer(num_workers=3, run_dir=tmp_path / "run") as workers,
+        pytest.raises(train.RanksDifferError, match=r"`model_0.* must be the same"),
+    ):
+        workers.run(function_with_a_late_store, config)
 
 
 def with_a_loader_alone(config: dict[str, Any]) -> None:

@@ -253,6 +253,8 @@ class RankComparison:
         tensors = [p for model in gradients.models for p in model.parameters()]
         is_moved = any(tensor.device.type != device.type for tensor in tensors)
         self._set(_END, self._digest().of_present(is_absent=is_moved))
+        # Setting a value waits for no answer: this call returns as soon as the store has the value.
+        _store().check([self._key(_END, self._rank)])
         return self._rank == 0
 
     def end(self) -> None:

@@ -35,7 +35,7 @@ export function zoomSearch(zoom: Range | null): { from?: number; to?: number } {
 }
 
 const FEW_CHOICES = 20;
-const CHOICES_SHOWN = 100;
+export const CHOICES_SHOWN = 100;
 
 /** A long list of choices is searched; only its first matches are drawn. */
 export function manyChoices(count: number) {

@@ -17,6 +17,7 @@ import { useQuery } from "@tanstack/react-query";
 import { type FormEvent, useState } from "react";
 
 import { columnsQuery } from "../api/queries";
+import { CHOICES_SHOWN } from "../charts/ChartControls";
 import {
   type Condition,
   conditionFrom,
@@ -83,6 +84,7 @@ export function ColumnChoice({ chosen, onChange }: ColumnChoiceProps) {
         searchable
         clearable
         data={names}
+        limit={CHOICES_SHOWN}
         value={[...chosen]}
         onChange={onChange}
         nothingFoundMessage="No such column"
@@ -208,6 +210,7 @@ function ConditionForm({ onAdd }: { onAdd: (condition: Condition) => void }) {
           searchable
           allowDeselect={false}
           data={[{ group: "Experiment", items: FIELDS }, ...names]}
+          limit={CHOICES_SHOWN}
           value={column}
           onChange={(value) => value && setColumn(value)}
           {...within}

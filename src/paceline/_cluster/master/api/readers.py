@@ -243,6 +243,8 @@ _PATIENCE_S = 1.0
 # How many quick reads are given to the thread, and to the second process: so many that it has the
 # next one at once, however long the event loop takes to hear of an answer.
 _HERE = 1
+# How many reads of the thread may turn out to be slow while they run: others take their turns.
+_MAX_OVERDUE = 4
 _THERE = 8
 _JSON = "application/json"
 T = TypeVar("T")
@@ -256,19 +258,21 @@ class _Waiting(NamedTuple):
 
 
 class ReadingThreads:
-    """Threads answering reads: a single thread for quick routes, others for slow routes.
+    """Threads answering reads: for quick routes, of which one runs at a time, and for slow routes.
 
     Python runs one thread at a time. Two busy threads and the event loop take turns, so all
     answers come later. But quick reads must not wait for slow ones.
     """
 
     def __init__(self) -> None:
-        self._quick = ThreadPoolExecutor(1, thread_name_prefix="paceline-reader")
+        self._quick = ThreadPoolExecutor(
+            _HERE + _MAX_OVERDUE, thread_name_prefix="paceline-reader"
+        )
         self._slow = ThreadPoolExecutor(_NUM_SLOW, thread_name_prefix="paceline-slow-reader")
         self._slow_until: dict[object, float] = {}
 
     async def answer(self, route: object, make: Callable[[], T]) -> T:
-        """Return a function's result for a route, computed in the thread for quick reads.
+        """Return a function's result for a route, computed in a thread for quick reads.
 
         Args:
             route: The route, whose reads take alike long.
@@ -321,6 +325,7 @@ class Readers:
         self._process = ReadingProcess(database_path, self._give_turns) if num_cores > 1 else None
         self._waiting: deque[_Waiting] = deque()
         self._num_here = 0
+        self._num_overdue = 0
         self._num_there = 0
 
     async def answer(self, endpoint: Callable[..., Any], arguments: dict[str, Any]) -> Response:
@@ -363,15 +368,31 @@ class Readers:
         self._waiting.append(one)
         self._give_turns()
         # The second process may hang.
-        look_again = loop.call_later(_PATIENCE_S, self._give_turns)
+        timer = loop.call_later(_PATIENCE_S, self._give_turns)
+        is_overdue = False
+
+        def note_overdue() -> None:
+            nonlocal is_overdue
+            if self._num_overdue < _MAX_OVERDUE:
+                is_overdue = True
+                self._num_overdue += 1
+                self._num_here -= 1
+                self._give_turns()
+
         try:
-            yield await one.turn
+            leaves = await one.turn
+            timer.cancel()
+            if not leaves:
+                timer = loop.call_later(_PATIENCE_S, note_overdue)
+            yield leaves
         finally:
-            look_again.cancel()
+            timer.cancel()
             if one.turn.cancelled():
                 self._waiting.remove(one)
             elif one.turn.result():
                 self._num_there -= 1
+            elif is_overdue:
+                self._num_overdue -= 1
             else:
                 self._num_here -= 1
             self._give_turns()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, func, insert, select, tuple_, update
+from sqlalchemy import Connection, Row, bindparam, func, insert, select, text, tuple_, update
 
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_series import (
@@ -22,18 +22,31 @@ from paceline._cluster.master.store.metric_series import (
 from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
 
 _names = tables.metric_names.c
+# Skip scan: each step jumps to the next name, past all experiments sharing this name.
+_ALL_NAMES = text("""
+    WITH RECURSIVE
+      groups (name) AS (
+        SELECT min("group") FROM metric_names
+        UNION ALL
+        SELECT (SELECT min("group") FROM metric_names WHERE "group" > groups.name)
+        FROM groups WHERE groups.name IS NOT NULL
+      ),
+      names ("group", key) AS (
+        SELECT name, (SELECT min(key) FROM metric_names WHERE "group" = name)
+        FROM groups WHERE name IS NOT NULL
+        UNION ALL
+        SELECT "group", (
+          SELECT min(key) FROM metric_names m WHERE m."group" = names."group" AND m.key > names.key
+        )
+        FROM names WHERE key IS NOT NULL
+      )
+    SELECT "group", key FROM names WHERE key IS NOT NULL ORDER BY "group", key
+""")
 
 
 def all_metric_names(connection: Connection) -> list[tuple[str, str]]:
     """Return (group, name) of the metrics of all experiments, sorted."""
-    found: list[tuple[str, str]] = []
-    query = select(_names.group, _names.key).order_by(_names.group, _names.key).limit(1)
-    place = query
-    # Skip scan: each query jumps to the next name, past all experiments sharing this name.
-    while (row := connection.execute(place).first()) is not None:
-        found.append((row.group, row.key))
-        place = query.where(tuple_(_names.group, _names.key) > found[-1])
-    return found
+    return [(row.group, row.key) for row in connection.execute(_ALL_NAMES)]
 
 
 def metric_names(

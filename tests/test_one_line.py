@@ -63,7 +63,7 @@ def test_media_are_told_from_numbers(tmp_path: Path) -> None:
                 "images": [picture, paceline.Image(picture, "second")],
                 "audio": paceline.Audio(np.zeros(4), sample_rate=4),
                 "video": paceline.Video(np.zeros((2, 2, 2, 3))),
-                "table": paceline.Table([[1, "a"]], columns=["n", "name"]),
+                "table": paceline.Table(columns=["n", "name"], data=[[1, "a"]]),
                 "histogram": paceline.Histogram([1.0, 2.0]),
                 "html": paceline.Html("<p>"),
                 "file": paceline.File(tmp_path / "notes.txt"),

@@ -50,11 +50,11 @@ def Video(video: Any, frames_per_second: float = 8.0, caption: str | None = None
     return Media("video", video, {"frames_per_second": frames_per_second, "captions": caption})
 
 
-def Table(table: Any, columns: Sequence[str] | None = None) -> Media:
+def Table(data: Any, columns: Sequence[str] | None = None) -> Media:
     """Return a table to log: see `report_table`, or rows with the names of their `columns`."""
     if columns is not None:
-        table = [dict(zip(columns, row, strict=True)) for row in table]
-    return Media("table", table)
+        data = [dict(zip(columns, row, strict=True)) for row in data]
+    return Media("table", data)
 
 
 def Histogram(values: Any, num_bins: int = 64, counts: Any = None) -> Media:

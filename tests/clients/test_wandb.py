@@ -499,6 +499,21 @@ def test_graphql_of_another_shape_is_answered(server: WandbServer, query: str) -
     assert found["data"] is not None or found["errors"][0]["message"]
 
 
+def test_request_for_the_same_history_many_times_is_refused(server: WandbServer) -> None:
+    server.begin("asked-often")
+    rows = [{"_step": step, "loss": step} for step in range(2000)]
+    assert server.log("asked-often", 0, *rows, complete=True, exitcode=0).status_code == 200
+    history = "history(minStep: 0, maxStep: 2000)"
+    query = 'query Q { project(name: "raw") { run(name: "asked-often") { %s } } }'
+    found = server.ask(query % f"a: {history} b: {history}")
+    assert len(found["data"]["project"]["run"]["b"]) == 2000
+
+    found = server.ask(query % " ".join(f"a{number}: {history}" for number in range(1000)))
+
+    assert found["data"] is None
+    assert found["errors"][0]["message"].startswith("A request must ")
+
+
 @pytest.mark.parametrize(
     ("link", "status", "found"),
     [

@@ -1,6 +1,7 @@
 """Answers to GraphQL of W&B's clients: the fields that a document selects."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 _MAX_CHARACTERS = 50_000
 # Fragments in each other could ask for a field a thousand times over.
 _MAX_SELECTIONS = 200_000
+# A thousand aliases could ask for a whole history each.
+_MAX_CPU_S = 10.0
 _MAX_WARNED = 1000
 _warned: set[tuple[str, str]] = set()
 
@@ -64,6 +67,7 @@ class Document:
         [self._operation] = operations
         self.kind = self._operation.operation.value
         self._variables: dict[str, Any] = {}
+        self._deadline = 0.0
         self._num_left = _MAX_SELECTIONS
 
     def answer(self, root: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,6 +85,7 @@ class Document:
             if one.default_value is not None
         }
         self._variables = {**defaults, **variables}
+        self._deadline = time.thread_time() + _MAX_CPU_S
         return self._select(self._operation.selection_set, root, self.kind.title())
 
     def _select(
@@ -93,6 +98,8 @@ class Document:
                 _warn(path, name)
             item = value.get(name)
             if callable(item):
+                if time.thread_time() > self._deadline:
+                    raise GraphqlError(f"A request must take at most {_MAX_CPU_S:.0f} CPU seconds.")
                 item = item(self._arguments(one))
             key = one.alias.value if one.alias else name
             selected = self._part(one.selection_set, item, f"{path}.{name}")
@@ -103,6 +110,7 @@ class Document:
 
     def _part(self, selections: "SelectionSetNode | None", item: Any, path: str) -> Any:
         if selections is None or item is None:
+            self._count(len(item) if isinstance(item, list) else 0)
             return item
         if isinstance(item, list):
             return [self._part(selections, each, path) for each in item]
@@ -113,9 +121,7 @@ class Document:
     ) -> "Iterator[FieldNode]":
         node: Any
         for node in selections.selections:
-            self._num_left -= 1
-            if self._num_left < 0:
-                raise GraphqlError(f"A request must select at most {_MAX_SELECTIONS:,} fields.")
+            self._count(1)
             if not self._is_wanted(node):
                 continue
             if node.kind == "field":
@@ -126,6 +132,11 @@ class Document:
                 raise GraphqlError(f"The fragment {name!r:.50} contains itself, or is missing.")
             else:
                 yield from self._flat(self._fragments[name], within | {name})
+
+    def _count(self, number: int) -> None:
+        self._num_left -= number
+        if self._num_left < 0:
+            raise GraphqlError(f"A request must select at most {_MAX_SELECTIONS:,} values.")
 
     def _is_wanted(self, node: "Node") -> bool:
         for directive in node.directives or ():

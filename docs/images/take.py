@@ -6,7 +6,7 @@ Starts a master in a temporary home, runs a hyperparameter search of the example
 and photographs its pages: light, dark, and at the width of a phone.
 """
 
-import base64
+import io
 import os
 import shutil
 import subprocess
@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from paceline.client import Client
@@ -28,6 +29,8 @@ LOW = {"width": 1280, "height": 680}
 PHONE = {"width": 390, "height": 844}
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _PATIENCE_MS = 120_000
+_FRAME_MS = 1000
+_MOST_FRAMES = 20
 
 
 def main() -> None:
@@ -58,7 +61,8 @@ def take_all(client: Client) -> None:
         page.goto("/cluster")
         page.get_by_role("cell", name="digits-checkpoints").wait_for()
         _take(page, "cluster")
-        search.wait()
+        page.goto(f"/experiments/{search.id}")
+        _film(page, search)
         best = search.reload().data.best_trial_id
         shots = [
             (DESKTOP, "light", f"/experiments/{search.id}", "experiment"),
@@ -91,29 +95,30 @@ def _take(page: Any, name: str) -> None:
     page.get_by_text("Loading").first.wait_for(state="detached")
     page.wait_for_timeout(1000)
     path = IMAGES / f"{name}.webp"
-    path.write_bytes(as_webp(page.context.browser, page.screenshot()))
+    _save(path, [page.screenshot()])
+
+
+def _film(page: Any, search: Any) -> None:
+    """Take pictures of a page until the search on it has ended, as one that moves."""
+    shots = [page.screenshot()]
+    while not search.reload().state.is_terminal:
+        page.wait_for_timeout(_FRAME_MS)
+        shots.append(page.screenshot())
+    page.wait_for_timeout(_FRAME_MS)
+    shots.append(page.screenshot())
+    # The first and the last, and so many of those between that the film is short.
+    step = max(1, len(shots) // _MOST_FRAMES)
+    _save(IMAGES / "search.webp", [*shots[:-1:step], shots[-1]], width=960)
+
+
+def _save(path: Path, shots: list[bytes], width: int | None = None) -> None:
+    """Store PNG pictures as one picture, which moves if there are several; print its size."""
+    frames = [Image.open(io.BytesIO(shot)).convert("RGB") for shot in shots]
+    if width is not None:
+        frames = [frame.resize((width, width * frame.height // frame.width)) for frame in frames]
+    times = {} if len(frames) == 1 else {"duration": [600] * (len(frames) - 1) + [4000], "loop": 0}
+    frames[0].save(path, save_all=True, append_images=frames[1:], quality=80, method=6, **times)
     print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
-
-
-def as_webp(browser: Any, png: bytes) -> bytes:
-    """Return a picture in the format that makes the smallest files."""
-    page = browser.new_page()
-    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    encoded = page.evaluate(
-        """async (source) => {
-            const image = new Image();
-            image.src = source;
-            await image.decode();
-            const canvas = new OffscreenCanvas(image.width, image.height);
-            canvas.getContext("2d").drawImage(image, 0, 0);
-            const blob = await canvas.convertToBlob({type: "image/webp", quality: 0.9});
-            const bytes = new Uint8Array(await blob.arrayBuffer());
-            return btoa(Array.from(bytes, (one) => String.fromCharCode(one)).join(""));
-        }""",
-        source,
-    )
-    page.close()
-    return base64.b64decode(encoded)
 
 
 if __name__ == "__main__":

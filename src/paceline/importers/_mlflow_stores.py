@@ -23,9 +23,14 @@ from paceline._base.journal_records import (
 )
 from paceline._base.run_directory import check_file_path
 from paceline.config._read_yaml import parse_yaml
-from paceline.importers._logged_values import GROUP, SYSTEM_GROUP
 from paceline.importers._run_files import RunFiles, files_below, kind_of, links_below
-from paceline.importers._run_writer import ImportRefusedError, SourceRun, started
+from paceline.importers._run_writer import (
+    GROUP,
+    SYSTEM_GROUP,
+    ImportRefusedError,
+    SourceRun,
+    started,
+)
 
 _SYSTEM = "system/"
 _SMALL_FILE = 1024 * 1024

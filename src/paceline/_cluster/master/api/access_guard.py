@@ -1,7 +1,6 @@
 """Access control: every route requires a scope unless listed as public."""
 
 import asyncio
-import json
 import re
 import secrets
 from base64 import b64decode
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request, Response
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline._base.process_and_network import LOOPBACK_HOSTS
@@ -23,11 +22,11 @@ from paceline._cluster.master.api.route_scopes import (
     ROUTES,
     SIGNED_PATH,
     TRACKER_PATHS,
-    WANDB_PATHS,
     ApiRouter,
     RouteScope,
     Scopes,
 )
+from paceline._cluster.master.api.tracker_answers import sending_tracker_names
 from paceline._cluster.master.authentication import (
     ADMIN,
     SIGN_IN_S,
@@ -133,6 +132,8 @@ class Guard:
             return
         if scope["path"] == _USUAL_METRICS_PATH:
             scope["path"] = PREFIX + _USUAL_METRICS_PATH
+        if scope["path"].startswith(TRACKER_PATHS):
+            send = sending_tracker_names(send)
         headers = dict(scope["headers"])
         refusal = _refuse_size(scope["headers"]) or _refuse_two_lengths(headers)
         # FastAPI reads all cookies of a request with the standard library's parser, which needs
@@ -146,8 +147,6 @@ class Guard:
             return
         if refusal is None:
             refusal = await self._refuse_sender(scope, headers)
-        if refusal is not None and scope["path"].startswith(WANDB_PATHS):
-            refusal = _for_wandb(refusal)
         await (refusal or self._app)(scope, receive, send)
 
     async def _refuse_sender(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
@@ -316,14 +315,6 @@ def _unauthorized() -> Response:
         " `Authorization: Bearer ...`. Hint: `paceline login` prints a link that signs a browser"
         " in; the token lies in the file `token` of the master's home.",
     )
-
-
-def _for_wandb(refusal: Response) -> Response:
-    """Return a refusal with its text where W&B's clients look for it."""
-    body = json.loads(bytes(refusal.body))
-    text = body["detail"]
-    body |= {"errors": [{"message": text}], "message": text}
-    return JSONResponse(body, refusal.status_code)
 
 
 def _wrong_signature() -> Response:

@@ -3,7 +3,7 @@
 import mimetypes
 import re
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from sqlalchemy import Connection, Row, delete, select
 
@@ -12,7 +12,7 @@ from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.run_files import bytes_left, get_file, list_files, put_file
+from paceline._cluster.master.store.run_files import get_file, list_files, put_file
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
     MlflowError,
@@ -96,11 +96,6 @@ def name_file(
     runs.append(transaction, place.run_id, [record])
 
 
-def room_of_run(connection: Connection, place: FilePlace) -> int:
-    """Return how many bytes of files the run of a place may still have."""
-    return bytes_left(connection, _trial_id(connection, place.run_id))
-
-
 def find_file(connection: Connection, artifact: str) -> Row[Any]:
     """Return the row of an artifact.
 
@@ -108,7 +103,7 @@ def find_file(connection: Connection, artifact: str) -> Row[Any]:
         MlflowError: There is no such file.
     """
     place = find_place(connection, artifact)
-    row = get_file(connection, _trial_id(connection, place.run_id), place.path)
+    row = get_file(connection, trial_of_place(place, connection).id, place.path)
     if row is None:
         raise missing(f"No such artifact: {place.path[:300]!r}")
     return row
@@ -121,20 +116,8 @@ def delete_files(connection: Connection, artifact: str) -> None:
     is_chosen = (files.c.path >= prefix) & (files.c.path < prefix + _BEYOND)
     if place.path:
         is_chosen |= files.c.path == place.path
-    trial_id = _trial_id(connection, place.run_id)
+    trial_id = trial_of_place(place, connection).id
     connection.execute(delete(files).where(files.c.trial_id == trial_id, is_chosen))
-
-
-def content_headers(row: Row[Any]) -> dict[str, str]:
-    """Return headers with which no browser runs what a file holds on the master's origin."""
-    name = quote(row.path.rpartition("/")[2], safe="")
-    return {
-        "Content-Type": row.media_type,
-        "Content-Length": str(row.size),
-        "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
-        "Content-Security-Policy": "sandbox; default-src 'none'",
-        "X-Content-Type-Options": "nosniff",
-    }
 
 
 @endpoint("GET", "logged-models/{model_id}/artifacts/directories")
@@ -172,7 +155,7 @@ def list_directory(
         root: What paths in the answer leave out.
     """
     prefix = f"{place.path}/" if place.path else ""
-    trial_id, after = _trial_id(connection, place.run_id), prefix
+    trial_id, after = trial_of_place(place, connection).id, prefix
     found: list[dict[str, Any]] = []
     while len(found) < _MAX_LISTED:
         rows = list_files(connection, trial_id, prefix=prefix, after=after, limit=1)
@@ -201,13 +184,14 @@ def _checked(path: str) -> str:
     return path
 
 
-def _trial_id(connection: Connection, run_id: str) -> int:
-    trials, experiments = tables.trials.c, tables.experiments.c
-    found = connection.scalar(
-        select(trials.id)
-        .join(tables.experiments, experiments.id == trials.experiment_id)
-        .where(experiments.external_id == run_id)
-    )
+def trial_of_place(place: FilePlace, connection: Connection) -> Row[Any]:
+    """Return the trial whose files are there."""
+    trials, experiments = tables.trials, tables.experiments.c
+    found = connection.execute(
+        select(trials)
+        .join(tables.experiments, experiments.id == trials.c.experiment_id)
+        .where(experiments.external_id == place.run_id)
+    ).first()
     if found is None:
-        raise missing(f"Run with id={run_id[:200]} not found")
-    return int(found)
+        raise missing(f"Run with id={place.run_id[:200]} not found")
+    return found

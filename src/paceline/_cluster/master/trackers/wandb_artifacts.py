@@ -18,7 +18,13 @@ from paceline._cluster.master.experiments.logged_runs import (
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.run_files import get_file, list_files, put_file
+from paceline._cluster.master.store.run_files import (
+    LIMIT_REACHED,
+    bytes_left,
+    get_file,
+    list_files,
+    put_file,
+)
 from paceline._cluster.master.trackers.wandb_files import (
     Fields,
     file_view,
@@ -27,7 +33,6 @@ from paceline._cluster.master.trackers.wandb_files import (
     stored_path,
 )
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, page
-from paceline._cluster.master.trackers.wandb_history import storable
 from paceline._cluster.master.trackers.wandb_runs import (
     Asked,
     RunPlace,
@@ -37,6 +42,7 @@ from paceline._cluster.master.trackers.wandb_runs import (
     encode_id,
     upsert_project,
 )
+from paceline.importers._wandb_values import storable
 
 ARTIFACT, COLLECTION = "wandb-artifact", "wandb-collection"
 _CLIENT_ID, _USE = "wandb-client-id", "wandb-use"
@@ -517,6 +523,9 @@ def _create_files(asked: Asked, given: Mapping[str, Any]) -> Fields:
         number, document = _known(asked, each)
         path = f"{_UPLOADS}/{number}/files/{stored_path(str(each.get('name')))}"
         if number not in bases:
+            if not bytes_left(asked.connection, document["trial_id"]):
+                # A refused upload would tell the client nothing but that it has failed.
+                raise GraphqlError(LIMIT_REACHED)
             bases[number] = _base(asked, document)
         known = bases[number].get((each.get("name"), each.get("md5")))
         url = None

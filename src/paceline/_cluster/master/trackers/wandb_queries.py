@@ -25,10 +25,8 @@ from paceline._cluster.master.trackers.wandb_files import (
 from paceline._cluster.master.trackers.wandb_filters import chosen_runs
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, page
 from paceline._cluster.master.trackers.wandb_history import (
-    SYSTEM,
     history_keys,
     read_history,
-    storable,
 )
 from paceline._cluster.master.trackers.wandb_runs import (
     ENTITY,
@@ -49,6 +47,8 @@ from paceline._cluster.master.trackers.wandb_runs import (
     upsert_run,
 )
 from paceline._cluster.master.trackers.wandb_streams import EVENTS, HISTORY
+from paceline.importers._run_writer import SYSTEM_GROUP
+from paceline.importers._wandb_values import storable
 
 # Clients refuse servers that are older than 0.70.0, and warn of clients newer than the second.
 _SERVER_VERSION, _MAX_CLIENT_VERSION = "0.85.0", "9.0.0"
@@ -262,7 +262,7 @@ def run_view(
         ]
 
     def events(arguments: Mapping[str, Any]) -> list[str]:
-        return [*map(json.dumps, _sampled(read(group=SYSTEM), arguments.get("samples")))]
+        return [*map(json.dumps, _sampled(read(group=SYSTEM_GROUP), arguments.get("samples")))]
 
     def sampled(arguments: Mapping[str, Any]) -> list[list[Fields]]:
         return [_sampled_history(read, _spec(each)) for each in arguments.get("specs") or ()]
@@ -297,7 +297,7 @@ def run_view(
             (document["config"].get("_wandb") or {}).get("value") or {}
         ),
         "summaryMetrics": lambda _: shown_json(document["summary"]),
-        "systemMetrics": lambda _: shown_json(next(iter(read(group=SYSTEM)[-1:]), {})),
+        "systemMetrics": lambda _: shown_json(next(iter(read(group=SYSTEM_GROUP)[-1:]), {})),
         "historyKeys": lambda _: history_keys(connection, trial_id),
         "historyLineCount": count(HISTORY),
         "eventsLineCount": count(EVENTS),

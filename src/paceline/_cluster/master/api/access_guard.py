@@ -93,6 +93,30 @@ async def _identity(request: Request) -> AccessIdentity | None:
 IdentityOf = Annotated[AccessIdentity | None, Depends(_identity)]
 
 
+def check_tracker_rights(
+    identity: AccessIdentity | None, *, writes: bool = False, lists: bool = False
+) -> None:
+    """Refuse a call of a tracker's client that the scope of its token does not allow.
+
+    Raises:
+        ApiError: It does not.
+    """
+    scope = RouteScope.READ if identity is None else identity.scope
+    if writes and scope is RouteScope.READ:
+        needed, what = "submit", "write"
+    elif lists and scope is RouteScope.REPORT:
+        needed, what = "read", "list runs or to read artifacts"
+    else:
+        return
+    user = "" if identity is None else identity.user
+    raise ApiError(
+        403,
+        "scope_too_low",
+        f"The token must have the scope {needed!r} to {what}, but {user!r} has {scope.value!r}."
+        " Hint: `paceline token create NAME --scope submit` makes one for both.",
+    )
+
+
 async def _connection(request: Request) -> Connection:
     found: Connection = request.scope["paceline.connection"]
     return found

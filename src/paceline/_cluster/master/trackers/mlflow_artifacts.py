@@ -5,11 +5,15 @@ import re
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from sqlalchemy import Connection, Row, delete, select
+from sqlalchemy import Connection, Row, delete
 
 from paceline._base.journal_records import MediaFile, MediaReported
 from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
+from paceline._cluster.master.experiments.unmanaged_run_rows import (
+    experiment_of_run,
+    trial_of_run,
+)
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.run_files import get_file, list_files, put_file
@@ -24,6 +28,7 @@ from paceline._cluster.master.trackers.mlflow_experiments import now_ms
 from paceline._cluster.master.trackers.mlflow_metrics import TRAINING_GROUP
 from paceline._cluster.master.trackers.mlflow_models import find_model
 from paceline._cluster.master.trackers.mlflow_runs import find_run
+from paceline.importers._mlflow_stores import IMAGE_FILE
 
 # Below the experiment: the files of a run, or of a model that one logged.
 _OF_RUN = re.compile(r"(?P<project>[^/]+)/(?P<run>[^/]+)/artifacts(?:/(?P<path>.*))?", re.DOTALL)
@@ -31,11 +36,6 @@ _OF_MODEL = re.compile(
     r"(?P<project>[^/]+)/models/(?P<model>[^/]+)/artifacts(?:/(?P<path>.*))?", re.DOTALL
 )
 MODELS = "models"
-# `log_image` names files so; releases before 2.14 put `%` between the parts.
-_IMAGE = re.compile(
-    r"images/(?P<key>.+)(?P<mark>[+%])step(?P=mark)(?P<step>\d{1,18})(?P=mark)timestamp(?P=mark)"
-    r"(?P<time>\d{1,15})(?P=mark)[\w-]+\.(?P<kind>png|jpg|jpeg|gif|webp)"
-)
 _MAX_LISTED = 10_000
 _BEYOND = "\U0010ffff"
 
@@ -81,7 +81,7 @@ def name_file(
     media_type = mimetypes.guess_type(place.path)[0] or "application/octet-stream"
     run = runs.get(transaction.connection, place.run_id)
     put_file(transaction.connection, run.trial, place.path, digest, size, media_type)
-    image = _IMAGE.fullmatch(place.path)
+    image = IMAGE_FILE.fullmatch(place.path)
     if image is None or "compressed" in place.path:
         return
     file = MediaFile(path=place.path, digest=digest, size=size, media_type=media_type)
@@ -89,7 +89,7 @@ def name_file(
         time=(int(image["time"]) or now_ms()) / 1000,
         group=TRAINING_GROUP,
         steps_completed=int(image["step"]),
-        name=re.sub(r"[~#]", "/", image["key"]),
+        name=re.sub(r"[~#]", "/", image["name"]),
         kind="image",
         files=[file],
     )
@@ -186,12 +186,7 @@ def _checked(path: str) -> str:
 
 def trial_of_place(place: FilePlace, connection: Connection) -> Row[Any]:
     """Return the trial whose files are there."""
-    trials, experiments = tables.trials, tables.experiments.c
-    found = connection.execute(
-        select(trials)
-        .join(tables.experiments, experiments.id == trials.c.experiment_id)
-        .where(experiments.external_id == place.run_id)
-    ).first()
-    if found is None:
+    experiment = experiment_of_run(connection, place.run_id)
+    if experiment is None:
         raise missing(f"Run with id={place.run_id[:200]} not found")
-    return found
+    return trial_of_run(connection, experiment.id)

@@ -19,7 +19,6 @@ from paceline._cluster.master.store.database import Transaction
 _STATUSES = {
     "INVALID_PARAMETER_VALUE": 400,
     "RESOURCE_ALREADY_EXISTS": 400,
-    "PERMISSION_DENIED": 403,
     "RESOURCE_DOES_NOT_EXIST": 404,
     "ENDPOINT_NOT_FOUND": 404,
     "NOT_IMPLEMENTED": 501,
@@ -257,26 +256,6 @@ def find_endpoint(method: str, path: str) -> tuple[Endpoint, dict[str, str]]:
         f"Paceline answers MLflow's calls for experiments, runs, artifacts and models, but not"
         f" {method} {path[:200]}. Hint: traces, prompts, evaluation and workspaces need MLflow's"
         " own server.",
-    )
-
-
-def check_rights(identity: AccessIdentity, found: Endpoint) -> None:
-    """Refuse a call that the scope of the sender's token does not allow.
-
-    Raises:
-        MlflowError: It does not.
-    """
-    scope = identity.scope.value
-    if scope == "read" and found.writes:
-        needed, what = "submit", "write"
-    elif scope == "report" and found.lists:
-        needed, what = "read", "list or search"
-    else:
-        return
-    raise MlflowError(
-        "PERMISSION_DENIED",
-        f"The token must have the scope {needed!r} to {what}, but {identity.user!r} has"
-        f" {scope!r}. Hint: `paceline token create NAME --scope {needed}` makes one that has it.",
     )
 
 

@@ -10,7 +10,11 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from sqlalchemy import Connection
 
-from paceline._cluster.master.api.access_guard import AccessIdentity, IdentityOf
+from paceline._cluster.master.api.access_guard import (
+    AccessIdentity,
+    IdentityOf,
+    check_tracker_rights,
+)
 from paceline._cluster.master.api.file_routes import receive_file, send_file
 from paceline._cluster.master.api.requests_and_answers import MasterOf, write_rows
 from paceline._cluster.master.api.route_scopes import ApiRouter
@@ -33,7 +37,6 @@ from paceline._cluster.master.trackers.mlflow_calls import (
     Endpoint,
     Fields,
     MlflowError,
-    check_rights,
     endpoint,
     find_endpoint,
     invalid,
@@ -62,7 +65,7 @@ async def answer_call(
     """Answer a call about experiments, runs or models."""
     assert identity is not None
     found, place = find_endpoint(request.method, path)
-    check_rights(identity, found)
+    check_tracker_rights(identity, writes=found.writes, lists=found.lists)
     arguments = Fields({**await _arguments(request), **place})
     body = await _answer(master, identity, found, arguments)
     return Response(body, media_type="application/json")
@@ -83,7 +86,7 @@ async def put_artifact(
     path: str, request: Request, master: MasterOf, identity: IdentityOf
 ) -> Response:
     """Store a file; nothing is kept of one that breaks off."""
-    _check_writes(identity)
+    check_tracker_rights(identity, writes=True)
     place = await asyncio.to_thread(_read, master, lambda found: find_place(found, path))
     if not place.path:
         raise invalid("The path of an artifact must name a file.")
@@ -117,7 +120,7 @@ async def list_artifacts(master: MasterOf, path: str = "") -> Response:
 @mlflow_router.delete(_PROXY + "/artifacts/{path:path}")
 async def delete_artifact(path: str, master: MasterOf, identity: IdentityOf) -> Response:
     """Delete a file, or a directory with all that is in it."""
-    _check_writes(identity)
+    check_tracker_rights(identity, writes=True)
     await write_rows(master, lambda writer: delete_files(writer.connection, path))
     return Response("{}", media_type="application/json")
 
@@ -127,11 +130,6 @@ async def delete_artifact(path: str, master: MasterOf, identity: IdentityOf) -> 
 async def refuse_parts(path: str) -> Response:
     """Refuse files in parts: the master itself takes and gives all of them."""
     raise MlflowError("NOT_IMPLEMENTED", _NO_PARTS)
-
-
-def _check_writes(identity: AccessIdentity | None) -> None:
-    assert identity is not None
-    check_rights(identity, Endpoint(lambda _: {}, writes=True, lists=False))
 
 
 async def _arguments(request: Request) -> dict[str, Any]:
@@ -157,25 +155,14 @@ async def _arguments(request: Request) -> dict[str, Any]:
 async def _answer(
     master: Master, identity: AccessIdentity, found: Endpoint, given: Fields
 ) -> bytes:
-    runs = master.logged_runs
-
-    def write(writer: Transaction) -> bytes:
-        call = Call(given=given, identity=identity, connection=writer.connection,
-                    transaction=writer, runs=runs)  # fmt: skip
-        return _encoded(found, call)
-
-    def read(connection: Connection) -> bytes:
-        call = Call(given=given, identity=identity, connection=connection, transaction=None,
-                    runs=runs)  # fmt: skip
-        return _encoded(found, call)
+    def answer(connection: Connection, transaction: Transaction | None = None) -> bytes:
+        call = Call(given=given, identity=identity, connection=connection, transaction=transaction,
+                    runs=master.logged_runs)  # fmt: skip
+        return json.dumps(found.answer(call), separators=(",", ":")).encode()
 
     if found.writes:
-        return await write_rows(master, write)
-    return await asyncio.to_thread(_read, master, read)
-
-
-def _encoded(found: Endpoint, call: Call) -> bytes:
-    return json.dumps(found.answer(call), separators=(",", ":")).encode()
+        return await write_rows(master, lambda writer: answer(writer.connection, writer))
+    return await asyncio.to_thread(_read, master, answer)
 
 
 def _read(master: Master, job: Callable[[Connection], Result]) -> Result:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import zlib
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from paceline._cluster.master.api.requests_and_answers import (
     trial_row,
     write_rows,
 )
-from paceline._cluster.master.api.route_scopes import ApiRouter, RouteScope
+from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
 from paceline._cluster.master.experiments.unmanaged_run_rows import run_attempts
 from paceline._cluster.master.master import Master
@@ -55,12 +54,18 @@ async def answer_graphql(request: Request, master: MasterOf, identity: IdentityO
         document = Document(str(given.get("query")), given.get("operationName"))
         variables = given.get("variables") or {}
         asked = partial(_asked, request, master, identity)
+
+        def mutate(writer: Transaction) -> dict[str, Any]:
+            return document.answer(mutation_fields(asked(writer.connection, writer)), variables)
+
+        def query() -> dict[str, Any]:
+            with master.database.read() as connection:
+                return document.answer(query_fields(asked(connection, None)), variables)
+
         if document.kind == "mutation":
-            data = await write_rows(
-                master, lambda transaction: _mutate(asked, transaction, document, variables)
-            )
+            data = await write_rows(master, mutate)
         else:
-            data = await asyncio.to_thread(_query, master, asked, document, variables)
+            data = await asyncio.to_thread(query)
     except (GraphqlError, NotFoundError, RefusedError, ConfigError) as error:
         return _graphql_error(str(error))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -86,27 +91,9 @@ def _asked(
         master=master,
         connection=connection,
         transaction=transaction,
-        scope=RouteScope.READ if identity is None else identity.scope,
-        user="" if identity is None else identity.user,
+        identity=identity,
         base_url=str(request.base_url).rstrip("/"),
     )
-
-
-def _query(
-    master: Master, asked: Callable[..., Asked], document: Document, variables: Mapping[str, Any]
-) -> dict[str, Any]:
-    with master.database.read() as connection:
-        return document.answer(query_fields(asked(connection, None)), variables)
-
-
-def _mutate(
-    asked: Callable[..., Asked],
-    transaction: Transaction,
-    document: Document,
-    variables: Mapping[str, Any],
-) -> dict[str, Any]:
-    fields = mutation_fields(asked(transaction.connection, transaction))
-    return document.answer(fields, variables)
 
 
 @wandb_router.post("/files/{entity}/{project}/{run}/file_stream")

@@ -154,9 +154,6 @@ COMMANDS: dict[str, Any] = {
     ),
     "experiment download": record("DownloadedCode", path=str, num_files=int),
     "experiment compare": list[COMPARED],
-    "experiment export": record(
-        "ExportedExperiment", path=str, num_trials=int, num_values=int
-    ),
     "experiment list": list[Experiment],
     "experiment list-trials": list[Trial],
     "experiment list-checkpoints": list[Checkpoint],

@@ -1,13 +1,11 @@
 """Commands that change, compare, find and export experiments, trials and checkpoints."""
 
-import csv
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 
 @pytest.fixture(scope="module")
@@ -96,34 +94,6 @@ def test_a_comparison_has_what_differs_and_the_metrics(pair: tuple[Any, int, int
     loss = found[1]["metrics"]["validation/loss"]
     assert {kind: loss[kind] for kind in loss} == {"last": 0.125, "min": 0.125, "max": 0.25}
     assert "at least twice, but got 1" in run("e", "compare", first, code=1).stderr
-
-
-@pytest.mark.parametrize("file_format", ["csv", "jsonl"])
-def test_an_export_has_all_values_and_no_formulas(
-    pair: tuple[Any, int, int], tmp_path: Path, file_format: str
-) -> None:
-    run, first, _ = pair
-    target = tmp_path / "export"
-    run("e", "export", first, target, "--format", file_format)
-    assert yaml.safe_load((target / "config.yaml").read_text())["hyperparameters"]["lr"] == 0.5
-    tables = []
-    for name in ("trials", "metrics"):
-        with open(target / f"{name}.{file_format}", newline="") as file:
-            if file_format == "csv":
-                tables.append(list(csv.DictReader(file)))
-            else:
-                tables.append([json.loads(line) for line in file])
-    trials, metrics = tables
-    shield = "'" if file_format == "csv" else ""
-    assert [trial["hparams.note"] for trial in trials] == [f"{shield}=cmd"]
-    assert [str(trial["hparams.lr"]) for trial in trials] == ["0.5"]
-    values = {(str(row["steps_completed"]), row["name"]): row["value"] for row in metrics}
-    nan = "nan" if file_format == "csv" else {"$float": "nan"}
-    assert str(values["2", "loss"]) == "0.25"
-    assert values["1", "loss"] == nan
-    assert values["2", f"{shield}=name"] == f"{shield}@text"
-    assert len(values) == 4
-    assert "must be new or empty" in run("e", "export", first, target, code=1).stderr
 
 
 def test_checkpoints_are_found_by_the_beginning_of_their_uuids(

@@ -30,7 +30,6 @@ COMMANDS = {
         "delete",
         "describe",
         "download",
-        "export",
         "fork",
         "kill",
         "label",

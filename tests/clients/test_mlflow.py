@@ -29,8 +29,8 @@ PROXY = "/api/2.0/mlflow-artifacts/artifacts"
 class MlflowServer:
     """A master as MLflow's client sees it."""
 
-    def __init__(self, process: MasterProcess) -> None:
-        self.process = process.start()
+    def __init__(self, process: MasterProcess, **variables: str) -> None:
+        self.process = process.start(**variables)
         address = json.loads((process.home / "master.json").read_text())
         self.url: str = address["url"].removesuffix("/api/v1")
         self.token = (process.home / "token").read_text().strip()
@@ -535,7 +535,7 @@ def test_artifact_cannot_act_on_the_masters_origin(server: MlflowServer, name: s
     assert server.http.put(path + name, content=b"<script>").status_code == 200
     reply = server.http.get(path + name)
     assert reply.content == b"<script>"
-    assert reply.headers["content-security-policy"] == "sandbox; default-src 'none'"
+    assert reply.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert reply.headers["content-disposition"].startswith("attachment")
 
@@ -584,10 +584,38 @@ def test_full_disk_refuses_an_artifact_and_keeps_the_run(
         run_id = served.begin()
         path = f"{PROXY}/0/{run_id}/artifacts/big"
         reply = served.http.put(path, content=b"x" * 2_000_000)
-        assert reply.status_code == 500
+        assert (reply.status_code, reply.json()["error_code"]) == (507, "INTERNAL_ERROR")
         assert "No space left on device" in reply.json()["message"]
         assert served.http.get(path).status_code == 404
         assert served.http.put(path, content=b"x").status_code == 200
+    finally:
+        served.http.close()
+        served.process.close()
+
+
+def test_files_beyond_the_limit_of_a_run_are_refused_and_the_client_says_so(
+    tmp_path: Path, master_server: Any, start_script: Script
+) -> None:
+    process = MasterProcess(tmp_path / "home", 0, server=master_server)
+    served = MlflowServer(process, PACELINE_MAX_RUN_FILES_MIB="1")
+    try:
+        script = """
+            import mlflow, pathlib
+            pathlib.Path("fits.bin").write_bytes(bytes(2**20))
+            pathlib.Path("more.bin").write_bytes(bytes(2**22))
+            with mlflow.start_run():
+                mlflow.log_artifact("fits.bin")
+                try:
+                    mlflow.log_artifact("more.bin")
+                except Exception as error:
+                    print(error)
+        """
+        told = finish(start_script(served, script))
+        assert "have reached their limit, PACELINE_MAX_RUN_FILES_MIB" in told
+        run_id = served.begin()
+        reply = served.http.put(f"{PROXY}/0/{run_id}/artifacts/big", content=bytes(2**20 + 1))
+        assert (reply.status_code, reply.json()["error_code"]) == (413, "RESOURCE_LIMIT_EXCEEDED")
+        assert served.http.put(f"{PROXY}/0/{run_id}/artifacts/b", content=b"x").status_code == 200
     finally:
         served.http.close()
         served.process.close()

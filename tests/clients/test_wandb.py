@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ query Run($project: String!, $name: String!) {
 class WandbServer:
     """A master as W&B's client sees it."""
 
-    def __init__(self, process: MasterProcess) -> None:
-        self.process = process.start()
+    def __init__(self, process: MasterProcess, **variables: str) -> None:
+        self.process = process.start(**variables)
         address = json.loads((process.home / "master.json").read_text())
         self.url: str = address["url"].removesuffix("/api/v1")
         self.token = (process.home / "token").read_text().strip()
@@ -209,11 +210,19 @@ def test_media_and_artifacts_are_kept_and_come_back(
     """Media become records with their files; artifacts have versions, aliases, and one content."""
     script = """
         import pathlib, wandb
-        import numpy as np
+        import numpy as np, torch
         pathlib.Path("model/sub").mkdir(parents=True)
         pathlib.Path("model/weights.bin").write_bytes(bytes(1000))
         pathlib.Path("model/sub/note.txt").write_text("first")
         pathlib.Path("kept.txt").write_text("kept")
+        pathlib.Path("kept.gif").write_bytes(b"GIF89a")
+        pathlib.Path("kept.wav").write_bytes(b"RIFF")
+
+        class Figure:
+            # The client knows figures of Plotly by the name of their module.
+            __module__ = "plotly.graph_objs._figure"
+            def to_plotly_json(self):
+                return {"data": [], "layout": {}}
 
         def log(run, **given):
             artifact = wandb.Artifact("model", type="model", **given)
@@ -225,7 +234,13 @@ def test_media_and_artifacts_are_kept_and_come_back(
             run.log({"image": image, "pair": [image, image], "loss": 0.5,
                      "weights": wandb.Histogram(np_histogram=([1, 2], [0.0, 0.5, 1.0])),
                      "page": wandb.Html("<script>alert(1)</script>"),
-                     "table": wandb.Table(columns=["a", "b"], data=[[1, "x"], [2, "y"]])})
+                     "table": wandb.Table(columns=["a", "b"], data=[[1, "x"], [2, "y"]]),
+                     "film": wandb.Video("kept.gif"), "sound": wandb.Audio("kept.wav"),
+                     "figure": wandb.Plotly(Figure())}, commit=False)
+            model = torch.nn.Linear(2, 1, bias=False)
+            run.watch(model, log="all", log_freq=1)
+            model(torch.ones(1, 2)).sum().backward()
+            run.log({"watched": 1})
             run.save("kept.txt")
             assert log(run, metadata={"accuracy": 0.5}).version == "v0"
             assert log(run).version == "v0"
@@ -245,6 +260,10 @@ def test_media_and_artifacts_are_kept_and_come_back(
         [row] = run.scan_history()
         assert row["image"]["_type"] == "image-file" and row["image"]["caption"] == "black"
         assert row["weights"] == {"_type": "histogram", "bins": [0.0, 0.5, 1.0], "values": [1, 2]}
+        assert row["film"]["_type"] == "video-file" and row["sound"]["_type"] == "audio-file"
+        assert row["figure"]["_type"] == "plotly-file"
+        gradients = row["gradients/weight"]
+        assert sum(gradients["values"]) == 2 and gradients["bins"][0] <= 1 <= gradients["bins"][-1]
         names = [each.name for each in run.logged_artifacts() if each.type == "model"]
         assert sorted(names) == ["model:v0", "model:v1"]
         assert "model:v0" in [a.name for a in api.run("media/m2").used_artifacts()]
@@ -254,10 +273,21 @@ def test_media_and_artifacts_are_kept_and_come_back(
     """
     url = run_script(server, script).strip()
 
+    [trial] = server.get(f"/experiments/{server.experiment('media run')['id']}/trials")["items"]
+    media = server.get(f"/trials/{trial['id']}/media-names")
+    kinds = {each["name"]: each["kind"] for each in media}
+    assert kinds | {"page": "html", "table": "table", "film": "video", "sound": "audio"} == kinds
+    assert [kinds[each] for each in ("figure", "gradients/weight", "parameters/weight")] == [
+        "figure", "histogram", "histogram"
+    ]  # fmt: skip
+    [film] = server.get(f"/trials/{trial['id']}/media?name=film")["items"]
+    path = f"/api/v1/trials/{trial['id']}/files/{film['files'][0]['path']}"
+    assert server.http.get(path).content == b"GIF89a"
+
     reply = httpx2.get(url)
     assert "<script>" in reply.text
-    assert reply.headers["content-security-policy"] == "sandbox; default-src 'none'"
-    assert reply.headers["content-disposition"] == "attachment"
+    assert reply.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
+    assert reply.headers["content-disposition"].startswith("attachment")
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert httpx2.get(url.replace(".html", ".htm")).status_code == 403
     assert httpx2.put(url, content=b"other").status_code == 403
@@ -363,6 +393,143 @@ def test_client_shows_why_a_key_is_refused(
 
     assert process.returncode != 0
     assert message in errors
+
+
+def test_token_that_is_revoked_in_mid_run_ends_the_upload_and_not_the_script(
+    server: WandbServer, start_script: Script
+) -> None:
+    """A key that only reports is told what it may not do; a revoked one is told so."""
+    token = server.process.client().create_token("revoked", scope="report")
+    process = start_script(
+        server,
+        """
+        import wandb
+        with wandb.init(project="revoked", id="v1", name="revoked run") as run:
+            try:
+                run.use_artifact("model:latest")
+            except Exception as error:
+                assert "must have the scope 'read'" in str(error), error
+            run.log({"loss": 1.0})
+            print("logged", flush=True)
+            input()
+            run.log({"loss": 2.0})
+        """,
+        WANDB_API_KEY=token.secret,
+        WANDB_SILENT="false",
+        WANDB_CONSOLE="off",
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "logged\n"
+    server.process.client().revoke_token("revoked")
+
+    _, errors = process.communicate("\n", timeout=120)
+
+    assert process.returncode == 0, errors
+    assert "Fatal error while uploading data" in errors
+
+
+@pytest.mark.root
+def test_client_waits_on_a_full_disk_until_there_is_room(
+    make_small_disk: Callable[..., Path],
+    fill_disk: Callable[..., None],
+    master_server: Any,
+    start_script: Script,
+) -> None:
+    disk = make_small_disk(size="8m")
+    server = WandbServer(MasterProcess(disk / "home", 0, server=master_server))
+    try:
+        process = start_script(
+            server,
+            """
+            import os, pathlib, wandb
+            pathlib.Path("kept.bin").write_bytes(bytes(500_000))
+            with wandb.init(project="raw", id="d1", name="full disk") as run:
+                print("begun", flush=True)
+                input()
+                for step in range(20):
+                    run.log({"loss": step, "text": os.urandom(5000).hex()})
+                run.save("kept.bin")
+            """,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        fill_disk(disk)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        log = disk / "home" / "master.log"
+        deadline = time.monotonic() + 120
+        while server.stream("d1", files={}).status_code != 503:
+            assert time.monotonic() < deadline, log.read_text()
+        (disk / "filler").unlink()
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+        found = server.run("d1")
+        assert [row["loss"] for row in found["history"]] == list(range(20))
+        trial = server.experiment("full disk")["id"]
+        [trial] = server.get(f"/experiments/{trial}/trials")["items"]
+        files = server.get(f"/trials/{trial['id']}/files")["items"]
+        assert [each["size"] for each in files if each["path"] == "kept.bin"] == [500_000]
+    finally:
+        server.http.close()
+        server.process.close()
+
+
+def test_files_beyond_the_limit_of_a_run_are_refused_and_someone_says_so(
+    tmp_path: Path,
+    master_server: Any,
+    start_script: Script,
+) -> None:
+    """The client shows why an artifact is refused; of a saved file it shows nothing, so we do."""
+    process = MasterProcess(tmp_path / "home", 0, server=master_server)
+    server = WandbServer(process, PACELINE_MAX_RUN_FILES_MIB="1")
+    try:
+        client = start_script(
+            server,
+            """
+            import pathlib, wandb
+            pathlib.Path("big.bin").write_bytes(bytes(2**20 + 1))
+            with wandb.init(project="raw", id="b1", name="limit") as run:
+                run.save("big.bin")
+                print("saved", flush=True)
+                input()
+                artifact = wandb.Artifact("model", type="model")
+                artifact.add_file("big.bin")
+                try:
+                    run.log_artifact(artifact).wait()
+                except ValueError as error:
+                    assert "have reached their limit, PACELINE_MAX_RUN_FILES_MIB" in str(error)
+                    print("refused", flush=True)
+            """,
+            WANDB_CONSOLE="off", WANDB_DISABLE_CODE="true",
+        )  # fmt: skip
+        assert client.stdout is not None
+        assert client.stdout.readline() == "saved\n"
+        ask = """
+        mutation CreateRunFiles($files: [String!]!) {
+          createRunFiles(input: {entityName: "paceline", projectName: "raw", runName: "b1",
+                                 files: $files}) { files { name uploadUrl } }
+        }
+        """
+        names = [f"fill-{power}" for power in range(20, -1, -1)]
+        for power, file in enumerate(
+            server.ask(ask, files=names)["data"]["createRunFiles"]["files"]
+        ):
+            # What the client has sent takes room too, so this goes on to the last byte.
+            httpx2.put(file["uploadUrl"], content=bytes(2 ** (20 - power)))
+        output, errors = client.communicate("\n", timeout=120)
+        assert client.returncode == 0, errors
+        assert output == "refused\n", errors
+        [trial] = server.get(f"/experiments/{server.experiment('limit')['id']}/trials")["items"]
+        lines = [line["text"] for line in server.get(f"/trials/{trial['id']}/logs")["items"]]
+        assert any(
+            text.startswith("The file 'big.bin' is left out. A file must have at most")
+            and text.endswith("have reached their limit, PACELINE_MAX_RUN_FILES_MIB.")
+            for text in lines
+        ), lines
+    finally:
+        server.http.close()
+        server.process.close()
 
 
 # ---- requests in the client's form ------------------------------------------------------------

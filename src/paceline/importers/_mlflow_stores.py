@@ -3,7 +3,7 @@
 import re
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from heapq import merge
 from io import BytesIO
@@ -23,9 +23,14 @@ from paceline._base.journal_records import (
 )
 from paceline._base.run_directory import check_file_path
 from paceline.config._read_yaml import parse_yaml
-from paceline.importers._logged_values import GROUP, SYSTEM_GROUP
 from paceline.importers._run_files import RunFiles, files_below, kind_of, links_below
-from paceline.importers._run_writer import ImportRefusedError, SourceRun, started
+from paceline.importers._run_writer import (
+    GROUP,
+    SYSTEM_GROUP,
+    ImportRefusedError,
+    SourceRun,
+    started,
+)
 
 _SYSTEM = "system/"
 _SMALL_FILE = 1024 * 1024
@@ -33,8 +38,10 @@ _METRIC_FILE = 4 * 1024**3
 _STATUSES = {"1": "RUNNING", "2": "SCHEDULED", "3": "FINISHED", "4": "FAILED", "5": "KILLED"}
 # What a database stores in place of infinities.
 _LARGEST = 1.7976931348623157e308
-_IMAGE = re.compile(
-    r"images/(?P<name>.+)[+%]step[+%](?P<step>\d{1,18})[+%]timestamp[+%]\d+[+%][0-9a-f-]{36}\.\w+"
+# `log_image` names files so; releases before 2.14 put `%` between the parts.
+IMAGE_FILE = re.compile(
+    r"images/(?P<name>.+)(?P<mark>[+%])step(?P=mark)(?P<step>\d{1,18})(?P=mark)timestamp(?P=mark)"
+    r"(?P<time>\d{1,15})(?P=mark)[\w-]+\.(?P<kind>png|jpg|jpeg|gif|webp)"
 )
 _MODELS = "models"
 
@@ -78,7 +85,7 @@ def _run_of_files(directory: Path, project: str, facts: dict[str, Any]) -> Sourc
 
     def read(run: SourceRun, files: RunFiles) -> Iterator[AnyRecord]:
         tags = dict(_texts(directory, "tags", run))
-        run.hparams = {name: _hparam(text) for name, text in _texts(directory, "params", run)}
+        run.hparams = {name: number_of(text) for name, text in _texts(directory, "params", run)}
         names = [*files_below(directory / "metrics")]
         series = [_metric_points(directory, name, run) for name in names]
         points = merge(*series, key=lambda point: point[:2])
@@ -196,7 +203,9 @@ def _run_of_database(path: Path, database: sqlite3.Connection, facts: dict[str, 
                 run.problems.append(f"The table {table} cannot be read to its end: {error}")
 
         tags = {row[0]: row[1] for row in rows("key, value", "tags", "key")}
-        run.hparams = {row[0]: _hparam(str(row[1])) for row in rows("key, value", "params", "key")}
+        run.hparams = {
+            row[0]: number_of(str(row[1])) for row in rows("key, value", "params", "key")
+        }
         order = "timestamp, step, key"
         metrics = rows("key, value, timestamp, step, is_nan", "metrics", order)
         points = filter(None, map(partial(_point_of_row, run), metrics))
@@ -286,7 +295,7 @@ def _artifacts(run: SourceRun, files: RunFiles, store: Path, prefix: str) -> Ite
         except (OSError, ValueError) as error:
             run.problems.append(f"The artifact {name!r} cannot be read: {error}")
             continue
-        image = _IMAGE.fullmatch(name) if prefix == "artifacts" else None
+        image = IMAGE_FILE.fullmatch(name) if prefix == "artifacts" else None
         kind = "image" if image else "file" if "compressed" in name else kind_of(file.media_type)
         yield MediaReported(
             time=run.created,
@@ -331,12 +340,11 @@ def _seconds(time_ms: Any) -> float:
         return 0.0
 
 
-def _hparam(text: str) -> Any:
-    """Return the number that MLflow has made the text of, if it says the same."""
+def number_of(text: str) -> Any:
+    """Return a parameter as a number if it is the text of one, so that lists can sort by it."""
     for kind in (int, float):
-        try:
-            if str(kind(text)) == text:
-                return kind(text)
-        except (ValueError, OverflowError):
-            continue
+        with suppress(ValueError):
+            number = kind(text)
+            if str(number) == text and abs(number) < 2**53:
+                return number
     return text

@@ -31,12 +31,14 @@ from paceline.core._run_directories import recordable
 from paceline.importers._run_files import RunFiles
 from paceline.storage._directory_storage import DirectoryStorage
 
+GROUP, SYSTEM_GROUP = "training", "system"
+"""Groups of what other trackers have logged: by a script, and by the tracker of its machine."""
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_NAME = 200
 _STAGING = ".importing"
 _MAX_STEP = 2**63 - 1
 # A master takes no later time.
-_MAX_TIME_S = 1e11
+MAX_TIME_S = 1e11
 
 
 class ImportRefusedError(ValueError):
@@ -305,7 +307,7 @@ def _fit_record(record: AnyRecord, run: SourceRun) -> AnyRecord | None:
             what = getattr(record, "name", "the metadata")
             run.problems.append(f"{what!r} must have at most {MAX_METADATA_BYTES} bytes: {size}")
             return None
-    if not 0 <= record.time <= _MAX_TIME_S:
+    if not 0 <= record.time <= MAX_TIME_S:
         # Clients may give times in another unit.
         return msgspec.structs.replace(record, time=run.created)
     return record

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from msgspec.structs import replace
+
 from paceline._base.files import open_regular_below, opened_directory
 from paceline._base.imports import required_library
 from paceline._base.journal_records import (
@@ -17,9 +19,9 @@ from paceline._base.journal_records import (
     RunMetadataSet,
 )
 from paceline.core._run_directories import recordable
-from paceline.importers._logged_values import GROUP, SYSTEM_GROUP, LoggedValues, decoded_json
 from paceline.importers._run_files import RunFiles, files_below, kind_of, links_below
-from paceline.importers._run_writer import SourceRun, started
+from paceline.importers._run_writer import GROUP, SourceRun, started
+from paceline.importers._wandb_values import parse_json, records_of_line, system_record
 
 # Blocks of the log, with parts of records; a part never crosses the end of a block.
 _BLOCK = 32768
@@ -71,7 +73,6 @@ def read_offline_runs(path: Path, problems: list[str]) -> Iterator[SourceRun]:
 
 def _read(log: Path, record_type: Any, run: SourceRun, files: RunFiles) -> Iterator[AnyRecord]:
     store = log.parent / "files"
-    values = LoggedValues(files, store, run.problems)
     facts: dict[str, Any] = {}
     hparams: dict[str, Any] = {}
     summary: dict[str, Any] = {}
@@ -84,11 +85,12 @@ def _read(log: Path, record_type: Any, run: SourceRun, files: RunFiles) -> Itera
             row = _items(record.history.item, run)
             step = int(_number(row.get("_step"), record.history.step.num))
             now = _number(row.get("_timestamp"), now)
-            logged = {name: value for name, value in row.items() if name not in _INTERNAL}
-            yield from values.records(logged, step, now)
+            for found in records_of_line(row, step, now):
+                yield from _with_files(found, run, files, store)
         elif kind == "stats":
             moment = record.stats.timestamp.ToMicroseconds() / 1e6
-            yield from values.records(_items(record.stats.item, run), step, moment, SYSTEM_GROUP)
+            system = system_record(_items(record.stats.item, run), step, moment)
+            yield from () if system is None else [system]
         elif kind == "run":
             told = record.run
             hparams |= _items(told.config.update, run)
@@ -145,7 +147,7 @@ def _items(items: Any, run: SourceRun) -> dict[str, Any]:
         # System metrics have no nested ones.
         names = [*getattr(item, "nested_key", ())] or [item.key]
         try:
-            value = decoded_json(item.value_json)
+            value = parse_json(item.value_json)
         except ValueError:
             run.problems.append(f"The value of {names!r} is no JSON")
             continue
@@ -171,6 +173,26 @@ def _artifact(
             run.problems.append(f"The file {target!r} is not in the store: {entry.local_path!r}")
             continue
         yield from _copied(run, files, staging, source, target, step, now)
+
+
+def _with_files(
+    record: AnyRecord, run: SourceRun, files: RunFiles, store: Path
+) -> Iterator[AnyRecord]:
+    """Yield a record whose files were copied, if they could be."""
+    if isinstance(record, MediaReported) and record.kind != "histogram":
+        try:
+            if not record.files:
+                raise ValueError("it has no file of the run")
+            copies = [
+                replace(files.copy(store, one.path, one.path, one.caption), facts=one.facts)
+                for one in record.files
+            ]
+        except (OSError, ValueError) as error:
+            place = f"{record.name!r} at step {record.steps_completed}"
+            run.problems.append(f"{place} could not be read: {error}")
+            return
+        record = replace(record, files=copies)
+    yield record
 
 
 def _copied(

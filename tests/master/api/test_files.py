@@ -283,7 +283,7 @@ def test_what_a_sender_claims_is_checked(
     monkeypatch.setenv("PACELINE_MAX_RUN_FILES_MIB", "1")
     refused = put("b", b"x" * 2**20)
     assert (refused.status_code, refused.json()["code"]) == (413, "file_too_large")
-    assert "The files of its run have reached their limit" in refused.json()["detail"]
+    assert "The files of the run have reached their limit" in refused.json()["detail"]
     monkeypatch.delenv("PACELINE_MAX_RUN_FILES_MIB")
     # A later file of the same path takes the place of the earlier one.
     assert put("a", b"other").status_code == 204

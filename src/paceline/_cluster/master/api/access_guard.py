@@ -1,7 +1,6 @@
 """Access control: every route requires a scope unless listed as public."""
 
 import asyncio
-import json
 import re
 import secrets
 from base64 import b64decode
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request, Response
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline._base.process_and_network import LOOPBACK_HOSTS
@@ -23,11 +22,11 @@ from paceline._cluster.master.api.route_scopes import (
     ROUTES,
     SIGNED_PATH,
     TRACKER_PATHS,
-    WANDB_PATHS,
     ApiRouter,
     RouteScope,
     Scopes,
 )
+from paceline._cluster.master.api.tracker_answers import sending_tracker_names
 from paceline._cluster.master.authentication import (
     ADMIN,
     SIGN_IN_S,
@@ -94,6 +93,30 @@ async def _identity(request: Request) -> AccessIdentity | None:
 IdentityOf = Annotated[AccessIdentity | None, Depends(_identity)]
 
 
+def check_tracker_rights(
+    identity: AccessIdentity | None, *, writes: bool = False, lists: bool = False
+) -> None:
+    """Refuse a call of a tracker's client that the scope of its token does not allow.
+
+    Raises:
+        ApiError: It does not.
+    """
+    scope = RouteScope.READ if identity is None else identity.scope
+    if writes and scope is RouteScope.READ:
+        needed, what = "submit", "write"
+    elif lists and scope is RouteScope.REPORT:
+        needed, what = "read", "list runs or to read artifacts"
+    else:
+        return
+    user = "" if identity is None else identity.user
+    raise ApiError(
+        403,
+        "scope_too_low",
+        f"The token must have the scope {needed!r} to {what}, but {user!r} has {scope.value!r}."
+        " Hint: `paceline token create NAME --scope submit` makes one for both.",
+    )
+
+
 async def _connection(request: Request) -> Connection:
     found: Connection = request.scope["paceline.connection"]
     return found
@@ -133,6 +156,8 @@ class Guard:
             return
         if scope["path"] == _USUAL_METRICS_PATH:
             scope["path"] = PREFIX + _USUAL_METRICS_PATH
+        if scope["path"].startswith(TRACKER_PATHS):
+            send = sending_tracker_names(send)
         headers = dict(scope["headers"])
         refusal = _refuse_size(scope["headers"]) or _refuse_two_lengths(headers)
         # FastAPI reads all cookies of a request with the standard library's parser, which needs
@@ -146,8 +171,6 @@ class Guard:
             return
         if refusal is None:
             refusal = await self._refuse_sender(scope, headers)
-        if refusal is not None and scope["path"].startswith(WANDB_PATHS):
-            refusal = _for_wandb(refusal)
         await (refusal or self._app)(scope, receive, send)
 
     async def _refuse_sender(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
@@ -316,14 +339,6 @@ def _unauthorized() -> Response:
         " `Authorization: Bearer ...`. Hint: `paceline login` prints a link that signs a browser"
         " in; the token lies in the file `token` of the master's home.",
     )
-
-
-def _for_wandb(refusal: Response) -> Response:
-    """Return a refusal with its text where W&B's clients look for it."""
-    body = json.loads(bytes(refusal.body))
-    text = body["detail"]
-    body |= {"errors": [{"message": text}], "message": text}
-    return JSONResponse(body, refusal.status_code)
 
 
 def _wrong_signature() -> Response:

@@ -61,7 +61,6 @@ from paceline._cluster.master.api.trial_and_series_routes import (
     trial_router,
 )
 from paceline._cluster.master.master import Master
-from paceline._cluster.master.trackers.mlflow_calls import MlflowAnswers
 from paceline._cluster.master.trackers.mlflow_routes import mlflow_router
 from paceline._cluster.master.trackers.wandb_routes import wandb_router
 from paceline._cluster.messages.experiment_models import Problem
@@ -200,7 +199,6 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
         lifespan=lifespan,
         middleware=[
             Middleware(RequestCounting, measurements=master.measurements),
-            Middleware(MlflowAnswers),
             Middleware(Guard, master=master, web=WebUi()),
             Middleware(BodyLimits, prefix=PREFIX),
         ],

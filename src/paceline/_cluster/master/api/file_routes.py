@@ -1,7 +1,9 @@
 """Files and media of runs: received from reporters and runners, shown to readers."""
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import IO, Annotated, Any
 from urllib.parse import quote
 
@@ -26,6 +28,7 @@ from paceline._cluster.master.api.requests_and_answers import (
     MasterOf,
     RecordsOf,
     TrialId,
+    page_of_rows,
     position_in_rows,
     trial_row,
     write_rows,
@@ -33,8 +36,8 @@ from paceline._cluster.master.api.requests_and_answers import (
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.attempts import check_not_over, read_attempt
 from paceline._cluster.master.master import Master
-from paceline._cluster.master.store.api_models_from_rows import encode_cursor
 from paceline._cluster.master.store.run_files import (
+    LIMIT_REACHED,
     MAX_FILE_BYTES,
     FileTooLargeError,
     bytes_left,
@@ -50,6 +53,7 @@ from paceline._cluster.messages.runner_messages import runner_id
 file_router = ApiRouter(tags=["files"], route_class=ReadingRoute)
 
 _PIECE_BYTES = 256 * 1024
+_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 # What a browser shows without running anything; all else is saved as a file.
 _SHOWN = ("image/", "audio/", "video/", "text/plain", "application/json")
 _POLICY = (
@@ -120,38 +124,64 @@ async def _store(
         check_file_path(path)
     except ValueError as error:
         raise ApiError(422, "invalid_path", str(error)) from error
+    size: int | None
+    if request is None:
+        size = await asyncio.to_thread(master.files.keep, digest)
+        if size is None:
+            raise ApiError(404, "content_wanted", f"There is no content {digest} yet.")
+    else:
+        _, size = await receive_file(master, find, request, digest=digest, most=MAX_FILE_BYTES)
+    await name_file(master, find, path, digest, size, media_type)
+
+
+async def receive_file(
+    master: Master,
+    find: Callable[[Connection], Row[Any]],
+    request: Request,
+    *,
+    digest: str | None = None,
+    most: int | None = None,
+) -> tuple[str, int]:
+    """Store the body of a request as a content; return its digest and its number of bytes.
+
+    Args:
+        master: The master.
+        find: Returns the trial, whose files together keep their limit.
+        request: The request.
+        digest: What the digest must be.
+        most: The largest number of bytes.
+
+    Raises:
+        ApiError: It is too large, has another digest, or the disk is full.
+    """
     left = await asyncio.to_thread(_bytes_left, master, find)
-    limit = max(0, min(MAX_FILE_BYTES, left))
-    chunks = None if request is None else request.stream()
+    limit = left if most is None else min(left, most)
     try:
-        if chunks is None:
-            size = master.files.keep(digest)
-        else:
-            _, size = await master.files.receive(chunks, max_bytes=limit, digest=digest)
+        return await master.files.receive(request.stream(), max_bytes=limit, digest=digest)
     except (OSError, ValueError) as error:
-        # A client that sends all before it reads would see a broken connection.
-        if chunks is not None:
-            async for _ in chunks:
-                pass
-        raise _not_stored(error, has_limit=limit < MAX_FILE_BYTES) from error
-    if size is None:
-        raise ApiError(404, "content_wanted", f"There is no content {digest} yet.")
+        raise _not_stored(error, has_limit=limit == left) from error
+
+
+async def name_file(
+    master: Master,
+    find: Callable[[Connection], Row[Any]],
+    path: str,
+    digest: str,
+    size: int,
+    media_type: str,
+) -> None:
+    """Name a stored content as a file of a trial."""
     await write_rows(
         master,
         lambda transaction: put_file(
-            transaction.connection,
-            find(transaction.connection),
-            path,
-            digest,
-            size,
-            media_type,
+            transaction.connection, find(transaction.connection), path, digest, size, media_type
         ),
     )
 
 
 def _not_stored(error: OSError | ValueError, *, has_limit: bool) -> ApiError:
     if isinstance(error, FileTooLargeError):
-        hint = " The files of its run have reached their limit." if has_limit else ""
+        hint = f" {LIMIT_REACHED}" if has_limit else ""
         return ApiError(413, "file_too_large", f"{error}{hint}")
     if isinstance(error, ValueError):
         return ApiError(422, "wrong_digest", str(error))
@@ -186,10 +216,8 @@ def list_media(
     with records.database.read() as connection:
         trial_row(connection, trial_id)
         rows = read_media(connection, trial_id, group, name, after=(step, row_id), limit=limit + 1)
-    last = rows[limit - 1] if len(rows) > limit else None
-    items = [Media.model_validate(row, from_attributes=True) for row in rows[:limit]]
-    more = None if last is None else encode_cursor(last.steps_completed, last.id)
-    return Page(items=items, next_cursor=more)
+    item = partial(Media.model_validate, from_attributes=True)
+    return page_of_rows(rows, limit, item, "steps_completed", "id")
 
 
 @file_router.get("/trials/{trial_id}/files")
@@ -205,9 +233,7 @@ def list_trial_files(
     with records.database.read() as connection:
         trial_row(connection, trial_id)
         rows = list_files(connection, trial_id, prefix=prefix, after=after, limit=limit + 1)
-    more = encode_cursor(rows[limit - 1].path) if len(rows) > limit else None
-    items = [RunFile.model_validate(row, from_attributes=True) for row in rows[:limit]]
-    return Page(items=items, next_cursor=more)
+    return page_of_rows(rows, limit, partial(RunFile.model_validate, from_attributes=True), "path")
 
 
 @file_router.get(
@@ -225,30 +251,62 @@ def read_trial_file(
     with master.database.read() as connection:
         trial_row(connection, trial_id)
         row = get_file(connection, trial_id, path)
+    return send_file(master, path, row, etag=if_none_match)
+
+
+def send_file(
+    master: Master,
+    path: str,
+    row: Row[Any] | None,
+    *,
+    etag: str | None = None,
+    span: str | None = None,
+) -> Response:
+    """Return a file as an answer.
+
+    Args:
+        master: The master.
+        path: How the file was asked for.
+        row: Its row.
+        etag: What the client has already.
+        span: A range of bytes, as in the header `Range`.
+
+    Raises:
+        ApiError: There is no such file, or its content is gone.
+    """
     try:
         content = None if row is None else master.files.open(row.digest)
     except FileNotFoundError:
         content = None
     if row is None or content is None:
-        raise ApiError(404, "not_found", f"Trial {trial_id} has no file {path!r:.1000}.")
+        raise ApiError(404, "not_found", f"There is no file {path!r:.1000}.")
     is_shown = row.media_type.startswith(_SHOWN) and "svg" not in row.media_type
-    name = quote(path.rsplit("/", 1)[-1])
+    way = "inline" if is_shown else "attachment"
+    name = quote(row.path.rsplit("/", 1)[-1])
     headers = {
-        "content-length": str(row.size),
+        "accept-ranges": "bytes",
         "content-security-policy": _POLICY,
         "x-content-type-options": "nosniff",
-        "content-disposition": f"{'inline' if is_shown else 'attachment'}; filename*=utf-8''{name}",
+        "content-disposition": f"{way}; filename*=utf-8''{name}",
         # Asked for again each time, as a file may be replaced.
         "cache-control": "private, no-cache",
         "etag": f'"{row.digest}"',
     }
-    if if_none_match == headers["etag"]:
+    if etag == headers["etag"]:
         content.close()
-        del headers["content-length"]
         return Response(status_code=304, headers=headers)
-    return StreamingResponse(_pieces(content), media_type=row.media_type, headers=headers)
+    first, end, status = 0, row.size, 200
+    asked = _RANGE.fullmatch(span or "")
+    if asked is not None and int(asked[1]) < end:
+        first, end, status = int(asked[1]), min(int(asked[2] or end) + 1, end), 206
+        headers["content-range"] = f"bytes {first}-{end - 1}/{row.size}"
+    headers["content-length"] = str(max(end - first, 0))
+    pieces = _pieces(content, first, end)
+    return StreamingResponse(pieces, status, headers, media_type=row.media_type)
 
 
-def _pieces(content: IO[bytes]) -> Iterator[bytes]:
+def _pieces(content: IO[bytes], first: int, end: int) -> Iterator[bytes]:
     with content:
-        yield from iter(lambda: content.read(_PIECE_BYTES), b"")
+        content.seek(first)
+        while piece := content.read(max(min(end - content.tell(), _PIECE_BYTES), 0)):
+            yield piece

@@ -355,6 +355,23 @@ def experiment_row(connection: Connection, experiment_id: int) -> Row[Any]:
     return StateChanges.experiment(connection, experiment_id)
 
 
+def page_of_rows(
+    rows: Sequence[Any], limit: int, item: Callable[[Any], Any], *position: str
+) -> Page[Any]:
+    """Return a page of rows, of which there is one more than `limit` if another page follows.
+
+    Args:
+        rows: The rows.
+        limit: How many there are in the page.
+        item: Makes an item of a row.
+        position: The columns by which the next page finds its begin.
+    """
+    more = None
+    if len(rows) > limit:
+        more = encode_cursor(*(getattr(rows[limit - 1], name) for name in position))
+    return Page(items=[item(row) for row in rows[:limit]], next_cursor=more)
+
+
 def trial_row(connection: Connection, trial_id: int) -> Row[Any]:
     """Return a trial's row or answer 404."""
     return StateChanges.trial(connection, trial_id)

@@ -11,9 +11,10 @@ PREFIX = "/api/v1"
 SIGNED_PATH = "/wandb-files/"
 """What the paths of signed URLs begin with."""
 # First parts of paths that clients of W&B and MLflow ask for, below no prefix of ours.
-WANDB_PATHS = ("/graphql", "/files/", "/artifactsV2/", SIGNED_PATH)
-MLFLOW_PATHS = ("/api/2.0/mlflow/", "/api/2.0/mlflow-artifacts/", "/api/3.0/mlflow/")
-TRACKER_PATHS = WANDB_PATHS + MLFLOW_PATHS
+TRACKER_PATHS = (
+    *("/graphql", "/files/", "/artifactsV2/", SIGNED_PATH),
+    *("/api/2.0/mlflow/", "/api/2.0/mlflow-artifacts/", "/api/3.0/mlflow/"),
+)
 
 
 class RouteScope(str, Enum):

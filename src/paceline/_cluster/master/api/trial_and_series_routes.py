@@ -31,6 +31,7 @@ from paceline._cluster.master.api.requests_and_answers import (
     TrialId,
     checkpoint_page,
     experiment_row,
+    page_of_rows,
     position_in_rows,
     trial_row,
     write_once,
@@ -160,18 +161,14 @@ def list_metrics(
         num_names = num_metric_names(connection, trial_id, group, at_most=_MAX_VALUES)
         limit = max(1, min(limit, _MAX_VALUES // max(1, num_names)))
         rows = read_rows(connection, trial_id, group, after_step=after, limit=limit + 1)
-    more = encode_cursor(rows[limit - 1].step) if len(rows) > limit else None
-    items = [
-        MetricRow(
-            group=group,
-            steps_completed=row.step,
-            attempt=row.attempt,
-            time=row.time,
+
+    def item(row: Any) -> MetricRow:
+        return MetricRow(
+            group=group, steps_completed=row.step, attempt=row.attempt, time=row.time,
             metrics=tagged(row.metrics),
-        )
-        for row in rows[:limit]
-    ]
-    return Page(items=items, next_cursor=more)
+        )  # fmt: skip
+
+    return page_of_rows(rows, limit, item, "step")
 
 
 @trial_router.get("/trials/{trial_id}/checkpoints")

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterable
 from itertools import islice
@@ -12,6 +11,7 @@ from typing import Any
 from zlib import crc32
 
 from paceline._base.journal_records import AnyRecord, MediaFile, MediaReported, MetricsReported
+from paceline._cluster.master.experiments.directory_watcher import DirectoryWatcher
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
 from paceline._cluster.master.experiments.unmanaged_run_rows import experiment_of_run, run_reply
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
@@ -23,7 +23,6 @@ from paceline.importers._tensorboard_logs import LogDirectoryReader, is_event_fi
 
 logger = logging.getLogger(__name__)
 
-_SCAN_S = 1.0
 # Directories are looked for less often than new points, as a tree may be large.
 _SEARCH_S = 5.0
 _MAX_DIRECTORIES, _MAX_DEPTH = 20_000, 8
@@ -33,7 +32,7 @@ _QUIET_S = 600.0
 _MAX_NAME = 200
 
 
-class TensorboardWatcher:
+class TensorboardWatcher(DirectoryWatcher):
     """Thread to show TensorBoard log directories as runs, within seconds.
 
     Directories of runs (with `run.json`) and links are left out.
@@ -48,36 +47,11 @@ class TensorboardWatcher:
     def __init__(
         self, directory: Path, database: Database, unmanaged: Unmanaged, contents: FileContents
     ) -> None:
-        self._root = directory
-        self._database = database
-        self._unmanaged = unmanaged
+        super().__init__(directory, database, unmanaged, contents)
         self._runs = LoggedRuns(unmanaged)
-        self._contents = contents
         self._logs: dict[Path, _Log] = {}
         self._next_search = 0.0
         self._warned: set[str] = set()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tensorboard-watcher", daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop following; all records read so far are stored."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                self.scan()
-            except Exception:
-                # The next scan may succeed, so the thread stays.
-                logger.exception("The TensorBoard logs in %s could not be read.", self._root)
-            if self._stopping.wait(_SCAN_S):
-                return
 
     def scan(self) -> None:
         """Look at every log directory once."""
@@ -91,15 +65,15 @@ class TensorboardWatcher:
                 self._follow(log)
             except Exception as error:
                 # What is stored is unknown after an error; a new reader begins behind it.
-                self._logs[path] = _Log(self._root, path)
+                self._logs[path] = _Log(self._directory, path)
                 self._warn(f"The TensorBoard logs in {path} could not be read: {error!r}")
 
     def _search(self) -> None:
         found, num_looked = set(), 0
-        for folder, folders, names in os.walk(self._root, followlinks=False):
+        for folder, folders, names in os.walk(self._directory, followlinks=False):
             path = Path(folder)
             num_looked += 1
-            is_deep = len(path.relative_to(self._root).parts) >= _MAX_DEPTH
+            is_deep = len(path.relative_to(self._directory).parts) >= _MAX_DEPTH
             if "run.json" in names or is_deep or num_looked > _MAX_DIRECTORIES:
                 folders.clear()
             folders[:] = [name for name in folders if not (path / name).is_symlink()]
@@ -107,11 +81,11 @@ class TensorboardWatcher:
                 found.add(path)
         if num_looked > _MAX_DIRECTORIES:
             self._warn(
-                f"{self._root} has more than {_MAX_DIRECTORIES} directories: TensorBoard logs in"
-                " the others are not shown. Hint: name a directory further below by --runs."
+                f"{self._directory} has more than {_MAX_DIRECTORIES} directories: TensorBoard logs"
+                " in the others are not shown. Hint: name a directory further below by --runs."
             )
         for path in sorted(found - self._logs.keys()):
-            self._logs[path] = _Log(self._root, path)
+            self._logs[path] = _Log(self._directory, path)
         for path in self._logs.keys() - found:
             self._finish(self._logs.pop(path))
 
@@ -127,7 +101,7 @@ class TensorboardWatcher:
                 if stamps[name] != log.seen.get(name):
                     self._read(log, name)
         except ImportError as error:
-            self._warn(f"The TensorBoard logs in {self._root} are not shown: {error}")
+            self._warn(f"The TensorBoard logs in {self._directory} are not shown: {error}")
         log.seen = stamps
 
     def _read(self, log: "_Log", name: str) -> None:

@@ -1,7 +1,6 @@
 """Following the run directories of a directory, live."""
 
 import logging
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from paceline._base.journal_files import Entry
 from paceline._base.journal_records import MediaFile, decode_record
 from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
 from paceline._base.run_files import FileShipping, LostFileError
+from paceline._cluster.master.experiments.directory_watcher import DirectoryWatcher
 from paceline._cluster.master.experiments.unmanaged_run_rows import open_directory_runs
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
 from paceline._cluster.master.store.database import Database
@@ -23,7 +23,6 @@ from paceline.core._read_runs import moved_storage
 
 logger = logging.getLogger(__name__)
 
-_SCAN_S = 1.0
 _MAX_RECORDS = 1000
 # One run with much to read must not keep the others waiting.
 _TURN_BYTES = 4 * 2**20
@@ -42,7 +41,7 @@ _UNUSABLE = (
 )  # fmt: skip
 
 
-class RunsWatcher:
+class RunsWatcher(DirectoryWatcher):
     """Thread to ingest the records of runs in a directory, within about a second.
 
     Args:
@@ -55,27 +54,12 @@ class RunsWatcher:
     def __init__(
         self, directory: Path, database: Database, unmanaged: Unmanaged, contents: FileContents
     ) -> None:
-        self._directory = directory
-        self._database = database
-        self._unmanaged = unmanaged
-        self._contents = contents
+        super().__init__(directory, database, unmanaged, contents)
         self._runs: dict[Path, _Run] = {}
         self._skipped: dict[Path, int] = {}
         # Time of the first of the present errors, by run directory.
         self._failing: dict[Path, float] = {}
         self._is_first_scan = True
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="runs-watcher", daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop following; all records read so far are stored."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
 
     def scan(self) -> None:
         """Look at every run once."""
@@ -93,16 +77,9 @@ class RunsWatcher:
             self._leave_out(path, _GONE)
             self._failing.pop(path, None)
 
-    def _run(self) -> None:
-        while True:
-            try:
-                self.scan()
-            except Exception:
-                # The next scan may succeed, so the thread stays.
-                logger.exception("The runs in %s could not be read.", self._directory)
-            has_more = any(run.tail.has_more for run in self._runs.values())
-            if self._stopping.wait(0.0 if has_more else _SCAN_S):
-                return
+    def has_more(self) -> bool:
+        """Return whether the last scan left something to read."""
+        return any(run.tail.has_more for run in self._runs.values())
 
     def _find(self) -> set[Path]:
         """Return the run directories, except those marked unusable and unchanged since."""

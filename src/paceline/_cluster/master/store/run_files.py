@@ -25,6 +25,7 @@ from paceline._cluster.master.store.metric_series import visible_series_limits
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_FILE_BYTES = 1024 * 2**20
 """Largest file of a run: an artifact, a model."""
+LIMIT_REACHED = "The files of the run have reached their limit, PACELINE_MAX_RUN_FILES_MIB."
 _INCOMING = "incoming"
 _CHUNK_BYTES = 1024 * 1024
 _DEFAULT_TRIAL_MIB = 20 * 1024
@@ -76,6 +77,11 @@ class FileContents:
                 await asyncio.to_thread(os.fsync, file.fileno())
             kept = await asyncio.to_thread(self._keep, part, found.hexdigest(), digest)
             return kept, size
+        except (OSError, FileTooLargeError):
+            # A client that sends all before it reads would see a broken connection.
+            async for _ in chunks:
+                pass
+            raise
         finally:
             with suppress(OSError):
                 part.unlink()

@@ -3,16 +3,20 @@
 import mimetypes
 import re
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
-from sqlalchemy import Connection, Row, delete, select
+from sqlalchemy import Connection, Row, delete
 
 from paceline._base.journal_records import MediaFile, MediaReported
 from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
+from paceline._cluster.master.experiments.unmanaged_run_rows import (
+    experiment_of_run,
+    trial_of_run,
+)
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.run_files import bytes_left, get_file, list_files, put_file
+from paceline._cluster.master.store.run_files import get_file, list_files, put_file
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
     MlflowError,
@@ -24,6 +28,7 @@ from paceline._cluster.master.trackers.mlflow_experiments import now_ms
 from paceline._cluster.master.trackers.mlflow_metrics import TRAINING_GROUP
 from paceline._cluster.master.trackers.mlflow_models import find_model
 from paceline._cluster.master.trackers.mlflow_runs import find_run
+from paceline.importers._mlflow_stores import IMAGE_FILE
 
 # Below the experiment: the files of a run, or of a model that one logged.
 _OF_RUN = re.compile(r"(?P<project>[^/]+)/(?P<run>[^/]+)/artifacts(?:/(?P<path>.*))?", re.DOTALL)
@@ -31,11 +36,6 @@ _OF_MODEL = re.compile(
     r"(?P<project>[^/]+)/models/(?P<model>[^/]+)/artifacts(?:/(?P<path>.*))?", re.DOTALL
 )
 MODELS = "models"
-# `log_image` names files so; releases before 2.14 put `%` between the parts.
-_IMAGE = re.compile(
-    r"images/(?P<key>.+)(?P<mark>[+%])step(?P=mark)(?P<step>\d{1,18})(?P=mark)timestamp(?P=mark)"
-    r"(?P<time>\d{1,15})(?P=mark)[\w-]+\.(?P<kind>png|jpg|jpeg|gif|webp)"
-)
 _MAX_LISTED = 10_000
 _BEYOND = "\U0010ffff"
 
@@ -81,7 +81,7 @@ def name_file(
     media_type = mimetypes.guess_type(place.path)[0] or "application/octet-stream"
     run = runs.get(transaction.connection, place.run_id)
     put_file(transaction.connection, run.trial, place.path, digest, size, media_type)
-    image = _IMAGE.fullmatch(place.path)
+    image = IMAGE_FILE.fullmatch(place.path)
     if image is None or "compressed" in place.path:
         return
     file = MediaFile(path=place.path, digest=digest, size=size, media_type=media_type)
@@ -89,16 +89,11 @@ def name_file(
         time=(int(image["time"]) or now_ms()) / 1000,
         group=TRAINING_GROUP,
         steps_completed=int(image["step"]),
-        name=re.sub(r"[~#]", "/", image["key"]),
+        name=re.sub(r"[~#]", "/", image["name"]),
         kind="image",
         files=[file],
     )
     runs.append(transaction, place.run_id, [record])
-
-
-def room_of_run(connection: Connection, place: FilePlace) -> int:
-    """Return how many bytes of files the run of a place may still have."""
-    return bytes_left(connection, _trial_id(connection, place.run_id))
 
 
 def find_file(connection: Connection, artifact: str) -> Row[Any]:
@@ -108,7 +103,7 @@ def find_file(connection: Connection, artifact: str) -> Row[Any]:
         MlflowError: There is no such file.
     """
     place = find_place(connection, artifact)
-    row = get_file(connection, _trial_id(connection, place.run_id), place.path)
+    row = get_file(connection, trial_of_place(place, connection).id, place.path)
     if row is None:
         raise missing(f"No such artifact: {place.path[:300]!r}")
     return row
@@ -121,20 +116,8 @@ def delete_files(connection: Connection, artifact: str) -> None:
     is_chosen = (files.c.path >= prefix) & (files.c.path < prefix + _BEYOND)
     if place.path:
         is_chosen |= files.c.path == place.path
-    trial_id = _trial_id(connection, place.run_id)
+    trial_id = trial_of_place(place, connection).id
     connection.execute(delete(files).where(files.c.trial_id == trial_id, is_chosen))
-
-
-def content_headers(row: Row[Any]) -> dict[str, str]:
-    """Return headers with which no browser runs what a file holds on the master's origin."""
-    name = quote(row.path.rpartition("/")[2], safe="")
-    return {
-        "Content-Type": row.media_type,
-        "Content-Length": str(row.size),
-        "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
-        "Content-Security-Policy": "sandbox; default-src 'none'",
-        "X-Content-Type-Options": "nosniff",
-    }
 
 
 @endpoint("GET", "logged-models/{model_id}/artifacts/directories")
@@ -172,7 +155,7 @@ def list_directory(
         root: What paths in the answer leave out.
     """
     prefix = f"{place.path}/" if place.path else ""
-    trial_id, after = _trial_id(connection, place.run_id), prefix
+    trial_id, after = trial_of_place(place, connection).id, prefix
     found: list[dict[str, Any]] = []
     while len(found) < _MAX_LISTED:
         rows = list_files(connection, trial_id, prefix=prefix, after=after, limit=1)
@@ -201,13 +184,9 @@ def _checked(path: str) -> str:
     return path
 
 
-def _trial_id(connection: Connection, run_id: str) -> int:
-    trials, experiments = tables.trials.c, tables.experiments.c
-    found = connection.scalar(
-        select(trials.id)
-        .join(tables.experiments, experiments.id == trials.experiment_id)
-        .where(experiments.external_id == run_id)
-    )
-    if found is None:
-        raise missing(f"Run with id={run_id[:200]} not found")
-    return int(found)
+def trial_of_place(place: FilePlace, connection: Connection) -> Row[Any]:
+    """Return the trial whose files are there."""
+    experiment = experiment_of_run(connection, place.run_id)
+    if experiment is None:
+        raise missing(f"Run with id={place.run_id[:200]} not found")
+    return trial_of_run(connection, experiment.id)

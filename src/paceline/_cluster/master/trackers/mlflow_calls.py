@@ -10,31 +10,18 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection
 from starlette.routing import compile_path
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline._cluster.master.api.access_guard import AccessIdentity
-from paceline._cluster.master.api.route_scopes import MLFLOW_PATHS
+from paceline._cluster.master.api.requests_and_answers import ApiError
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
 from paceline._cluster.master.store.database import Transaction
 
 _STATUSES = {
     "INVALID_PARAMETER_VALUE": 400,
     "RESOURCE_ALREADY_EXISTS": 400,
-    "UNAUTHENTICATED": 401,
-    "PERMISSION_DENIED": 403,
     "RESOURCE_DOES_NOT_EXIST": 404,
     "ENDPOINT_NOT_FOUND": 404,
-    "RESOURCE_LIMIT_EXCEEDED": 413,
-    "REQUEST_LIMIT_EXCEEDED": 429,
-    "INTERNAL_ERROR": 500,
     "NOT_IMPLEMENTED": 501,
-    "TEMPORARILY_UNAVAILABLE": 503,
-}
-_CODES = {status: code for code, status in _STATUSES.items()} | {
-    400: "INVALID_PARAMETER_VALUE",
-    404: "RESOURCE_DOES_NOT_EXIST",
-    409: "INVALID_PARAMETER_VALUE",
-    422: "INVALID_PARAMETER_VALUE",
 }
 _SEE_DOCS = "See the API docs for more information about request parameters."
 _NON_FINITE = {"NaN": nan, "Infinity": inf, "-Infinity": -inf}
@@ -44,22 +31,11 @@ _KEY = re.compile(r"[/\w.\- :]+")
 _MAX_KEY = 250
 
 
-class MlflowError(Exception):
+class MlflowError(ApiError):
     """Answer to a call that cannot be served, under one of MLflow's codes."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-    @property
-    def status(self) -> int:
-        """The HTTP status that MLflow's server gives this code."""
-        return _STATUSES[self.code]
-
-    @property
-    def body(self) -> bytes:
-        """The answer's body."""
-        return json.dumps({"error_code": self.code, "message": str(self)}).encode()
+        super().__init__(_STATUSES[code], code, message)
 
 
 def invalid(message: str) -> MlflowError:
@@ -283,26 +259,6 @@ def find_endpoint(method: str, path: str) -> tuple[Endpoint, dict[str, str]]:
     )
 
 
-def check_rights(identity: AccessIdentity, found: Endpoint) -> None:
-    """Refuse a call that the scope of the sender's token does not allow.
-
-    Raises:
-        MlflowError: It does not.
-    """
-    scope = identity.scope.value
-    if scope == "read" and found.writes:
-        needed, what = "submit", "write"
-    elif scope == "report" and found.lists:
-        needed, what = "read", "list or search"
-    else:
-        return
-    raise MlflowError(
-        "PERMISSION_DENIED",
-        f"The token must have the scope {needed!r} to {what}, but {identity.user!r} has"
-        f" {scope!r}. Hint: `paceline token create NAME --scope {needed}` makes one that has it.",
-    )
-
-
 def page_of(
     given: Fields, found: Sequence[Any], *, default: int, most: int
 ) -> tuple[Sequence[Any], dict[str, str]]:
@@ -335,49 +291,6 @@ def _page_start(token: str | None) -> int:
 def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
     """Return keys and values in MLflow's form."""
     return [{"key": key, "value": value} for key, value in tags.items()]
-
-
-class MlflowAnswers:
-    """ASGI middleware: puts refusals of MLflow's paths into the form that its client reads.
-
-    It stands before the `Guard`, so that the client prints why a token was refused.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-        is_theirs = scope["type"] == "http" and scope["path"].startswith(MLFLOW_PATHS)
-        await self._app(scope, receive, _Rewriting(send) if is_theirs else send)
-
-
-class _Rewriting:
-    """`send` that adds MLflow's names to a problem, whose body comes in one piece."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._start: Message | None = None
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = dict(message["headers"])
-            if headers.get(b"content-type", b"").startswith(b"application/problem+json"):
-                self._start = message
-                return
-        elif self._start is not None:
-            start, self._start = self._start, None
-            body = _with_mlflow_names(message.get("body", b""), start["status"])
-            headers = dict(start["headers"]) | {b"content-length": str(len(body)).encode()}
-            await self._send({**start, "headers": [*headers.items()]})
-            message = {**message, "body": body}
-        await self._send(message)
-
-
-def _with_mlflow_names(body: bytes, status: int) -> bytes:
-    found = json.loads(body)
-    code = _CODES.get(status, "INTERNAL_ERROR")
-    return json.dumps(found | {"error_code": code, "message": found["detail"]}).encode()
 
 
 def chunks(items: Sequence[Any], size: int = 500) -> Iterator[Sequence[Any]]:

@@ -9,6 +9,10 @@ from sqlalchemy import Connection, select
 from sqlalchemy.dialects.sqlite import insert
 
 from paceline._base.journal_records import MetricsReported, encode_float
+from paceline._cluster.master.experiments.unmanaged_run_rows import (
+    experiment_of_run,
+    trial_of_run,
+)
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_series import (
     Selection,
@@ -31,7 +35,6 @@ TRAINING_GROUP, _SYSTEM_GROUP = "training", "system"
 # What the client measures of its machine has names that begin so.
 _SYSTEM_PREFIX = "system/"
 _MAX_HISTORY = 1_000_000
-_MAX_BULK_RUNS = 100
 
 
 class Metric(NamedTuple):
@@ -61,11 +64,6 @@ def metric_group(key: str) -> tuple[str, str]:
     if key.startswith(_SYSTEM_PREFIX) and key != _SYSTEM_PREFIX:
         return _SYSTEM_GROUP, key.removeprefix(_SYSTEM_PREFIX)
     return TRAINING_GROUP, key
-
-
-def metric_value(shown: Any) -> float:
-    """Return the value that `_shown` put into JSON."""
-    return float(shown)
 
 
 def read_metric(given: Fields) -> Metric:
@@ -134,28 +132,6 @@ def _get_history(call: Call) -> dict[str, Any]:
     return {"metrics": [_shown(metric) for metric in page], **token}
 
 
-@endpoint("GET", "metrics/get-history-bulk-interval")
-def _get_history_of_several(call: Call) -> dict[str, Any]:
-    given, key = call.given, call.given.text("metric_key")
-    run_ids = given.texts("run_ids")
-    if not 1 <= len(run_ids) <= _MAX_BULK_RUNS:
-        raise invalid(
-            f"GetMetricHistoryBulkInterval request must specify 1 to {_MAX_BULK_RUNS} run_ids, but"
-            f" got {len(run_ids)}."
-        )
-    first, last = given.integer("start_step", 0), given.integer("end_step", 2**63 - 1)
-    most = max(given.integer("max_results", 320), 1)
-    metrics: list[dict[str, Any]] = []
-    for run_id in run_ids:
-        points = [p for p in _history(call.connection, run_id, key) if first <= p.step <= last]
-        points.sort(key=lambda point: (point.step, point.timestamp))
-        # Evenly chosen, always with both ends.
-        kept = {round(i * (len(points) - 1) / max(most - 1, 1)) for i in range(most)}
-        chosen = points if len(points) <= most else [points[i] for i in sorted(kept)]
-        metrics += [_shown(point) | {"run_id": run_id} for point in chosen]
-    return {"metrics": metrics}
-
-
 def _record(step: int, timestamp: int, group: str, values: dict[str, Any]) -> MetricsReported:
     return MetricsReported(time=timestamp / 1000, group=group, steps_completed=step, metrics=values)
 
@@ -174,12 +150,11 @@ def _keep_last(connection: Connection, run_id: str, metrics: Sequence[Metric]) -
                 del last[content["key"]]
     if not last:
         return
-    owner = connection.scalar(
-        select(tables.experiments.c.id).where(tables.experiments.c.external_id == run_id)
-    )
+    owner = experiment_of_run(connection, run_id)
+    assert owner is not None
     rows = [
         {"kind": METRIC_KIND, "parent": run_id, "name": key, "content": _shown(metric),
-         "created_at": 0.0, "changed_at": metric.timestamp / 1000, "experiment_id": owner}
+         "created_at": 0.0, "changed_at": metric.timestamp / 1000, "experiment_id": owner.id}
         for key, metric in last.items()
     ]  # fmt: skip
     statement = insert(documents)
@@ -193,14 +168,10 @@ def _keep_last(connection: Connection, run_id: str, metrics: Sequence[Metric]) -
 def _history(connection: Connection, run_id: str, key: str) -> list[Metric]:
     """Return all points of a metric in MLflow's order; one that was sent twice is there once."""
     group, name = metric_group(key)
-    trials, experiments = tables.trials.c, tables.experiments.c
-    trial_id = connection.scalar(
-        select(trials.id)
-        .join(tables.experiments, experiments.id == trials.experiment_id)
-        .where(experiments.external_id == run_id)
-    )
-    if trial_id is None:
+    experiment = experiment_of_run(connection, run_id)
+    if experiment is None:
         return []
+    trial_id = trial_of_run(connection, experiment.id).id
     selection = Selection(trial_id=trial_id, group=group, key=name)
     pieces = [p for _, some in visible_series_pieces(connection, selection) for p in some]
     found = {
@@ -214,8 +185,7 @@ def _history(connection: Connection, run_id: str, key: str) -> list[Metric]:
 
 
 def _stored(content: dict[str, Any]) -> Metric:
-    value = metric_value(content["value"])
-    return Metric(content["key"], value, content["timestamp"], content["step"])
+    return Metric(content["key"], float(content["value"]), content["timestamp"], content["step"])
 
 
 def _shown(metric: Metric) -> dict[str, Any]:

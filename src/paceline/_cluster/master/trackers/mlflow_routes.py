@@ -3,38 +3,40 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator
-from typing import IO, Any, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
-from sqlalchemy import Connection, Row
+from sqlalchemy import Connection
 
-from paceline._cluster.master.api.access_guard import AccessIdentity, IdentityOf
+from paceline._cluster.master.api.access_guard import (
+    AccessIdentity,
+    IdentityOf,
+    check_tracker_rights,
+)
+from paceline._cluster.master.api.file_routes import receive_file, send_file
 from paceline._cluster.master.api.requests_and_answers import MasterOf, write_rows
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.run_files import FileTooLargeError
 
 # Imported for the endpoints that they register.
 from paceline._cluster.master.trackers import mlflow_registry as _registry  # noqa: F401
 from paceline._cluster.master.trackers import mlflow_run_search as _run_search  # noqa: F401
 from paceline._cluster.master.trackers.mlflow_artifacts import (
-    content_headers,
     delete_files,
     find_file,
     find_place,
     list_directory,
     name_file,
-    room_of_run,
+    trial_of_place,
 )
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
     Endpoint,
     Fields,
     MlflowError,
-    check_rights,
     endpoint,
     find_endpoint,
     invalid,
@@ -62,13 +64,10 @@ async def answer_call(
 ) -> Response:
     """Answer a call about experiments, runs or models."""
     assert identity is not None
-    try:
-        found, place = find_endpoint(request.method, path)
-        check_rights(identity, found)
-        arguments = Fields({**await _arguments(request), **place})
-        body = await _answer(master, identity, found, arguments)
-    except MlflowError as error:
-        return _refusal(error)
+    found, place = find_endpoint(request.method, path)
+    check_tracker_rights(identity, writes=found.writes, lists=found.lists)
+    arguments = Fields({**await _arguments(request), **place})
+    body = await _answer(master, identity, found, arguments)
     return Response(body, media_type="application/json")
 
 
@@ -87,25 +86,14 @@ async def put_artifact(
     path: str, request: Request, master: MasterOf, identity: IdentityOf
 ) -> Response:
     """Store a file; nothing is kept of one that breaks off."""
-    try:
-        _check_writes(identity)
-        place = await asyncio.to_thread(_read, master, lambda found: find_place(found, path))
-        if not place.path:
-            raise invalid("The path of an artifact must name a file.")
-        left = await asyncio.to_thread(_read, master, lambda found: room_of_run(found, place))
-        limit = min(MAX_ARTIFACT_BYTES, left)
-        digest, size = await master.files.receive(request.stream(), max_bytes=limit)
-        await write_rows(
-            master, lambda writer: name_file(writer, master.logged_runs, place, digest, size)
-        )
-    except FileTooLargeError as error:
-        return _refusal(MlflowError("RESOURCE_LIMIT_EXCEEDED", str(error)))
-    except OSError as error:
-        logger.exception("An artifact could not be stored.")
-        text = f"The master could not store the file: {error.strerror}."
-        return _refusal(MlflowError("INTERNAL_ERROR", text))
-    except MlflowError as error:
-        return _refusal(error)
+    check_tracker_rights(identity, writes=True)
+    place = await asyncio.to_thread(_read, master, lambda found: find_place(found, path))
+    if not place.path:
+        raise invalid("The path of an artifact must name a file.")
+    digest, size = await receive_file(master, partial(trial_of_place, place), request)
+    await write_rows(
+        master, lambda writer: name_file(writer, master.logged_runs, place, digest, size)
+    )
     return Response("{}", media_type="application/json")
 
 
@@ -113,15 +101,8 @@ async def put_artifact(
 async def get_artifact(path: str, master: MasterOf) -> Response:
     """Send a file."""
 
-    def find(connection: Connection) -> tuple[Row[Any], IO[bytes]]:
-        row = find_file(connection, path)
-        return row, master.files.open(row.digest)
-
-    try:
-        row, file = await asyncio.to_thread(_read, master, find)
-    except MlflowError as error:
-        return _refusal(error)
-    return StreamingResponse(_pieces(file), headers=content_headers(row))
+    row = await asyncio.to_thread(_read, master, lambda found: find_file(found, path))
+    return send_file(master, path, row)
 
 
 @mlflow_router.get(_PROXY + "/artifacts")
@@ -132,21 +113,15 @@ async def list_artifacts(master: MasterOf, path: str = "") -> Response:
         place = find_place(connection, path)
         return list_directory(connection, place, root=f"{place.path}/" if place.path else "")
 
-    try:
-        files = await asyncio.to_thread(_read, master, find)
-    except MlflowError as error:
-        return _refusal(error)
+    files = await asyncio.to_thread(_read, master, find)
     return Response(json.dumps({"files": files}), media_type="application/json")
 
 
 @mlflow_router.delete(_PROXY + "/artifacts/{path:path}")
 async def delete_artifact(path: str, master: MasterOf, identity: IdentityOf) -> Response:
     """Delete a file, or a directory with all that is in it."""
-    try:
-        _check_writes(identity)
-        await write_rows(master, lambda writer: delete_files(writer.connection, path))
-    except MlflowError as error:
-        return _refusal(error)
+    check_tracker_rights(identity, writes=True)
+    await write_rows(master, lambda writer: delete_files(writer.connection, path))
     return Response("{}", media_type="application/json")
 
 
@@ -154,12 +129,7 @@ async def delete_artifact(path: str, master: MasterOf, identity: IdentityOf) -> 
 @mlflow_router.api_route(_PROXY + "/presigned/{path:path}", methods=["GET"])
 async def refuse_parts(path: str) -> Response:
     """Refuse files in parts: the master itself takes and gives all of them."""
-    return _refusal(MlflowError("NOT_IMPLEMENTED", _NO_PARTS))
-
-
-def _check_writes(identity: AccessIdentity | None) -> None:
-    assert identity is not None
-    check_rights(identity, Endpoint(lambda _: {}, writes=True, lists=False))
+    raise MlflowError("NOT_IMPLEMENTED", _NO_PARTS)
 
 
 async def _arguments(request: Request) -> dict[str, Any]:
@@ -185,37 +155,16 @@ async def _arguments(request: Request) -> dict[str, Any]:
 async def _answer(
     master: Master, identity: AccessIdentity, found: Endpoint, given: Fields
 ) -> bytes:
-    runs = master.logged_runs
-
-    def write(writer: Transaction) -> bytes:
-        call = Call(given=given, identity=identity, connection=writer.connection,
-                    transaction=writer, runs=runs)  # fmt: skip
-        return _encoded(found, call)
-
-    def read(connection: Connection) -> bytes:
-        call = Call(given=given, identity=identity, connection=connection, transaction=None,
-                    runs=runs)  # fmt: skip
-        return _encoded(found, call)
+    def answer(connection: Connection, transaction: Transaction | None = None) -> bytes:
+        call = Call(given=given, identity=identity, connection=connection, transaction=transaction,
+                    runs=master.logged_runs)  # fmt: skip
+        return json.dumps(found.answer(call), separators=(",", ":")).encode()
 
     if found.writes:
-        return await write_rows(master, write)
-    return await asyncio.to_thread(_read, master, read)
-
-
-def _encoded(found: Endpoint, call: Call) -> bytes:
-    return json.dumps(found.answer(call), separators=(",", ":")).encode()
+        return await write_rows(master, lambda writer: answer(writer.connection, writer))
+    return await asyncio.to_thread(_read, master, answer)
 
 
 def _read(master: Master, job: Callable[[Connection], Result]) -> Result:
     with master.database.read() as connection:
         return job(connection)
-
-
-def _refusal(error: MlflowError) -> Response:
-    return Response(error.body, status_code=error.status, media_type="application/json")
-
-
-def _pieces(file: IO[bytes]) -> Iterator[bytes]:
-    with file:
-        while piece := file.read(_CHUNK):
-            yield piece

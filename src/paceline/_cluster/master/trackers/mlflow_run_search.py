@@ -18,11 +18,7 @@ from paceline._cluster.master.trackers.mlflow_filter import (
     select_rows,
     sort_rows,
 )
-from paceline._cluster.master.trackers.mlflow_metrics import (
-    METRIC_KIND,
-    latest_metrics,
-    metric_value,
-)
+from paceline._cluster.master.trackers.mlflow_metrics import METRIC_KIND, latest_metrics
 from paceline._cluster.master.trackers.mlflow_runs import RUN, shown_run
 
 Content = dict[str, Any]
@@ -96,7 +92,7 @@ class _RunLookup:
         if key not in self._metrics:
             documents = tables.documents.c
             self._metrics[key] = {
-                row.parent: metric_value(row.content["value"])
+                row.parent: float(row.content["value"])
                 for part in chunks(self._run_ids)
                 for row in self._connection.execute(
                     select(documents.parent, documents.content).where(

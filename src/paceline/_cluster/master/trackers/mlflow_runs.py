@@ -31,6 +31,7 @@ from paceline._cluster.master.trackers.mlflow_metrics import (
     log_metrics,
     read_metric,
 )
+from paceline.importers._mlflow_stores import number_of
 
 RUN = "mlflow.run"
 Content = dict[str, Any]
@@ -301,7 +302,9 @@ def _store(call: Call, row: Row[Any], content: Content) -> None:
     """Store a run's new content, and what people see of it here."""
     change_document(call.connection, RUN, row.parent, row.name, lambda _: content)
     call.runs.set_hparams(
-        call.writer, row.name, {key: _plain(value) for key, value in content["params"].items()}
+        call.writer,
+        row.name,
+        {key: number_of(value) for key, value in content["params"].items()},
     )
     notes = content["tags"].get(_NOTE_TAG)
     call.runs.relabel(call.writer, row.name, name=_shown_name(content), notes=notes)
@@ -347,18 +350,6 @@ def _check_time(name: str, value: int) -> None:
     if not 0 <= value <= 253_402_300_799_000:
         raise invalid(f"Invalid value {value} for parameter '{name}' supplied: it must be"
                       " milliseconds since 1970.")  # fmt: skip
-
-
-def _plain(value: str) -> Any:
-    """Return a parameter as a number if it is the text of one, so that lists can sort by it."""
-    for kind in (int, float):
-        try:
-            number = kind(value)
-        except ValueError:
-            continue
-        if str(number) == value and abs(number) < 2**53:
-            return number
-    return value
 
 
 def _shown_name(content: Content) -> str:

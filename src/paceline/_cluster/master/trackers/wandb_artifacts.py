@@ -18,7 +18,13 @@ from paceline._cluster.master.experiments.logged_runs import (
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.run_files import get_file, list_files, put_file
+from paceline._cluster.master.store.run_files import (
+    LIMIT_REACHED,
+    bytes_left,
+    get_file,
+    list_files,
+    put_file,
+)
 from paceline._cluster.master.trackers.wandb_files import (
     Fields,
     file_view,
@@ -27,7 +33,6 @@ from paceline._cluster.master.trackers.wandb_files import (
     stored_path,
 )
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, page
-from paceline._cluster.master.trackers.wandb_history import storable
 from paceline._cluster.master.trackers.wandb_runs import (
     Asked,
     RunPlace,
@@ -37,6 +42,7 @@ from paceline._cluster.master.trackers.wandb_runs import (
     encode_id,
     upsert_project,
 )
+from paceline.importers._wandb_values import storable
 
 ARTIFACT, COLLECTION = "wandb-artifact", "wandb-collection"
 _CLIENT_ID, _USE = "wandb-client-id", "wandb-use"
@@ -83,7 +89,6 @@ def mutation_fields(asked: Asked) -> Fields:
         "addAliases": partial(_change_aliases, asked, True),
         "deleteAliases": partial(_change_aliases, asked, False),
         "deleteArtifact": partial(_delete, asked),
-        "linkArtifact": partial(_link, asked),
     }
 
 
@@ -278,7 +283,7 @@ def _collection_view(asked: Asked, parent: str, name: str, document: Mapping[str
 
     created = iso_time(document.get("created", 0.0))
     return {
-        "__typename": "ArtifactPortfolio" if document.get("is_portfolio") else "ArtifactSequence",
+        "__typename": "ArtifactSequence",
         "id": encode_id("Collection", entity, project, name),
         "name": name,
         "state": "READY",
@@ -517,6 +522,9 @@ def _create_files(asked: Asked, given: Mapping[str, Any]) -> Fields:
         number, document = _known(asked, each)
         path = f"{_UPLOADS}/{number}/files/{stored_path(str(each.get('name')))}"
         if number not in bases:
+            if not bytes_left(asked.connection, document["trial_id"]):
+                # A refused upload would tell the client nothing but that it has failed.
+                raise GraphqlError(LIMIT_REACHED)
             bases[number] = _base(asked, document)
         known = bases[number].get((each.get("name"), each.get("md5")))
         url = None
@@ -633,16 +641,15 @@ def _update(asked: Asked, given: Mapping[str, Any]) -> Fields:
 def _change_aliases(asked: Asked, is_added: bool, given: Mapping[str, Any]) -> Fields:
     number, document = _known(asked, given)
     names = _aliases(given)
+    added = dict.fromkeys(names, number) if is_added else {}
 
     def change(collection: Any) -> Any:
-        if is_added:
-            return collection | {"aliases": collection["aliases"] | dict.fromkeys(names, number)}
         kept = {
             alias: one
             for alias, one in collection["aliases"].items()
             if alias not in names or one != number
         }
-        return collection | {"aliases": kept}
+        return collection | {"aliases": kept | added}
 
     _change_collection(asked, document, change)
     return {"success": True}
@@ -674,22 +681,3 @@ def _delete(asked: Asked, given: Mapping[str, Any]) -> Fields:
     asked.connection.execute(statement)
     change_document(asked.connection, ARTIFACT, "", number, lambda _: None)
     return {"artifact": {"id": encode_id("Artifact", number)}}
-
-
-def _link(asked: Asked, given: Mapping[str, Any]) -> Fields:
-    """Make an artifact a version of a further collection, which has version numbers of its own."""
-    asked.check_may_list()
-    if given.get("artifactID") is None:
-        number = get_document(asked.connection, _CLIENT_ID, "", str(given.get("clientID"))[:200])
-        given = {**given, "artifactID": encode_id("Artifact", str(number))}
-    number, document = _known(asked, given)
-    place = checked_place(given.get("entityName"), given.get("projectName"), "link")
-    name = checked_name(given.get("artifactPortfolioName"), "")
-    upsert_project(asked, place.entity, place.project)
-    base = {"type": document["type"], "created": time.time(), "description": None}
-    base |= {"aliases": {}, "versions": [], "digests": {}, "is_portfolio": True}
-    own = document | {"parent": place.parent, "collection": name, "wanted_aliases": _aliases(given)}
-    found = _change_collection(asked, own, lambda before: _add_version(number, own, before or base))
-    index = found["versions"].index(number)
-    membership = _membership(asked, place.parent, name, found, f"v{index}")
-    return {"versionIndex": index, "artifactMembership": membership}

@@ -1,124 +1,24 @@
-"""Lines of a W&B run's history as records of a journal, and stored rows as lines again."""
+"""Stored rows of a W&B run as lines of history again."""
 
-import json
-import mimetypes
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
-from math import isfinite
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from sqlalchemy import Connection, select
 
 from paceline._base.journal_records import (
-    NON_FINITE_KEY,
     AnyRecord,
-    MediaFile,
     MediaReported,
     MetricsReported,
     decode_value,
-    encode_float,
-    is_too_deep,
 )
-from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_rows_and_times import read_rows
 from paceline._cluster.master.store.metric_series import visible_series_limits
-from paceline._cluster.messages.runner_messages import MAX_TIME_S
+from paceline.importers._run_writer import GROUP
+from paceline.importers._wandb_values import MAX_INTEGER, storable
 
-TRAINING, SYSTEM = "training", "system"
 MAX_KEYS = 10_000
 """Most metrics and media of a run; further ones are left out, and its log says so."""
-_MAX_KEY = 1000
-_MAX_INTEGER = 2**63 - 1
-_NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}
-_KINDS = {
-    "image-file": "image",
-    "images": "image",
-    "images/separated": "image",
-    "audio": "audio",
-    "audio-file": "audio",
-    "video-file": "video",
-    "videos": "video",
-    "table-file": "table",
-    "partitioned-table": "table",
-    "joined-table": "table",
-    "html": "html",
-    "html-file": "html",
-    "plotly": "figure",
-    "plotly-file": "figure",
-    "histogram": "histogram",
-}
-_LISTS = ("images", "audio", "videos", "html", "plotly")
-
-
-def parse_json(text: str) -> Any:
-    """Return what a JSON text says, with all text in it made storable.
-
-    Raises:
-        ValueError: It is no JSON, or nested too deeply.
-    """
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("The JSON is nested too deeply.") from error
-    if is_too_deep(value):
-        raise ValueError("The JSON is nested too deeply.")
-    return storable(value)
-
-
-def storable(value: Any) -> Any:
-    """Return a JSON value without lone surrogates and numbers that no database has."""
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode(errors="replace").decode()
-    if isinstance(value, dict):
-        return {storable(key): storable(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [storable(item) for item in value]
-    if isinstance(value, float) and not isfinite(value):
-        return next(name for name, each in _NON_FINITE.items() if str(each) == str(value))
-    if type(value) is int and abs(value) > _MAX_INTEGER:
-        return float(value) if abs(value) < 10**300 else ("Infinity" if value > 0 else "-Infinity")
-    return value
-
-
-def records_of_line(line: Mapping[str, Any], step: int, time: float) -> list[AnyRecord]:
-    """Return the records of a line of history: one of metrics, one for each medium."""
-    metrics: dict[str, Any] = {}
-    records: list[AnyRecord] = []
-    for key, value in _flat(line, ""):
-        if isinstance(value, dict) and "_type" in value:
-            records.append(_media(key, value, step, time))
-        elif value is not None:
-            metrics[key] = _metric(value)
-    if metrics:
-        report = MetricsReported(time=time, group=TRAINING, steps_completed=step, metrics=metrics)
-        records.insert(0, report)
-    return records
-
-
-def system_record(line: Mapping[str, Any], step: int, time: float) -> MetricsReported | None:
-    """Return the record of a line of system metrics, None if it has no numbers."""
-    metrics = {
-        key.removeprefix("system."): float(value)
-        for key, value in _flat(line, "")
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
-    if not metrics:
-        return None
-    return MetricsReported(time=time, group=SYSTEM, steps_completed=step, metrics=metrics)
-
-
-def step_of(line: Mapping[str, Any], default: int) -> int:
-    """Return the step of a line."""
-    step = line.get("_step")
-    return step if type(step) is int and 0 <= step <= _MAX_INTEGER else default
-
-
-def time_of(line: Mapping[str, Any], default: float) -> float:
-    """Return when a line was logged, in seconds since the epoch."""
-    time = line.get("_timestamp")
-    is_time = isinstance(time, (int, float)) and 0 <= time <= MAX_TIME_S
-    return float(time) if is_time and time is not None else default
 
 
 def keys_of(record: AnyRecord) -> Collection[str]:
@@ -128,117 +28,27 @@ def keys_of(record: AnyRecord) -> Collection[str]:
     return [record.name] if isinstance(record, MediaReported) else []
 
 
-def _flat(line: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in line.items():
-        if prefix == "" and name in ("_step", "_timestamp", "_runtime", "_wandb"):
-            continue
-        key = f"{prefix}{name}"
-        if not name or name == NON_FINITE_KEY or len(key) > _MAX_KEY:
-            continue
-        if isinstance(value, dict) and "_type" not in value:
-            yield from _flat(value, f"{key}.")
-        else:
-            yield key, value
-
-
-def _metric(value: Any) -> Any:
-    if isinstance(value, str) and value in _NON_FINITE:
-        return encode_float(_NON_FINITE[value])
-    if isinstance(value, list):
-        return ["null" if item is None else _metric(item) for item in value]
-    if isinstance(value, dict):
-        return {
-            key or "_": "null" if each is None else _metric(each) for key, each in value.items()
-        }
-    return value
-
-
-def _media(name: str, raw: dict[str, Any], step: int, time: float) -> MediaReported:
-    kind = _KINDS.get(str(raw["_type"]), "file")
-    files, value = [*_media_files(raw)], _metric(raw)
-    if kind == "histogram":
-        value = _metric(_histogram(raw))
-    return MediaReported(
-        time=time,
-        group=TRAINING,
-        steps_completed=step,
-        name=name,
-        kind=kind,
-        files=files,
-        value=value,
-    )
-
-
-def _media_files(raw: Mapping[str, Any]) -> Iterator[MediaFile]:
-    listed = next((raw[name] for name in _LISTS if isinstance(raw.get(name), list)), None)
-    if listed is None and isinstance(raw.get("filenames"), list):
-        listed = [{"path": path} for path in raw["filenames"]]
-    captions = raw.get("captions")
-    for index, one in enumerate([raw] if listed is None else listed):
-        if not isinstance(one, dict) or not isinstance(one.get("path"), str):
-            continue
-        caption = one.get("caption")
-        if isinstance(captions, list) and index < len(captions):
-            caption = captions[index]
-        facts = {
-            key: one.get(key, raw.get(key))
-            for key in ("width", "height", "ncols", "nrows")
-            if type(one.get(key, raw.get(key))) is int
-        }
-        with suppress(ValueError):
-            yield MediaFile(
-                path=check_file_path(one["path"]),
-                digest=str(one.get("sha256", "")),
-                size=max(one["size"], 0) if type(one.get("size")) is int else 0,
-                media_type=media_type_of(one["path"]),
-                caption=caption if isinstance(caption, str) and caption else None,
-                facts=facts,
-            )
-
-
-def media_type_of(path: str) -> str:
-    """Return the media type that a path's ending stands for."""
-    return mimetypes.guess_type(path)[0] or "application/octet-stream"
-
-
-def _histogram(raw: Mapping[str, Any]) -> dict[str, Any]:
-    bins, packed = raw.get("bins"), raw.get("packedBins")
-    if not isinstance(bins, list) and isinstance(packed, dict):
-        first, width, count = (packed.get(name) for name in ("min", "size", "count"))
-        numbers = all(isinstance(each, (int, float)) for each in (first, width, count))
-        if numbers and 0 <= count <= MAX_KEYS:  # type: ignore[operator]
-            bins = [first + width * i for i in range(int(count) + 1)]  # type: ignore
-    counts = raw.get("values")
-    return {
-        "bins": bins if isinstance(bins, list) else [],
-        "counts": counts if isinstance(counts, list) else [],
-    }
-
-
-# ---- and back ----------------------------------------------------------------------------------
-
-
 def read_history(
     connection: Connection,
     trial_id: int,
     began: float,
     *,
-    group: str = TRAINING,
+    group: str = GROUP,
     first_step: int = 0,
     last_step: int | None = None,
     limit: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return rows of a run as its client logged them, the steps from first to last included."""
     rows: dict[int, dict[str, Any]] = {}
-    prefix = "" if group == TRAINING else "system."
+    prefix = "" if group == GROUP else "system."
     span = None if last_step is None else max(last_step - first_step + 1, 0)
     most = min((each for each in (span, limit) if each is not None), default=None)
     for row in read_rows(connection, trial_id, group, after_step=first_step - 1, limit=most):
         if last_step is None or row.step <= last_step:
             facts = {"_step": row.step, "_timestamp": row.time, "_runtime": row.time - began}
             values = {f"{prefix}{key}": _shown(value) for key, value in row.metrics.items()}
-            rows[row.step] = values | (facts if group == TRAINING else facts | {"_wandb": True})
-    if group == TRAINING:
+            rows[row.step] = values | (facts if group == GROUP else facts | {"_wandb": True})
+    if group == GROUP:
         for medium in _read_media(connection, trial_id, first_step, last_step):
             at = medium.steps_completed
             facts = {"_step": at, "_timestamp": medium.time, "_runtime": medium.time - began}
@@ -250,7 +60,7 @@ def history_keys(connection: Connection, trial_id: int) -> dict[str, Any]:
     """Return what W&B calls the keys of a run: the metrics with their last values."""
     series, media = tables.series.c, tables.media.c
     columns = (series.key, series.num_points, series.num_numbers, series.last)
-    where = (series.trial_id == trial_id, series.group == TRAINING)
+    where = (series.trial_id == trial_id, series.group == GROUP)
     query = select(*columns, series.last_step).where(*where).order_by(series.attempt)
     keys: dict[str, Any] = {}
     newest = -1
@@ -259,7 +69,7 @@ def history_keys(connection: Connection, trial_id: int) -> dict[str, Any]:
         keys[row.key] = _key_facts(kind, row.num_points, _shown(decode_value(row.last)))
         newest = max(newest, row.last_step)
     shown = (media.name, media.kind, media.steps_completed)
-    chosen = select(*shown).where(media.trial_id == trial_id, media.group == TRAINING)
+    chosen = select(*shown).where(media.trial_id == trial_id, media.group == GROUP)
     for name, kind, step in connection.execute(chosen.distinct()):
         keys[name] = _key_facts(kind, 1, None)
         newest = max(newest, step)
@@ -277,9 +87,9 @@ def _read_media(
     media, limits = tables.media.c, visible_series_limits(connection, trial_id)
     query = select(tables.media).where(
         media.trial_id == trial_id,
-        media.group == TRAINING,
+        media.group == GROUP,
         media.steps_completed >= first_step,
-        media.steps_completed <= (_MAX_INTEGER if last_step is None else last_step),
+        media.steps_completed <= (MAX_INTEGER if last_step is None else last_step),
     )
     for row in connection.execute(query.order_by(media.id)):
         highest = limits.get(row.attempt)

@@ -25,10 +25,8 @@ from paceline._cluster.master.trackers.wandb_files import (
 from paceline._cluster.master.trackers.wandb_filters import chosen_runs
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, page
 from paceline._cluster.master.trackers.wandb_history import (
-    SYSTEM,
     history_keys,
     read_history,
-    storable,
 )
 from paceline._cluster.master.trackers.wandb_runs import (
     ENTITY,
@@ -42,13 +40,14 @@ from paceline._cluster.master.trackers.wandb_runs import (
     decode_id,
     encode_id,
     forget_run,
-    shown_json,
     state_of,
     store_run,
     upsert_project,
     upsert_run,
 )
 from paceline._cluster.master.trackers.wandb_streams import EVENTS, HISTORY
+from paceline.importers._run_writer import SYSTEM_GROUP
+from paceline.importers._wandb_values import storable
 
 # Clients refuse servers that are older than 0.70.0, and warn of clients newer than the second.
 _SERVER_VERSION, _MAX_CLIENT_VERSION = "0.85.0", "9.0.0"
@@ -98,7 +97,8 @@ def mutation_fields(asked: Asked) -> Fields:
         "stopRun": partial(_stop_run, asked),
         "deleteRun": partial(_delete_run, asked),
         "updateRunState": partial(_update_run_state, asked),
-        "upsertSweep": _refuse_sweep,
+        "upsertSweep": partial(_refuse, "Sweeps", "`paceline experiment create` starts a search."),
+        "linkArtifact": partial(_refuse, "Registries", "give the artifact an alias."),
         **artifacts.mutation_fields(asked),
     }
 
@@ -244,7 +244,7 @@ def run_view(
     attempt = attempt or run.attempt
     trial_id, connection = run.trial.id, asked.connection
     began = document.get("began", document["created"])
-    lines = document["lines"]
+    counts = {name: lines["count"] for name, lines in document["lines"].items()}
     read = partial(read_history, connection, trial_id, began)
 
     def history(arguments: Mapping[str, Any]) -> list[str]:
@@ -254,22 +254,14 @@ def run_view(
             last_step=end - 1 if isinstance(end, int) else None,
             limit=_MAX_ROWS if isinstance(end, int) else None,
         )
-        return [
-            *map(
-                json.dumps,
-                _sampled(rows, None if isinstance(end, int) else arguments.get("samples")),
-            )
-        ]
+        samples = None if isinstance(end, int) else arguments.get("samples")
+        return [*map(json.dumps, _sampled(rows, samples))]
 
     def events(arguments: Mapping[str, Any]) -> list[str]:
-        return [*map(json.dumps, _sampled(read(group=SYSTEM), arguments.get("samples")))]
+        return [*map(json.dumps, _sampled(read(group=SYSTEM_GROUP), arguments.get("samples")))]
 
     def sampled(arguments: Mapping[str, Any]) -> list[list[Fields]]:
         return [_sampled_history(read, _spec(each)) for each in arguments.get("specs") or ()]
-
-    def count(name: str) -> int:
-        found: int = lines.get(name, {}).get("count", 0)
-        return found
 
     return {
         "__typename": "Run",
@@ -292,18 +284,18 @@ def run_view(
         "projectId": str(_number_of(place.entity, place.project)),
         "project": lambda _: project_view(asked, place.entity, place.project),
         "user": {"name": document.get("user"), "username": document.get("user")},
-        "config": lambda _: shown_json(document["config"]),
-        "wandbConfig": lambda _: shown_json(
+        "config": lambda _: json.dumps(document["config"]),
+        "wandbConfig": lambda _: json.dumps(
             (document["config"].get("_wandb") or {}).get("value") or {}
         ),
-        "summaryMetrics": lambda _: shown_json(document["summary"]),
-        "systemMetrics": lambda _: shown_json(next(iter(read(group=SYSTEM)[-1:]), {})),
+        "summaryMetrics": lambda _: json.dumps(document["summary"]),
+        "systemMetrics": lambda _: json.dumps(next(iter(read(group=SYSTEM_GROUP)[-1:]), {})),
         "historyKeys": lambda _: history_keys(connection, trial_id),
-        "historyLineCount": count(HISTORY),
-        "eventsLineCount": count(EVENTS),
-        "logLineCount": count("output.log"),
-        "historyTail": shown_json([shown_json(document.get("tail", {}))]),
-        "eventsTail": shown_json([shown_json(document.get("events_tail", {}))]),
+        "historyLineCount": counts.get(HISTORY, 0),
+        "eventsLineCount": counts.get(EVENTS, 0),
+        "logLineCount": counts.get("output.log", 0),
+        "historyTail": json.dumps([json.dumps(document.get("tail", {}))]),
+        "eventsTail": json.dumps([json.dumps(document.get("events_tail", {}))]),
         "history": history,
         "events": events,
         "sampledHistory": sampled,
@@ -425,10 +417,8 @@ def _update_run_state(asked: Asked, given: Mapping[str, Any]) -> Fields:
     return {"success": True}
 
 
-def _refuse_sweep(_: Mapping[str, Any]) -> None:
-    raise GraphqlError(
-        "Sweeps of W&B are not served here. Hint: `paceline experiment create` starts a search."
-    )
+def _refuse(what: str, hint: str, _: Mapping[str, Any]) -> None:
+    raise GraphqlError(f"{what} of W&B are not served here. Hint: {hint}")
 
 
 def _stop_run(asked: Asked, given: Mapping[str, Any]) -> Fields:

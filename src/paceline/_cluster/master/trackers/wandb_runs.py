@@ -1,6 +1,5 @@
 """Runs of W&B's clients: their documents, and what their file streams bring."""
 
-import json
 import re
 import secrets
 import time
@@ -12,8 +11,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row
 
-from paceline._cluster.master.api.requests_and_answers import ApiError
-from paceline._cluster.master.api.route_scopes import RouteScope
+from paceline._cluster.master.api.access_guard import AccessIdentity, check_tracker_rights
 from paceline._cluster.master.experiments.logged_runs import (
     LoggedRun,
     change_document,
@@ -23,10 +21,8 @@ from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError
-from paceline._cluster.master.trackers.wandb_history import (
-    parse_json,
-)
 from paceline._cluster.messages.states import AttemptState
+from paceline.importers._wandb_values import parse_json
 
 ENTITY = "paceline"
 """The entity of a client that names none: all people here share it."""
@@ -116,17 +112,20 @@ class Asked:
         master: The master.
         connection: Where to read.
         transaction: Where to write, None for a request that only reads.
-        scope: The scope of the sender's token.
-        user: The name of the sender's token.
+        identity: The sender.
         base_url: The URL by which the client reached the master.
     """
 
     master: Master
     connection: Connection
     transaction: Transaction | None
-    scope: RouteScope
-    user: str
+    identity: AccessIdentity | None
     base_url: str
+
+    @property
+    def user(self) -> str:
+        """The name of the sender's token."""
+        return "" if self.identity is None else self.identity.user
 
     @cached_property
     def writer(self) -> Transaction:
@@ -135,12 +134,7 @@ class Asked:
         Raises:
             ApiError: The sender's token may not write.
         """
-        if self.scope is RouteScope.READ:
-            detail = (
-                "The token must have the scope 'report' or 'submit' to log, but"
-                f" {self.user!r} has 'read'. Hint: `paceline token create NAME --scope report`."
-            )
-            raise ApiError(403, "scope_too_low", detail)
+        check_tracker_rights(self.identity, writes=True)
         if self.transaction is None:
             raise GraphqlError("A query must not change anything. Hint: send a mutation.")
         return self.transaction
@@ -151,13 +145,7 @@ class Asked:
         Raises:
             ApiError: The sender has such a token.
         """
-        if self.scope is RouteScope.REPORT:
-            detail = (
-                "The token must have the scope 'read' to list runs and to read artifacts, but"
-                f" {self.user!r} has 'report'. Hint: `paceline token create NAME --scope submit`"
-                " makes one that logs as well."
-            )
-            raise ApiError(403, "scope_too_low", detail)
+        check_tracker_rights(self.identity, lists=True)
 
     def document(self, place: RunPlace) -> dict[str, Any] | None:
         """Return the document of a run, None if there is no such run."""
@@ -322,8 +310,3 @@ def store_run(asked: Asked, place: RunPlace, document: dict[str, Any]) -> None:
 def forget_run(asked: Asked, place: RunPlace) -> None:
     """Delete the document of a run: a later run of this name is another one."""
     change_document(asked.connection, RUN, place.parent, place.name, lambda _: None)
-
-
-def shown_json(value: Any) -> str:
-    """Return a value as the JSON text that clients want."""
-    return json.dumps(value)

@@ -15,15 +15,7 @@ from paceline._cluster.master.experiments.logged_runs import (
     LoggedRun,
 )
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.trackers.wandb_history import (
-    MAX_KEYS,
-    keys_of,
-    parse_json,
-    records_of_line,
-    step_of,
-    system_record,
-    time_of,
-)
+from paceline._cluster.master.trackers.wandb_history import MAX_KEYS, keys_of
 from paceline._cluster.master.trackers.wandb_runs import (
     LEASE_S,
     MAX_SUMMARY,
@@ -36,6 +28,13 @@ from paceline._cluster.master.trackers.wandb_runs import (
     store_run,
 )
 from paceline._cluster.messages.runner_messages import LogEntry
+from paceline.importers._wandb_values import (
+    parse_json,
+    records_of_line,
+    step_of,
+    system_record,
+    time_of,
+)
 
 _MAX_LINE = 64 * 1024
 _LOG_LINE = re.compile(r"(ERROR )?(\d{4}-\d\d-\d\dT[\d:.]+) ?(.*)", re.DOTALL)

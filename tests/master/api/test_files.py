@@ -119,7 +119,7 @@ def test_media_arrive_as_they_were_reported(
         assert (file.size, file.media_type) == (copy.stat().st_size, "image/png")
     assert contents(master) == {file.digest for file in files}
     assert num_lost(master) == 0
-    with pytest.raises(ApiError, match="Trial 1 has no file 'media/none'"):
+    with pytest.raises(ApiError, match="There is no file 'media/none'"):
         trial.download_file("media/none", tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
@@ -464,3 +464,14 @@ def test_labels_of_a_run_are_those_of_its_experiment(client: Client) -> None:
         context.train.report_training_metrics(1, {"loss": 1.0})
     RunSync(client, context.run_dir).send()
     assert client.get_experiment(1).data.labels == ["project:digits", "${x}"]
+
+
+def test_contents_that_replace_each_other_fill_no_disk(
+    put: Callable[..., httpx2.Response], master: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_MAX_RUN_FILES_MIB", "1")
+    answers = [put("same", bytes([number]) * 400_000).status_code for number in range(5)]
+    assert answers == [204, 204, 413, 413, 413]
+    assert "at most 1,048,576 bytes of files a day" in put("same", b"y" * 400_000).text
+    # What was refused counts for nothing.
+    assert put("small", b"z").status_code == 204

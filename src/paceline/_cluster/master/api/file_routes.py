@@ -126,7 +126,10 @@ async def _store(
         raise ApiError(422, "invalid_path", str(error)) from error
     size: int | None
     if request is None:
-        size = await asyncio.to_thread(master.files.keep, digest)
+        try:
+            size = await asyncio.to_thread(master.files.keep, digest)
+        except OSError as error:
+            raise _not_stored(error, has_limit=False) from error
         if size is None:
             raise ApiError(404, "content_wanted", f"There is no content {digest} yet.")
     else:
@@ -154,10 +157,12 @@ async def receive_file(
     Raises:
         ApiError: It is too large, has another digest, or the disk is full.
     """
-    left = await asyncio.to_thread(_bytes_left, master, find)
+    trial_id, left = await asyncio.to_thread(_bytes_left, master, find)
     limit = left if most is None else min(left, most)
     try:
-        return await master.files.receive(request.stream(), max_bytes=limit, digest=digest)
+        return await master.files.receive(
+            request.stream(), trial_id=trial_id, max_bytes=limit, digest=digest
+        )
     except (OSError, ValueError) as error:
         raise _not_stored(error, has_limit=limit == left) from error
 
@@ -188,9 +193,11 @@ def _not_stored(error: OSError | ValueError, *, has_limit: bool) -> ApiError:
     return ApiError(507, "not_stored", f"The file cannot be stored ({error.strerror}).")
 
 
-def _bytes_left(master: Master, find: Callable[[Connection], Row[Any]]) -> int:
+def _bytes_left(master: Master, find: Callable[[Connection], Row[Any]]) -> tuple[int, int]:
+    """Return a trial's id, and how many bytes of files it may still have."""
     with master.database.read() as connection:
-        return bytes_left(connection, find(connection).id)
+        trial_id = int(find(connection).id)
+        return trial_id, bytes_left(connection, trial_id)
 
 
 @file_router.get("/trials/{trial_id}/media-names")

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -47,11 +48,18 @@ class FileContents:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        # Bytes received by trial and hour: contents that no row names are kept for a day.
+        self._received = Counter[tuple[int, int]]()
 
     async def receive(
-        self, chunks: AsyncIterator[bytes], *, max_bytes: int, digest: str | None = None
+        self,
+        chunks: AsyncIterator[bytes],
+        *,
+        trial_id: int,
+        max_bytes: int,
+        digest: str | None = None,
     ) -> tuple[str, int]:
-        """Store a content as it arrives; return its digest and its number of bytes.
+        """Store a content for a trial as it arrives; return its digest and its number of bytes.
 
         Nothing is stored of one that is cut off.
 
@@ -60,15 +68,21 @@ class FileContents:
             ValueError: Its digest is not `digest`.
             OSError: The disk is full, for example.
         """
-        part = self._new_part()
+        found, size, kept = hashlib.sha256(), 0, None
+        part, key = self._root / _INCOMING / secrets.token_hex(16), (trial_id, _hour())
         try:
-            found, size = hashlib.sha256(), 0
+            part.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with os.fdopen(os.open(part, _NEW, 0o600), "wb") as file:
                 async for chunk in chunks:
                     size += len(chunk)
+                    self._received[key] += len(chunk)
                     if size > max_bytes:
                         raise FileTooLargeError(
                             f"A file must have at most {max_bytes:,} bytes, but this has more."
+                        )
+                    if self._num_received(trial_id) > _allowed_bytes():
+                        raise FileTooLargeError(
+                            f"A run must send at most {_allowed_bytes():,} bytes of files a day."
                         )
                     found.update(chunk)
                     file.write(chunk)
@@ -83,6 +97,8 @@ class FileContents:
                 pass
             raise
         finally:
+            if kept is None:
+                self._received[key] -= size
             with suppress(OSError):
                 part.unlink()
 
@@ -135,6 +151,8 @@ class FileContents:
     def sweep(self, used: set[str]) -> int:
         """Delete contents that no row names, unless they are young; return the bytes freed."""
         freed, old = 0, time.time() - _YOUNG_S
+        for key in [key for key in self._received if key[1] < old // 3600]:
+            del self._received[key]
         for directory in [*self._root.iterdir()] if self._root.is_dir() else []:
             for path in directory.iterdir():
                 with suppress(OSError):
@@ -143,6 +161,11 @@ class FileContents:
                         path.unlink()
                         freed += facts.st_size
         return freed
+
+    def _num_received(self, trial_id: int) -> int:
+        """Return the bytes received for a trial for as long as unnamed contents are kept."""
+        hours = range(_hour() - int(_YOUNG_S // 3600), _hour() + 1)
+        return sum(self._received.get((trial_id, hour), 0) for hour in hours)
 
     def _path(self, digest: str) -> Path:
         if not _DIGEST.fullmatch(digest):
@@ -196,8 +219,15 @@ def bytes_left(connection: Connection, trial_id: int) -> int:
     """Return how many bytes of files a trial may still have, by the setting of the environment."""
     files = tables.run_files.c
     query = select(func.coalesce(func.sum(files.size), 0)).where(files.trial_id == trial_id)
-    allowed = integer_setting("PACELINE_MAX_RUN_FILES_MIB", _DEFAULT_TRIAL_MIB) * 1024 * 1024
-    return max(0, allowed - int(connection.execute(query).scalar_one()))
+    return max(0, _allowed_bytes() - int(connection.execute(query).scalar_one()))
+
+
+def _allowed_bytes() -> int:
+    return integer_setting("PACELINE_MAX_RUN_FILES_MIB", _DEFAULT_TRIAL_MIB) * 1024 * 1024
+
+
+def _hour() -> int:
+    return int(time.time() // 3600)
 
 
 def get_file(connection: Connection, trial_id: int, path: str) -> Row[Any] | None:

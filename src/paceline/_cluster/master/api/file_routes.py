@@ -1,12 +1,14 @@
 """Files and media of runs: received from reporters and runners, shown to readers."""
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from typing import IO, Annotated, Any
 from urllib.parse import quote
 
 from fastapi import Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import Field
 from sqlalchemy import Connection, Row
 
 from paceline._base.run_directory import check_file_path
@@ -41,6 +43,7 @@ from paceline._cluster.master.store.run_files import (
     get_file,
     list_files,
     media_names,
+    media_steps,
     put_file,
     read_media,
 )
@@ -61,6 +64,10 @@ Digest = Annotated[str, Query(pattern="^[0-9a-f]{64}$", description="SHA-256 in 
 MediaType = Annotated[str, Query(pattern=r"^[\w.+-]+/[\w.+-]+$", max_length=100)]
 IsKnown = Annotated[
     bool, Query(description="Without a body: 404 `content_wanted` if the content is not here.")
+]
+MediaSteps = Annotated[
+    list[Annotated[int, Field(ge=0, le=2**62)]] | None,
+    Query(max_length=500, description="Steps whose media are wanted; without one, all."),
 ]
 _BODY: dict[str, Any] = {"requestBody": {"content": {"application/octet-stream": {}}}}
 
@@ -172,20 +179,34 @@ def list_media_names(trial_id: TrialId, records: RecordsOf) -> list[MediaName]:
     return [MediaName(group=group, name=name, kind=kind) for group, name, kind in found]
 
 
+@file_router.get("/trials/{trial_id}/media-steps")
+def list_media_steps(
+    trial_id: TrialId, records: RecordsOf, name: str | None = None, group: str | None = None
+) -> list[int]:
+    """List the steps at which a trial has media, of one name and group or of all, in order."""
+    with records.database.read() as connection:
+        trial_row(connection, trial_id)
+        return media_steps(connection, trial_id, group, name)
+
+
 @file_router.get("/trials/{trial_id}/media")
 def list_media(
     trial_id: TrialId,
     records: RecordsOf,
     name: str,
     group: str = "training",
+    step: MediaSteps = None,
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Page[Media]:
     """List media of a name in step order; what a later attempt repeated is left out."""
-    step, row_id = position_in_rows(cursor, [-1, -1])
+    last_step, row_id = position_in_rows(cursor, [-1, -1])
+    after = (last_step, row_id)
     with records.database.read() as connection:
         trial_row(connection, trial_id)
-        rows = read_media(connection, trial_id, group, name, after=(step, row_id), limit=limit + 1)
+        rows = read_media(
+            connection, trial_id, group, name, steps=step, after=after, limit=limit + 1
+        )
     last = rows[limit - 1] if len(rows) > limit else None
     items = [Media.model_validate(row, from_attributes=True) for row in rows[:limit]]
     more = None if last is None else encode_cursor(last.steps_completed, last.id)
@@ -220,8 +241,13 @@ def read_trial_file(
     path: FilePath,
     master: MasterOf,
     if_none_match: Annotated[str | None, Header()] = None,
+    byte_range: Annotated[str | None, Header(alias="range")] = None,
+    if_range: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Read a file of a trial; scripts in it reach nothing, wherever it is shown."""
+    """Read a file of a trial, or one range of its bytes.
+
+    Scripts in it reach nothing, wherever it is shown.
+    """
     with master.database.read() as connection:
         trial_row(connection, trial_id)
         row = get_file(connection, trial_id, path)
@@ -234,6 +260,7 @@ def read_trial_file(
     is_shown = row.media_type.startswith(_SHOWN) and "svg" not in row.media_type
     name = quote(path.rsplit("/", 1)[-1])
     headers = {
+        "accept-ranges": "bytes",
         "content-length": str(row.size),
         "content-security-policy": _POLICY,
         "x-content-type-options": "nosniff",
@@ -246,9 +273,29 @@ def read_trial_file(
         content.close()
         del headers["content-length"]
         return Response(status_code=304, headers=headers)
-    return StreamingResponse(_pieces(content), media_type=row.media_type, headers=headers)
+    span = _range_of(byte_range, row.size) if if_range in (None, headers["etag"]) else None
+    first, last = span or (0, row.size - 1)
+    headers["content-length"] = str(last + 1 - first)
+    if span is not None:
+        headers["content-range"] = f"bytes {first}-{last}/{row.size}"
+    pieces, status = _pieces(content, first, last + 1 - first), 206 if span else 200
+    return StreamingResponse(pieces, status, media_type=row.media_type, headers=headers)
 
 
-def _pieces(content: IO[bytes]) -> Iterator[bytes]:
+def _range_of(wanted: str | None, size: int) -> tuple[int, int] | None:
+    """Return the first and last byte of a header `Range`; None for all that is not one range."""
+    found = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", wanted or "")
+    if found is None or found.group() == "bytes=-":
+        return None
+    first, last = found.groups()
+    begin = int(first) if first else max(0, size - int(last))
+    end = min(size - 1, int(last)) if first and last else size - 1
+    return (begin, end) if begin <= end else None
+
+
+def _pieces(content: IO[bytes], first: int, count: int) -> Iterator[bytes]:
     with content:
-        yield from iter(lambda: content.read(_PIECE_BYTES), b"")
+        content.seek(first)
+        while count > 0 and (piece := content.read(min(count, _PIECE_BYTES))):
+            count -= len(piece)
+            yield piece

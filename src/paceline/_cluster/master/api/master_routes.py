@@ -85,6 +85,15 @@ _MISSING_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestor
 _FILE_POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
 
 
+# Policy for the page that draws a figure of a run, a stranger's: no origin, and no requests but for
+# its own scripts, wherever it is opened.
+_FRAME_NAME = "figure.html"
+_FRAME_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; script-src 'self'; style-src 'unsafe-inline';"
+    " img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+)
+
+
 def has_web_ui(root: Path = ASSETS_PATH) -> bool:
     """Return whether the web UI is built."""
     return (root / "index.html").is_file()
@@ -157,7 +166,10 @@ def _file_response(path: Path, headers: Headers, *, is_hashed: bool = False) -> 
     sent = {"ETag": etag, "Vary": "Accept-Encoding", _POLICY: _FILE_POLICY}
     # The names of hashed files change with their content; all else is asked for every time.
     sent["Cache-Control"] = "public, max-age=31536000, immutable" if is_hashed else "no-cache"
-    if path.suffix == ".html":
+    if path.name == _FRAME_NAME:
+        # Older browsers know no `frame-ancestors`.
+        sent |= {_POLICY: _FRAME_POLICY, "X-Frame-Options": "SAMEORIGIN"}
+    elif path.suffix == ".html":
         sent[_POLICY] = _content_security_policy(body)
     if headers.get("if-none-match") == etag:
         return Response(None, 304, sent)

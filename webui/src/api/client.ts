@@ -24,10 +24,10 @@ export async function unwrap<Data>(answer: Promise<Answer<Data>>): Promise<Data>
   return data as Data;
 }
 
-/** Fetch text of a path of the API, for what is not JSON; `checkSize` may throw before it is read. */
+/** Fetch text of a path of the API, for what is not JSON; `check` may refuse it before it is read. */
 export async function fetchText(
   path: string,
-  checkSize?: (numBytes: number) => void,
+  check?: (numBytes: number) => void | Promise<void>,
 ): Promise<string> {
   const response = await fetch(path);
   if (!response.ok) {
@@ -37,7 +37,7 @@ export async function fetchText(
       : problemFrom(response, body);
   }
   try {
-    checkSize?.(Number(response.headers.get("content-length")));
+    await check?.(Number(response.headers.get("content-length")));
   } catch (error) {
     await response.body?.cancel();
     throw error;

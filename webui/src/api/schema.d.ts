@@ -1686,7 +1686,8 @@ export interface paths {
          * Read Trial File
          * @description Read a file of a trial, or one range of its bytes.
          *
-         *     Scripts in it reach nothing, wherever it is shown.
+         *     Scripts in it reach nothing, wherever it is shown. With `max_pixels`, an image of more pixels is
+         *     refused with `too_many_pixels`.
          */
         get: operations["read_trial_file_api_v1_trials__trial_id__files__path__get"];
         put?: never;
@@ -6474,7 +6475,9 @@ export interface operations {
     };
     read_trial_file_api_v1_trials__trial_id__files__path__get: {
         parameters: {
-            query?: never;
+            query?: {
+                max_pixels?: number | null;
+            };
             header?: {
                 "if-none-match"?: string | null;
                 range?: string | null;

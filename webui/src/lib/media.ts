@@ -9,8 +9,8 @@ export interface MediaFile {
   size: number | null;
   type: string;
   caption: string | null;
+  /** In pixels. */
   width: number | null;
-  height: number | null;
 }
 
 export interface Section {
@@ -71,7 +71,6 @@ export function filesOf(media: Media): MediaFile[] {
         type: typeof type === "string" ? type : "",
         caption: typeof caption === "string" && caption !== "" ? caption : null,
         width: toNumber(facts.width),
-        height: toNumber(facts.height),
       },
     ];
   });
@@ -88,14 +87,6 @@ export function viewOf(kind: string, { type, path }: MediaFile): View {
   if ((kind === "table" || kind === "figure") && isJson) return kind;
   if (kind === "html") return "html";
   return type === "text/plain" ? "text" : "file";
-}
-
-/** More pixels than this take a browser's memory and seconds: they are drawn when asked for. */
-const MANY_PIXELS = 16e6;
-
-/** Tell whether an image is drawn only when asked for. */
-export function isHuge({ width, height }: MediaFile): boolean {
-  return (width ?? 0) * (height ?? 0) > MANY_PIXELS;
 }
 
 export interface Table {

@@ -36,11 +36,17 @@ function useText({ trialId, file }: DocumentProps, maxBytes: number) {
   const shown = answer.isError ? (
     <ProblemView error={answer.error} onRetry={() => void answer.refetch()} />
   ) : (
+    <Loading />
+  );
+  return { text: answer.data, shown };
+}
+
+function Loading() {
+  return (
     <Text size="sm" c="dimmed" role="status">
       Loading …
     </Text>
   );
-  return { text: answer.data, shown };
 }
 
 export function TextOf(props: DocumentProps) {
@@ -163,14 +169,14 @@ const plotlyQuery = queryOptions({
 export function Figure(props: DocumentProps) {
   const { text, shown } = useText(props, LARGEST_FIGURE);
   const frame = useRef<HTMLIFrameElement>(null);
-  const [failure, setFailure] = useState<string | null>(null);
+  const [said, setSaid] = useState<string | null>(null);
   const [isReady, setIsReady] = useState(false);
   const code = useQuery(plotlyQuery);
   useEffect(() => {
     const listen = ({ source, data }: MessageEvent) => {
       if (source === null || source !== frame.current?.contentWindow) return;
       if (data === "ready") setIsReady(true);
-      else setFailure(data === "drawn" ? null : String(data).slice(0, 500));
+      else setSaid(String(data).slice(0, 500));
     };
     window.addEventListener("message", listen);
     return () => window.removeEventListener("message", listen);
@@ -180,12 +186,14 @@ export function Figure(props: DocumentProps) {
       frame.current?.contentWindow?.postMessage({ code: code.data, figure: text }, "*");
   }, [isReady, text, code.data]);
   if (text === undefined) return shown;
+  const hasFailed = said !== null && said !== "drawn";
   if (code.isError) return <ProblemView error={code.error} onRetry={() => void code.refetch()} />;
   return (
     <>
-      {failure !== null && (
+      {said === null && <Loading />}
+      {hasFailed && (
         <Text size="sm" role="note" className="wrap-anywhere">
-          The figure cannot be drawn here: <Quoted text={failure} /> Download it to see it.
+          The figure cannot be drawn here: <Quoted text={said} /> Download it to see it.
         </Text>
       )}
       <iframe
@@ -194,7 +202,7 @@ export function Figure(props: DocumentProps) {
         title={props.title}
         sandbox="allow-scripts"
         src="/figure.html"
-        hidden={failure !== null}
+        hidden={hasFailed}
       />
     </>
   );

@@ -1,14 +1,18 @@
 /** Images of a report: small ones side by side, and one at a time in full. */
 
-import { Anchor, Button, Group, Modal, Text } from "@mantine/core";
+import { Button, Group, Modal, Text } from "@mantine/core";
+import { useQuery } from "@tanstack/react-query";
 import { useState } from "react";
 
 import { mediaAddress } from "../../api/media";
-import { isHuge, type MediaFile } from "../../lib/media";
-import { formatNumber } from "../../lib/numbers";
+import { fetchText } from "../../api/client";
+import { problemOf } from "../../api/problem";
+import type { MediaFile } from "../../lib/media";
 import { FileLink, Unreadable } from "./FileParts";
 import classes from "./Media.module.css";
 
+/** More pixels than this take a browser's memory and seconds: they are drawn when asked for. */
+const MANY_PIXELS = 16_000_000;
 /** Images up to so many pixels wide are drawn with their pixels as squares. */
 const PIXEL_ART = 128;
 
@@ -21,32 +25,28 @@ interface ImagesProps {
 
 export function Images({ trialId, files, title, updatedAt }: ImagesProps) {
   const [opened, setOpened] = useState<number | null>(null);
-  const nameOf = (i: number) =>
-    files[i]?.caption ?? (files.length > 1 ? `${title}, image ${i + 1}` : title);
+  const shown = files.map((file, i) => ({
+    trialId,
+    file,
+    updatedAt,
+    name: file.caption ?? (files.length > 1 ? `${title}, image ${i + 1}` : title),
+  }));
   return (
     <>
       <ul className={classes.images}>
-        {files.map((file, i) => (
-          <li key={`${file.path} ${i}`}>
+        {shown.map((one, i) => (
+          <li key={`${one.file.path} ${i}`}>
             <figure>
-              <Picture
-                trialId={trialId}
-                file={file}
-                name={nameOf(i)}
-                updatedAt={updatedAt}
-                onOpen={() => setOpened(i)}
-              />
-              {file.caption && <figcaption>{file.caption}</figcaption>}
+              <Picture {...one} onOpen={() => setOpened(i)} />
+              {one.file.caption && <figcaption>{one.file.caption}</figcaption>}
             </figure>
           </li>
         ))}
       </ul>
       {opened !== null && (
         <Enlarged
-          trialId={trialId}
-          files={files}
+          pictures={shown}
           index={opened}
-          nameOf={nameOf}
           onMove={setOpened}
           onClose={() => setOpened(null)}
         />
@@ -60,53 +60,78 @@ interface PictureProps {
   file: MediaFile;
   name: string;
   updatedAt: number;
-  onOpen: () => void;
+  onOpen?: () => void;
 }
 
-function Picture({ trialId, file, name, updatedAt, onOpen }: PictureProps) {
+function Picture(props: PictureProps) {
+  const { trialId, file, name, updatedAt, onOpen } = props;
   const [failedAt, setFailedAt] = useState<number | null>(null);
-  const [isWanted, setIsWanted] = useState(!isHuge(file));
-  const size = `${formatNumber(file.width)} × ${formatNumber(file.height)} pixels`;
-  if (!isWanted)
+  const [isWanted, setIsWanted] = useState(false);
+  const address = mediaAddress(trialId, file.path);
+  if (failedAt === updatedAt)
     return (
-      <div>
-        <Text size="sm">{size}: a large image</Text>
-        <Button size="xs" variant="default" onClick={() => setIsWanted(true)}>
-          Show {name}
-        </Button>
-        <FileLink trialId={trialId} file={file} />
-      </div>
+      <NoPicture
+        {...props}
+        onWanted={() => {
+          setIsWanted(true);
+          setFailedAt(null);
+        }}
+      />
     );
-  if (failedAt === updatedAt) return <Unreadable what="image" />;
+  const image = (
+    <img
+      src={isWanted ? address : `${address}?max_pixels=${MANY_PIXELS}`}
+      alt={name}
+      loading="lazy"
+      decoding="async"
+      data-pixels={(file.width ?? PIXEL_ART) < PIXEL_ART || undefined}
+      onError={() => setFailedAt(updatedAt)}
+    />
+  );
+  if (onOpen === undefined) return image;
   return (
     <button type="button" onClick={onOpen} aria-label={`Enlarge ${name}`}>
-      <img
-        src={mediaAddress(trialId, file.path)}
-        alt={name}
-        loading="lazy"
-        decoding="async"
-        data-pixels={(file.width ?? PIXEL_ART) < PIXEL_ART || undefined}
-        onError={() => setFailedAt(updatedAt)}
-      />
+      {image}
     </button>
   );
 }
 
+/** Says why an image is not drawn; a large one can be asked for. */
+function NoPicture({ trialId, file, name, onWanted }: PictureProps & { onWanted: () => void }) {
+  const address = `${mediaAddress(trialId, file.path)}?max_pixels=${MANY_PIXELS}`;
+  const { error } = useQuery({
+    queryKey: ["no-picture", address],
+    // Only the answer's head is wanted: what is not refused is broken.
+    queryFn: () => fetchText(address, () => Promise.reject(new Error("broken"))),
+    retry: false,
+    gcTime: 0,
+  });
+  if (error === null || problemOf(error).code !== "too_many_pixels")
+    return <Unreadable what="image" />;
+  return (
+    <div>
+      <Text size="sm">{problemOf(error).message}</Text>
+      <Button size="xs" variant="default" onClick={onWanted}>
+        Show {name}
+      </Button>
+      <FileLink trialId={trialId} file={file} />
+    </div>
+  );
+}
+
 interface EnlargedProps {
-  trialId: number;
-  files: readonly MediaFile[];
+  pictures: readonly PictureProps[];
   index: number;
-  nameOf: (index: number) => string;
   onMove: (index: number) => void;
   onClose: () => void;
 }
 
-function Enlarged({ trialId, files, index, nameOf, onMove, onClose }: EnlargedProps) {
-  const file = files[index];
-  if (file === undefined) return null;
-  const move = (by: number) => onMove((index + by + files.length) % files.length);
+function Enlarged({ pictures, index, onMove, onClose }: EnlargedProps) {
+  const shown = pictures[index];
+  if (shown === undefined) return null;
+  const move = (by: number) => onMove((index + by + pictures.length) % pictures.length);
   return (
-    <Modal opened onClose={onClose} title={nameOf(index)} size="auto" centered>
+    <Modal opened onClose={onClose} title={shown.name} size="auto" centered>
       <div
         className={classes.enlarged}
         onKeyDown={({ key }) => {
@@ -114,13 +139,9 @@ function Enlarged({ trialId, files, index, nameOf, onMove, onClose }: EnlargedPr
           if (key === "ArrowRight") move(1);
         }}
       >
-        <img
-          src={mediaAddress(trialId, file.path)}
-          alt={nameOf(index)}
-          data-pixels={(file.width ?? PIXEL_ART) < PIXEL_ART || undefined}
-        />
+        <Picture key={shown.file.path} {...shown} />
         <Group justify="space-between" mt="sm">
-          {files.length > 1 && (
+          {pictures.length > 1 && (
             <Group gap="xs">
               <Button size="xs" variant="default" onClick={() => move(-1)}>
                 Previous
@@ -129,16 +150,11 @@ function Enlarged({ trialId, files, index, nameOf, onMove, onClose }: EnlargedPr
                 Next
               </Button>
               <Text size="sm">
-                {index + 1} of {files.length}
+                {index + 1} of {pictures.length}
               </Text>
             </Group>
           )}
-          <Text size="xs" c="dimmed">
-            {file.width !== null && `${formatNumber(file.width)} × ${formatNumber(file.height)} · `}
-            <Anchor href={mediaAddress(trialId, file.path)} download size="xs">
-              Download
-            </Anchor>
-          </Text>
+          <FileLink trialId={shown.trialId} file={shown.file} />
         </Group>
       </div>
     </Modal>

@@ -6,7 +6,7 @@ import { useQuery } from "@tanstack/react-query";
 import { type ReactNode, useState } from "react";
 
 import { mediaQuery, mediaStepsQuery, MOST_REPORTS } from "../../api/media";
-import type { Media, MediaName } from "../../api/types";
+import type { MediaName } from "../../api/types";
 import { indexAt } from "../../lib/media";
 import { formatNumber } from "../../lib/numbers";
 import { ProblemView } from "../Feedback";
@@ -80,13 +80,8 @@ export function MediaAt({ trialId, media, step, onStep, children, label }: Media
               The first {MOST_REPORTS} reports of this step are shown.
             </Text>
           )}
-          {found.map((one: Media) => (
-            <MediaView
-              key={one.id}
-              trialId={trialId}
-              media={one}
-              updatedAt={reports.dataUpdatedAt}
-            />
+          {found.map((one, i) => (
+            <MediaView key={i} trialId={trialId} media={one} updatedAt={reports.dataUpdatedAt} />
           ))}
           {hasSlider && media.kind === "histogram" && (
             <HistogramsOverSteps of={of} steps={steps} isVisible={isVisible} />

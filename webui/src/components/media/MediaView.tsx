@@ -33,7 +33,8 @@ export function MediaView({ trialId, media, updatedAt }: MediaViewProps) {
       {files
         .filter((file) => !images.includes(file))
         .map((file, i) => (
-          <div key={`${file.path} ${i}`} className={classes.file}>
+          // A frame that draws figures is kept from step to step.
+          <div key={media.kind === "figure" ? i : file.path} className={classes.file}>
             <FileView
               trialId={trialId}
               file={file}

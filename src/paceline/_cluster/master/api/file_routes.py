@@ -36,6 +36,7 @@ from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.attempts import check_not_over, read_attempt
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store.api_models_from_rows import encode_cursor
+from paceline._cluster.master.store.image_sizes import image_size
 from paceline._cluster.master.store.run_files import (
     MAX_FILE_BYTES,
     FileTooLargeError,
@@ -65,6 +66,7 @@ MediaType = Annotated[str, Query(pattern=r"^[\w.+-]+/[\w.+-]+$", max_length=100)
 IsKnown = Annotated[
     bool, Query(description="Without a body: 404 `content_wanted` if the content is not here.")
 ]
+MaxPixels = Annotated[int | None, Query(ge=1, le=2**62)]
 MediaSteps = Annotated[
     list[Annotated[int, Field(ge=0, le=2**62)]] | None,
     Query(max_length=500, description="Steps whose media are wanted; without one, all."),
@@ -243,10 +245,12 @@ def read_trial_file(
     if_none_match: Annotated[str | None, Header()] = None,
     byte_range: Annotated[str | None, Header(alias="range")] = None,
     if_range: Annotated[str | None, Header()] = None,
+    max_pixels: MaxPixels = None,
 ) -> Response:
     """Read a file of a trial, or one range of its bytes.
 
-    Scripts in it reach nothing, wherever it is shown.
+    Scripts in it reach nothing, wherever it is shown. With `max_pixels`, an image of more pixels is
+    refused with `too_many_pixels`.
     """
     with master.database.read() as connection:
         trial_row(connection, trial_id)
@@ -257,6 +261,12 @@ def read_trial_file(
         content = None
     if row is None or content is None:
         raise ApiError(404, "not_found", f"Trial {trial_id} has no file {path!r:.1000}.")
+    if max_pixels is not None:
+        size = image_size(content)
+        if size is not None and size[0] * size[1] > max_pixels:
+            content.close()
+            text = f"The image has {size[0]:,} x {size[1]:,} pixels."
+            raise ApiError(413, "too_many_pixels", text)
     is_shown = row.media_type.startswith(_SHOWN) and "svg" not in row.media_type
     name = quote(path.rsplit("/", 1)[-1])
     headers = {

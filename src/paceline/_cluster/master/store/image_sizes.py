@@ -17,9 +17,11 @@ def image_size(content: IO[bytes]) -> tuple[int, int] | None:
     head = content.read(_HEAD_BYTES)
     try:
         if head.startswith(b"\x89PNG\r\n\x1a\n"):
-            return struct.unpack_from(">II", head, 16)
+            width, height = struct.unpack_from(">II", head, 16)
+            return width, height
         if head.startswith((b"GIF87a", b"GIF89a")):
-            return struct.unpack_from("<HH", head, 6)
+            width, height = struct.unpack_from("<HH", head, 6)
+            return width, height
         if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
             return _webp_size(head)
         if head.startswith(b"\xff\xd8"):

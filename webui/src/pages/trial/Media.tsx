@@ -90,7 +90,7 @@ export function Media() {
                   step={own.has(key) ? (own.get(key) ?? null) : (search.step ?? null)}
                   onStep={(step) => setOwn(new Map(own).set(key, step))}
                 >
-                  <Title order={3} size="h5" className="wrap-anywhere">
+                  <Title order={section.title === "" ? 2 : 3} size="h5" className="wrap-anywhere">
                     {labelOf(one, names).slice(section.title === "" ? 0 : section.title.length + 1)}
                   </Title>
                 </MediaAt>

@@ -18,8 +18,12 @@ with paceline.core.init() as context:
     rate = paceline.get_cluster_info().trial.hparams["rate"]
     for epoch in range(1, 4):
         context.train.report_training_metrics(epoch, {"train_loss": rate + 1 / epoch})
+        context.train.report_histogram(epoch, "weights", [rate, epoch, 0.5], num_bins=3)
+        context.train.report_text(epoch, "samples/text", f"epoch {epoch}")
         context.train.report_validation_metrics(epoch, {"test_loss": rate, "epochs": epoch})
         print(f"WARNING: epoch {epoch}", flush=True)
+    context.train.report_table(3, "errors", [{"file": "a.png", "loss": 0.5}])
+    context.train.report_html(3, "samples/page", "<html lang='en'><title>a</title><p>page")
     with context.checkpoint.store_path({"steps_completed": epoch}) as (path, _):
         (path / "state.txt").write_text("state")
 """
@@ -34,7 +38,7 @@ EXPERIMENT_TABS = [
     "", "?table=true", "/trials", "/hyperparameters", "/hyperparameters?view=scatter",
     "/hyperparameters?view=heat", "/search", "/checkpoints", "/code", "/notes", "/logs",
 ]  # fmt: skip
-TRIAL_TABS = ["", "/checkpoints", "/hyperparameters", "/profiler", "/attempts", "/logs"]
+TRIAL_TABS = ["", "/media", "/checkpoints", "/hyperparameters", "/profiler", "/attempts", "/logs"]
 
 
 # Not for the module: its tests need not run one after the other.

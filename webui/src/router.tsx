@@ -16,6 +16,7 @@ import {
   experimentsSearch,
   hyperparametersSearch,
   logsSearch,
+  mediaSearch,
   metricsSearch,
   newExperimentSearch,
   signInSearch,
@@ -154,6 +155,13 @@ const trialHyperparameters = createRoute({
   component: lazyPage(() => import("./pages/trial/TrialHyperparameters"), "TrialHyperparameters"),
 });
 
+const trialMedia = createRoute({
+  getParentRoute: () => trial,
+  path: "/media",
+  validateSearch: mediaSearch,
+  component: lazyPage(() => import("./pages/trial/Media"), "Media"),
+});
+
 const trialProfiler = createRoute({
   getParentRoute: () => trial,
   path: "/profiler",
@@ -206,6 +214,7 @@ const routeTree = root.addChildren([
     trialMetrics,
     trialCheckpoints,
     trialHyperparameters,
+    trialMedia,
     trialProfiler,
     trialAttempts,
     trialLogs,

@@ -1,6 +1,7 @@
 """Files and media of runs: their way to the master by each sender, and what readers get."""
 
 import hashlib
+import io
 import os
 import shutil
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+from PIL import Image
 from sqlalchemy import select
 
 from paceline import core
@@ -357,6 +359,46 @@ def test_no_file_can_act_on_the_origin_of_the_master(
     assert (again.status_code, again.content) == (304, b"")
 
 
+@pytest.mark.parametrize(
+    ("asked", "content", "span"),
+    [
+        ("bytes=2-4", b"234", "2-4"),
+        ("bytes=7-", b"789", "7-9"),
+        ("bytes=-3", b"789", "7-9"),
+        ("bytes=8-99", b"89", "8-9"),
+        ("bytes=0-9", b"0123456789", "0-9"),
+        *((asked, b"0123456789", None) for asked in ("bytes=9-2", "bytes=10-", "bytes=-", "0-3")),
+    ],
+)
+def test_a_range_of_a_file_is_read(
+    asked: str, content: bytes, span: str | None, put: Callable[..., httpx2.Response], master: Any
+) -> None:
+    assert put("film.mp4", b"0123456789", media_type="video/mp4").status_code == 204
+    headers = {"Range": asked}
+    reply = master.http.get("/trials/1/files/film.mp4", headers=headers)
+    assert (reply.status_code, reply.content) == (206 if span else 200, content)
+    assert reply.headers.get("content-range") == (f"bytes {span}/10" if span else None)
+    # A file that was replaced meanwhile comes as a whole.
+    reply = master.http.get("/trials/1/files/film.mp4", headers=headers | {"If-Range": '"old"'})
+    assert (reply.status_code, reply.content) == (200, b"0123456789")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP", "WEBP lossless", "JPEG"])
+def test_an_image_of_too_many_pixels_is_refused_if_asked_so(
+    kind: str, put: Callable[..., httpx2.Response], master: Any
+) -> None:
+    target = io.BytesIO()
+    name, _, lossless = kind.partition(" ")
+    Image.new("RGB", (300, 20)).save(target, name, **({"lossless": True} if lossless else {}))
+    assert put("image", target.getvalue(), media_type=f"image/{name.lower()}").status_code == 204
+    reply = master.http.get("/trials/1/files/image", params={"max_pixels": 5999})
+    assert (reply.status_code, reply.json()["code"]) == (413, "too_many_pixels")
+    assert "300 x 20 pixels" in reply.json()["detail"]
+    assert master.http.get("/trials/1/files/image", params={"max_pixels": 6000}).content == (
+        target.getvalue()
+    )
+
+
 def test_media_that_a_resumed_run_repeats_are_left_out_and_pages_go_on(client: Client) -> None:
     with core.init(name="again") as context:
         for step in range(1, 5):
@@ -377,6 +419,13 @@ def test_media_that_a_resumed_run_repeats_are_left_out_and_pages_go_on(client: C
         pages.append([one["value"] for one in reply["items"]])
         cursor = reply["next_cursor"]
     assert pages == [["first 1"], ["first 2"], ["second 3"]]
+    get = client._session.send
+    steps = {"name": "said", "group": "training"}
+    assert get("GET", "trials/1/media-steps", params=steps).json() == [1, 2, 3]
+    assert get("GET", "trials/1/media-steps").json() == [1, 2, 3]
+    assert get("GET", "trials/1/media-steps", params={"name": "none"}).json() == []
+    chosen = get("GET", "trials/1/media", params={"name": "said", "step": [4, 3, 1]}).json()
+    assert [one["value"] for one in chosen["items"]] == ["first 1", "second 3"]
 
 
 def test_contents_go_when_no_run_names_them_and_a_day_has_passed(

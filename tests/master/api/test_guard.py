@@ -69,6 +69,7 @@ ROUTES = [
     "GET    /api/v1/trials/{trial_id}/logs",
     "GET    /api/v1/trials/{trial_id}/media",
     "GET    /api/v1/trials/{trial_id}/media-names",
+    "GET    /api/v1/trials/{trial_id}/media-steps",
     "GET    /api/v1/trials/{trial_id}/metrics",
     "GET    /api/v1/trials/{trial_id}/time",
     "GET    /artifactsV2/{path:path}",

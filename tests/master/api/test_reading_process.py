@@ -45,6 +45,7 @@ PATHS = {
     "find_run": ["runs?link=paceline/none/runs/x", "runs?link=experiments/7"],
     "list_media": ["trials/1/media?name=none", "trials/1/media?name=none&cursor=wrong"],
     "list_media_names": ["trials/1/media-names", "trials/77/media-names"],
+    "list_media_steps": ["trials/1/media-steps", "trials/1/media-steps?name=none&group=x"],
     "list_trial_files": ["trials/1/files", "trials/1/files?prefix=media%2F&limit=1"],
     "list_metrics": ["trials/1/metrics?group=training", "trials/1/metrics?cursor=wrong"],
     "list_trial_checkpoints": ["trials/1/checkpoints"],

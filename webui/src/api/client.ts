@@ -24,14 +24,23 @@ export async function unwrap<Data>(answer: Promise<Answer<Data>>): Promise<Data>
   return data as Data;
 }
 
-/** Fetch text of a path of the API, for what is not JSON. */
-export async function fetchText(path: string): Promise<string> {
+/** Fetch text of a path of the API, for what is not JSON; `check` may refuse it before it is read. */
+export async function fetchText(
+  path: string,
+  check?: (numBytes: number) => void | Promise<void>,
+): Promise<string> {
   const response = await fetch(path);
   if (!response.ok) {
     const body: unknown = await response.json().catch(() => null);
     throw body === null
       ? new ApiProblem(response.status, "error", `Error ${response.status}`, response.statusText)
       : problemFrom(response, body);
+  }
+  try {
+    await check?.(Number(response.headers.get("content-length")));
+  } catch (error) {
+    await response.body?.cancel();
+    throw error;
   }
   return response.text();
 }

@@ -25,6 +25,14 @@ export const keys = {
   schema: () => ["schema"] as const,
   queue: () => ["queue"] as const,
   queued: (trialId: number) => ["queue", trialId] as const,
+  media: (trialId: number) => ["media", trialId] as const,
+  mediaNames: (trialId: number) => ["media", trialId, "names"] as const,
+  mediaSteps: (trialId: number, ...of: readonly unknown[]) =>
+    ["media", trialId, "steps", ...of] as const,
+  mediaReports: (trialId: number, ...of: readonly unknown[]) =>
+    ["media", trialId, "reports", ...of] as const,
+  mediaFile: (trialId: number, path: string, digest: string) =>
+    ["media-file", trialId, path, digest] as const,
   nodes: () => ["nodes"] as const,
   pools: () => ["pools"] as const,
   loss: (experimentId: number) => ["loss", experimentId] as const,

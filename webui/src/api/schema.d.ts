@@ -1615,6 +1615,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/trials/{trial_id}/media-steps": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Media Steps
+         * @description List the steps at which a trial has media, of one name and group or of all, in order.
+         */
+        get: operations["list_media_steps_api_v1_trials__trial_id__media_steps_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/trials/{trial_id}/media": {
         parameters: {
             query?: never;
@@ -1664,7 +1684,10 @@ export interface paths {
         };
         /**
          * Read Trial File
-         * @description Read a file of a trial; scripts in it reach nothing, wherever it is shown.
+         * @description Read a file of a trial, or one range of its bytes.
+         *
+         *     Scripts in it reach nothing, wherever it is shown. With `max_pixels`, an image of more pixels is
+         *     refused with `too_many_pixels`.
          */
         get: operations["read_trial_file_api_v1_trials__trial_id__files__path__get"];
         put?: never;
@@ -6339,11 +6362,47 @@ export interface operations {
             };
         };
     };
+    list_media_steps_api_v1_trials__trial_id__media_steps_get: {
+        parameters: {
+            query?: {
+                name?: string | null;
+                group?: string | null;
+            };
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": number[];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     list_media_api_v1_trials__trial_id__media_get: {
         parameters: {
             query: {
                 name: string;
                 group?: string;
+                /** @description Steps whose media are wanted; without one, all. */
+                step?: number[] | null;
                 /** @description At most so many items. */
                 limit?: number;
                 /** @description `next_cursor` of the answer before. */
@@ -6416,9 +6475,13 @@ export interface operations {
     };
     read_trial_file_api_v1_trials__trial_id__files__path__get: {
         parameters: {
-            query?: never;
+            query?: {
+                max_pixels?: number | null;
+            };
             header?: {
                 "if-none-match"?: string | null;
+                range?: string | null;
+                "if-range"?: string | null;
             };
             path: {
                 trial_id: number;

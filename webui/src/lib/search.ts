@@ -99,6 +99,13 @@ export const metricsSearch = (raw: Raw) =>
     table: flag(raw, "table"),
   });
 
+/** Which media are shown, and at which step; without one, the newest. */
+export const mediaSearch = (raw: Raw) =>
+  optional({
+    q: text(raw, "q"),
+    step: number(raw, "step"),
+  });
+
 export const hyperparametersSearch = (raw: Raw) =>
   optional({
     view: oneOf(raw, "view", ["parallel", "scatter", "heat"] as const),
@@ -124,6 +131,8 @@ export const compareSearch = (raw: Raw) =>
     ...metricsSearch(raw),
     trials: numbers(raw, "trials"),
     all: flag(raw, "all"),
+    media: text(raw, "media"),
+    step: number(raw, "step"),
   });
 
 export type MetricsSearch = ReturnType<typeof metricsSearch>;

@@ -9,6 +9,7 @@ import type { Experiment, LiveEvent } from "../api/types";
 export function staleAfter(event: LiveEvent): QueryKey[] {
   const { experiment_id: experiment, trial_id: trial } = event;
   const ofTrial: QueryKey[] = trial === null ? [] : [keys.trial(trial), keys.trials(experiment)];
+  const ofMedia: QueryKey[] = trial === null ? [] : [keys.media(trial)];
   switch (event.kind) {
     case "experiment_state":
       return [
@@ -33,7 +34,16 @@ export function staleAfter(event: LiveEvent): QueryKey[] {
       return [...ofTrial, keys.experiment(experiment), keys.experiments(), keys.search(experiment)];
     case "attempt_started":
     case "attempt_ended":
-      return [...ofTrial, keys.experiment(experiment), keys.slots(), keys.master(), keys.queue()];
+      return [
+        ...ofTrial,
+        ...ofMedia,
+        keys.experiment(experiment),
+        keys.slots(),
+        keys.master(),
+        keys.queue(),
+      ];
+    case "media":
+      return ofMedia;
     case "validation":
       return [
         ...ofTrial,

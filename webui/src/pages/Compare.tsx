@@ -29,6 +29,7 @@ import { formatNumber, formatValue, plural, toNumber } from "../lib/numbers";
 import { isId } from "../lib/search";
 import { shownTrialState } from "../lib/states";
 import { useTitle } from "../lib/title";
+import { CompareMedia } from "./CompareMedia";
 import { TrialPicker } from "./TrialPicker";
 
 const MOST_COMPARED = 50;
@@ -79,6 +80,7 @@ export function Compare() {
       {trials.length > 0 && (
         <Stack gap="xl">
           <Curves trials={trials} experiments={byId} />
+          <CompareMedia runs={trials.map((one) => ({ id: one.id, label: nameOf(one, byId) }))} />
           <Differences
             trials={trials}
             experiments={byId}

@@ -370,7 +370,7 @@ class Event(Message):
 
     Kinds: `experiment_state`, `experiment_changed`, `experiment_deleted`, `trial_created`,
     `trial_state`, `attempt_started`, `workers_restarted`, `attempt_ended`, `metrics`, `validation`,
-    `checkpoint`, `progress`, `alert`, `logs`.
+    `media`, `checkpoint`, `progress`, `alert`, `logs`.
     """
 
     id: int

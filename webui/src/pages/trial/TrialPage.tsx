@@ -89,6 +89,7 @@ export function TrialPage() {
         label="Views of the trial"
         tabs={[
           { label: "Metrics", to: at, isIndex: true },
+          { label: "Media", to: `${at}/media` },
           { label: "Checkpoints", to: `${at}/checkpoints` },
           { label: "Hyperparameters", to: `${at}/hyperparameters` },
           { label: "Profiler", to: `${at}/profiler` },

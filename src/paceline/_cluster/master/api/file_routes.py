@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from fastapi import Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import Field
 from sqlalchemy import Connection, Row
 
 from paceline._base.run_directory import check_file_path
@@ -36,6 +37,7 @@ from paceline._cluster.master.api.requests_and_answers import (
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.attempts import check_not_over, read_attempt
 from paceline._cluster.master.master import Master
+from paceline._cluster.master.store.image_sizes import image_size
 from paceline._cluster.master.store.run_files import (
     LIMIT_REACHED,
     MAX_FILE_BYTES,
@@ -44,6 +46,7 @@ from paceline._cluster.master.store.run_files import (
     get_file,
     list_files,
     media_names,
+    media_steps,
     put_file,
     read_media,
 )
@@ -53,7 +56,6 @@ from paceline._cluster.messages.runner_messages import runner_id
 file_router = ApiRouter(tags=["files"], route_class=ReadingRoute)
 
 _PIECE_BYTES = 256 * 1024
-_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 # What a browser shows without running anything; all else is saved as a file.
 _SHOWN = ("image/", "audio/", "video/", "text/plain", "application/json")
 _POLICY = (
@@ -65,6 +67,11 @@ Digest = Annotated[str, Query(pattern="^[0-9a-f]{64}$", description="SHA-256 in 
 MediaType = Annotated[str, Query(pattern=r"^[\w.+-]+/[\w.+-]+$", max_length=100)]
 IsKnown = Annotated[
     bool, Query(description="Without a body: 404 `content_wanted` if the content is not here.")
+]
+MaxPixels = Annotated[int | None, Query(ge=1, le=2**62)]
+MediaSteps = Annotated[
+    list[Annotated[int, Field(ge=0, le=2**62)]] | None,
+    Query(max_length=500, description="Steps whose media are wanted; without one, all."),
 ]
 _BODY: dict[str, Any] = {"requestBody": {"content": {"application/octet-stream": {}}}}
 
@@ -209,20 +216,34 @@ def list_media_names(trial_id: TrialId, records: RecordsOf) -> list[MediaName]:
     return [MediaName(group=group, name=name, kind=kind) for group, name, kind in found]
 
 
+@file_router.get("/trials/{trial_id}/media-steps")
+def list_media_steps(
+    trial_id: TrialId, records: RecordsOf, name: str | None = None, group: str | None = None
+) -> list[int]:
+    """List the steps at which a trial has media, of one name and group or of all, in order."""
+    with records.database.read() as connection:
+        trial_row(connection, trial_id)
+        return media_steps(connection, trial_id, group, name)
+
+
 @file_router.get("/trials/{trial_id}/media")
 def list_media(
     trial_id: TrialId,
     records: RecordsOf,
     name: str,
     group: str = "training",
+    step: MediaSteps = None,
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Page[Media]:
     """List media of a name in step order; what a later attempt repeated is left out."""
-    step, row_id = position_in_rows(cursor, [-1, -1])
+    last_step, row_id = position_in_rows(cursor, [-1, -1])
+    after = (last_step, row_id)
     with records.database.read() as connection:
         trial_row(connection, trial_id)
-        rows = read_media(connection, trial_id, group, name, after=(step, row_id), limit=limit + 1)
+        rows = read_media(
+            connection, trial_id, group, name, steps=step, after=after, limit=limit + 1
+        )
     item = partial(Media.model_validate, from_attributes=True)
     return page_of_rows(rows, limit, item, "steps_completed", "id")
 
@@ -253,12 +274,27 @@ def read_trial_file(
     path: FilePath,
     master: MasterOf,
     if_none_match: Annotated[str | None, Header()] = None,
+    byte_range: Annotated[str | None, Header(alias="range")] = None,
+    if_range: Annotated[str | None, Header()] = None,
+    max_pixels: MaxPixels = None,
 ) -> Response:
-    """Read a file of a trial; scripts in it reach nothing, wherever it is shown."""
+    """Read a file of a trial, or one range of its bytes.
+
+    Scripts in it reach nothing, wherever it is shown. With `max_pixels`, an image of more pixels is
+    refused with `too_many_pixels`.
+    """
     with master.database.read() as connection:
         trial_row(connection, trial_id)
         row = get_file(connection, trial_id, path)
-    return send_file(master, path, row, etag=if_none_match)
+    return send_file(
+        master,
+        path,
+        row,
+        etag=if_none_match,
+        span=byte_range,
+        if_range=if_range,
+        max_pixels=max_pixels,
+    )
 
 
 def send_file(
@@ -268,6 +304,8 @@ def send_file(
     *,
     etag: str | None = None,
     span: str | None = None,
+    if_range: str | None = None,
+    max_pixels: int | None = None,
 ) -> Response:
     """Return a file as an answer.
 
@@ -277,9 +315,11 @@ def send_file(
         row: Its row.
         etag: What the client has already.
         span: A range of bytes, as in the header `Range`.
+        if_range: The file that the range is of, as in the header `If-Range`.
+        max_pixels: Refuse an image of more pixels.
 
     Raises:
-        ApiError: There is no such file, or its content is gone.
+        ApiError: There is no such file, its content is gone, or it has too many pixels.
     """
     try:
         content = None if row is None else master.files.open(row.digest)
@@ -287,6 +327,11 @@ def send_file(
         content = None
     if row is None or content is None:
         raise ApiError(404, "not_found", f"There is no file {path!r:.1000}.")
+    size = None if max_pixels is None else image_size(content)
+    if size is not None and max_pixels is not None and size[0] * size[1] > max_pixels:
+        content.close()
+        text = f"The image has {size[0]:,} x {size[1]:,} pixels."
+        raise ApiError(413, "too_many_pixels", text)
     is_shown = row.media_type.startswith(_SHOWN) and "svg" not in row.media_type
     way = "inline" if is_shown else "attachment"
     name = quote(row.path.rsplit("/", 1)[-1])
@@ -302,18 +347,29 @@ def send_file(
     if etag == headers["etag"]:
         content.close()
         return Response(status_code=304, headers=headers)
-    first, end, status = 0, row.size, 200
-    asked = _RANGE.fullmatch(span or "")
-    if asked is not None and int(asked[1]) < end:
-        first, end, status = int(asked[1]), min(int(asked[2] or end) + 1, end), 206
-        headers["content-range"] = f"bytes {first}-{end - 1}/{row.size}"
-    headers["content-length"] = str(max(end - first, 0))
-    pieces = _pieces(content, first, end)
+    found = _range_of(span, row.size) if if_range in (None, headers["etag"]) else None
+    first, last = found or (0, row.size - 1)
+    headers["content-length"] = str(last + 1 - first)
+    if found is not None:
+        headers["content-range"] = f"bytes {first}-{last}/{row.size}"
+    pieces, status = _pieces(content, first, last + 1 - first), 206 if found else 200
     return StreamingResponse(pieces, status, headers, media_type=row.media_type)
 
 
-def _pieces(content: IO[bytes], first: int, end: int) -> Iterator[bytes]:
+def _range_of(wanted: str | None, size: int) -> tuple[int, int] | None:
+    """Return the first and last byte of a header `Range`; None for all that is not one range."""
+    found = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", wanted or "")
+    if found is None or found.group() == "bytes=-":
+        return None
+    first, last = found.groups()
+    begin = int(first) if first else max(0, size - int(last))
+    end = min(size - 1, int(last)) if first and last else size - 1
+    return (begin, end) if begin <= end else None
+
+
+def _pieces(content: IO[bytes], first: int, count: int) -> Iterator[bytes]:
     with content:
         content.seek(first)
-        while piece := content.read(max(min(end - content.tell(), _PIECE_BYTES), 0)):
+        while count > 0 and (piece := content.read(min(count, _PIECE_BYTES))):
+            count -= len(piece)
             yield piece

@@ -85,6 +85,10 @@ _MISSING_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestor
 _FILE_POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
 
 
+# Page that draws figures of runs, which are strangers'.
+_FRAME_NAME = "figure.html"
+
+
 def has_web_ui(root: Path = ASSETS_PATH) -> bool:
     """Return whether the web UI is built."""
     return (root / "index.html").is_file()
@@ -157,7 +161,10 @@ def _file_response(path: Path, headers: Headers, *, is_hashed: bool = False) -> 
     sent = {"ETag": etag, "Vary": "Accept-Encoding", _POLICY: _FILE_POLICY}
     # The names of hashed files change with their content; all else is asked for every time.
     sent["Cache-Control"] = "public, max-age=31536000, immutable" if is_hashed else "no-cache"
-    if path.suffix == ".html":
+    if path.name == _FRAME_NAME:
+        # Older browsers know no `frame-ancestors`.
+        sent |= {_POLICY: _frame_policy(body), "X-Frame-Options": "SAMEORIGIN"}
+    elif path.suffix == ".html":
         sent[_POLICY] = _content_security_policy(body)
     if headers.get("if-none-match") == etag:
         return Response(None, 304, sent)
@@ -179,14 +186,27 @@ def _load_web_file(path: Path, _modified: int) -> tuple[bytes, bytes, str]:
 
 def _content_security_policy(page: bytes) -> str:
     """Return the page's content security policy: this origin only, and the page's own scripts."""
-    inline = re.findall(rb"<script>(.*?)</script>", page, re.DOTALL)
-    hashes = [base64.b64encode(hashlib.sha256(script).digest()).decode() for script in inline]
-    scripts = " ".join(["'self'", *(f"'sha256-{found}'" for found in hashes)])
     return (
-        f"default-src 'self'; script-src {scripts}; style-src 'self' 'unsafe-inline';"
+        f"default-src 'self'; script-src 'self' {_hashes(page)}; style-src 'self' 'unsafe-inline';"
         " img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:;"
         " object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
     )
+
+
+def _frame_policy(page: bytes) -> str:
+    """Return the policy of a page for strangers' content: no origin, and nothing to load from."""
+    return (
+        f"sandbox allow-scripts; default-src 'none'; script-src {_hashes(page)} blob:;"
+        " style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none';"
+        " frame-ancestors 'self'"
+    )
+
+
+def _hashes(page: bytes) -> str:
+    """Return the hashes of a page's own scripts as a policy names them."""
+    inline = re.findall(rb"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script).digest()).decode() for script in inline]
+    return " ".join(f"'sha256-{found}'" for found in hashes)
 
 
 master_router = ApiRouter(tags=["master"], route_class=ReadingRoute)

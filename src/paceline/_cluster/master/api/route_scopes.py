@@ -83,6 +83,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /trials/{trial_id}/logs",
         "GET /trials/{trial_id}/media",
         "GET /trials/{trial_id}/media-names",
+        "GET /trials/{trial_id}/media-steps",
         "GET /trials/{trial_id}/metrics",
         "GET /trials/{trial_id}/time",
         "HEAD /openapi.json",

@@ -290,6 +290,8 @@ class RecordIngest:
         if media:
             trial = self._changes.brief_trial(transaction.connection, attempt.trial_id)
             add_media(transaction.connection, trial, attempt.number, media)
+            newest = max(record.steps_completed for record in media)
+            transaction.emit("media", trial.experiment_id, trial.id, steps_completed=newest)
 
     def _take_metrics(
         self, transaction: Transaction, attempt: Row[Any], reports: list[MetricsReported]

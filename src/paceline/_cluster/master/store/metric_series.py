@@ -3,7 +3,7 @@
 import heapq
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -155,6 +155,12 @@ def visible_series_limits(connection: Connection, trial_id: int) -> dict[int, in
         # Each attempt hides the earlier attempts' points beyond the step it resumed from.
         limit = resumed_steps if limit is None else min(limit, resumed_steps)
     return limits
+
+
+def is_visible(limits: Mapping[int, int | None], attempt: int, step: int) -> bool:
+    """Return whether no later attempt supersedes a step, by `visible_series_limits`."""
+    highest = limits.get(attempt)
+    return highest is None or step <= highest
 
 
 def visible_series_pieces(

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, func, insert, select
+from sqlalchemy import Connection, Row, delete, func, insert, select, true
 
 from paceline._base.files import open_regular, sync_directory
 from paceline._base.journal_records import MediaReported
 from paceline._base.process_and_network import integer_setting
 from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.metric_series import visible_series_limits
+from paceline._cluster.master.store.metric_series import is_visible, visible_series_limits
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_FILE_BYTES = 1024 * 2**20
@@ -283,12 +283,13 @@ def read_media(
     group: str,
     name: str,
     *,
+    steps: list[int] | None = None,
     after: tuple[int, int] = (-1, -1),
     limit: int = 100,
 ) -> list[Row[Any]]:
     """Return rows of the visible media of a name, by step; those beyond a step and an id.
 
-    What a later attempt repeats is left out, as with metrics.
+    What a later attempt repeats is left out, as with metrics. With `steps`, only media of these.
     """
     media, limits = tables.media, visible_series_limits(connection, trial_id)
     step, row_id = after
@@ -296,6 +297,7 @@ def read_media(
         select(media)
         .where(
             media.c.trial_id == trial_id,
+            true() if steps is None else media.c.steps_completed.in_(steps),
             media.c.group == group,
             media.c.name == name,
             (media.c.steps_completed > step)
@@ -305,8 +307,7 @@ def read_media(
     )
     found: list[Row[Any]] = []
     for row in connection.execute(query):
-        highest = limits.get(row.attempt)
-        if highest is None or row.steps_completed <= highest:
+        if is_visible(limits, row.attempt, row.steps_completed):
             found.append(row)
         if len(found) == limit:
             break
@@ -314,7 +315,22 @@ def read_media(
 
 
 def media_names(connection: Connection, trial_id: int) -> list[tuple[str, str, str]]:
-    """Return group, name and kind of all media of a trial, in order."""
-    columns = tables.media.c
-    query = select(columns.group, columns.name, columns.kind).where(columns.trial_id == trial_id)
-    return sorted({(row.group, row.name, row.kind) for row in connection.execute(query.distinct())})
+    """Return group, name and kind of the visible media of a trial, in order."""
+    columns, limits = tables.media.c, visible_series_limits(connection, trial_id)
+    named = (columns.group, columns.name, columns.kind, columns.attempt)
+    query = select(*named, func.min(columns.steps_completed).label("first_step"))
+    rows = connection.execute(query.where(columns.trial_id == trial_id).group_by(*named))
+    shown = (row for row in rows if is_visible(limits, row.attempt, row.first_step))
+    return sorted({(row.group, row.name, row.kind) for row in shown})
+
+
+def media_steps(
+    connection: Connection, trial_id: int, group: str | None = None, name: str | None = None
+) -> list[int]:
+    """Return the steps at which a trial has visible media, in order; of a group and name alone."""
+    columns, limits = tables.media.c, visible_series_limits(connection, trial_id)
+    query = select(columns.steps_completed, columns.attempt).where(columns.trial_id == trial_id)
+    for column, wanted in ((columns.group, group), (columns.name, name)):
+        query = query if wanted is None else query.where(column == wanted)
+    rows = connection.execute(query.distinct())
+    return sorted({step for step, attempt in rows if is_visible(limits, attempt, step)})

@@ -265,9 +265,7 @@ class ReadingThreads:
     """
 
     def __init__(self) -> None:
-        self._quick = ThreadPoolExecutor(
-            _HERE + _MAX_OVERDUE, thread_name_prefix="paceline-reader"
-        )
+        self._quick = ThreadPoolExecutor(_HERE + _MAX_OVERDUE, thread_name_prefix="paceline-reader")
         self._slow = ThreadPoolExecutor(_NUM_SLOW, thread_name_prefix="paceline-slow-reader")
         self._slow_until: dict[object, float] = {}
 

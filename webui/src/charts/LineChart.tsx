@@ -49,6 +49,7 @@ interface Hover {
 
 const NEAR_PIXELS = 40;
 const MOST_HOVERED = 12;
+const MOST_TIP_PIXELS = 420;
 const FAINT = 0.3;
 const HEIGHT = 260;
 
@@ -139,6 +140,7 @@ function Tip({
   xKind: XKind;
 }) {
   const isRight = hover.left > width / 2;
+  const room = (isRight ? hover.left : width - hover.left) - 14;
   const { x, rows, near } = hover;
   // Those around the one under the cursor; rows fall by value.
   const at = near === null ? 0 : rows.indexOf(near);
@@ -149,6 +151,7 @@ function Tip({
       className={classes.tip}
       style={{
         top: 4,
+        maxWidth: Math.max(room, Math.min(MOST_TIP_PIXELS, width - 28)),
         ...(isRight ? { right: width - hover.left + 14 } : { left: hover.left + 14 }),
       }}
     >

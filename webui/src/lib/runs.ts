@@ -48,10 +48,17 @@ export function runsOf(trials: readonly Trial[], experiments: readonly Experimen
   });
 }
 
-/** Return the hyperparameters that differ, in alphabetical order, seeds last. */
+/** Return the hyperparameters that differ, those that only some runs have last, seeds before them. */
 export function differingHparams(runs: readonly Run[]): string[] {
-  const names = [...differing(runs.map(({ hparams }) => hparams))].sort();
-  return [...names.filter((one) => !SEED.test(one)), ...names.filter((one) => SEED.test(one))];
+  const all = runs.map(({ hparams }) => hparams);
+  const names = [...differing(all)].sort();
+  const rank = (name: string) => {
+    if (differing(all.filter((one) => one[name] !== undefined)).has(name))
+      return SEED.test(name) ? 1 : 0;
+    return 2;
+  };
+  const ranks = new Map(names.map((name) => [name, rank(name)]));
+  return names.sort((a, b) => (ranks.get(a) ?? 0) - (ranks.get(b) ?? 0));
 }
 
 /** Return a name of each run: its experiment's, or by what differs, never the same twice. */
@@ -82,8 +89,9 @@ export function namesOf(runs: readonly Run[]): Map<number, string> {
   for (const run of runs) counts.set(text(run), (counts.get(text(run)) ?? 0) + 1);
   return new Map(
     runs.map((run) => {
-      const own = parts.get(run.id) ?? [];
-      const isAlone = counts.get(text(run)) === 1 && own.length > 0;
+      const known = parts.get(run.id) ?? [];
+      const own = known.length > 0 ? known : [run.experiment];
+      const isAlone = counts.get(text(run)) === 1;
       return [run.id, [...own, ...(isAlone ? [] : [`trial ${run.id}`])].join(", ")];
     }),
   );

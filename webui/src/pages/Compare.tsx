@@ -67,7 +67,11 @@ export function Compare() {
           <RunList
             rows={rows}
             runs={runs}
-total={(search.trials?.length ?? 0) > MOST_RUNS ? (search.trials?.length ?? 0) : list.data.total}
+            total={
+              (search.trials?.length ?? 0) > MOST_RUNS
+                ? (search.trials?.length ?? 0)
+                : list.data.total
+            }
             shown={chosen}
             search={search}
           />

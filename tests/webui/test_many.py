@@ -138,7 +138,7 @@ def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
     expect(page.get_by_role("img", name="test_loss: 2 lines")).to_be_visible()
     page.reload()
     expect(page.get_by_role("img", name="test_loss: 2 lines")).to_be_visible()
-    expect(runs.get_by_role("listitem").first).to_contain_text("lr 0.2 3 runs")
+    expect(runs.get_by_role("listitem").filter(has_text="lr 0.2")).to_contain_text("3 runs")
     expect(page.get_by_role("button", name="Show 1 hidden panel")).to_be_visible()
     expect(page.get_by_role("button", name="Pinned 1 panel")).to_be_visible()
 

@@ -107,6 +107,8 @@ def test_axe_finds_nothing_on_any_page(
         **{f"/experiments/{searched.id}{tab}": "searched" for tab in EXPERIMENT_TABS},
         **{f"/trials/{trial}{tab}": f"Trial {trial}" for tab in TRIAL_TABS},
         f"/compare?trials=[{trial},{trial + 1}]": "Compare",
+        f"/compare?experiments=[{searched.id}]&group=[%22*%22]": "Compare",
+        f"/compare?experiments=[{searched.id}]&view=differences&base={trial}": "Compare",
     }
     problems = {}
     for path, title in pages.items():

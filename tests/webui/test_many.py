@@ -51,7 +51,19 @@ with paceline.core.init() as context:
 """
 
 
-def test_compare_says_what_is_not_drawn_and_offers_trials_from_lists(
+SEEDS = """
+import paceline
+
+with paceline.core.init() as context:
+    hparams = paceline.get_cluster_info().trial.hparams
+    for step in range(1, 6):
+        loss = hparams["lr"] / step + hparams["seed"] / 100
+        metrics = {f"layer{i}/norm": loss * i for i in range(60)}
+        context.train.report_validation_metrics(step, {"test_loss": loss, **metrics})
+"""
+
+
+def test_compare_says_what_is_not_drawn_and_finds_runs_by_their_experiments(
     master: Any, open_page: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(OWN_METRIC)
@@ -62,23 +74,73 @@ def test_compare_says_what_is_not_drawn_and_offers_trials_from_lists(
         )
         assert experiment.wait(0.1).value == "COMPLETED"
         trials.append(experiment.trials()[0].id)
-    first, second = trials
     page = open_page(master, "/compare")
-    for name in ("of test_loss", "of test_error"):
-        page.get_by_role("combobox", name="Experiment").fill(name)
-        page.get_by_role("option", name=name).click()
-        page.get_by_role("combobox", name="Its trials").click()
-        page.get_by_role("option", name="Trial").first.click()
-        page.keyboard.press("Escape")
+    page.get_by_role("textbox", name="Search runs").fill("of test_")
+    expect(page.get_by_text("2 of 2 runs shown")).to_be_visible()
     expect(page.get_by_role("img", name="test_loss: 1 lines")).to_be_visible()
-    note = page.get_by_text("1 of 2 trials are drawn. No points of test_loss (validation)")
-    expect(note).to_contain_text(f"trial {second}.")
+    expect(page.get_by_text("1 of 2 drawn. No points of of test_error")).to_be_visible()
+    page.get_by_text("What differs", exact=True).click()
     page.get_by_role("switch", name="Show what is the same too").click()
     expect(page.get_by_role("cell", name="1,648,771,200")).to_have_count(2)
-    # More than the page compares: it says so, and forgets none.
-    many = [first, *range(900_000, 900_055)]
+    # A link may name runs that are gone: it says so, and shows the others.
+    many = [*trials, *range(900_000, 900_012)]
     page.goto(f"/compare?trials={many}".replace(" ", ""))
-    expect(page.get_by_text("The first 50 of 56 chosen trials are compared.")).to_be_visible()
+    expect(page.get_by_text("2 of 2 runs shown")).to_be_visible()
+    expect(page.get_by_role("alert")).to_contain_text("900009 and 2 more")
+
+
+def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
+    master: Any, open_page: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(SEEDS)
+    hparams = {
+        name: {"type": "categorical", "vals": values}
+        for name, values in (("lr", [0.1, 0.2]), ("seed", [0, 1, 2]))
+    }
+    searcher = {"name": "grid", "metric": "test_loss"}
+    experiment = master.create(tmp_path, name="seeds", hyperparameters=hparams, searcher=searcher)
+    assert experiment.wait(0.1).value == "COMPLETED"
+    page = open_page(master, f"/experiments/{experiment.id}/trials")
+    page.get_by_role("button", name="Compare all trials").click()
+    runs = page.get_by_role("region", name="List of runs")
+    for name in ("lr 0.1, seed 0", "lr 0.2, seed 2"):
+        expect(runs.get_by_role("link", name=name)).to_be_visible()
+    expect(page.get_by_role("img", name="test_loss: 6 lines")).to_be_visible()
+    # Of 61 metrics only those in sight are drawn.
+    expect(page.get_by_text("61 charts", exact=True)).to_be_visible()
+    assert page.locator("canvas").count() < 25
+    page.get_by_role("checkbox", name="Show lr 0.1, seed 0").uncheck()
+    expect(page.get_by_role("img", name="test_loss: 5 lines")).to_be_visible()
+    page.get_by_role("checkbox", name="Show lr 0.1, seed 0").check()
+
+    chart = page.get_by_role("img", name="test_loss: 6 lines")
+    chart.hover()
+    # All six lines are told at this place, in the other panels, too.
+    expect(page.get_by_role("region", name="Comparison").locator("strong").nth(11)).to_be_visible()
+    page.mouse.move(5, 5)
+
+    page.get_by_role("textbox", name="Filter the metrics").fill("layer1*/norm|loss")
+    expect(page.get_by_text("12 of 61 charts", exact=True)).to_be_visible()
+    page.get_by_role("textbox", name="Filter the metrics").fill("layer13/")
+    page.get_by_role("button", name="Hide layer13/norm").click()
+    expect(page.get_by_role("button", name="Show 1 hidden panel")).to_be_visible()
+    page.get_by_role("textbox", name="Filter the metrics").fill("layer12/|loss")
+    page.get_by_role("button", name="Pin layer12/norm").click()
+    expect(page.get_by_role("button", name="Pinned 1 panel")).to_be_visible()
+    page.get_by_role("button", name="Options of lr 0.2, seed 1").click()
+    page.get_by_role("menuitem", name="Use as baseline").click()
+    expect(runs.get_by_role("listitem").first).to_contain_text("lr 0.2, seed 1 baseline")
+
+    page.get_by_role("combobox", name="Group by").click()
+    page.get_by_role("option", name="Everything but the seed").click()
+    page.keyboard.press("Escape")
+    expect(page.get_by_text("2 of 2 groups shown")).to_be_visible()
+    expect(page.get_by_role("img", name="test_loss: 2 lines")).to_be_visible()
+    page.reload()
+    expect(page.get_by_role("img", name="test_loss: 2 lines")).to_be_visible()
+    expect(runs.get_by_role("listitem").filter(has_text="lr 0.2")).to_contain_text("3 runs")
+    expect(page.get_by_role("button", name="Show 1 hidden panel")).to_be_visible()
+    expect(page.get_by_role("button", name="Pinned 1 panel")).to_be_visible()
 
 
 def test_all_of_a_list_longer_than_a_page_are_selected(

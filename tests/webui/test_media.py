@@ -246,7 +246,7 @@ def test_images_of_several_trials_stand_side_by_side(
         report("side-two", lambda train: tell(train, (5, 7))),
         report("side-none", lambda train: train.report_text(1, "other", "text")),
     ]
-    page = open_page(master, f"/compare?trials={trials}".replace(" ", ""))
+    page = open_page(master, f"/compare?view=media&trials={trials}".replace(" ", ""))
     both = page.get_by_role("region", name="Media side by side")
     expect(both.get_by_role("img", name="sample at 10")).to_be_visible()
     expect(both.get_by_role("img", name="sample at 7")).to_be_visible()

@@ -80,6 +80,7 @@ def test_rungs_and_hyperparameters_fill_while_the_search_runs(
         page.get_by_role("checkbox").nth(number).check()
     page.get_by_role("button", name="Compare selected").click()
     expect(page.get_by_role("img", name=re.compile("^test_loss: 2 lines"))).to_be_visible()
+    page.get_by_role("radiogroup", name="View").get_by_text("What differs").click()
     expect(page.get_by_role("cell", name="rate", exact=True)).to_be_visible()
     page.go_back()
     expect(page).to_have_url(re.compile(f"/experiments/{experiment.id}/trials"))

@@ -36,6 +36,7 @@ PATHS = {
                              "experiments/1/hyperparameters?metric=loss"],
     "list_trials": ["experiments/1/trials?sort_by=hparam:lr&order=desc",
                     "experiments/1/trials?sort_by=nothing", "experiments/1/trials?state=ACTIVE"],
+    "list_all_trials": ["trials", "trials?trial=1&trial=77&search=serv", "trials?where=wrong"],
     "find_checkpoints": ["checkpoints?prefix=cccc"],
     "list_checkpoints": ["experiments/1/checkpoints?sort_by=metric"],
     "list_metric_names": ["experiments/1/metric-names", "experiments/1/metric-names?limit=1"],

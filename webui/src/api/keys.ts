@@ -17,6 +17,11 @@ export const keys = {
   trialEnvironments: (id: number) => ["trial", id, "environments"] as const,
   trialTime: (id: number) => ["trial", id, "time"] as const,
   checkpoints: (of: "trial" | "experiment", id: number) => ["checkpoints", of, id] as const,
+  /** Everything that a comparison reads, which follows the events by itself. */
+  compared: () => ["compared"] as const,
+  comparedRuns: (filter: object) => ["compared", "runs", filter] as const,
+  comparedNames: (trialIds: readonly number[]) => ["compared", "names", trialIds] as const,
+  comparedGroups: (request: object) => ["compared", "groups", request] as const,
   columns: () => ["columns"] as const,
   hyperparameters: (experimentId: number) => ["hyperparameters", experimentId] as const,
   config: (experimentId: number) => ["config", experimentId] as const,

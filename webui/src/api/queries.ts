@@ -7,6 +7,7 @@ import { keys } from "./keys";
 import { noteAnswer } from "./session";
 import type { Condition } from "../lib/conditions";
 import { GOING_STATES, TERMINAL_STATES } from "../lib/states";
+import type { components } from "./schema";
 import type { ExperimentState, TrialState } from "./types";
 
 const PAGE = 200;
@@ -157,6 +158,56 @@ export const metricNamesQuery = (experimentId: number) =>
       } while (cursor !== undefined && found.length < MOST_NAMES);
       return found;
     },
+  });
+
+/** A comparison has at most so many runs; the list says of how many. */
+export const MOST_RUNS = 1000;
+
+export interface RunFilter {
+  trials?: number[];
+  experiments?: number[];
+  search?: string;
+  conditions?: Condition[];
+}
+
+/** The runs to compare, the newest first, with their experiments. */
+export const runsQuery = (filter: RunFilter) =>
+  queryOptions({
+    queryKey: keys.comparedRuns(filter),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/trials", {
+          params: {
+            query: {
+              limit: MOST_RUNS,
+              trial: filter.trials?.slice(0, MOST_RUNS),
+              experiment: filter.experiments?.slice(0, MOST_RUNS),
+              search: filter.search,
+              where: filter.conditions?.map((one) => JSON.stringify(one)),
+            },
+          },
+        }),
+      ),
+    placeholderData: keepPreviousData,
+  });
+
+/** The numeric metrics of some trials, and how many of them have each. */
+export const namesOfTrialsQuery = (trialIds: number[]) =>
+  queryOptions({
+    queryKey: keys.comparedNames(trialIds),
+    queryFn: () =>
+      trialIds.length === 0
+        ? []
+        : unwrap(api.POST("/api/v1/metric-names", { body: { trial_ids: trialIds } })),
+    placeholderData: keepPreviousData,
+  });
+
+/** A metric of groups of trials, with their spread. */
+export const groupsQuery = (request: components["schemas"]["GroupsRequest"]) =>
+  queryOptions({
+    queryKey: keys.comparedGroups(request),
+    queryFn: () => unwrap(api.POST("/api/v1/metric-groups", { body: request })),
+    placeholderData: keepPreviousData,
   });
 
 export const trialTimeQuery = (id: number) =>

@@ -1163,6 +1163,68 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/trials": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List All Trials
+         * @description List trials of any experiments, the newest first.
+         *
+         *     Those of archived experiments are left out, unless trials or experiments are named.
+         */
+        get: operations["list_all_trials_api_v1_trials_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/metric-names": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Count Metric Names
+         * @description List the numeric metrics of some trials by group and name, with how many trials have each.
+         */
+        post: operations["count_metric_names_api_v1_metric_names_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/metric-groups": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Read Metric Groups
+         * @description Read a metric of groups of trials: the mean of each group and its spread, with extremes.
+         */
+        post: operations["read_metric_groups_api_v1_metric_groups_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/metric-series": {
         parameters: {
             query?: never;
@@ -1978,6 +2040,18 @@ export interface components {
             activate?: boolean;
         };
         /**
+         * CountedName
+         * @description Name of a numeric metric, and how many of the trials have it.
+         */
+        CountedName: {
+            /** Group */
+            group: string;
+            /** Name */
+            name: string;
+            /** Num Trials */
+            num_trials: number;
+        };
+        /**
          * CreateExperiment
          * @description Request for a new experiment; `context_digest` names a previously uploaded context.
          *
@@ -2239,6 +2313,70 @@ export interface components {
              * @default true
              */
             activate?: boolean;
+        };
+        /**
+         * GroupCurve
+         * @description Curve of a group: at each `x` the mean over the `counts` trials that reach it.
+         *
+         *     A trial without a value there counts with the line between its neighbors. `deviations` are
+         *     sample standard deviations (0 for one trial); `lows` and `highs` keep all extremes, also
+         *     those between two `x`. `num_trials` counts the trials with any number in the range.
+         */
+        GroupCurve: {
+            /** X */
+            x: number[];
+            /** Means */
+            means: number[];
+            /** Deviations */
+            deviations: number[];
+            /** Lows */
+            lows: number[];
+            /** Highs */
+            highs: number[];
+            /** Counts */
+            counts: number[];
+            /** Num Trials */
+            num_trials: number;
+        };
+        /**
+         * GroupsReply
+         * @description Curves in the order of the request.
+         */
+        GroupsReply: {
+            /** Groups */
+            groups: components["schemas"]["GroupCurve"][];
+        };
+        /**
+         * GroupsRequest
+         * @description Request for a metric of groups of trials, each group as one curve with its spread.
+         *
+         *     `x`, `x_min`, `x_max` and `smoothing_steps` are those of a request for series, but with "time"
+         *     as `x` each trial begins at 0 s. Means and deviations are of the smoothed series; the least and
+         *     the greatest values are of the series as reported.
+         */
+        GroupsRequest: {
+            /** Group */
+            group: string;
+            /** Name */
+            name: string;
+            /** Groups */
+            groups: number[][];
+            /**
+             * Max Points
+             * @default 400
+             */
+            max_points?: number;
+            /**
+             * X
+             * @default batches
+             */
+            x?: string;
+            /** X Min */
+            x_min?: number | null;
+            /** X Max */
+            x_max?: number | null;
+            /** Smoothing Steps */
+            smoothing_steps?: number | null;
         };
         /**
          * HomeToken
@@ -2555,6 +2693,14 @@ export interface components {
             group: string;
             /** Name */
             name: string;
+        };
+        /**
+         * MetricNamesRequest
+         * @description Request for the names of the metrics that any of some trials has reported.
+         */
+        MetricNamesRequest: {
+            /** Trial Ids */
+            trial_ids: number[];
         };
         /**
          * MetricRow
@@ -3371,6 +3517,20 @@ export interface components {
             attempts?: components["schemas"]["Attempt"][];
             /** @description State shown to users, derived from the trial's stored `state` and its experiment. */
             readonly shown_state: components["schemas"]["ShownState"];
+        };
+        /**
+         * TrialSet
+         * @description Trials of several experiments, newest first, and their experiments.
+         *
+         *     `total` counts all that match. The configs of the experiments are empty.
+         */
+        TrialSet: {
+            /** Items */
+            items: components["schemas"]["Trial"][];
+            /** Total */
+            total: number;
+            /** Experiments */
+            experiments: components["schemas"]["Experiment"][];
         };
         /**
          * TrialState
@@ -5547,6 +5707,113 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Page_Trial_"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_all_trials_api_v1_trials_get: {
+        parameters: {
+            query?: {
+                /** @description At most so many items. */
+                limit?: number;
+                /** @description Only these trials. */
+                trial?: number[] | null;
+                /** @description Only of these experiments. */
+                experiment?: number[] | null;
+                /** @description In the experiment's name, description or labels, or its id. */
+                search?: string | null;
+                /** @description Conditions on the experiment, as in its list. */
+                where?: string[] | null;
+                state?: components["schemas"]["TrialState"][] | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["TrialSet"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    count_metric_names_api_v1_metric_names_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["MetricNamesRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CountedName"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_metric_groups_api_v1_metric_groups_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["GroupsRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["GroupsReply"];
                 };
             };
             /** @description What was wrong, with a `code`. */

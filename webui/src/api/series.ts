@@ -33,6 +33,9 @@ interface SeriesAnswer {
 const FEW = 10;
 const POINTS_OF_FEW = 1500;
 const POINTS_OF_MANY = 400;
+/** So many lines cover each other's details; extremes are kept. */
+const VERY_MANY = 30;
+const POINTS_OF_VERY_MANY = 200;
 const ZOOM_DELAY_MS = 150;
 const SMOOTHING_DELAY_MS = 150;
 
@@ -90,7 +93,12 @@ export function useSeries(
   smoothing: number | null,
   numSeries = names.length,
 ): SeriesAnswer {
-  const maxPoints = numSeries > FEW ? POINTS_OF_MANY : POINTS_OF_FEW;
+  const maxPoints =
+    names.length > VERY_MANY
+      ? POINTS_OF_VERY_MANY
+      : numSeries > FEW
+        ? POINTS_OF_MANY
+        : POINTS_OF_FEW;
   const [view, setView] = useState(NOTHING);
   const store = useRef<SeriesStore | null>(null);
   // While the slider moves, no request is sent.

@@ -42,6 +42,13 @@ export function manyChoices(count: number) {
   return count > FEW_CHOICES ? { searchable: true, limit: CHOICES_SHOWN } : {};
 }
 
+const SWITCHES = [
+  ["log", "Log scale"],
+  ["logx", "Log x"],
+  ["clip", "Clip outliers"],
+  ["table", "As tables"],
+] as const;
+
 interface ChartControlsProps {
   search: MetricsSearch;
   xNames: readonly string[];
@@ -98,18 +105,15 @@ export function ChartControls({ search, xNames, metrics, metric }: ChartControls
           thumbProps={{ "aria-labelledby": "smoothing-label" }}
         />
       </div>
-      <Switch
-        size="sm"
-        label="Log scale"
-        checked={search.log === true}
-        onChange={(event) => change({ log: event.currentTarget.checked || undefined })}
-      />
-      <Switch
-        size="sm"
-        label="As tables"
-        checked={search.table === true}
-        onChange={(event) => change({ table: event.currentTarget.checked || undefined })}
-      />
+      {SWITCHES.map(([name, label]) => (
+        <Switch
+          key={name}
+          size="sm"
+          label={label}
+          checked={search[name] === true}
+          onChange={(event) => change({ [name]: event.currentTarget.checked || undefined })}
+        />
+      ))}
       {zoomOf(search) !== null && (
         <Button
           size="xs"

@@ -2,16 +2,16 @@
 
 import { ActionIcon, Group, Text, Title, Tooltip } from "@mantine/core";
 import { IconDownload } from "@tabler/icons-react";
-import { useMemo } from "react";
+import { type ReactNode, useMemo } from "react";
 
 import { csvAddress, type SeriesName } from "../api/series";
 import { downloadFrom } from "../lib/download";
-import { formatNumber } from "../lib/numbers";
+import { formatNumber, plural } from "../lib/numbers";
 import { Scroll } from "../components/Scroll";
 import { formatDuration } from "../lib/times";
 import type { MetricsSearch } from "../lib/search";
 import { useSearchChange, zoomOf, zoomSearch } from "./ChartControls";
-import { type Curve, withAverages } from "./curves";
+import { type Curve, numClipped, withAverages } from "./curves";
 import { LineChart } from "./LineChart";
 
 const LEGEND_ENTRIES = 8;
@@ -29,10 +29,17 @@ interface CurveCardProps {
   height?: number;
   onPick?: (id: string) => void;
   legendNote?: string;
+  /** What is not drawn. */
+  note?: string;
+  isWaiting?: boolean;
+  /** Buttons beside the title. */
+  actions?: ReactNode;
 }
 
 export function CurveCard(props: CurveCardProps) {
-  const { title, curves, series, smoothing, search, syncKey, height, onPick, legendNote } = props;
+  const { title, curves, series, smoothing, search, syncKey, height, onPick, legendNote, actions } =
+    props;
+  const { note, isWaiting = false } = props;
   const change = useSearchChange();
   const xName = search.x ?? "batches";
   const shown = useMemo(
@@ -40,22 +47,26 @@ export function CurveCard(props: CurveCardProps) {
     [curves, smoothing],
   );
   const zoom = zoomOf(search);
+  const clipped = search.clip ? numClipped(shown, zoom, search.log === true) : 0;
   return (
     <section className="card" aria-label={title}>
       <Group justify="space-between" wrap="nowrap" mb={4}>
         <Title order={2} size="h5" className="wrap-anywhere">
           {title}
         </Title>
-        <Tooltip label="Download as CSV">
-          <ActionIcon
-            variant="subtle"
-            color="gray"
-            aria-label={`Download ${title} as CSV`}
-            onClick={() => downloadFrom(`${title}.csv`, csvAddress(series, xName))}
-          >
-            <IconDownload size={18} />
-          </ActionIcon>
-        </Tooltip>
+        <Group gap={2} wrap="nowrap">
+          {actions}
+          <Tooltip label="Download as CSV">
+            <ActionIcon
+              variant="subtle"
+              color="gray"
+              aria-label={`Download ${title} as CSV`}
+              onClick={() => downloadFrom(`${title}.csv`, csvAddress(series, xName))}
+            >
+              <IconDownload size={18} />
+            </ActionIcon>
+          </Tooltip>
+        </Group>
       </Group>
       {legendNote ? (
         <Text size="xs" c="dimmed" mb={4}>
@@ -70,15 +81,28 @@ export function CurveCard(props: CurveCardProps) {
           {search.table ? "" : "; reported values are faint"}
         </Text>
       )}
+      {note !== undefined && (
+        <Text size="xs" c="dimmed" mb={4} className="wrap-anywhere">
+          {note}
+        </Text>
+      )}
+      {clipped > 0 && (
+        <Text size="xs" c="dimmed" mb={4}>
+          {plural(clipped, "outlier")} beyond the edges
+        </Text>
+      )}
       {search.table ? (
         <CurveTable curves={curves} xName={xName} title={title} isSmoothed={smoothing !== null} />
       ) : (
         <LineChart
           label={title}
+          isWaiting={isWaiting}
           curves={shown}
           xName={xName}
           xKind={xName === "time" ? "seconds" : "number"}
           isLog={search.log}
+          isLogX={search.logx}
+          doesClip={search.clip}
           zoom={zoom}
           onZoom={(next) => change(zoomSearch(next), true)}
           syncKey={syncKey}
@@ -104,21 +128,27 @@ function Legend({ curves }: { curves: readonly Curve[] }) {
           key={id}
           style={{ display: "flex", alignItems: "center", gap: 6, fontSize: "0.8125rem" }}
         >
-          <svg width="22" height="8" aria-hidden>
-            <line
-              x1="0"
-              y1="4"
-              x2="22"
-              y2="4"
-              stroke={color}
-              strokeWidth="3"
-              strokeDasharray={dash?.join(" ")}
-            />
-          </svg>
+          <LineMark color={color} dash={dash} />
           <span className="wrap-anywhere">{label}</span>
         </li>
       ))}
     </Group>
+  );
+}
+
+export function LineMark({ color, dash }: Pick<Curve, "color" | "dash">) {
+  return (
+    <svg width="22" height="8" aria-hidden>
+      <line
+        x1="0"
+        y1="4"
+        x2="22"
+        y2="4"
+        stroke={color}
+        strokeWidth="3"
+        strokeDasharray={dash?.join(" ")}
+      />
+    </svg>
   );
 }
 

@@ -7,7 +7,7 @@ import { useElementSize } from "@mantine/hooks";
 import { useEffect, useRef, useState } from "react";
 import uPlot from "uplot";
 
-import { formatNumber } from "../lib/numbers";
+import { formatNumber, plural } from "../lib/numbers";
 import { formatClock, formatDuration } from "../lib/times";
 import { type Curve, nearestIndex, type Range, xRange, yRange } from "./curves";
 import classes from "./LineChart.module.css";
@@ -20,22 +20,36 @@ interface LineChartProps {
   xName: string;
   xKind?: XKind;
   isLog?: boolean;
+  isLogX?: boolean;
+  /** Whether the y axis leaves out outliers. */
+  doesClip?: boolean;
   zoom?: Range | null;
   onZoom?: (zoom: Range | null) => void;
   syncKey?: string;
   height?: number;
+  /** Whether points are still on their way. */
+  isWaiting?: boolean;
   onPick?: (id: string) => void;
 }
 
-interface Hover {
-  left: number;
-  top: number;
+interface HoverRow {
   curve: Curve;
-  x: number;
+  index: number;
   y: number;
 }
 
+/** All curves at a place; `near` is the one under the cursor. */
+interface Hover {
+  left: number;
+  top: number;
+  x: number;
+  rows: HoverRow[];
+  near: HoverRow | null;
+}
+
 const NEAR_PIXELS = 40;
+const MOST_HOVERED = 12;
+const MOST_TIP_PIXELS = 420;
 const FAINT = 0.3;
 const HEIGHT = 260;
 
@@ -43,13 +57,14 @@ export function LineChart(props: LineChartProps) {
   if (props.curves.length > 0) return <Plot {...props} />;
   return (
     <div className={classes.empty} style={{ height: props.height ?? HEIGHT }}>
-      No points yet
+      {props.isWaiting ? "Loading …" : "No points yet"}
     </div>
   );
 }
 
 function Plot(props: LineChartProps) {
   const { label, curves, xKind = "number", isLog = false, zoom = null, height = HEIGHT } = props;
+  const { isLogX = false, doesClip = false } = props;
   const { ref: sizer, width } = useElementSize();
   const holder = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
@@ -71,10 +86,10 @@ function Plot(props: LineChartProps) {
       optionsFor(
         latest,
         styles,
-        { isLog, xKind, scheme, syncKey: props.syncKey, width, height },
+        { isLog, isLogX, xKind, scheme, syncKey: props.syncKey, width, height },
         setHover,
       ),
-      dataFor(latest.current.curves),
+      dataFor(latest.current),
       holder.current,
     );
     plot.current = made;
@@ -84,7 +99,7 @@ function Plot(props: LineChartProps) {
       plot.current = null;
       setHover(null);
     };
-  }, [styles, isLog, xKind, scheme, props.syncKey, width === 0, height]); // eslint-disable-line react-hooks/exhaustive-deps
+  }, [styles, isLog, isLogX, xKind, scheme, props.syncKey, width === 0, height]); // eslint-disable-line react-hooks/exhaustive-deps
 
   useEffect(() => {
     if (width > 0) plot.current?.setSize({ width, height });
@@ -94,10 +109,10 @@ function Plot(props: LineChartProps) {
     const made = plot.current;
     if (made === null) return;
     made.batch(() => {
-      made.setData(dataFor(curves), false);
+      made.setData(dataFor(latest.current), false);
       setScales(made, latest.current);
     });
-  }, [curves, zoom?.min, zoom?.max, zoom]);
+  }, [curves, zoom?.min, zoom?.max, zoom, doesClip]);
 
   return (
     <div ref={sizer} className={classes.frame} style={{ height }}>
@@ -105,8 +120,8 @@ function Plot(props: LineChartProps) {
         ref={holder}
         role="img"
         aria-label={`${label}: ${count} lines. The table shows the same numbers.`}
-        className={props.onPick && hover ? classes.pickable : undefined}
-        onClick={() => hover && props.onPick?.(hover.curve.id)}
+        className={props.onPick && hover?.near ? classes.pickable : undefined}
+        onClick={() => hover?.near && props.onPick?.(hover.near.curve.id)}
       />
       {hover && <Tip hover={hover} width={width} xName={props.xName} xKind={xKind} />}
     </div>
@@ -125,38 +140,92 @@ function Tip({
   xKind: XKind;
 }) {
   const isRight = hover.left > width / 2;
+  const room = (isRight ? hover.left : width - hover.left) - 14;
+  const { x, rows, near } = hover;
+  // Those around the one under the cursor; rows fall by value.
+  const at = near === null ? 0 : rows.indexOf(near);
+  const from = Math.max(0, Math.min(at - MOST_HOVERED / 2, rows.length - MOST_HOVERED));
+  const shown = rows.slice(from, from + MOST_HOVERED);
   return (
     <div
       className={classes.tip}
       style={{
-        top: Math.max(0, hover.top - 20),
+        top: 4,
+        maxWidth: Math.max(room, Math.min(MOST_TIP_PIXELS, width - 28)),
         ...(isRight ? { right: width - hover.left + 14 } : { left: hover.left + 14 }),
       }}
     >
-      <span style={{ color: hover.curve.color }}>●</span> {hover.curve.label}
-      <br />
-      <strong>{formatNumber(hover.y, 6)}</strong>{" "}
       <span className="quiet">
-        at {xKind === "seconds" ? formatDuration(hover.x) : `${xName} ${formatNumber(hover.x, 7)}`}
+        {xKind === "seconds" ? formatDuration(x) : `${xName} ${formatNumber(x, 7)}`}
       </span>
+      {shown.map((row) => (
+        <div key={row.curve.id} className={classes.row} data-near={row === near || undefined}>
+          <span style={{ color: row.curve.color }}>●</span>
+          <span className={classes.name}>{row.curve.label}</span>
+          <strong>{formatNumber(row.y, 6)}</strong>
+          {row.curve.band && <span className="quiet">{spreadAt(row.curve.band, row.index)}</span>}
+        </div>
+      ))}
+      {rows.length > shown.length && (
+        <span className="quiet">{rows.length - shown.length} more lines</span>
+      )}
     </div>
   );
 }
 
-function dataFor(curves: readonly Curve[]): uPlot.AlignedData {
-  // With `mode: 2` each line brings its own x; uPlot's types know the other mode only.
-  return [null, ...curves.map(({ xs, ys }) => [xs, ys])] as unknown as uPlot.AlignedData;
+function spreadAt({ lows, highs, counts }: NonNullable<Curve["band"]>, i: number): string {
+  return `${formatNumber(lows[i], 4)} to ${formatNumber(highs[i], 4)}, ${plural(counts[i] ?? 0, "run")}`;
 }
 
-function setScales(plot: uPlot, { curves, zoom, isLog = false }: LineChartProps): void {
-  const all = xRange(curves) ?? { min: 0, max: 1 };
-  const range = zoom ?? (all.min === all.max ? { min: all.min - 0.5, max: all.max + 0.5 } : all);
+function dataFor({ curves, isLogX = false }: LineChartProps): uPlot.AlignedData {
+  const shown = ({ xs, ys }: Curve) => {
+    // A logarithm has no place for what is not positive; `xs` rises.
+    const from = isLogX ? xs.findIndex((x) => x > 0) : 0;
+    if (from === 0) return [xs, ys];
+    return from < 0 ? [[], []] : [xs.slice(from), ys.slice(from)];
+  };
+  // With `mode: 2` each line brings its own x; uPlot's types know the other mode only.
+  return [null, ...curves.map(shown)] as unknown as uPlot.AlignedData;
+}
+
+function setScales(plot: uPlot, props: LineChartProps): void {
+  const { curves, zoom, isLog = false, isLogX = false, doesClip } = props;
+  const all = xRange(curves, isLogX) ?? (isLogX ? { min: 1, max: 10 } : { min: 0, max: 1 });
+  const whole = isLogX
+    ? { min: all.min * 0.9, max: all.max * 1.1 }
+    : { min: all.min - 0.5, max: all.max + 0.5 };
+  const isZoomed = zoom !== null && zoom !== undefined && !(isLogX && zoom.min <= 0);
+  const range = isZoomed ? zoom : all.min === all.max ? whole : all;
   plot.setScale("x", range);
-  plot.setScale("y", yRange(curves, range, isLog));
+  plot.setScale("y", yRange(curves, range, isLog, doesClip));
+}
+
+/** Draw the spreads of groups behind all lines. */
+function drawBands(plot: uPlot, { curves, isLog = false, isLogX = false }: LineChartProps): void {
+  const { ctx, bbox } = plot;
+  const place = (y: number) => plot.valToPos(isLog ? Math.max(y, Number.MIN_VALUE) : y, "y", true);
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.clip();
+  for (const { xs, band, color, isFaint } of curves) {
+    if (band === undefined || isFaint === true) continue;
+    const area = new Path2D();
+    const places = xs.flatMap((x, i) => (isLogX && x <= 0 ? [] : [i]));
+    for (const i of places)
+      area.lineTo(plot.valToPos(xs[i] ?? 0, "x", true), place(band.highs[i] ?? 0));
+    for (const i of places.reverse())
+      area.lineTo(plot.valToPos(xs[i] ?? 0, "x", true), place(band.lows[i] ?? 0));
+    ctx.globalAlpha = 0.18;
+    ctx.fillStyle = color;
+    ctx.fill(area);
+  }
+  ctx.restore();
 }
 
 interface Look {
   isLog: boolean;
+  isLogX: boolean;
   xKind: XKind;
   scheme: "light" | "dark";
   syncKey: string | undefined;
@@ -192,15 +261,18 @@ function optionsFor(
     legend: { show: false },
     padding: [10, 26, 0, 0],
     scales: {
-      x: { time: false, auto: false },
+      x: { time: false, auto: false, distr: look.isLogX ? 3 : 1 },
       y: { auto: false, distr: look.isLog ? 3 : 1 },
     },
     axes: [
       {
         ...axis,
         size: 34,
-        values: (_: uPlot, splits: number[]) =>
-          splits.map((x) => (look.xKind === "seconds" ? shortDuration(x) : formatNumber(x, 6))),
+        values: (_: uPlot, splits: (number | null)[]) =>
+          splits.map((x: number | null) => {
+            if (x === null) return "";
+            return look.xKind === "seconds" ? shortDuration(x) : formatNumber(x, 6);
+          }),
       },
       {
         ...axis,
@@ -233,6 +305,7 @@ function optionsFor(
       })),
     ],
     hooks: {
+      drawAxes: [(plot: uPlot) => drawBands(plot, latest.current)],
       setCursor: [(plot: uPlot) => onHover(hoverOf(plot, latest.current.curves))],
       setSelect: [
         (plot: uPlot) => {
@@ -287,24 +360,31 @@ function hoverOf(plot: uPlot, curves: readonly Curve[]): Hover | null {
   const { left = -1, top = -1 } = plot.cursor;
   if (left < 0) return null;
   const at = plot.posToVal(left, "x");
-  let best: Hover | null = null;
-  let nearest = NEAR_PIXELS;
+  const near = { row: null as HoverRow | null, distance: NEAR_PIXELS };
+  const rows: HoverRow[] = [];
   for (const curve of curves) {
     if (curve.isFaint === true) continue;
-    const i = nearestIndex(curve.xs, at);
-    const x = curve.xs[i];
-    const y = curve.ys[i];
+    const { xs, ys } = curve;
+    const index = nearestIndex(xs, at);
+    const x = xs[index];
+    const y = ys[index];
     if (x === undefined || y === null || y === undefined) continue;
-    const pointLeft = plot.valToPos(x, "x");
-    const pointTop = plot.valToPos(y, "y");
-    const distance = Math.hypot((pointLeft - left) / 2, pointTop - top);
-    if (distance < nearest) {
-      nearest = distance;
-      const { offsetLeft, offsetTop } = plot.over;
-      best = { left: pointLeft + offsetLeft, top: pointTop + offsetTop, curve, x, y };
+    const across = Math.abs(plot.valToPos(x, "x") - left);
+    // A curve that has ended, or not begun, has no value here.
+    if (across > NEAR_PIXELS && (at < (xs[0] ?? 0) || at > (xs.at(-1) ?? 0))) continue;
+    const row = { curve, index, y };
+    rows.push(row);
+    const distance = Math.hypot(across / 2, plot.valToPos(y, "y") - top);
+    if (top >= 0 && distance < near.distance) {
+      near.row = row;
+      near.distance = distance;
     }
   }
-  return best;
+  const first = near.row ?? rows[0];
+  if (first === undefined) return null;
+  rows.sort((a, b) => b.y - a.y);
+  const x = first.curve.xs[first.index] ?? at;
+  return { left: left + plot.over.offsetLeft, top, x, rows, near: near.row };
 }
 
 function shortDuration(seconds: number): string {

@@ -10,7 +10,7 @@ export interface MetricName {
 export type Summary = Record<string, Record<string, MetricSummary>>;
 
 const PREFIX = /^(t|train|training|v|val|valid|validation|test|eval)_(?=.)/;
-const AXES = new Set(["epoch", "epochs", "batch", "batches", "step", "steps"]);
+export const AXES = new Set(["epoch", "epochs", "batch", "batches", "step", "steps"]);
 // What the x axis may be whatever was reported; trainers report their batches as a metric, too.
 const X_ALWAYS = new Set(["batches", "time"]);
 // What trainers record of their speed; ranks other than the first have a group each.
@@ -62,17 +62,41 @@ export function chartsOf(names: readonly MetricName[]): Map<string, MetricName[]
   return charts;
 }
 
-/** Return the charts whose title or metrics have each word of a filter. */
+/**
+ * Return what a filter finds: each word must be in the text, `*` stands for anything, `a|b` for
+ * either. No word costs more than the length of the text for each of its parts.
+ */
+export function matcher(filter: string): (text: string) => boolean {
+  const words = filter
+    .toLowerCase()
+    .split(/\s+/)
+    .filter(Boolean)
+    .map((word) => word.split("|").filter(Boolean))
+    .filter((either) => either.length > 0);
+  const holds = (text: string, pattern: string) => {
+    let from = 0;
+    for (const piece of pattern.split("*")) {
+      const at = text.indexOf(piece, from);
+      if (at < 0) return false;
+      from = at + piece.length;
+    }
+    return true;
+  };
+  return (text) => {
+    const lower = text.toLowerCase();
+    return words.every((either) => either.some((pattern) => holds(lower, pattern)));
+  };
+}
+
+/** Return the charts whose title or metrics a filter finds. */
 export function matchingCharts<Chart extends readonly [string, readonly MetricName[]]>(
   charts: readonly Chart[],
   filter: string,
 ): Chart[] {
-  const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
-  return charts.filter(([title, members]) => {
-    const names = members.map(({ group, metric }) => `${group}/${metric}`);
-    const text = [title, ...names].join("\n").toLowerCase();
-    return words.every((word) => text.includes(word));
-  });
+  const isFound = matcher(filter);
+  return charts.filter(([title, members]) =>
+    isFound([title, ...members.map(({ group, metric }) => `${group}/${metric}`)].join("\n")),
+  );
 }
 
 /** Return the last step of the longest of some trials. */

@@ -35,7 +35,9 @@ function flag(raw: Raw, name: string): true | undefined {
 function texts(raw: Raw, name: string): string[] | undefined {
   const value = raw[name];
   if (!Array.isArray(value)) return undefined;
-  const found = value.filter((item): item is string => typeof item === "string");
+  const found = value.flatMap((item: unknown) =>
+    typeof item === "string" || typeof item === "number" ? [String(item)] : [],
+  );
   return found.length > 0 ? found : undefined;
 }
 
@@ -93,6 +95,8 @@ export const metricsSearch = (raw: Raw) =>
     q: text(raw, "q"),
     x: text(raw, "x"),
     log: flag(raw, "log"),
+    logx: flag(raw, "logx"),
+    clip: flag(raw, "clip"),
     smooth: number(raw, "smooth"),
     from: number(raw, "from"),
     to: number(raw, "to"),
@@ -126,14 +130,34 @@ export const logsSearch = (raw: Raw) =>
     line: number(raw, "line"),
   });
 
+/**
+ * A view of a comparison: which runs (`trials`, `experiments`, `runs` as a text to look for,
+ * `where`), how they are listed, and how the panels are arranged.
+ */
 export const compareSearch = (raw: Raw) =>
   optional({
     ...metricsSearch(raw),
     trials: numbers(raw, "trials"),
+    experiments: numbers(raw, "experiments"),
+    runs: text(raw, "runs"),
+    where: conditions(raw.where),
+    group: texts(raw, "group"),
+    spread: oneOf(raw, "spread", ["std", "none"] as const),
+    sort: text(raw, "sort"),
+    first: number(raw, "first"),
+    on: texts(raw, "on"),
+    off: texts(raw, "off"),
+    top: texts(raw, "top"),
+    base: text(raw, "base"),
+    pinned: texts(raw, "pinned"),
+    hidden: texts(raw, "hidden"),
+    folded: texts(raw, "folded"),
+    view: oneOf(raw, "view", ["differences", "media"] as const),
     all: flag(raw, "all"),
     media: text(raw, "media"),
     step: number(raw, "step"),
   });
 
+export type CompareSearch = ReturnType<typeof compareSearch>;
 export type MetricsSearch = ReturnType<typeof metricsSearch>;
 export type LogsSearch = ReturnType<typeof logsSearch>;

@@ -124,10 +124,20 @@ export function Experiments() {
           </Button>
         )}
         {selected.size > 0 && (
-          <BulkActions
-            experiments={rows.filter((one) => selected.has(String(one.id)))}
-            onDone={() => setSelected(new Set())}
-          />
+          <>
+            <LinkButton
+              to="/compare"
+              search={{ experiments: [...selected].map(Number) } as never}
+              size="xs"
+              variant="default"
+            >
+              Compare
+            </LinkButton>
+            <BulkActions
+              experiments={rows.filter((one) => selected.has(String(one.id)))}
+              onDone={() => setSelected(new Set())}
+            />
+          </>
         )}
       </Group>
       {list.isPending && <Waiting what="experiments" />}

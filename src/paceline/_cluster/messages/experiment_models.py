@@ -3,9 +3,9 @@
 Further models: hyperparameters, configs, searches, logs.
 """
 
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
 from paceline._cluster.messages.states import (
     AttemptState,
@@ -146,10 +146,13 @@ class LinkTarget(Message):
     label: str | None = None
 
 
+RowId = Annotated[int, Field(ge=1, le=2**62)]
+
+
 class SeriesOf(Request):
     """Selector of a series; `after_step` restricts the answer to points after a step."""
 
-    trial_id: int = Field(ge=1, le=2**62)
+    trial_id: RowId
     group: str
     name: str
     after_step: int = Field(default=-1, ge=-1, le=2**62)
@@ -198,6 +201,73 @@ class SeriesReply(Message):
     """Requested series in request order, without entries for missing trials."""
 
     series: list[Series]
+
+
+class MetricNamesRequest(Request):
+    """Request for the names of the metrics that any of some trials has reported."""
+
+    trial_ids: list[RowId] = Field(min_length=1, max_length=1000)
+
+
+class CountedName(MetricName):
+    """Name of a numeric metric, and how many of the trials have it."""
+
+    num_trials: int
+
+
+_MOST_GROUPED = 1000
+
+
+class GroupsRequest(Request):
+    """Request for a metric of groups of trials, each group as one curve with its spread.
+
+    `x`, `x_min`, `x_max` and `smoothing_steps` are those of a request for series, but with "time"
+    as `x` each trial begins at 0 s. Means and deviations are of the smoothed series; the least and
+    the greatest values are of the series as reported.
+    """
+
+    group: str
+    name: str
+    groups: list[Annotated[list[RowId], Field(max_length=1000)]] = Field(
+        min_length=1, max_length=1000
+    )
+    max_points: int = Field(default=400, ge=4, le=10_000)
+    x: str = "batches"
+    x_min: float | None = None
+    x_max: float | None = None
+    smoothing_steps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_size(self) -> "GroupsRequest":
+        total = sum(map(len, self.groups))
+        if total > _MOST_GROUPED:
+            raise ValueError(
+                f"All groups must have at most {_MOST_GROUPED} trials, but got {total}."
+            )
+        return self
+
+
+class GroupCurve(Message):
+    """Curve of a group: at each `x` the mean over the `counts` trials that reach it.
+
+    A trial without a value there counts with the line between its neighbors. `deviations` are
+    sample standard deviations (0 for one trial); `lows` and `highs` keep all extremes, also
+    those between two `x`. `num_trials` counts the trials with any number in the range.
+    """
+
+    x: list[float]
+    means: list[float]
+    deviations: list[float]
+    lows: list[float]
+    highs: list[float]
+    counts: list[int]
+    num_trials: int
+
+
+class GroupsReply(Message):
+    """Curves in the order of the request."""
+
+    groups: list[GroupCurve]
 
 
 class Source(Request):
@@ -474,6 +544,17 @@ class Trial(Message):
         return shown_trial_state(
             self.state, self.is_running, self.stop_reason, self.experiment_state
         )
+
+
+class TrialSet(Message):
+    """Trials of several experiments, newest first, and their experiments.
+
+    `total` counts all that match. The configs of the experiments are empty.
+    """
+
+    items: list[Trial]
+    total: int
+    experiments: list[Experiment]
 
 
 class TrialTime(Message):

@@ -10,8 +10,6 @@ import { plural } from "../../lib/numbers";
 import { TRIAL_STATES } from "../../lib/search";
 import { TrialTable } from "./TrialTable";
 
-const MOST_COMPARED = 50;
-
 export function Trials() {
   const { id } = useParams({ from: "/experiments/$id" });
   const search = useSearch({ from: "/experiments/$id/trials" });
@@ -62,15 +60,17 @@ export function Trials() {
         </Group>
         <Button
           size="xs"
-          disabled={selected.size < 2 || selected.size > MOST_COMPARED}
+          disabled={rows.length === 0}
           onClick={() =>
             void navigate({
               to: "/compare",
-              search: { trials: [...selected].map(Number) } as never,
+              search: (selected.size > 0
+                ? { trials: [...selected].map(Number) }
+                : { experiments: [id] }) as never,
             })
           }
         >
-          {selected.size > MOST_COMPARED ? `Compare at most ${MOST_COMPARED}` : "Compare selected"}
+          {selected.size > 0 ? "Compare selected" : "Compare all trials"}
         </Button>
       </Group>
       {rows.length === 0 ? (

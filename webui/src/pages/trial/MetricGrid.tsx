@@ -1,8 +1,7 @@
 /** The charts of a trial's metrics, one per quantity; only those in sight are read and drawn. */
 
-import { Group, SimpleGrid, Text, TextInput, useComputedColorScheme } from "@mantine/core";
-import { useDebouncedCallback, useMediaQuery } from "@mantine/hooks";
-import { IconSearch } from "@tabler/icons-react";
+import { SimpleGrid, Text, useComputedColorScheme } from "@mantine/core";
+import { useMediaQuery } from "@mantine/hooks";
 import { useQuery } from "@tanstack/react-query";
 import { useWindowVirtualizer } from "@tanstack/react-virtual";
 import { type ReactNode, useCallback, useMemo, useState } from "react";
@@ -10,7 +9,8 @@ import { type ReactNode, useCallback, useMemo, useState } from "react";
 import { metricNamesQuery, trialQuery } from "../../api/queries";
 import { type Series, type SeriesName, useSeries } from "../../api/series";
 import type { Trial } from "../../api/types";
-import { ChartControls, useSearchChange, zoomOf } from "../../charts/ChartControls";
+import { ChartControls, zoomOf } from "../../charts/ChartControls";
+import { ChartFilter } from "../../charts/ChartFilter";
 import { CurveCard } from "../../charts/CurveCard";
 import { type Curve, smoothingSteps } from "../../charts/curves";
 import { lineStyle } from "../../charts/palette";
@@ -24,7 +24,6 @@ import {
   numericMetrics,
   xChoices,
 } from "../../lib/metrics";
-import { plural } from "../../lib/numbers";
 import type { MetricsSearch } from "../../lib/search";
 import { whyEnded } from "./Attempts";
 
@@ -93,40 +92,6 @@ function useNames(trial: Trial | undefined, isWanted: (group: string) => boolean
         ? all.filter(({ group }) => isWanted(group))
         : numericMetrics(summary ?? {}, isWanted),
     [summary, isWanted, hasMore, all],
-  );
-}
-
-interface ChartFilterProps {
-  value: string;
-  numShown: number;
-  numAll: number;
-}
-
-function ChartFilter({ value, numShown, numAll }: ChartFilterProps) {
-  const change = useSearchChange();
-  const [text, setText] = useState(value);
-  const tell = useDebouncedCallback((q: string) => change({ q: q || undefined }), 200);
-  return (
-    <Group mb="md" gap="sm">
-      <TextInput
-        aria-label="Filter the metrics"
-        placeholder="Filter the metrics"
-        size="xs"
-        flex="1 1 180px"
-        maw={320}
-        leftSection={<IconSearch size={16} />}
-        value={text}
-        onChange={(event) => {
-          setText(event.currentTarget.value);
-          tell(event.currentTarget.value);
-        }}
-      />
-      <Text size="xs" c="dimmed" role="status">
-        {numShown < numAll
-          ? `${numShown.toLocaleString("en")} of ${plural(numAll, "chart")}`
-          : plural(numAll, "chart")}
-      </Text>
-    </Group>
   );
 }
 

@@ -25,6 +25,7 @@ from paceline._cluster.master.api.attempt_and_log_routes import (
     run_router,
 )
 from paceline._cluster.master.api.checkpoint_routes import checkpoint_router, transfer_router
+from paceline._cluster.master.api.comparison_routes import comparison_router
 from paceline._cluster.master.api.config_and_code_routes import (
     config_router,
     context_upload_router,
@@ -167,6 +168,7 @@ _ROUTERS = (
     config_router,
     experiment_router,
     trial_list_router,
+    comparison_router,
     series_router,
     series_csv_router,
     trial_router,

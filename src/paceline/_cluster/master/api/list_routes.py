@@ -339,7 +339,7 @@ def list_experiments(
                 search=search,
                 labels=label or (),
                 is_archived={"no": False, "only": True, "all": None}[archived],
-                conditions=[_list_condition(text) for text in where or ()],
+                conditions=[list_condition(text) for text in where or ()],
                 columns=column or (),
                 sort_by=sort_by,
                 is_descending=order == "desc",
@@ -390,7 +390,12 @@ def _read_hparam_names(connection: Connection) -> list[str]:
     return sorted({name for space in set(spaces) for name in flat_space(json.loads(space))})
 
 
-def _list_condition(text: str) -> Condition:
+def list_condition(text: str) -> Condition:
+    """Return a condition of the experiment list from its JSON.
+
+    Raises:
+        ValueError: The text is no condition.
+    """
     try:
         column, operator, value = [*json.loads(text), None][:3]
     except (ValueError, TypeError, RecursionError) as error:

@@ -1,7 +1,7 @@
 """Lists of experiments: filters, named columns, sort order, and cursors stable under changes."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -180,6 +180,21 @@ def list_rows(
         )
         for one in page
     ]
+
+
+def rows_of(connection: Connection, ids: Iterable[int]) -> list[Listed]:
+    """Return the experiments with some ids, without further columns, by id."""
+    rows = connection.execute(_LISTED.order_by(_experiments.c.id), ids_parameter(ids)).all()
+    return [Listed(row, {}, (row.id, row.id)) for row in rows]
+
+
+def matching_ids(query: ExperimentQuery) -> Select[Any]:
+    """Return the query for the ids of all experiments that a query lists, in no order.
+
+    Raises:
+        ValueError: A column is unknown.
+    """
+    return _joined(select(_experiments.c.id), query)
 
 
 def count_rows(connection: Connection, query: ExperimentQuery) -> int:

@@ -1,0 +1,139 @@
+"""What comparisons of many trials read: trials of any experiments, metric names, groups."""
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from fastapi import Query, Response
+from sqlalchemy import Connection, distinct, func, select
+
+from paceline._cluster.master.api.list_routes import list_condition
+from paceline._cluster.master.api.readers import ReadingRoute
+from paceline._cluster.master.api.requests_and_answers import ApiError, Limit, MasterOf, RecordsOf
+from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.experiment_list import (
+    ExperimentQuery,
+    encode_experiments,
+    matching_ids,
+    rows_of,
+)
+from paceline._cluster.master.store.group_curves import Spread, spread_of
+from paceline._cluster.master.store.list_pages import LISTED_TRIAL_COLUMNS, encode_trials
+from paceline._cluster.master.store.metric_series import Curve, Selection, read_curve, smooth_at
+from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
+from paceline._cluster.messages.experiment_models import (
+    CountedName,
+    GroupsReply,
+    GroupsRequest,
+    MetricNamesRequest,
+    TrialSet,
+)
+from paceline._cluster.messages.states import TrialState
+
+comparison_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
+
+Ids = Annotated[list[Annotated[int, Query(ge=1, le=2**62)]], Query(max_length=1000)]
+
+
+@comparison_router.get("/trials", response_model=TrialSet)
+def list_all_trials(
+    records: RecordsOf,
+    limit: Limit = 1000,
+    trial: Annotated[Ids | None, Query(description="Only these trials.")] = None,
+    experiment: Annotated[Ids | None, Query(description="Only of these experiments.")] = None,
+    search: Annotated[
+        str | None,
+        Query(description="In the experiment's name, description or labels, or its id."),
+    ] = None,
+    where: Annotated[
+        list[str] | None,
+        Query(max_length=100, description="Conditions on the experiment, as in its list."),
+    ] = None,
+    state: Annotated[list[TrialState] | None, Query()] = None,
+) -> Response:
+    """List trials of any experiments, the newest first.
+
+    Those of archived experiments are left out, unless trials or experiments are named.
+    """
+    trials = tables.trials.c
+    conditions = []
+    if trial is not None:
+        conditions.append(trials.id.in_(trial))
+    if experiment is not None:
+        conditions.append(trials.experiment_id.in_(experiment))
+    if state:
+        conditions.append(trials.state.in_([one.value for one in state]))
+    is_named = trial is not None or experiment is not None
+    with records.database.read() as connection:
+        try:
+            query = ExperimentQuery(
+                search=search,
+                conditions=[list_condition(text) for text in where or ()],
+                is_archived=None if is_named else False,
+            )
+            conditions.append(trials.experiment_id.in_(matching_ids(query)))
+        except ValueError as error:
+            raise ApiError(422, "invalid_request", str(error)) from error
+        found = select(*LISTED_TRIAL_COLUMNS).where(*conditions).order_by(trials.id.desc())
+        rows = connection.execute(found.limit(limit)).all()
+        total = len(rows)
+        if total == limit:
+            total = connection.execute(
+                select(func.count(trials.id)).where(*conditions)
+            ).scalar_one()
+        items = encode_trials(connection, rows, records.encodings)
+        listed = rows_of(connection, {row.experiment_id for row in rows})
+        experiments = encode_experiments(connection, listed, records.encodings, is_brief=True)
+    body = b'{"items":[%b],"total":%d,"experiments":[%b]}'
+    content = body % (b",".join(items), total, b",".join(experiments))
+    return Response(content, media_type="application/json")
+
+
+@comparison_router.post("/metric-names")
+def count_metric_names(request: MetricNamesRequest, master: MasterOf) -> list[CountedName]:
+    """List the numeric metrics of some trials by group and name, with how many trials have each."""
+    series = tables.series.c
+    query = (
+        select(series.group, series.key, func.count(distinct(series.trial_id)))
+        .where(series.trial_id.in_(many_ids()), series.min.is_not(None))
+        .group_by(series.group, series.key)
+        .order_by(series.group, series.key)
+    )
+    with master.database.read() as connection:
+        rows = connection.execute(query, ids_parameter(request.trial_ids)).all()
+    return [CountedName(group=group, name=name, num_trials=n) for group, name, n in rows]
+
+
+@comparison_router.post("/metric-groups", response_model=GroupsReply)
+def read_metric_groups(request: GroupsRequest, master: MasterOf) -> Response:
+    """Read a metric of groups of trials: the mean of each group and its spread, with extremes."""
+    with master.database.read() as connection:
+        spreads = [_read_spread(connection, group, request) for group in request.groups]
+    groups = [
+        {
+            **{
+                name: getattr(one, name).tolist()
+                for name in ("x", "means", "deviations", "lows", "highs", "counts")
+            },
+            "num_trials": one.num_curves,
+        }
+        for one in spreads
+    ]
+    return Response(msgspec.json.encode({"groups": groups}), media_type="application/json")
+
+
+def _read_spread(connection: Connection, group: list[int], request: GroupsRequest) -> Spread:
+    curves = []
+    for trial_id in dict.fromkeys(group):
+        selection = Selection(trial_id=trial_id, group=request.group, key=request.name)
+        curve, _ = read_curve(connection, selection, x=request.x)
+        if request.x == "time" and len(curve.x):
+            curve = Curve(curve.x - curve.x[0], curve.y, curve.steps)
+        smoothed = curve.y
+        if request.smoothing_steps is not None:
+            order = np.argsort(curve.steps, kind="stable")
+            whole = Curve(curve.x[order], curve.y[order], curve.steps[order])
+            smoothed = smooth_at(whole, curve.steps, request.smoothing_steps)
+        curves.append((curve, smoothed))
+    return spread_of(curves, request.max_points, request.x_min, request.x_max)

@@ -59,8 +59,10 @@ class ProgramOutcome:
 def main(kind: str, target: str, arguments: "list[str]") -> None:
     """Run the program, report its end, and leave the process."""
     global parent
-    parent = take_channel()
     sys.modules[RUNNING_MARK] = sys.modules["__main__"]
+    if kind == "template":
+        kind, target, arguments = _serve_forks(target)
+    parent = take_channel()
     if not faulthandler.is_enabled():
         # A segmentation fault shows the stacks of all threads.
         faulthandler.enable()
@@ -137,8 +139,6 @@ def _run_program(kind: str, target: str, arguments: "list[str]") -> ProgramOutco
         sys.modules["__main__"] = program
         if kind == "serve":
             _serve_driver(program, target)
-        elif kind == "fork":
-            _fork(program, target)
         else:
             code = _LOADERS[kind](program, target, arguments)
             exec(code, program.__dict__)  # noqa: S102 - this is the user's program
@@ -155,22 +155,31 @@ def _serve_driver(program: types.ModuleType, target: str) -> None:
 
     facts = json.loads(target)
     # On another node than the driver's, modules are found as that node finds them.
-    own_directory = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = facts.pop("path", None) or [
-        path for path in sys.path if os.path.realpath(path) != own_directory
+        path for path in sys.path if os.path.realpath(path) != _own_directory()
     ]
     serve = importlib.import_module("paceline._training.workers.serve_calls")
     serve.serve(program, **facts)
 
 
-def _fork(program: types.ModuleType, target: str) -> None:
-    """Serve forks until the driver has gone; continue only in the forked workers."""
+def _serve_forks(target: str) -> "tuple[str, str, list[str]]":
+    """Serve forks until the owner has gone; return in forks only, with the program of each."""
     import json
 
     facts = json.loads(target)
-    sys.path[:] = facts.pop("path")
-    server = importlib.import_module("paceline._training.workers.processes.worker_fork_server")
-    _serve_driver(program, server.serve_forks(server.ServerFacts(**facts)))
+    own, path = sys.path[:], facts.pop("path")
+    # Nothing beside this file may be imported in place of a library.
+    sys.path[:] = path or [p for p in own if os.path.realpath(p) != _own_directory()]
+    server = importlib.import_module("paceline._training.workers.processes.template_process")
+    kind, target, *arguments = server.serve_forks(server.TemplateFacts(**facts))
+    if path is None:
+        sys.path[:] = own
+        importlib.invalidate_caches()
+    return kind, target, arguments
+
+
+def _own_directory() -> str:
+    return os.path.dirname(os.path.realpath(__file__))
 
 
 def _load_script(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:
@@ -212,9 +221,8 @@ _LOADERS = {"script": _load_script, "module": _load_module, "code": _load_code}
 
 def _set_first_path(path: str) -> None:
     """Replace this file's directory at the start of the module path by the program's."""
-    own_directory = os.path.dirname(os.path.realpath(__file__))
     # The interpreter's flags -I and -P keep it out, then the program's stays out too.
-    if sys.path and os.path.realpath(sys.path[0]) == own_directory:
+    if sys.path and os.path.realpath(sys.path[0]) == _own_directory():
         sys.path[0] = path
 
 

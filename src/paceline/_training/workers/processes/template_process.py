@@ -1,4 +1,7 @@
-"""Fork server: a process with torch loaded, forking workers from itself; its messages."""
+"""Template: a process with libraries loaded and nothing else, whose forks become programs.
+
+Also: messages to it. A template never sees the environment of a fork, which each fork reads itself.
+"""
 
 import ctypes
 import gc
@@ -19,12 +22,11 @@ from typing import Any, NamedTuple
 from paceline._training.workers.processes.signals_and_leftovers import (
     JOB_SIGNALS,
     end_marked,
-    innermost_group,
 )
 from paceline._training.workers.processes.supervised_exec import PR_SET_PDEATHSIG
 
 _LENGTH = struct.Struct("!I")
-# The three standard streams, the leash, and the worker's further descriptors.
+# The three standard streams and the program's further descriptors.
 _MOST_DESCRIPTORS = 16
 
 
@@ -74,12 +76,13 @@ def _receive_all(end: socket.socket, size: int) -> bytes:
 
 STATUS = struct.Struct("!i")
 
-# An idle server keeps memory for nobody.
-_IDLE_S = 600.0
-# Modules of a process's first optimizer: their import takes longer than all else in a restarted
-# worker. They are loaded this long after the first workers, to hold none of those up.
-_LATER_MODULES = ("torch._dynamo",)
+# Later modules are loaded this long after the first workers, to hold none of those up.
 _LATER_S = 5.0
+_ADOPTION_S = 10.0
+_PR_SET_NAME = 15
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+# The last fields of /proc/PID/stat that a new interpreter has in other places.
+_MAP = struct.Struct("=11QQIi")
 _BLAS_SETTERS = (
     "scipy_openblas_set_num_threads64_",
     "openblas_set_num_threads64_",
@@ -87,25 +90,32 @@ _BLAS_SETTERS = (
 )
 
 
-class ServerFacts(NamedTuple):
-    """Start arguments of a fork server.
+class TemplateFacts(NamedTuple):
+    """Start arguments of a template.
 
     Attributes:
-        control: The descriptor of the socket to the driver.
-        driver: The driver's process id.
+        control: The descriptor of the socket to the owner.
+        driver: The owner's process id.
         modules: The modules to load first.
+        later: The modules to load a while after.
+        idle_s: When to end without forks and requests, in seconds; None for never.
+        is_parent: Whether forks stay children of the template and end with it. Else the owner,
+            which adopts orphans, becomes their parent.
     """
 
     control: int
     driver: int
     modules: Sequence[str]
+    later: Sequence[str]
+    idle_s: float | None
+    is_parent: bool
 
 
-def serve_forks(facts: ServerFacts) -> str:
-    """Fork workers on request until the driver has gone; return in the workers only.
+def serve_forks(facts: TemplateFacts) -> list[str]:
+    """Fork on request until the owner has gone; return in the forks only.
 
     Returns:
-        The driver's orders for this worker.
+        The kind, the target and the arguments of this fork's program, see `worker_program`.
     """
     server = _Server(facts)
     server.load(facts.modules)
@@ -150,13 +160,15 @@ class _Child:
 
 
 class _Server:
-    def __init__(self, facts: ServerFacts) -> None:
+    def __init__(self, facts: TemplateFacts) -> None:
+        self._facts = facts
         self._control = socket.socket(fileno=facts.control)
         self._control.set_inheritable(False)
         self._children: list[_Child] = []
         # Groups whose workers were let go since the driver has last been heard of.
         self._let_go: set[str] = set()
-        self._later_modules: Sequence[str] = _LATER_MODULES
+        self._later_modules = facts.later
+        self._stamps: dict[str, tuple[int, ...] | None] = {}
         self._later_at = time.monotonic() + _LATER_S
         self._libc = ctypes.CDLL(None, use_errno=True)
         # A server that is stopped shall see too that the driver has gone, and end the workers with
@@ -182,10 +194,10 @@ class _Server:
             send_message(self._control, {"error": f"{type(error).__name__}: {error}"})
             # Without exit handlers: modules that were imported in part may have left some.
             os._exit(1)
-        send_message(self._control, {"error": _reason_against_forks()})
+        self._answer_loaded()
 
-    def run(self) -> str:
-        """Carry out requests; return only in forked workers, with the target of each."""
+    def run(self) -> list[str]:
+        """Carry out requests; return only in forks, with the program of each."""
         while True:
             ready = self._poll()
             if not ready and self._later_modules:
@@ -202,9 +214,9 @@ class _Server:
                     self._let_go.add(child.mark)
                     child.end()
             if self._control.fileno() in ready:
-                target = self._answer()
-                if target is not None:
-                    return target
+                program = self._answer()
+                if program is not None:
+                    return program
 
     def _poll(self) -> set[int]:
         """Wait, and return the descriptors ready to read; none after a long time."""
@@ -215,8 +227,10 @@ class _Server:
             poll.register(child.leash, select.POLLIN)
             if not child.has_ended:
                 poll.register(child.watch, select.POLLIN)
-        wait_s = max(0.0, self._later_at - time.monotonic()) if self._later_modules else _IDLE_S
-        return {descriptor for descriptor, _ in poll.poll(wait_s * 1000)}
+        wait_s = self._facts.idle_s
+        if self._later_modules:
+            wait_s = max(0.0, self._later_at - time.monotonic())
+        return {descriptor for descriptor, _ in poll.poll(wait_s and wait_s * 1000)}
 
     def _try_to_load(self, modules: Sequence[str]) -> None:
         with self._loading():
@@ -245,65 +259,105 @@ class _Server:
             end_marked(mark)
         os._exit(0)
 
-    def _answer(self) -> str | None:
-        """Carry out a request; return the worker's target in a forked worker, else None."""
+    def _answer_loaded(self) -> None:
+        names = {name.partition(".")[0] for name in sys.modules}
+        files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+        self._stamps |= {f: _stamp(f) for f in files if f and f not in self._stamps}
+        self._names = {n for n in names if getattr(sys.modules.get(n), "__file__", None)}
+        send_message(self._control, {"error": _reason_against_forks()})
+
+    def _answer(self) -> list[str] | None:
+        """Carry out a request; return the program in a fork, else None."""
         message = receive_message(self._control)
         if message is None:
             self._leave()
             return None
         self._let_go.clear()
         request, descriptors = message
-        if "target" not in request:
+        if not descriptors:
             self._try_to_load([*request["modules"], *self._later_modules])
             self._later_modules = ()
-            send_message(self._control, {"error": _reason_against_forks()})
+            self._answer_loaded()
             return None
         self._try_to_load(request["modules"])
-        reason = _reason_against_forks()
+        reason = _reason_against_forks() or self._reason_against(request)
         if reason is not None:
             for descriptor in descriptors:
                 os.close(descriptor)
             send_message(self._control, {"error": reason})
             return None
-        *streams, leash = descriptors
-        pid = self._fork(request, streams, leash)
+        order, *leash = descriptors
+        pid = self._fork(order, leash)
         if pid == 0:
-            return str(request["target"])
-        self._children.append(_Child(pid, leash, innermost_group(request["environment"])))
-        for descriptor in streams:
-            os.close(descriptor)
+            return self._become_program(order)
+        os.close(order)
+        if leash:
+            self._children.append(_Child(pid, leash[0], request["mark"]))
         send_message(self._control, {"pid": pid})
         return None
 
-    def _fork(self, request: dict[str, Any], streams: Sequence[int], leash: int) -> int:
-        """Fork a worker; return once the worker leads its own session (0 in the worker)."""
+    def _reason_against(self, request: dict[str, Any]) -> str | None:
+        """Return why a program must not be a fork of this process, or None."""
+        changed = [file for file, stamp in self._stamps.items() if _stamp(file) != stamp]
+        if changed:
+            return f"{changed[0]!r} has changed since it was loaded"
+        try:
+            entries = os.listdir(request["first_path"]) if request["first_path"] else []
+        except OSError as error:
+            return str(error)
+        # The program's own modules come before libraries, unless those are loaded.
+        hidden = sorted(self._names & {entry.partition(".")[0] for entry in entries})
+        return f"the directory of the program has a module {hidden[0]!r} too" if hidden else None
+
+    def _fork(self, order: int, leash: Sequence[int]) -> int:
+        """Fork a process; return its id once it leads its own session (0 in that process)."""
         server = os.getpid()
         reader, writer = os.pipe()
         # Blocked signals wait until the child has its handlers back; ignored ones would be lost.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, self._dispositions)
         pid = os.fork()
         if pid == 0:
+            parent = server
+            if not self._facts.is_parent:
+                parent = self._facts.driver
+                if child := os.fork():
+                    os.write(writer, b"%d" % child)
+                    os._exit(0)
             os.setsid()
+            _await_parent(parent)
             self._get_at_end_of_parent(signal.SIGKILL)
-            # Server ended before the signal was asked for, so it will not come.
-            if os.getppid() != server:
+            # Parent ended before the signal was asked for, so it will not come.
+            if os.getppid() != parent:
                 os._exit(128 + signal.SIGKILL)
             for number, disposition in self._dispositions.items():
                 signal.signal(number, disposition)
             signal.signal(signal.SIGCONT, signal.SIG_DFL)
-            os.close(leash)
-            os.close(reader)
-            os.close(writer)
+            for descriptor in (*leash, reader, writer):
+                os.close(descriptor)
             self._forget_all()
-            _place_descriptors(streams, request["descriptors"])
-            _become_worker(request)
         else:
             os.close(writer)
             # End of file: the child leads its own session now.
-            os.read(reader, 1)
+            told = b"".join(iter(lambda: os.read(reader, 32), b""))
             os.close(reader)
+            if not self._facts.is_parent:
+                os.waitpid(pid, 0)
+                pid = int(told)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         return pid
+
+    def _become_program(self, order: int) -> list[str]:
+        """Read the order for this fork, and set the process up for the order."""
+        with socket.socket(fileno=order) as end:
+            message = receive_message(end)
+        if message is None:
+            os._exit(1)
+        request, descriptors = message
+        _place_descriptors(descriptors, request["descriptors"])
+        _become_worker(request)
+        _show_as(request["command"], request["environment"])
+        program: list[str] = request["program"]
+        return program
 
     def _get_at_end_of_parent(self, signum: int) -> None:
         self._libc.prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0)
@@ -348,6 +402,21 @@ def _reason_against_forks() -> str | None:
     return None if num_threads == 1 else f"the fork server has {num_threads} threads"
 
 
+def _stamp(file: str) -> tuple[int, ...] | None:
+    try:
+        facts = os.stat(file)
+    except OSError:
+        return None
+    return facts.st_mtime_ns, facts.st_size, facts.st_ino
+
+
+def _await_parent(pid: int) -> None:
+    """Wait until a process has adopted this one."""
+    deadline = time.monotonic() + _ADOPTION_S
+    while os.getppid() != pid and time.monotonic() < deadline:
+        time.sleep(0.0005)
+
+
 def _place_descriptors(descriptors: Sequence[int], targets: Sequence[int]) -> None:
     """Move descriptors to the numbers expected by the worker."""
     import fcntl
@@ -372,11 +441,40 @@ def _become_worker(request: dict[str, Any]) -> None:
     time.tzset()
     tempfile.tempdir = None
     _set_threads(os.environ.get("OMP_NUM_THREADS", ""))
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.current_process().authkey = os.urandom(32)
     # New seeds: workers forked from one state must not draw the same; Python reseeds its own.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
+
+
+def _show_as(command: list[str], environment: dict[str, str]) -> None:
+    """Show a command and its environment in /proc, where the system can."""
+    global _shown
+    sys.orig_argv[:] = command
+    words = [os.fsencode(word) + b"\0" for word in command]
+    words += [os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items()]
+    _shown = ctypes.create_string_buffer(b"".join(words))
+    start = ctypes.addressof(_shown)
+    middle = start + sum(map(len, words[: len(command)]))
+    with open("/proc/self/stat", "rb") as file:
+        stat = file.read()
+    fields = [0, 0, 0, *map(int, stat[stat.rindex(b")") + 4 :].split())]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sbrk.restype = ctypes.c_void_p
+    # Numbers of the fields as in proc(5): start_code, end_code, start_data, end_data, start_brk.
+    places = [fields[number - 1] for number in (26, 27, 45, 46, 47)]
+    end = start + sum(map(len, words))
+    data = _MAP.pack(*places, libc.sbrk(0), fields[27], start, middle, middle, end, 0, 0, -1)
+    libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, data, ctypes.c_ulong(len(data)), 0)
+    libc.prctl(_PR_SET_NAME, os.fsencode(os.path.basename(command[0])), 0, 0, 0)
+
+
+# Memory that /proc shows.
+_shown: object = None
 
 
 def _set_threads(number: str) -> None:

@@ -4,9 +4,11 @@ Also: messages to it. A template never sees the environment of a fork, which eac
 """
 
 import ctypes
+import errno
 import gc
 import importlib
 import json
+import mmap
 import os
 import select
 import signal
@@ -79,6 +81,7 @@ STATUS = struct.Struct("!i")
 # Later modules are loaded this long after the first workers, to hold none of those up.
 _LATER_S = 5.0
 _ADOPTION_S = 10.0
+_SUFFIXES = (".py", ".pyc", ".so")
 _PR_SET_NAME = 15
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 # The last fields of /proc/PID/stat that a new interpreter has in other places.
@@ -99,8 +102,9 @@ class TemplateFacts(NamedTuple):
         modules: The modules to load first.
         later: The modules to load a while after.
         idle_s: When to end without forks and requests, in seconds; None for never.
-        is_parent: Whether forks stay children of the template and end with it. Else the owner,
-            which adopts orphans, becomes their parent.
+        parent: Whose children forks are, and with whom they end: "template", or "owner" (which
+            must adopt orphans). With "nobody" they end with no other process.
+        learned: The modules to load once a fork has loaded torch itself.
     """
 
     control: int
@@ -108,7 +112,13 @@ class TemplateFacts(NamedTuple):
     modules: Sequence[str]
     later: Sequence[str]
     idle_s: float | None
-    is_parent: bool
+    parent: str
+    learned: Sequence[str] = ()
+
+
+# Memory that all forks share: whether one of them has loaded torch by itself.
+has_seen_torch = mmap.mmap(-1, 1)
+is_fork = False
 
 
 def serve_forks(facts: TemplateFacts) -> list[str]:
@@ -117,9 +127,13 @@ def serve_forks(facts: TemplateFacts) -> list[str]:
     Returns:
         The kind, the target and the arguments of this fork's program, see `worker_program`.
     """
-    server = _Server(facts)
-    server.load(facts.modules)
-    return server.run()
+    try:
+        server = _Server(facts)
+        server.load(facts.modules)
+        return server.run()
+    except OSError:
+        # The owner has gone. No exit handlers: they are for programs.
+        os._exit(1)
 
 
 class _Child:
@@ -159,6 +173,14 @@ class _Child:
         os.close(self.leash)
 
 
+class _Successor(NamedTuple):
+    """A fork that loads more and then takes over; `loaded` is -1 once that is settled."""
+
+    pid: int
+    loaded: int
+    go: int
+
+
 class _Server:
     def __init__(self, facts: TemplateFacts) -> None:
         self._facts = facts
@@ -169,6 +191,8 @@ class _Server:
         self._let_go: set[str] = set()
         self._later_modules = facts.later
         self._stamps: dict[str, tuple[int, ...] | None] = {}
+        self._names: set[str] = set()
+        self._successor: _Successor | None = None
         self._later_at = time.monotonic() + _LATER_S
         self._libc = ctypes.CDLL(None, use_errno=True)
         # A server that is stopped shall see too that the driver has gone, and end the workers with
@@ -180,6 +204,9 @@ class _Server:
         if os.getppid() != facts.driver:
             # Driver ended before it could be watched.
             os._exit(1)
+        if facts.parent == "nobody":
+            # Nobody asks how forks ended, so that the system may forget them at once.
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         self._dispositions = {number: signal.getsignal(number) for number in JOB_SIGNALS}
         # A signal to all processes of a job is for the workers, which may save their work.
         for number in self._dispositions:
@@ -206,6 +233,8 @@ class _Server:
                 continue
             if self._driver_watch in ready or not (ready or self._children):
                 self._leave()
+            if self._successor is not None and self._successor.loaded in ready:
+                self._hand_over(self._successor)
             for child in list(self._children):
                 if child.watch in ready:
                     child.tell_end()
@@ -223,6 +252,8 @@ class _Server:
         poll = select.poll()
         for descriptor in (self._control.fileno(), self._driver_watch):
             poll.register(descriptor, select.POLLIN)
+        if self._successor is not None and self._successor.loaded >= 0:
+            poll.register(self._successor.loaded, select.POLLIN)
         for child in self._children:
             poll.register(child.leash, select.POLLIN)
             if not child.has_ended:
@@ -260,11 +291,14 @@ class _Server:
         os._exit(0)
 
     def _answer_loaded(self) -> None:
+        self._stamp_files()
+        send_message(self._control, {"error": _reason_against_forks()})
+
+    def _stamp_files(self) -> None:
         names = {name.partition(".")[0] for name in sys.modules}
         files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
         self._stamps |= {f: _stamp(f) for f in files if f and f not in self._stamps}
         self._names = {n for n in names if getattr(sys.modules.get(n), "__file__", None)}
-        send_message(self._control, {"error": _reason_against_forks()})
 
     def _answer(self) -> list[str] | None:
         """Carry out a request; return the program in a fork, else None."""
@@ -287,64 +321,126 @@ class _Server:
             send_message(self._control, {"error": reason})
             return None
         order, *leash = descriptors
-        pid = self._fork(order, leash)
+        try:
+            pid = self._fork(leash)
+        except OSError as error:
+            send_message(self._control, {"error": str(error), "errno": error.errno})
+            pid = -1
         if pid == 0:
             return self._become_program(order)
         os.close(order)
-        if leash:
+        if leash and pid > 0:
             self._children.append(_Child(pid, leash[0], request["mark"]))
-        send_message(self._control, {"pid": pid})
+        if pid > 0:
+            self._answer_with(pid)
+        if has_seen_torch[0] and self._successor is None:
+            self._successor = self._begin_successor()
         return None
+
+    def _begin_successor(self) -> "_Successor":
+        """Have a fork load what programs load, while this process serves; then it takes over."""
+        server = os.getpid()
+        (loaded, writer), (reader, go) = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid:
+            os.close(writer)
+            os.close(reader)
+            return _Successor(pid, loaded, go)
+        os.close(loaded)
+        os.close(go)
+        self._get_at_end_of_parent(signal.SIGKILL)
+        # To the fork this process is what the owner was.
+        self._driver, self._successor = server, _Successor(0, -1, -1)
+        self._try_to_load(self._facts.learned)
+        self._stamp_files()
+        os.write(writer, b"1")
+        os.close(writer)
+        if os.read(reader, 1) != b"1":
+            os._exit(1)
+        os.close(reader)
+        return self._successor
+
+    def _hand_over(self, successor: "_Successor") -> None:
+        has_loaded = os.read(successor.loaded, 1) == b"1"
+        os.close(successor.loaded)
+        # Watched no more; if loading has failed it is not tried again.
+        self._successor = successor._replace(loaded=-1)
+        if has_loaded:
+            os.write(successor.go, b"1")
+            # The owner ends the successor by ending this process.
+            with suppress(ChildProcessError):
+                os.waitpid(successor.pid, 0)
+            os._exit(0)
+
+    def _answer_with(self, pid: int) -> None:
+        watches = []
+        if self._facts.parent == "nobody":
+            with suppress(ProcessLookupError):
+                watches.append(os.pidfd_open(pid))
+        send_message(self._control, {"pid": pid}, watches)
+        for watch in watches:
+            os.close(watch)
 
     def _reason_against(self, request: dict[str, Any]) -> str | None:
         """Return why a program must not be a fork of this process, or None."""
         changed = [file for file, stamp in self._stamps.items() if _stamp(file) != stamp]
         if changed:
             return f"{changed[0]!r} has changed since it was loaded"
+        # The program's own modules come before libraries, unless those are loaded.
         try:
-            entries = os.listdir(request["first_path"]) if request["first_path"] else []
+            entries = list(os.scandir(request["first_path"])) if request["first_path"] else []
+            own = {e.name.partition(".")[0] for e in entries if e.name.endswith(_SUFFIXES)}
+            own |= {e.name for e in entries if e.name in self._names and e.is_dir()}
         except OSError as error:
             return str(error)
-        # The program's own modules come before libraries, unless those are loaded.
-        hidden = sorted(self._names & {entry.partition(".")[0] for entry in entries})
+        hidden = sorted(self._names & own)
         return f"the directory of the program has a module {hidden[0]!r} too" if hidden else None
 
-    def _fork(self, order: int, leash: Sequence[int]) -> int:
+    def _fork(self, leash: Sequence[int]) -> int:
         """Fork a process; return its id once it leads its own session (0 in that process)."""
         server = os.getpid()
         reader, writer = os.pipe()
         # Blocked signals wait until the child has its handlers back; ignored ones would be lost.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, self._dispositions)
-        pid = os.fork()
-        if pid == 0:
-            parent = server
-            if not self._facts.is_parent:
-                parent = self._facts.driver
-                if child := os.fork():
+        try:
+            pid = os.fork()
+            if pid == 0:
+                if self._facts.parent == "owner" and (child := os.fork()):
                     os.write(writer, b"%d" % child)
                     os._exit(0)
-            os.setsid()
-            _await_parent(parent)
-            self._get_at_end_of_parent(signal.SIGKILL)
-            # Parent ended before the signal was asked for, so it will not come.
-            if os.getppid() != parent:
-                os._exit(128 + signal.SIGKILL)
-            for number, disposition in self._dispositions.items():
-                signal.signal(number, disposition)
-            signal.signal(signal.SIGCONT, signal.SIG_DFL)
-            for descriptor in (*leash, reader, writer):
-                os.close(descriptor)
-            self._forget_all()
-        else:
+                os.setsid()
+                self._tie(server)
+                for number, disposition in self._dispositions.items():
+                    signal.signal(number, disposition)
+                signal.signal(signal.SIGCONT, signal.SIG_DFL)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for descriptor in leash:
+                    os.close(descriptor)
+                self._forget_all()
             os.close(writer)
             # End of file: the child leads its own session now.
-            told = b"".join(iter(lambda: os.read(reader, 32), b""))
+            told = b"" if pid == 0 else b"".join(iter(lambda: os.read(reader, 32), b""))
             os.close(reader)
-            if not self._facts.is_parent:
-                os.waitpid(pid, 0)
-                pid = int(told)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if pid and self._facts.parent == "owner":
+            os.waitpid(pid, 0)
+            if not told:
+                raise OSError(errno.EAGAIN, "The template cannot fork twice")
+            return int(told)
         return pid
+
+    def _tie(self, server: int) -> None:
+        """Have this fork end with its parent."""
+        if self._facts.parent == "nobody":
+            self._get_at_end_of_parent(0)
+            return
+        parent = server if self._facts.parent == "template" else self._facts.driver
+        _await_parent(parent)
+        self._get_at_end_of_parent(signal.SIGKILL)
+        # Parent ended before the signal was asked for, so it will not come.
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGKILL)
 
     def _become_program(self, order: int) -> list[str]:
         """Read the order for this fork, and set the process up for the order."""
@@ -353,6 +449,9 @@ class _Server:
         if message is None:
             os._exit(1)
         request, descriptors = message
+        global is_fork
+        is_fork = True
+        sys.executable = request["executable"]
         _place_descriptors(descriptors, request["descriptors"])
         _become_worker(request)
         _show_as(request["command"], request["environment"])
@@ -369,6 +468,10 @@ class _Server:
         for child in self._children:
             child.forget()
         self._children.clear()
+        if self._successor is not None:
+            for descriptor in self._successor[1:]:
+                with suppress(OSError):
+                    os.close(descriptor)
 
 
 def _try_to_load(modules: Sequence[str]) -> None:

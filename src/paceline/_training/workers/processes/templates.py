@@ -7,6 +7,8 @@ import os
 import re
 import resource
 import select
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,10 +20,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline._base.process_and_network import wait_until
+from paceline._training.workers.processes import template_process
 from paceline._training.workers.processes.rank_environment import THREADS_MARK, THREADS_VARIABLE
 from paceline._training.workers.processes.signals_and_leftovers import innermost_group
 from paceline._training.workers.processes.template_process import (
     STATUS,
+    TemplateFacts,
     receive_message,
     send_message,
 )
@@ -78,8 +82,12 @@ _PATIENCE_S = 10.0
 _CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
 # Imports of torch may take long from a network file system.
 _START_S = 120.0
-_ANSWER_S = 30.0
+_ANSWER_S = 20.0
 _REAP_S = 5.0
+
+
+RUNNER_MODULES = ("paceline._cluster.runner.attempt_run", "gzip", "encodings.idna")
+TRIAL_MODULES = ("torch", "numpy", "paceline.pytorch", "torch._dynamo")
 
 
 class TemplateError(RuntimeError):
@@ -102,6 +110,30 @@ def forking_start(environment: Mapping[str, str], modules: Sequence[str]) -> Sta
     except TemplateError as error:
         logger.warning("Workers start slowly, as new interpreters: %s.", error)
         return start_process
+
+
+def template_of_runners(environment: Mapping[str, str]) -> "Template":
+    """Return a new template for runners of attempts and, once one has loaded torch, for trials.
+
+    Args:
+        environment: The environment of runners.
+
+    Raises:
+        TemplateError: There can be none.
+    """
+    template = Template(
+        {},
+        [sys.executable],
+        {**unbuffered_environment(environment), THREADS_VARIABLE: "1", "OPENBLAS_NUM_THREADS": "1"},
+        None,
+        modules=RUNNER_MODULES,
+        later=(),
+        idle_s=_IDLE_S,
+        parent="nobody",
+        learned=TRIAL_MODULES,
+    )
+    template.await_loaded()
+    return template
 
 
 def load_ahead(environment: Mapping[str, str], modules: Sequence[str]) -> None:
@@ -129,13 +161,13 @@ def stop_templates() -> None:
         _servers.clear()
 
 
-def is_warm() -> bool:
-    """Return whether processes may be forks of a template.
+def is_warm(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether processes with an environment may be forks of a template.
 
     Raises:
         ValueError: PACELINE_WARM is neither 0 nor 1.
     """
-    text = os.environ.get(WARM_VARIABLE, "1")
+    text = environment.get(WARM_VARIABLE, "1")
     if text not in ("0", "1"):
         raise ValueError(f"{WARM_VARIABLE} must be 0 or 1, but got {text!r}.")
     return text == "1"
@@ -154,7 +186,7 @@ class ProgramStart:
         self._interpreter = command[:at]
         self._can_fork = _CAN_FORK and command[:1] == (sys.executable,) and at > 0 and is_warm()
         self._loaded = loaded
-        self._template: _Template | None = None
+        self._template: Template | None = None
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -202,7 +234,7 @@ class ProgramStart:
             if not _has_torch(pid) or (self._loaded() is None and wait_s < _PATIENCE_S):
                 continue
             # Environment of the programs, so that libraries read in it what they read there.
-            self._template = _Template(
+            self._template = Template(
                 _import_time_facts(environment),
                 self._interpreter,
                 {**environment, "OPENBLAS_NUM_THREADS": "1"},
@@ -210,7 +242,7 @@ class ProgramStart:
                 modules=["torch", *_safe_modules(self._loaded()), *_LATER_MODULES],
                 later=(),
                 idle_s=None,
-                is_parent=False,
+                parent="owner",
             )
             return
 
@@ -236,7 +268,7 @@ def _safe_modules(names: object) -> list[str]:
     ]
 
 
-class _Template:
+class Template:
     """A running template; may be used from any thread.
 
     Args:
@@ -257,13 +289,13 @@ class _Template:
     ) -> None:
         self.key = key
         self.num_workers = 0
-        self._is_parent = facts["is_parent"]
+        self._is_parent = facts["parent"] == "template"
         self._has_loaded = False
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair()
         facts |= {"path": path, "control": theirs.fileno(), "driver": os.getpid()}
         with theirs:
-            self._popen = subprocess.Popen(
+            self._popen: subprocess.Popen[bytes] | _Split = subprocess.Popen(
                 [*interpreter, PROGRAM_FILE, "template", json.dumps(facts)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -273,10 +305,51 @@ class _Template:
                 pass_fds=[theirs.fileno()],
             )
 
+    @classmethod
+    def split_off(cls) -> "Template | None":
+        """Return a template that is a fork of this process, to be called before it does anything.
+
+        Returns:
+            None in a process that is itself no fork of a template.
+
+        Raises:
+            ForkedProgram: This process is a fork of the new template, for `worker_program`.
+        """
+        if not template_process.is_fork:
+            return None
+        self = cls.__new__(cls)
+        self.key = _import_time_facts(unbuffered_environment(os.environ))
+        self.num_workers, self._is_parent, self._has_loaded = 0, False, True
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        owner = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            self._control.close()
+            facts = TemplateFacts(theirs.detach(), owner, (), (), None, "owner")
+            raise ForkedProgram(template_process.serve_forks(facts))
+        theirs.close()
+        self._popen = _Split(pid)
+        try:
+            self.await_loaded()
+        except TemplateError as error:
+            logger.warning("The entrypoint starts slowly, as a new interpreter: %s.", error)
+            return None
+        return self
+
     @property
     def is_alive(self) -> bool:
         """Whether the server process takes requests."""
         return self._popen.poll() is None
+
+    def is_alike(self, words: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Return whether a command of Python would load its libraries as this template has."""
+        return (
+            is_warm(environment)
+            and plain_program(words, environment) is not None
+            and _import_time_facts(environment) == self.key
+        )
 
     def await_loaded(self) -> None:
         """Wait until the server has loaded its modules.
@@ -324,25 +397,10 @@ class _Template:
         is_read: bool,
     ) -> ProcessHandle:
         """Fork a worker, or start a new interpreter on failure; see `start_process`."""
-        at = list(spec.command).index(PROGRAM_FILE)
-        order = {
-            "command": list(spec.command),
-            "program": list(spec.command[at + 1 :]),
-            "environment": dict(environment),
-            "directory": str(spec.working_directory),
-            "descriptors": [0, 1, 2, *spec.descriptors],
-            "cores": sorted(os.sched_getaffinity(0)),
-            "umask": _umask(),
-        }
-        request = {
-            "modules": list(modules),
-            "mark": innermost_group(environment),
-            "first_path": _first_path(spec, at),
-        }
         streams = _Streams(is_read)
         leash = socket.socketpair() if self._is_parent else None
         try:
-            pid = self._fork(request, order, [*streams.theirs, *spec.descriptors], leash)
+            pid, _ = self.fork(spec, environment, streams.theirs, modules=modules, leash=leash)
         except TemplateError as error:
             streams.close_ours()
             if leash is not None:
@@ -356,6 +414,64 @@ class _Template:
         if leash is None:
             return AdoptedProcess(pid, *streams.files())
         return _Forked(pid, leash[0], streams, self)
+
+    def fork(
+        self,
+        spec: WorkerSpec,
+        environment: Mapping[str, str],
+        streams: Sequence[int],
+        *,
+        modules: Sequence[str] = (),
+        leash: tuple[socket.socket, socket.socket] | None = None,
+    ) -> tuple[int, int | None]:
+        """Fork a process.
+
+        Args:
+            spec: The program to run, as a command of `PROGRAM_FILE` or of Python.
+            environment: The whole environment of the process.
+            streams: Its standard streams.
+            modules: The modules to load before.
+            leash: The ends of a socket to report its end, if it is to be a child of the template.
+
+        Returns:
+            Its id, and a descriptor of the process if it is nobody's child and still there.
+
+        Raises:
+            TemplateError: There is no template any more, or the program must not be a fork of it.
+            OSError: The system lacks resources for another process.
+        """
+        program, executable = _program_of(spec, environment)
+        order = {
+            "command": list(spec.command),
+            "program": program,
+            "executable": executable,
+            "environment": dict(environment),
+            "directory": str(spec.working_directory),
+            "descriptors": [0, 1, 2, *spec.descriptors],
+            "cores": sorted(os.sched_getaffinity(0)),
+            "umask": _umask(),
+        }
+        request = {
+            "modules": list(modules),
+            "mark": innermost_group(environment),
+            "first_path": _first_path(program, spec.working_directory),
+        }
+        ours, theirs = socket.socketpair()
+        with ours, self._lock:
+            with theirs:
+                ends = [theirs, *([leash[1]] if leash is not None else [])]
+                self._send(request, [end.fileno() for end in ends])
+                answer, watches = self._receive(_ANSWER_S if not modules else _START_S)
+            if "errno" in answer:
+                raise OSError(answer["errno"], f"A process cannot be forked: {answer['error']}")
+            self._check(answer)
+            self.num_workers += 1
+            ours.settimeout(_ANSWER_S)
+            # Read by the fork itself: the template must not know variables of programs.
+            with suppress(OSError):
+                # A fork that has died meanwhile is reported like any other worker.
+                send_message(ours, order, [*streams, *spec.descriptors])
+            return int(answer["pid"]), watches[0] if watches else None
 
     def release(self) -> None:
         """Note the reaping of a worker."""
@@ -377,34 +493,21 @@ class _Template:
         # Return code set by hand: the destructor must not take the server for a running child.
         self._popen.returncode = 0
 
-    def _fork(
-        self,
-        request: dict[str, Any],
-        order: dict[str, Any],
-        descriptors: Sequence[int],
-        leash: tuple[socket.socket, socket.socket] | None,
-    ) -> int:
-        ours, theirs = socket.socketpair()
-        with ours, self._lock:
-            with theirs:
-                ends = [theirs, *([leash[1]] if leash is not None else [])]
-                self._send(request, [end.fileno() for end in ends])
-                pid = int(self._answer(_ANSWER_S)["pid"])
-            self.num_workers += 1
-            ours.settimeout(_ANSWER_S)
-            # Read by the fork itself: the template must not know variables of programs.
-            with suppress(OSError):
-                # A fork that has died meanwhile is reported like any other worker.
-                send_message(ours, order, descriptors)
-            return pid
-
     def _send(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
         try:
             send_message(self._control, request, descriptors)
         except OSError as error:
             raise TemplateError("the template has ended") from error
 
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
+    def _answer(self, timeout_s: float) -> None:
+        """Wait until the template has done what it was asked for."""
+        self._check(self._receive(timeout_s)[0])
+
+    def _check(self, answer: Mapping[str, Any]) -> None:
+        if answer.get("error"):
+            raise TemplateError(answer["error"])
+
+    def _receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
         self._control.settimeout(timeout_s)
         try:
             if not wait_until(self._has_answer, timeout_s):
@@ -416,10 +519,7 @@ class _Template:
             raise TemplateError(f"the template is silent for {timeout_s:g} s") from error
         if message is None:
             raise TemplateError("the template has ended")
-        answer = message[0]
-        if answer.get("error"):
-            raise TemplateError(answer["error"])
-        return answer
+        return message
 
     def _has_answer(self, timeout_s: float | None) -> bool:
         descriptor = self._control.fileno()
@@ -429,6 +529,44 @@ class _Template:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
+
+
+class ForkedProgram(BaseException):
+    """Raised in a fork to unwind the stack: `worker_program` runs the fork's own program then."""
+
+    def __init__(self, program: list[str]) -> None:
+        super().__init__(program)
+        self.forked_program = program
+
+
+class _Split:
+    """A forked template, as far as used like a `subprocess.Popen`."""
+
+    returncode: int | None = None
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._watch = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self.returncode is not None:
+            return
+        poll = select.poll()
+        poll.register(self._watch, select.POLLIN)
+        if not poll.poll(None if timeout_s is None else 1000 * timeout_s):
+            raise subprocess.TimeoutExpired("template", timeout_s or 0.0)
+        self.returncode = 0
+        os.close(self._watch)
+        os.waitpid(self._pid, 0)
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._watch, signal.SIGKILL)
 
 
 class _Streams:
@@ -460,9 +598,7 @@ class _Streams:
 class _Forked(ProcessHandle):
     """Forked worker with a leash: a socket to report its end, or to end the worker."""
 
-    def __init__(
-        self, pid: int, leash: socket.socket, streams: _Streams, server: _Template
-    ) -> None:
+    def __init__(self, pid: int, leash: socket.socket, streams: _Streams, server: Template) -> None:
         self.pid = pid
         self._leash = leash
         self._server = server
@@ -488,10 +624,10 @@ class _Forked(ProcessHandle):
 
 _lock = threading.Lock()
 # The last one is for new workers; the others are kept while they have workers.
-_servers: list[_Template] = []
+_servers: list[Template] = []
 
 
-def _current(environment: Mapping[str, str]) -> _Template:
+def _current(environment: Mapping[str, str]) -> Template:
     """Return the template for workers with an environment, started if necessary."""
     key = _import_time_facts(environment)
     with _lock:
@@ -500,7 +636,7 @@ def _current(environment: Mapping[str, str]) -> _Template:
                 server.close()
                 _servers.remove(server)
             flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
-            server = _Template(
+            server = Template(
                 key,
                 [sys.executable, *flags],
                 _template_environment(environment),
@@ -508,7 +644,7 @@ def _current(environment: Mapping[str, str]) -> _Template:
                 modules=_LOADED,
                 later=_LATER_MODULES,
                 idle_s=_IDLE_S,
-                is_parent=True,
+                parent="template",
             )
             server.await_loaded()
             _servers.append(server)
@@ -526,6 +662,12 @@ def _import_time_facts(environment: Mapping[str, str]) -> dict[str, str]:
     return {**found, "": str(process)}
 
 
+def unbuffered_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a template for trials, which never chose the number of threads."""
+    kept = {name: v for name, v in environment.items() if name != THREADS_VARIABLE}
+    return {**kept, "PYTHONUNBUFFERED": "1"}
+
+
 def _template_environment(environment: Mapping[str, str]) -> dict[str, str]:
     is_own_choice = THREADS_VARIABLE not in _import_time_facts(environment)
     # Threads that a library starts when it loads would not be there after a fork.
@@ -536,12 +678,43 @@ def _template_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _first_path(spec: WorkerSpec, at: int) -> str:
+def _program_of(spec: WorkerSpec, environment: Mapping[str, str]) -> tuple[list[str], str]:
+    """Return the program of a command for `worker_program`, and the interpreter."""
+    words = list(spec.command)
+    if PROGRAM_FILE in words:
+        at = words.index(PROGRAM_FILE)
+        return words[at + 1 :], words[0]
+    program = plain_program(words, environment)
+    if program is None:
+        raise TemplateError("the command is none of the template's interpreter")
+    return program
+
+
+def plain_program(
+    words: Sequence[str], environment: Mapping[str, str]
+) -> tuple[list[str], str] | None:
+    """Return the program of a command of this process's interpreter, and the interpreter's name.
+
+    Returns:
+        None for any other command, and for options besides -m.
+    """
+    found = shutil.which(words[0], path=environment.get("PATH", os.defpath))
+    if found is None or len(words) < 2:
+        return None
+    is_own = os.path.dirname(found) == os.path.dirname(sys.executable)
+    if not is_own or not os.path.samefile(found, sys.executable):
+        return None
+    kind, *rest = words[1:]
+    if kind == "-m" and rest and not rest[0].startswith("-"):
+        return ["plain", "module", *rest], found
+    return None if kind.startswith("-") else (["plain", "script", kind, *rest], found)
+
+
+def _first_path(program: Sequence[str], directory: Path) -> str:
     """Return the directory that a program's interpreter searches first; empty if none is new."""
-    kind, target = spec.command[at + 1 : at + 3]
+    kind, target, *_ = program[1:] if program[0] == "plain" else program
     if kind == "serve":
         return ""
-    directory = Path(spec.working_directory)
     return str((directory / target).resolve().parent if kind == "script" else directory)
 
 

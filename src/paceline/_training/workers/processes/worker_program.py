@@ -18,6 +18,7 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import signal
 import struct
 import sys
 import threading
@@ -40,6 +41,9 @@ EVENT_KIND = 19
 
 _LEAVE_TIMEOUT_S = 10.0
 _ERROR_CHARACTERS = 1000
+_TEMPLATE_MODULE = "paceline._training.workers.processes.template_process"
+# The module path of the interpreter, which forks start from.
+_first_module_path = sys.path[:]
 
 
 # The channel to the process that started this one, if there is one.
@@ -59,15 +63,18 @@ class ProgramOutcome:
 def main(kind: str, target: str, arguments: "list[str]") -> None:
     """Run the program, report its end, and leave the process."""
     global parent
-    sys.modules[RUNNING_MARK] = sys.modules["__main__"]
+    sys.modules.setdefault(RUNNING_MARK, sys.modules["__main__"])
     if kind == "template":
-        kind, target, arguments = _serve_forks(target)
+        kind, target, *arguments = _serve_forks(target)
+    if kind == "plain":
+        _run_plainly([target, *arguments])
     parent = take_channel()
     if not faulthandler.is_enabled():
         # A segmentation fault shows the stacks of all threads.
         faulthandler.enable()
     _show_lines_at_once()
     outcome = _run_program(kind, target, arguments)
+    assert isinstance(outcome, ProgramOutcome)
     # Order of the interpreter: first wait for threads, then run the exit handlers.
     _attempt(threading._shutdown)  # type: ignore[attr-defined] # also stops idle executors
     _attempt(atexit._run_exitfuncs)
@@ -80,6 +87,27 @@ def main(kind: str, target: str, arguments: "list[str]") -> None:
     if outcome.code == 0:
         leave_process_group()
     os._exit(outcome.code)
+
+
+def _run_plainly(program: "list[str]") -> None:
+    """Run a program as Python itself does, without the parts for workers."""
+    del sys.modules[RUNNING_MARK]
+    if "PYTHONFAULTHANDLER" not in os.environ:
+        faulthandler.disable()
+    outcome = _run_program(program[0], program[1], program[2:])
+    while isinstance(outcome, list):
+        # The program was a runner, and this process is now that of its entrypoint.
+        outcome = _run_program(outcome[1], outcome[2], outcome[3:])
+    server = sys.modules.get(_TEMPLATE_MODULE)
+    if "torch" in sys.modules and server is not None:
+        server.has_seen_torch[0] = 1
+    if outcome.code == INTERRUPTED and (outcome.error or "").startswith("KeyboardInterrupt"):
+        _attempt(threading._shutdown)  # type: ignore[attr-defined] # as in `main`
+        _attempt(atexit._run_exitfuncs)
+        flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    raise SystemExit(outcome.code)
 
 
 class ParentChannel:
@@ -129,7 +157,8 @@ def _show_lines_at_once() -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _run_program(kind: str, target: str, arguments: "list[str]") -> ProgramOutcome:
+def _run_program(kind: str, target: str, arguments: "list[str]") -> "ProgramOutcome | list[str]":
+    """Run a program to its end; in a fork that it makes as a template return the next program."""
     try:
         program = types.ModuleType("__main__")
         program.__dict__["__builtins__"] = __builtins__
@@ -140,12 +169,15 @@ def _run_program(kind: str, target: str, arguments: "list[str]") -> ProgramOutco
         if kind == "serve":
             _serve_driver(program, target)
         else:
+            sys.path[:] = _first_module_path
+            importlib.invalidate_caches()
             code = _LOADERS[kind](program, target, arguments)
             exec(code, program.__dict__)  # noqa: S102 - this is the user's program
     except SystemExit as request:
         return _exit_outcome(request.code)
     except BaseException as error:
-        return _error_outcome(error)
+        forked: list[str] | None = getattr(error, "forked_program", None)
+        return _error_outcome(error) if forked is None else forked
     return ProgramOutcome(0)
 
 
@@ -162,20 +194,18 @@ def _serve_driver(program: types.ModuleType, target: str) -> None:
     serve.serve(program, **facts)
 
 
-def _serve_forks(target: str) -> "tuple[str, str, list[str]]":
+def _serve_forks(target: str) -> "list[str]":
     """Serve forks until the owner has gone; return in forks only, with the program of each."""
     import json
 
     facts = json.loads(target)
-    own, path = sys.path[:], facts.pop("path")
     # Nothing beside this file may be imported in place of a library.
-    sys.path[:] = path or [p for p in own if os.path.realpath(p) != _own_directory()]
-    server = importlib.import_module("paceline._training.workers.processes.template_process")
-    kind, target, *arguments = server.serve_forks(server.TemplateFacts(**facts))
-    if path is None:
-        sys.path[:] = own
-        importlib.invalidate_caches()
-    return kind, target, arguments
+    sys.path[:] = facts.pop("path") or [
+        path for path in sys.path if os.path.realpath(path) != _own_directory()
+    ]
+    server = importlib.import_module(_TEMPLATE_MODULE)
+    program: list[str] = server.serve_forks(server.TemplateFacts(**facts))
+    return program
 
 
 def _own_directory() -> str:

@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -544,6 +545,8 @@ def _become_worker(request: dict[str, Any]) -> None:
     time.tzset()
     tempfile.tempdir = None
     _set_threads(os.environ.get("OMP_NUM_THREADS", ""))
+    # Python notes the id of the main thread once only.
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined] # as when it starts
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.current_process().authkey = os.urandom(32)

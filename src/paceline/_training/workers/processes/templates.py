@@ -577,7 +577,7 @@ class _Streams:
         self.theirs = [0, 1, 2]
         self._is_read = is_read
         if is_read:
-            self.theirs = [os.open(os.devnull, os.O_RDONLY)]
+            self.theirs = [os.open(os.devnull, os.O_RDWR)]
             for _ in range(2):
                 reader, writer = os.pipe()
                 self.ours.append(reader)

@@ -14,6 +14,7 @@ process ends without shutting the interpreter down. The parent gets the result b
 
 import atexit
 import faulthandler
+import gc
 import importlib.machinery
 import importlib.util
 import io
@@ -101,6 +102,8 @@ def _run_plainly(program: "list[str]") -> None:
     server = sys.modules.get(_TEMPLATE_MODULE)
     if "torch" in sys.modules and server is not None:
         server.has_seen_torch[0] = 1
+    # The end of the interpreter closes files by looking for garbage among all objects.
+    gc.unfreeze()
     if outcome.code == INTERRUPTED and (outcome.error or "").startswith("KeyboardInterrupt"):
         _attempt(threading._shutdown)  # type: ignore[attr-defined] # as in `main`
         _attempt(atexit._run_exitfuncs)
@@ -217,6 +220,7 @@ def _load_script(program: types.ModuleType, target: str, arguments: "list[str]")
     _set_first_path(os.path.dirname(os.path.realpath(target)))
     path = os.path.abspath(target)
     program.__file__ = path
+    program.__cached__ = None  # type: ignore[assignment] # as for `python SCRIPT`
     program.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     with io.open_code(path) as file:
         return compile(file.read(), path, "exec", dont_inherit=True)

@@ -99,10 +99,15 @@ def tell_child():
     return subprocess.check_output([sys.executable, "-c", code], text=True)
 
 
+def append(text):
+    with open(OUTPUT + ".exit", "a") as file:
+        file.write(text)
+
+
 def atexit_order():
     # Seen by the test: handlers run, the last first, and open files are flushed.
-    atexit.register(lambda: Path(OUTPUT + ".exit").open("a").write("first\n"))
-    atexit.register(lambda: Path(OUTPUT + ".exit").open("a").write("last\n"))
+    atexit.register(append, "first\n")
+    atexit.register(append, "last\n")
     return True
 
 
@@ -193,7 +198,7 @@ SAME = {
     "loader with processes": lambda: load(2),
     "loader with spawned ones": lambda: load(1, "spawn"),
     "atexit": atexit_order,
-    "unclosed file": lambda: globals().update(unclosed=open(OUTPUT + ".open", "w")),
+    "unclosed file": lambda: globals().update(unclosed=open(OUTPUT + ".open", "w")),  # noqa: SIM115
 }
 # These must differ from process to process.
 OWN = {

@@ -501,9 +501,9 @@ def _reason_against_forks() -> str | None:
     """Return why this process must not be forked, or None."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return "CUDA is initialized in the fork server"
+        return "CUDA is initialized in the template"
     num_threads = len(os.listdir("/proc/self/task"))
-    return None if num_threads == 1 else f"the fork server has {num_threads} threads"
+    return None if num_threads == 1 else f"the template has {num_threads} threads"
 
 
 def _stamp(file: str) -> tuple[int, ...] | None:

@@ -16,7 +16,6 @@ print("loaded" if "torch" in sys.modules else "not loaded")
 print(sys.argv[1:], os.environ["MINE"], "SECRET" in open("/proc/self/environ").read())
 kept = open("kept", "w")
 kept.write("written")
-import torch
 """
 
 
@@ -29,12 +28,12 @@ def looks(master: Any, script: str = LOOK, **changed: Any) -> list[str]:
 
 
 def test_trials_are_forks_with_torch_once_one_has_loaded_torch(
-    master: Any, wait_until: Callable[[Callable[[], object]], None]
+    master: Any, wait_until: Callable[..., None]
 ) -> None:
     master.start(OTHER="SECRET")
-    told = looks(master, entrypoint="python3 train.py --a b")
+    told = looks(master, LOOK + "import torch", entrypoint="python3 train.py --a b")
     assert told == ["fork", "not loaded", "['--a', 'b'] mine True"]
-    wait_until(lambda: looks(master)[1] == "loaded")
+    wait_until(lambda: looks(master)[1] == "loaded", 600)
     assert looks(master) == ["fork", "loaded", "[] mine True"]
     # Both are handed over by the master's template, which never sees variables of an experiment.
     for template in psutil.Process(master.pid).children(recursive=True):
@@ -56,6 +55,5 @@ def test_trials_are_forks_with_torch_once_one_has_loaded_torch(
 def test_entrypoints_that_differ_start_afresh(
     shared_master: Any, changed: dict[str, Any], environment: dict[str, Any]
 ) -> None:
-    script = LOOK.replace("import torch\n", "").replace('"SECRET" in', "1 in [1] or")
-    told = looks(shared_master, script, environment=environment, **changed)
+    told = looks(shared_master, environment=environment, **changed)
     assert told[:2] == ["fresh", "not loaded"]

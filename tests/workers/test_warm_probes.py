@@ -136,12 +136,14 @@ def memory_of(pid: int) -> bytes:
 
 
 def test_a_program_with_a_module_that_is_loaded_under_its_name_starts_afresh(
-    template: Template, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "train.py").write_text("import typing_extensions; print(typing_extensions.MINE)")
     (tmp_path / "typing_extensions.py").write_text("MINE = 'mine'")
     words = [sys.executable, "train.py"]
-    assert run(forked(template), words, tmp_path, 0) == ["mine"]
+    made = small_template(["typing_extensions"])
+    assert run(forked(made), words, tmp_path, 0) == ["mine"]
+    made.close()
     assert "has a module 'typing_extensions' too" in caplog.text
 
 

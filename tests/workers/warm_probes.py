@@ -28,6 +28,7 @@ import traceback
 import uuid
 import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
 import numpy
@@ -164,7 +165,8 @@ SAME = {
     "gc": lambda: [gc.isenabled(), gc.get_threshold(), gc.get_debug(), len(gc.callbacks)],
     "locale": lambda: [locale.setlocale(locale.LC_ALL), locale.getpreferredencoding(False)],
     "zone": lambda: time.tzname,
-    "filters": lambda: len(warnings.filters),
+    # An optimizer loads it in any case, and it adds a filter.
+    "filters": lambda: import_module("torch._dynamo") and sorted(map(str, warnings.filters)),
     "logging": lambda: [logging.root.level, logging.root.handlers, logging.lastResort is None],
     "temporary": tempfile.gettempdir,
     "traceback": raised,

@@ -401,8 +401,8 @@ class AttemptRun:
             return start_process(spec, environment, is_read)
         try:
             words = _plain_words(self._spec.entrypoint)
-            if words and template.is_alike(words, environment):
-                warm = replace(spec, command=words)
+            warm = replace(spec, command=words or spec.command)
+            if template.is_alike(warm, environment):
                 return template.start((), warm, environment, is_read)
             return start_process(spec, environment, is_read)
         finally:

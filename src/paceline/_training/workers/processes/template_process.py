@@ -82,6 +82,7 @@ STATUS = struct.Struct("!i")
 # Later modules are loaded this long after the first workers, to hold none of those up.
 _LATER_S = 5.0
 _ADOPTION_S = 10.0
+_GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _SUFFIXES = (".py", ".pyc", ".so")
 _PR_SET_NAME = 15
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
@@ -117,6 +118,8 @@ class TemplateFacts(NamedTuple):
     learned: Sequence[str] = ()
 
 
+# Files of loaded modules as they were then; forks know them too.
+_stamps: dict[str, tuple[int, ...] | None] = {}
 # Memory that all forks share: whether one of them has loaded torch by itself.
 has_seen_torch = mmap.mmap(-1, 1)
 is_fork = False
@@ -191,7 +194,6 @@ class _Server:
         # Groups whose workers were let go since the driver has last been heard of.
         self._let_go: set[str] = set()
         self._later_modules = facts.later
-        self._stamps: dict[str, tuple[int, ...] | None] = {}
         self._names: set[str] = set()
         self._successor: _Successor | None = None
         self._later_at = time.monotonic() + _LATER_S
@@ -222,7 +224,8 @@ class _Server:
             send_message(self._control, {"error": f"{type(error).__name__}: {error}"})
             # Without exit handlers: modules that were imported in part may have left some.
             os._exit(1)
-        self._answer_loaded()
+        self._stamp_files()
+        send_message(self._control, {"error": _reason_against_forks()})
 
     def run(self) -> list[str]:
         """Carry out requests; return only in forks, with the program of each."""
@@ -265,8 +268,10 @@ class _Server:
         return {descriptor for descriptor, _ in poll.poll(wait_s and wait_s * 1000)}
 
     def _try_to_load(self, modules: Sequence[str]) -> None:
-        with self._loading():
-            _try_to_load(modules)
+        if any(name not in sys.modules for name in modules):
+            with self._loading():
+                _try_to_load(modules)
+            self._stamp_files()
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
@@ -291,14 +296,10 @@ class _Server:
             end_marked(mark)
         os._exit(0)
 
-    def _answer_loaded(self) -> None:
-        self._stamp_files()
-        send_message(self._control, {"error": _reason_against_forks()})
-
     def _stamp_files(self) -> None:
         names = {name.partition(".")[0] for name in sys.modules}
         files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-        self._stamps |= {f: _stamp(f) for f in files if f and f not in self._stamps}
+        _stamps.update({f: _stamp(f) for f in files if f and f not in _stamps})
         self._names = {n for n in names if getattr(sys.modules.get(n), "__file__", None)}
 
     def _answer(self) -> list[str] | None:
@@ -312,7 +313,7 @@ class _Server:
         if not descriptors:
             self._try_to_load([*request["modules"], *self._later_modules])
             self._later_modules = ()
-            self._answer_loaded()
+            send_message(self._control, {"error": _reason_against_forks()})
             return None
         self._try_to_load(request["modules"])
         reason = _reason_against_forks() or self._reason_against(request)
@@ -353,7 +354,6 @@ class _Server:
         # To the fork this process is what the owner was.
         self._driver, self._successor = server, _Successor(0, -1, -1)
         self._try_to_load(self._facts.learned)
-        self._stamp_files()
         os.write(writer, b"1")
         os.close(writer)
         if os.read(reader, 1) != b"1":
@@ -384,7 +384,7 @@ class _Server:
 
     def _reason_against(self, request: dict[str, Any]) -> str | None:
         """Return why a program must not be a fork of this process, or None."""
-        changed = [file for file, stamp in self._stamps.items() if _stamp(file) != stamp]
+        changed = [file for file, stamp in _stamps.items() if _stamp(file) != stamp]
         if changed:
             return f"{changed[0]!r} has changed since it was loaded"
         # The program's own modules come before libraries, unless those are loaded.
@@ -502,6 +502,10 @@ def _reason_against_forks() -> str | None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA is initialized in the template"
+    files = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    devices = [os.readlink(file) for file in files if os.path.lexists(file)]
+    if any(device.startswith(_GPU_DEVICES) for device in devices):
+        return "a GPU is open in the template"
     num_threads = len(os.listdir("/proc/self/task"))
     return None if num_threads == 1 else f"the template has {num_threads} threads"
 

@@ -343,13 +343,15 @@ class Template:
         """Whether the server process takes requests."""
         return self._popen.poll() is None
 
-    def is_alike(self, words: Sequence[str], environment: Mapping[str, str]) -> bool:
+    def is_alike(self, spec: WorkerSpec, environment: Mapping[str, str]) -> bool:
         """Return whether a command of Python would load its libraries as this template has."""
-        return (
-            is_warm(environment)
-            and plain_program(words, environment) is not None
-            and _import_time_facts(environment) == self.key
-        )
+        found = plain_program(spec.command, environment)
+        if found is None or not is_warm(environment):
+            return False
+        _, kind, target, *_ = found[0]
+        # Python itself runs directories and archives, and reports a script that is missing.
+        is_script = target.endswith(".py") and (spec.working_directory / target).is_file()
+        return (kind == "module" or is_script) and _import_time_facts(environment) == self.key
 
     def await_loaded(self) -> None:
         """Wait until the server has loaded its modules.
@@ -370,7 +372,7 @@ class Template:
 
     def is_loaded(self) -> bool:
         """Return whether the template takes requests by now."""
-        if not self._has_loaded and self._has_answer(0.0):
+        if not self._has_loaded and self._control.fileno() >= 0 and self._has_answer(0.0):
             try:
                 self._answer(_ANSWER_S)
                 self._has_loaded = True
@@ -406,6 +408,9 @@ class Template:
             if leash is not None:
                 leash[0].close()
             logger.warning("A worker starts slowly, as a new interpreter: %s.", error)
+            if not self._is_parent:
+                # Nothing is said of the next workers, and forks live on.
+                self.close()
             return start_process(spec, environment, is_read)
         finally:
             streams.close_theirs()

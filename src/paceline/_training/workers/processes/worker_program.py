@@ -239,6 +239,7 @@ def _load_module(program: types.ModuleType, target: str, arguments: "list[str]")
     program.__package__ = spec.parent
     program.__loader__ = spec.loader
     program.__file__ = spec.origin
+    program.__cached__ = spec.cached  # type: ignore[assignment] # the same
     sys.argv[0] = spec.origin or target
     assert isinstance(code, types.CodeType)
     return code

@@ -220,7 +220,7 @@ def _load_script(program: types.ModuleType, target: str, arguments: "list[str]")
     _set_first_path(os.path.dirname(os.path.realpath(target)))
     path = os.path.abspath(target)
     program.__file__ = path
-    program.__cached__ = None  # type: ignore[assignment] # as for `python SCRIPT`
+    program.__cached__ = None  # type: ignore[attr-defined] # as for `python SCRIPT`
     program.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     with io.open_code(path) as file:
         return compile(file.read(), path, "exec", dont_inherit=True)
@@ -239,7 +239,7 @@ def _load_module(program: types.ModuleType, target: str, arguments: "list[str]")
     program.__package__ = spec.parent
     program.__loader__ = spec.loader
     program.__file__ = spec.origin
-    program.__cached__ = spec.cached  # type: ignore[assignment] # the same
+    program.__cached__ = spec.cached  # type: ignore[attr-defined] # the same
     sys.argv[0] = spec.origin or target
     assert isinstance(code, types.CodeType)
     return code

@@ -102,12 +102,14 @@ def _run_plainly(program: "list[str]") -> None:
     server = sys.modules.get(_TEMPLATE_MODULE)
     if "torch" in sys.modules and server is not None:
         server.has_seen_torch[0] = 1
-    # The end of the interpreter closes files by looking for garbage among all objects.
+    _attempt(threading._shutdown)  # type: ignore[attr-defined] # as in `main`
+    _attempt(atexit._run_exitfuncs)
+    # Objects of the template may keep open files beyond the end of the interpreter.
     gc.unfreeze()
+    for item in gc.get_objects():
+        if issubclass(type(item), (io.TextIOWrapper, io.BufferedWriter)) and not item.closed:
+            _attempt(item.flush)
     if outcome.code == INTERRUPTED and (outcome.error or "").startswith("KeyboardInterrupt"):
-        _attempt(threading._shutdown)  # type: ignore[attr-defined] # as in `main`
-        _attempt(atexit._run_exitfuncs)
-        flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     raise SystemExit(outcome.code)

@@ -208,4 +208,4 @@ def test_runners_outlive_the_process_that_forks_them_and_others_can_start(
 
 
 def is_host(process: psutil.Process) -> bool:
-    return process.status() != psutil.STATUS_ZOMBIE and "--host" in process.cmdline()
+    return process.status() != psutil.STATUS_ZOMBIE and "template" in process.cmdline()

@@ -19,7 +19,7 @@ from paceline._training.workers import watchdog as _watchdog
 from paceline._training.workers import worker_generation as _generation
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.process_pools import LocalPool
-from paceline._training.workers.processes.fork_client import stop_fork_server
+from paceline._training.workers.processes.templates import stop_templates
 from paceline._training.workers.processes.worker_output import OutputLine
 
 # The workers cannot import the tests.
@@ -31,7 +31,7 @@ LONG_S = 600.0
 @pytest.fixture(scope="module", autouse=True)
 def _own_fork_server() -> Iterator[None]:
     yield
-    stop_fork_server()
+    stop_templates()
 
 
 @pytest.fixture

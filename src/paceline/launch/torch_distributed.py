@@ -249,6 +249,7 @@ def _run_workers(
             heartbeat_timeout_s=options.heartbeat_timeout_s or _FOR_EVER_S,
             collective_timeout_s=options.collective_timeout_s or _FOR_EVER_S,
             grace_s=options.grace_s,
+            is_restarted=restarts > 0,
         )
 
     workers = Workers(limits, make_pool, hint=LAUNCH_HINT)

@@ -159,7 +159,7 @@ class LocalExecutor(Executor):
         self._processes.clean(keep)
 
     def close(self) -> None:
-        """End the fork server; the runners continue."""
+        """End the template; the runners continue."""
         self._processes.close()
 
 

@@ -3,13 +3,11 @@
 The master loads this module, so it must not load the workers.
 """
 
-import json
 import logging
 import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -35,13 +33,12 @@ from paceline._cluster.runner.master_link import (
     encode,
 )
 
+if TYPE_CHECKING:
+    from paceline._training.workers.processes.templates import Template
+
 logger = logging.getLogger(__name__)
 
 _CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
-# Time limits for a fork server's answers: the first includes loading all modules.
-_FIRST_ANSWER_S = 60.0
-_ANSWER_S = 10.0
-_MAX_ANSWER_BYTES = 4096
 # Token variable, removed from runners: attempts can read the environment of parent processes,
 # and the token may be an administrator's.
 _TOKEN_VARIABLE = "PACELINE_TOKEN"  # noqa: S105 - the name of a variable, no secret
@@ -64,7 +61,7 @@ CommandWrapper: TypeAlias = Callable[[int, list[str]], list[str]]
 
 
 class RunnerHost:
-    """Starter of runners, for a single thread; the fork server is started when needed.
+    """Starter of runners, for a single thread; the template is started when needed.
 
     Args:
         cwd: Where runners work.
@@ -74,8 +71,7 @@ class RunnerHost:
     def __init__(self, cwd: Path, wrap: CommandWrapper | None = None) -> None:
         self._cwd = cwd
         self._wrap = wrap
-        self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._template: Template | None = None
         self._can_fork = _CAN_FORK and wrap is None
 
     def start(self, directory: AttemptDirectory, *, is_shipping: bool) -> StartedRunner:
@@ -84,11 +80,11 @@ class RunnerHost:
         Raises:
             OSError: It cannot be started.
         """
-        # The first host may have left because it was idle.
+        # The first template may have left because it was idle.
         for is_last in (False, True) if self._can_fork else ():
             try:
                 return self._fork(directory, is_shipping)
-            except (OSError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 if is_shortage(error):
                     raise
                 self.close()
@@ -98,52 +94,29 @@ class RunnerHost:
         return self._spawn(directory, is_shipping)
 
     def close(self) -> None:
-        """End the fork server; its runners continue."""
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._control = self._process = None
+        """End the template; its runners continue."""
+        template, self._template = self._template, None
+        if template is not None:
+            template.close()
 
     def _fork(self, directory: AttemptDirectory, is_shipping: bool) -> StartedRunner:
-        wait_s = _ANSWER_S if self._control else _FIRST_ANSWER_S
-        control = self._control or self._begin()
-        request = {
-            "directory": str(directory.path),
-            "ship": is_shipping,
-            "log": str(directory.runner_log_path),
-            "cwd": str(self._cwd),
-        }
-        control.send(json.dumps(request).encode())
-        if not select.select([control], [], [], wait_s)[0]:
-            raise TimeoutError(f"the process that forks them is silent for {wait_s:g} s")
-        data, descriptors, _, _ = socket.recv_fds(control, _MAX_ANSWER_BYTES, 1)
-        if not data:
-            raise ConnectionResetError("the process that forks them has ended")
-        answer = json.loads(data)
-        if "errno" in answer:
-            raise OSError(answer["errno"], f"A runner cannot be forked: {answer['error']}")
-        return _Forked(descriptors[0] if descriptors else None)
+        # Loaded late: most of it is for workers, which the master does not need.
+        from paceline._training.workers.processes.templates import template_of_runners
+        from paceline._training.workers.processes.worker_process import WorkerSpec
 
-    def _begin(self) -> socket.socket:
-        # Packet socket: each send arrives as a single message, so requests need no framing.
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline._cluster.runner", "--host", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                cwd=self._cwd,
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-                env=_environment_of_runners(),
-            )
-        return self._control
+        environment = _environment_of_runners()
+        template = self._template = self._template or template_of_runners(environment)
+        spec = WorkerSpec(
+            command=_command(directory, is_shipping),
+            environment=environment,
+            working_directory=self._cwd,
+        )
+        with open_private(directory.runner_log_path, "ab") as log, open(os.devnull, "rb") as null:
+            streams = [null.fileno(), log.fileno(), log.fileno()]
+            return _Forked(template.fork(spec, environment, streams)[1])
 
     def _spawn(self, directory: AttemptDirectory, is_shipping: bool) -> StartedRunner:
-        command = [sys.executable, "-m", "paceline._cluster.runner", str(directory.path)]
-        if is_shipping:
-            command.append("--ship")
+        command = _command(directory, is_shipping)
         if self._wrap is not None:
             command = self._wrap(int(directory.path.name), command)
         with open_private(directory.runner_log_path, "ab") as log:
@@ -158,6 +131,11 @@ class RunnerHost:
                     env=_environment_of_runners(),
                 )
             )
+
+
+def _command(directory: AttemptDirectory, is_shipping: bool) -> list[str]:
+    command = [sys.executable, "-m", "paceline._cluster.runner", str(directory.path)]
+    return [*command, "--ship"] if is_shipping else command
 
 
 def _environment_of_runners() -> dict[str, str]:
@@ -316,7 +294,7 @@ class AttemptProcesses:
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """End the fork server; the runners continue."""
+        """End the template; the runners continue."""
         self._host.close()
 
     def directory(self, attempt_id: int) -> AttemptDirectory:

@@ -3,10 +3,12 @@
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -52,8 +54,13 @@ from paceline._training.workers.processes.rank_environment import (
     THREADS_MARK,
     THREADS_VARIABLE,
 )
+from paceline._training.workers.processes.templates import Template
 from paceline._training.workers.processes.worker_output import OutputLine
-from paceline._training.workers.processes.worker_process import WorkerSpec
+from paceline._training.workers.processes.worker_process import (
+    ProcessHandle,
+    WorkerSpec,
+    start_process,
+)
 from paceline.core._launcher_place import forget_launcher
 from paceline.core._run_storage import discard_unfinished
 
@@ -128,8 +135,13 @@ _OUTCOMES_THAT_COUNT = {
 }
 
 
-def run_attempt(directory: AttemptDirectory) -> None:
-    """Run a directory's attempt to its end; does nothing if another runner holds the lock."""
+def run_attempt(directory: AttemptDirectory, template: Template | None = None) -> None:
+    """Run a directory's attempt to its end; does nothing if another runner holds the lock.
+
+    Args:
+        directory: The attempt's directory.
+        template: A template for the entrypoint, if there is one.
+    """
     with directory.hold_lock() as is_mine:
         if not is_mine:
             return
@@ -143,7 +155,7 @@ def run_attempt(directory: AttemptDirectory) -> None:
             logger.exception("The attempt's specification cannot be read.")
             report_failed_start(directory, error)
             return
-        AttemptRun(directory, spec).run()
+        AttemptRun(directory, spec, template).run()
 
 
 def ship_attempt(directory: AttemptDirectory) -> None:
@@ -156,7 +168,10 @@ def ship_attempt(directory: AttemptDirectory) -> None:
 class AttemptRun:
     """Run of an attempt: worker group, shipping threads, and a thread following the master."""
 
-    def __init__(self, directory: AttemptDirectory, spec: AttemptSpec) -> None:
+    def __init__(
+        self, directory: AttemptDirectory, spec: AttemptSpec, template: Template | None = None
+    ) -> None:
+        self._template = template
         self._directory = directory
         self._spec = spec
         self._link = MasterLink.of_attempt(spec)
@@ -276,6 +291,7 @@ class AttemptRun:
             adopt_strays=True,
             heartbeat_timeout_s=_STOPPED_S,
             mark=self._spec.mark,
+            start=self._start_process,
         )
         self._directory.mark_started()
         self._follower.await_permission(self._spec.lease_s, self._begun_at)
@@ -376,6 +392,22 @@ class AttemptRun:
         entrypoint = self._spec.entrypoint
         return ["sh", "-c", entrypoint] if isinstance(entrypoint, str) else list(entrypoint)
 
+    def _start_process(
+        self, spec: WorkerSpec, environment: Mapping[str, str], is_read: bool
+    ) -> ProcessHandle:
+        """Start the entrypoint as a fork of the template if that is the same, else afresh."""
+        template, self._template = self._template, None
+        if template is None:
+            return start_process(spec, environment, is_read)
+        try:
+            words = _plain_words(self._spec.entrypoint)
+            warm = replace(spec, command=words or spec.command)
+            if template.is_alike(warm, environment):
+                return template.start((), warm, environment, is_read)
+            return start_process(spec, environment, is_read)
+        finally:
+            template.close()
+
     def _environment(self) -> dict[str, str]:
         spec = self._spec
         python = shutil.which(spec.python)
@@ -413,6 +445,17 @@ class AttemptRun:
             environment.pop(THREADS_MARK, None)
         environment[RUN_DIRECTORY_VARIABLE] = str(self._directory.run.path)
         return environment
+
+
+# What a shell would leave as it is; a word with a sign of equality may set a variable.
+_PLAIN = re.compile(r"[\w@%+:,./-]+(?: +[\w@%+=:,./-]+)*", re.ASCII)
+
+
+def _plain_words(entrypoint: str | list[str]) -> list[str] | None:
+    """Return the words of a command, or None if only a shell can read the command."""
+    if not isinstance(entrypoint, str):
+        return list(entrypoint)
+    return entrypoint.split() if _PLAIN.fullmatch(entrypoint) else None
 
 
 def _why_process_ended(exit_: WorkerExit) -> str | None:

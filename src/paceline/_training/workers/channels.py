@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from enum import IntEnum
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +65,8 @@ class FrameKind(IntEnum):
     # Frames for memory out of a worker's reach: WANT asks for a call's segments, DATA is one.
     WANT = 21
     DATA = 22
+    # From a program: the names of the modules that it has loaded.
+    LOADED = 23
 
 
 # Less than this is copied, to be written in one go with its header.
@@ -243,6 +246,8 @@ class WorkerChannel(BlockingChannel):
 
 
 _BEAT_S = 0.5
+# Programs have mostly begun to train by then.
+_LOADED_AFTER_BEATS = 6
 
 _Send = Callable[[FrameKind, bytes], None]
 
@@ -306,7 +311,11 @@ def _find_channel() -> None:
 
 def _beat() -> None:
     meter = ProgressMeter(threading.main_thread())
-    while _Link.send is not None:
+    for num_beats in count():
+        if _Link.send is None:
+            return
+        if num_beats == _LOADED_AFTER_BEATS:
+            _Link.send(FrameKind.LOADED, json.dumps(list(sys.modules)).encode())
         _Link.send(FrameKind.BEAT, meter.measure().to_bytes())
         time.sleep(_BEAT_S)
 
@@ -319,10 +328,12 @@ class RunEvents:
 
     Attributes:
         num_checkpoints: How many checkpoints they have committed.
+        loaded: The modules that a worker reports to have loaded, as the worker says.
     """
 
     def __init__(self) -> None:
         self.num_checkpoints = 0
+        self.loaded: object = None
         self._is_completed: dict[str, bool] = {}
 
     def note(self, event: str, path: str, rank: int) -> None:

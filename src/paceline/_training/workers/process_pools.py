@@ -18,7 +18,6 @@ from paceline._training.workers.channels import RunEvents
 from paceline._training.workers.failure_detector import Assignment, PoolSettings
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.pickled_calls import PackedCall, pack_call
-from paceline._training.workers.processes.fork_client import forking_start
 from paceline._training.workers.processes.local_worker_group import LocalGroup
 from paceline._training.workers.processes.rank_environment import (
     COLLECTIVE_TIMEOUT_VARIABLE,
@@ -26,6 +25,7 @@ from paceline._training.workers.processes.rank_environment import (
     THREADS_VARIABLE,
     NodeLayout,
 )
+from paceline._training.workers.processes.templates import ProgramStart, forking_start
 from paceline._training.workers.processes.worker_output import LinePrinter
 from paceline._training.workers.processes.worker_process import (
     OnLine,
@@ -396,6 +396,7 @@ class ProgramPool(ProcessPool):
         heartbeat_timeout_s: How long a worker may give no sign of life, in seconds.
         collective_timeout_s: How long ranks may wait for others, in seconds.
         grace_s: The time in seconds that the other workers get when one fails.
+        is_restarted: Whether there may be another start, to be prepared for.
     """
 
     def __init__(
@@ -410,6 +411,7 @@ class ProgramPool(ProcessPool):
         heartbeat_timeout_s: float,
         collective_timeout_s: float,
         grace_s: float,
+        is_restarted: bool = False,
     ) -> None:
         super().__init__(
             1,
@@ -427,6 +429,9 @@ class ProgramPool(ProcessPool):
         self._worker_variables = worker_variables
         self._capacity = capacity
         self._program: PendingCall | None = None
+        self._program_start: ProgramStart | None = None
+        if is_restarted and command.is_python:
+            self._program_start = ProgramStart(command.arguments, lambda: self.run_events.loaded)
 
     @property
     def program(self) -> PendingCall:
@@ -449,6 +454,7 @@ class ProgramPool(ProcessPool):
         for index, variables in enumerate(self._worker_variables(layout)):
             environment = {**specs[index].environment, **variables}
             specs[index] = replace(specs[index], environment=environment)
+        self._environment_of_all = specs[0].environment
         self._program = PendingCall(next(self._numbers), [spec.rank for spec in specs])
         return _local_generation(
             specs,
@@ -459,10 +465,18 @@ class ProgramPool(ProcessPool):
             self._program,
             layout,
             adopt_strays=True,
+            start=start_process if self._program_start is None else self._program_start.start,
         )
 
+    def start(self, num_workers: int | None = None) -> None:
+        """Start the programs; see `WorkerPool.start`."""
+        super().start(num_workers)
+        if self._program_start is not None:
+            self._program_start.learn(self.processes[0].pid, self._environment_of_all)
+
     def _release(self) -> None:
-        """Do nothing: resources of generations end with them."""
+        if self._program_start is not None:
+            self._program_start.close()
 
 
 def _with_channel(spec: WorkerSpec, end: socket.socket) -> WorkerSpec:

@@ -322,6 +322,8 @@ class Generation:
             self.run_events.note(event, path, worker.rank)
             if event == "invalid_hp":
                 self._detector.note_refusal(worker, text, time.monotonic())
+        elif frame.kind is FrameKind.LOADED:
+            self.run_events.loaded = json.loads(frame.body)
         elif frame.kind is FrameKind.OUTCOME:
             worker.outcome = json.loads(frame.body)
         if self._pool_end is not None:

@@ -225,16 +225,37 @@ class _Child(ProcessHandle):
 
     def await_end(self) -> tuple[int, int | None]:
         if hasattr(os, "waitid"):
-            result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-            assert result is not None
-            has_exited = result.si_code == os.CLD_EXITED
-            return ended(result.si_status if has_exited else -result.si_status)
+            return _await_child(self.pid)
         # Before Python 3.13 macOS has no call that leaves the zombie, so the process id is free
         # for others a little early there.
         return ended(self._popen.wait())
 
     def reap(self) -> None:
         self._popen.wait()
+
+
+class AdoptedProcess(ProcessHandle):
+    """A child that another process has started and left to this one."""
+
+    def __init__(self, pid: int, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self.stderr = stderr
+
+    def await_end(self) -> tuple[int, int | None]:
+        return _await_child(self.pid)
+
+    def reap(self) -> None:
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def _await_child(pid: int) -> tuple[int, int | None]:
+    """Wait for the end of a child, which stays a zombie."""
+    result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert result is not None
+    has_exited = result.si_code == os.CLD_EXITED
+    return ended(result.si_status if has_exited else -result.si_status)
 
 
 def ended(returncode: int) -> tuple[int, int | None]:

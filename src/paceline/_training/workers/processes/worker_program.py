@@ -14,10 +14,12 @@ process ends without shutting the interpreter down. The parent gets the result b
 
 import atexit
 import faulthandler
+import gc
 import importlib.machinery
 import importlib.util
 import io
 import os
+import signal
 import struct
 import sys
 import threading
@@ -40,6 +42,9 @@ EVENT_KIND = 19
 
 _LEAVE_TIMEOUT_S = 10.0
 _ERROR_CHARACTERS = 1000
+_TEMPLATE_MODULE = "paceline._training.workers.processes.template_process"
+# The module path of the interpreter, which forks start from.
+_first_module_path = sys.path[:]
 
 
 # The channel to the process that started this one, if there is one.
@@ -59,13 +64,18 @@ class ProgramOutcome:
 def main(kind: str, target: str, arguments: "list[str]") -> None:
     """Run the program, report its end, and leave the process."""
     global parent
+    sys.modules.setdefault(RUNNING_MARK, sys.modules["__main__"])
+    if kind == "template":
+        kind, target, *arguments = _serve_forks(target)
+    if kind == "plain":
+        _run_plainly([target, *arguments])
     parent = take_channel()
-    sys.modules[RUNNING_MARK] = sys.modules["__main__"]
     if not faulthandler.is_enabled():
         # A segmentation fault shows the stacks of all threads.
         faulthandler.enable()
     _show_lines_at_once()
     outcome = _run_program(kind, target, arguments)
+    assert isinstance(outcome, ProgramOutcome)
     # Order of the interpreter: first wait for threads, then run the exit handlers.
     _attempt(threading._shutdown)  # type: ignore[attr-defined] # also stops idle executors
     _attempt(atexit._run_exitfuncs)
@@ -78,6 +88,31 @@ def main(kind: str, target: str, arguments: "list[str]") -> None:
     if outcome.code == 0:
         leave_process_group()
     os._exit(outcome.code)
+
+
+def _run_plainly(program: "list[str]") -> None:
+    """Run a program as Python itself does, without the parts for workers."""
+    del sys.modules[RUNNING_MARK]
+    if "PYTHONFAULTHANDLER" not in os.environ:
+        faulthandler.disable()
+    outcome = _run_program(program[0], program[1], program[2:])
+    while isinstance(outcome, list):
+        # The program was a runner, and this process is now that of its entrypoint.
+        outcome = _run_program(outcome[1], outcome[2], outcome[3:])
+    server = sys.modules.get(_TEMPLATE_MODULE)
+    if "torch" in sys.modules and server is not None:
+        server.has_seen_torch[0] = 1
+    _attempt(threading._shutdown)  # type: ignore[attr-defined] # as in `main`
+    _attempt(atexit._run_exitfuncs)
+    # Objects of the template may keep open files beyond the end of the interpreter.
+    gc.unfreeze()
+    for item in gc.get_objects():
+        if issubclass(type(item), (io.TextIOWrapper, io.BufferedWriter)) and not item.closed:
+            _attempt(item.flush)
+    if outcome.code == INTERRUPTED and (outcome.error or "").startswith("KeyboardInterrupt"):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    raise SystemExit(outcome.code)
 
 
 class ParentChannel:
@@ -127,7 +162,8 @@ def _show_lines_at_once() -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _run_program(kind: str, target: str, arguments: "list[str]") -> ProgramOutcome:
+def _run_program(kind: str, target: str, arguments: "list[str]") -> "ProgramOutcome | list[str]":
+    """Run a program to its end; in a fork that it makes as a template return the next program."""
     try:
         program = types.ModuleType("__main__")
         program.__dict__["__builtins__"] = __builtins__
@@ -137,15 +173,16 @@ def _run_program(kind: str, target: str, arguments: "list[str]") -> ProgramOutco
         sys.modules["__main__"] = program
         if kind == "serve":
             _serve_driver(program, target)
-        elif kind == "fork":
-            _fork(program, target)
         else:
+            sys.path[:] = _first_module_path
+            importlib.invalidate_caches()
             code = _LOADERS[kind](program, target, arguments)
             exec(code, program.__dict__)  # noqa: S102 - this is the user's program
     except SystemExit as request:
         return _exit_outcome(request.code)
     except BaseException as error:
-        return _error_outcome(error)
+        forked: list[str] | None = getattr(error, "forked_program", None)
+        return _error_outcome(error) if forked is None else forked
     return ProgramOutcome(0)
 
 
@@ -155,22 +192,29 @@ def _serve_driver(program: types.ModuleType, target: str) -> None:
 
     facts = json.loads(target)
     # On another node than the driver's, modules are found as that node finds them.
-    own_directory = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = facts.pop("path", None) or [
-        path for path in sys.path if os.path.realpath(path) != own_directory
+        path for path in sys.path if os.path.realpath(path) != _own_directory()
     ]
     serve = importlib.import_module("paceline._training.workers.serve_calls")
     serve.serve(program, **facts)
 
 
-def _fork(program: types.ModuleType, target: str) -> None:
-    """Serve forks until the driver has gone; continue only in the forked workers."""
+def _serve_forks(target: str) -> "list[str]":
+    """Serve forks until the owner has gone; return in forks only, with the program of each."""
     import json
 
     facts = json.loads(target)
-    sys.path[:] = facts.pop("path")
-    server = importlib.import_module("paceline._training.workers.processes.worker_fork_server")
-    _serve_driver(program, server.serve_forks(server.ServerFacts(**facts)))
+    # Nothing beside this file may be imported in place of a library.
+    sys.path[:] = facts.pop("path") or [
+        path for path in sys.path if os.path.realpath(path) != _own_directory()
+    ]
+    server = importlib.import_module(_TEMPLATE_MODULE)
+    program: list[str] = server.serve_forks(server.TemplateFacts(**facts))
+    return program
+
+
+def _own_directory() -> str:
+    return os.path.dirname(os.path.realpath(__file__))
 
 
 def _load_script(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:
@@ -178,6 +222,7 @@ def _load_script(program: types.ModuleType, target: str, arguments: "list[str]")
     _set_first_path(os.path.dirname(os.path.realpath(target)))
     path = os.path.abspath(target)
     program.__file__ = path
+    program.__cached__ = None  # type: ignore[attr-defined] # as for `python SCRIPT`
     program.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     with io.open_code(path) as file:
         return compile(file.read(), path, "exec", dont_inherit=True)
@@ -196,6 +241,7 @@ def _load_module(program: types.ModuleType, target: str, arguments: "list[str]")
     program.__package__ = spec.parent
     program.__loader__ = spec.loader
     program.__file__ = spec.origin
+    program.__cached__ = spec.cached  # type: ignore[attr-defined] # the same
     sys.argv[0] = spec.origin or target
     assert isinstance(code, types.CodeType)
     return code
@@ -212,9 +258,8 @@ _LOADERS = {"script": _load_script, "module": _load_module, "code": _load_code}
 
 def _set_first_path(path: str) -> None:
     """Replace this file's directory at the start of the module path by the program's."""
-    own_directory = os.path.dirname(os.path.realpath(__file__))
     # The interpreter's flags -I and -P keep it out, then the program's stays out too.
-    if sys.path and os.path.realpath(sys.path[0]) == own_directory:
+    if sys.path and os.path.realpath(sys.path[0]) == _own_directory():
         sys.path[0] = path
 
 

@@ -30,10 +30,10 @@ from paceline._training.workers.channels import (
     join_listener,
 )
 from paceline._training.workers.failures_and_restarts import WorkerExit
-from paceline._training.workers.processes.fork_client import forking_start, load_ahead
 from paceline._training.workers.processes.local_worker_group import LocalGroup
 from paceline._training.workers.processes.rank_environment import NodeLayout, rank_environment
 from paceline._training.workers.processes.signals_and_leftovers import GROUP_VARIABLE
+from paceline._training.workers.processes.templates import forking_start, load_ahead
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.processes.worker_process import WorkerProcess, WorkerSpec
 from paceline._training.workers.processes.worker_program import PROGRAM_FILE

@@ -20,9 +20,9 @@ import pytest
 from paceline._training.workers.channels import ListenerAddress
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.process_pools import LocalPool
-from paceline._training.workers.processes.fork_client import stop_fork_server
 from paceline._training.workers.processes.rank_environment import NodeLayout
 from paceline._training.workers.processes.signals_and_leftovers import read_process
+from paceline._training.workers.processes.templates import stop_templates
 from paceline._training.workers.ray.host_process import HostOrder, warm_up
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
@@ -37,9 +37,9 @@ LONG_S = 600.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_fork_server() -> Iterator[None]:
-    stop_fork_server()
+    stop_templates()
     yield
-    stop_fork_server()
+    stop_templates()
 
 
 def is_there(pid: int) -> bool:
@@ -179,7 +179,7 @@ def test_one_fork_server_serves_all_pools_that_agree_on_what_is_read_at_import()
         assert pool.submit(hashed).wait() == seventh
         assert server_of(pool) == os.getpid()
     assert servers[0] == servers[1] != servers[2]
-    stop_fork_server()
+    stop_templates()
     assert not any(map(is_there, servers))
 
 
@@ -273,7 +273,7 @@ def test_workers_that_are_started_later_have_what_optimizers_import(wait_until: 
         with LocalPool(1, heartbeat_timeout_s=LONG_S) as pool:
             return pool.submit(has_it).wait() == [True]
 
-    stop_fork_server()
+    stop_templates()
     # The first ones do not wait for it, but on a busy machine it may be there already.
     wait_until(has_it_in_a_new_worker)
 
@@ -296,7 +296,7 @@ def test_a_host_that_was_warmed_up_has_all_that_its_first_worker_imports() -> No
         preload=["wave"],
         directory="",
     )
-    stop_fork_server()
+    stop_templates()
     warm_up(order)
     # Its requests do not name these modules.
     with LocalPool(1, heartbeat_timeout_s=LONG_S) as pool:
@@ -407,7 +407,7 @@ def test_a_process_forked_from_the_driver_leaves_its_server_alone() -> None:
         server = server_of(pool)
         child = os.fork()
         if child == 0:
-            stop_fork_server()
+            stop_templates()
             os._exit(0)
         os.waitpid(child, 0)
         assert pool.submit(os.getppid).wait() == [server]

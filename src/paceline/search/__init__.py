@@ -32,6 +32,7 @@ from paceline.search._search_method import (
     Train,
     TrialMaker,
 )
+from paceline.search._study import Study, StudyTrial
 
 __all__ = [
     "BracketPlan",
@@ -59,6 +60,8 @@ __all__ = [
     "SpaceError",
     "Started",
     "Stop",
+    "Study",
+    "StudyTrial",
     "Train",
     "TrialMaker",
     "parse_space",

@@ -67,7 +67,7 @@ def describe(master: Any, *command: str) -> str:
     return " ".join(found.output.split())
 
 
-@pytest.mark.parametrize("fault", [None, "master.sampler.answered:3", "master.search.applied:9"])
+@pytest.mark.parametrize("fault", [None, "master.search.applied:4", "master.search.applied:9"])
 def test_a_search_by_tpe_ends_with_the_decisions_that_it_stored(
     fault: str | None,
     make_master: Callable[..., Any],
@@ -80,7 +80,7 @@ def test_a_search_by_tpe_ends_with_the_decisions_that_it_stored(
     config = config_of(sampler, points_to_evaluate=[{"x": 0.5}])
     master.client().create_experiment(config, write_context(SCRIPT))
     if fault is not None:
-        wait_until(lambda: not master.is_alive())
+        master.wait(240)
         master.start()
     [experiment] = master.client().list_experiments()
     wait_until(lambda: experiment.reload().state.is_terminal)

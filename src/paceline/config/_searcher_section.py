@@ -107,6 +107,11 @@ class SamplerSection(Section):
         return f"optuna {self.of or 'tpe'}" if self.name == "optuna" else self.name
 
 
+AnySampler = Annotated[
+    SamplerSection, BeforeValidator(_expand_sampler, json_schema_input_type=str | SamplerSection)
+]
+
+
 class Searcher(Section):
     """Base of the searcher sections: the fields and properties common to all search methods.
 
@@ -143,7 +148,7 @@ class Searcher(Section):
         description="Seconds that a trial stopped by the search may take to end by itself.",
     )
 
-    sampler: Annotated[SamplerSection, BeforeValidator(_expand_sampler)] | None = Field(
+    sampler: AnySampler | None = Field(
         default=None,
         description="Where the hyperparameters of new trials come from; at random by default.",
     )

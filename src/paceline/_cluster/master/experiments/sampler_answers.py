@@ -8,7 +8,6 @@ from typing import Any
 
 from sqlalchemy import Row, select
 
-from paceline import faults
 from paceline._cluster.master.experiments.search_operations import takes_inputs
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables
@@ -25,9 +24,6 @@ logger = logging.getLogger(__name__)
 _MOST = 32
 # A sampler without questions for so many seconds gives its memory back.
 _IDLE_S = 60.0
-
-faults.register("master.sampler.answered")
-
 
 @dataclass(frozen=True, slots=True)
 class _Question:
@@ -144,7 +140,6 @@ class SamplerAnswers:
         )
         if self._is_closing:
             return False
-        faults.reach("master.sampler.answered")
         for why in {one.why for one in answers if one.is_fallback}:
             logger.warning("Experiment %d draws at random: %s", experiment_id, why)
         self._database.write(lambda t: self._store(t, experiment_id, answers)).result()

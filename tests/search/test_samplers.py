@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from paceline.config._searcher_section import SamplerSection
 from paceline.search import (
     Create,
     Exited,
@@ -32,7 +31,7 @@ from paceline.search import (
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
 from paceline.search._random_and_grid import RandomConfig, SingleConfig
 from paceline.search._sampler_program import SamplerProgram
-from paceline.search._samplers import answers, asking, make_sampler
+from paceline.search._samplers import SamplerSpec, answers, asking, make_sampler
 from paceline.search._search import Search, replay, simulate
 
 SPACE: dict[str, Any] = {
@@ -228,8 +227,8 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     made = []
 
     def make(name: str = "lab_sampler:Lab", timeout: float = 120, **options: Any) -> SamplerProgram:
-        section = SamplerSection(name=name, options=options, timeout=timeout)
-        made.append(SamplerProgram(section, SPACE, 1))
+        spec = SamplerSpec(name=name, options=options, timeout_s=timeout)
+        made.append(SamplerProgram(spec, SPACE, 1))
         return made[-1]
 
     yield make

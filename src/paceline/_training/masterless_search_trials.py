@@ -127,15 +127,14 @@ def begun_search(
 
 
 def _answering(chosen: Any, seed: int, stack: ExitStack) -> Callable[[Search], Proposed]:
-    section, ask = chosen.searcher.sampler, None
-    if section is not None and section.name != "random":
-        check_installed(section)
-        ask = SamplerProgram(section, chosen.hyperparameters, seed)
+    spec, ask = chosen.searcher.sampler_spec(), None
+    if spec.name != "random":
+        check_installed(spec)
+        ask = SamplerProgram(spec, chosen.hyperparameters, seed)
         stack.callback(ask.close)
-    name = "random" if section is None else section.shown
 
     def answer(search: Search) -> Proposed:
-        [found] = answers(search, ask, name, chosen.searcher.points_to_evaluate)
+        [found] = answers(search, ask, spec.shown, chosen.searcher.points_to_evaluate)
         if found.is_fallback:
             logger.warning("A trial is drawn at random: %s", found.why)
         return found

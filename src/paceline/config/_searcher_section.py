@@ -36,6 +36,7 @@ from paceline.config._fields_and_problems import (
 )
 
 if TYPE_CHECKING:
+    from paceline.search._samplers import SamplerSpec
     from paceline.search._search_method import SearchConfig
 
 logger = logging.getLogger(__name__)
@@ -96,15 +97,6 @@ class SamplerSection(Section):
                 hint="`of` is for the sampler `optuna`.",
             )
         return self
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the sampler's class."""
-        return ({"of": self.of or "tpe"} if self.name == "optuna" else {}) | self.options
-
-    @property
-    def shown(self) -> str:
-        """Its name for people."""
-        return f"optuna {self.of or 'tpe'}" if self.name == "optuna" else self.name
 
 
 AnySampler = Annotated[
@@ -167,6 +159,19 @@ class Searcher(Section):
                 hint="`{name: random, sampler: grid}` tries the points of a grid first.",
             )
         return value
+
+    def sampler_spec(self) -> "SamplerSpec":
+        """Return the sampler in the plain words of the search."""
+        from paceline.search._samplers import SamplerSpec
+
+        if self.sampler is None:
+            return SamplerSpec()
+        of = {"of": self.sampler.of or "tpe"} if self.sampler.name == "optuna" else {}
+        return SamplerSpec(
+            name=self.sampler.name,
+            options=of | self.sampler.options,
+            timeout_s=self.sampler.timeout,
+        )
 
     @property
     def is_asking(self) -> bool:

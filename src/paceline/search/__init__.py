@@ -32,7 +32,6 @@ from paceline.search._search_method import (
     Train,
     TrialMaker,
 )
-from paceline.search._study import Study, StudyTrial
 
 __all__ = [
     "BracketPlan",
@@ -60,8 +59,6 @@ __all__ = [
     "SpaceError",
     "Started",
     "Stop",
-    "Study",
-    "StudyTrial",
     "Train",
     "TrialMaker",
     "parse_space",

@@ -8,7 +8,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -19,33 +19,31 @@ from paceline.search._samplers import (
     Observation,
     Proposal,
     SamplerError,
+    SamplerSpec,
     asking,
     make_sampler,
 )
-
-if TYPE_CHECKING:
-    from paceline.config._searcher_section import SamplerSection
 
 
 class SamplerProgram:
     """Sampler in a process, which starts with the first question and again after it has failed.
 
     Args:
-        section: The sampler in the words of a config.
+        spec: The sampler.
         hyperparameters: The space in these words.
         seed: The seed of the search.
     """
 
-    def __init__(self, section: SamplerSection, hyperparameters: dict[str, Any], seed: int) -> None:
-        self._timeout_s = section.timeout
+    def __init__(self, spec: SamplerSpec, hyperparameters: dict[str, Any], seed: int) -> None:
+        self._timeout_s = spec.timeout_s
         self._setup = {
-            "name": section.name,
-            "options": section.arguments(),
+            "name": spec.name,
+            "options": spec.options,
             "hyperparameters": hyperparameters,
             "seed": seed,
         }
         command = [sys.executable, "-m", __name__]
-        self._program = RequestProgram(f"sampler {section.name}", command, SamplerError)
+        self._program = RequestProgram(f"sampler {spec.name}", command, SamplerError)
 
     def __call__(self, observations: Sequence[Observation], n: int) -> Sequence[Proposal]:
         """Return the sampler's proposals.

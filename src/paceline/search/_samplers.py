@@ -17,7 +17,6 @@ from paceline.search._search_method import Create, Proposed
 if TYPE_CHECKING:
     from numpy.random import Generator
 
-    from paceline.config._searcher_section import SamplerSection
     from paceline.search._search import Search
 
 # What Optuna itself does not install.
@@ -135,18 +134,37 @@ class SobolSampler(Sampler):
         ]
 
 
-def check_installed(section: SamplerSection | None) -> None:
+class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampler in plain words, as a config has it.
+
+    Attributes:
+        name: "random", "grid", "sobol", "optuna" or "package.module:Class".
+        options: The arguments of its class.
+        timeout_s: How long an answer may take.
+    """
+
+    name: str = "random"
+    options: dict[str, Any] = {}
+    timeout_s: float = 60.0
+
+    @property
+    def shown(self) -> str:
+        """Its name for people."""
+        return f"optuna {self.options['of']}" if self.name == "optuna" else self.name
+
+
+def check_installed(spec: SamplerSpec) -> None:
     """Refuse a sampler whose package is not installed here; nothing is imported.
 
     Raises:
         ImportError: It is not installed; the text says what to install.
     """
-    name = "random" if section is None else section.name
+    name = spec.name
     install = package = name.partition(":")[0].partition(".")[0] if ":" in name else ""
     packages = [package] if package else []
-    if section is not None and name == "optuna":
+    if name == "optuna":
         install = "paceline[optuna]"
-        packages = ["optuna", *_NEEDS.get(section.of or "", ())]
+        packages = ["optuna", *_NEEDS.get(spec.options["of"], ())]
     for package in packages:
         if find_spec(package) is None:
             raise ImportError(

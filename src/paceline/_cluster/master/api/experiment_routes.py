@@ -174,9 +174,8 @@ def read_search(
         searcher = config_of(experiment_row(connection, experiment_id)).searcher
         if searcher.is_asking:
             counts = count_proposals(connection, experiment_id)
-            name = "random" if searcher.sampler is None else searcher.sampler.shown
             names = ("name", "num_proposed", "num_fallbacks", "last_fault")
-            sampler = dict(zip(names, (name, *counts), strict=True))
+            sampler = dict(zip(names, (searcher.sampler_spec().shown, *counts), strict=True))
     brackets = master.search_views.read(experiment_id)
 
     def encode() -> bytes:

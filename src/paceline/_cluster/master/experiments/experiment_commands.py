@@ -146,7 +146,7 @@ class Commands:
         check_slots(connection, config, self._changes.machines.possible_slots())
         self._check_notify(config.notify)
         try:
-            check_installed(config.searcher.sampler)
+            check_installed(config.searcher.sampler_spec())
         except ImportError as error:
             raise RefusedError("no_sampler", str(error)) from None
         resolved = self._reveal(connection, config, secrets_from)

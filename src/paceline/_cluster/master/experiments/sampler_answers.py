@@ -25,6 +25,7 @@ _MOST = 32
 # A sampler without questions for so many seconds gives its memory back.
 _IDLE_S = 60.0
 
+
 @dataclass(frozen=True, slots=True)
 class _Question:
     row: Row[Any]
@@ -125,17 +126,17 @@ class SamplerAnswers:
         if found is None:
             return False
         config = config_of(found.row)
-        section, ask = config.searcher.sampler, None
-        if section is not None and section.name != "random":
+        spec, ask = config.searcher.sampler_spec(), None
+        if spec.name != "random":
             if served.program is None:
-                served.program = SamplerProgram(section, config.hyperparameters, found.row.seed)
+                served.program = SamplerProgram(spec, config.hyperparameters, found.row.seed)
             ask = served.program
         answers = answers_to(
             found.space,
             found.asks,
             found.observations,
             ask,
-            "" if section is None else section.shown,
+            spec.shown,
             config.searcher.points_to_evaluate,
         )
         if self._is_closing:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from paceline.config import ConfigError
-from paceline.search import Observation, Proposal, Sampler, Space, Study
+from paceline.search import Observation, Proposal, Sampler, Space
+from paceline.train import Study
 
 SPACE = {"x": {"type": "double", "minval": 0, "maxval": 1}}
 HALVING = {

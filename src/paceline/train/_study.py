@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from secrets import randbelow
 from typing import Any
 
+from paceline.config._validate_config import validate_config
 from paceline.search._sampler_program import SamplerProgram
 from paceline.search._samplers import Ask, Sampler, answers, asking, check_installed
 from paceline.search._search import Search
@@ -72,9 +73,6 @@ class Study:
         sampler: str | Mapping[str, Any] | Sampler | None = None,
         seed: int | None = None,
     ) -> None:
-        # Late: it needs pydantic, and the methods do not.
-        from paceline.config._validate_config import validate_config
-
         searcher = dict(method or _ENDLESS)
         if sampler is not None and not isinstance(sampler, Sampler):
             searcher["sampler"] = sampler if isinstance(sampler, str) else dict(sampler)
@@ -90,15 +88,14 @@ class Study:
         )
         self._program: SamplerProgram | None = None
         self._ask: Ask | None = None
-        self._name = "random" if self._section.sampler is None else self._section.sampler.shown
+        spec = config.searcher.sampler_spec()
+        self._name = spec.shown
         if isinstance(sampler, Sampler):
             self._name = type(sampler).__name__
             self._ask = asking(sampler, self._search.space, self.seed)
-        elif self._name != "random":
-            check_installed(self._section.sampler)
-            assert self._section.sampler is not None
-            self._program = SamplerProgram(self._section.sampler, config.hyperparameters, self.seed)
-            self._ask = self._program
+        elif spec.name != "random":
+            check_installed(spec)
+            self._ask = self._program = SamplerProgram(spec, config.hyperparameters, self.seed)
         self._give(Started())
 
     def __enter__(self) -> Study:

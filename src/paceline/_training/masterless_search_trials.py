@@ -22,7 +22,7 @@ from paceline.config._fields_and_problems import ConfigError
 from paceline.config._searcher_section import BATCHES, Searcher
 from paceline.config._validate_config import validate_config
 from paceline.search._sampler_program import SamplerProgram
-from paceline.search._samplers import answers, check_installed
+from paceline.search._samplers import SamplerSpec, answers, check_installed
 from paceline.search._search import Search
 from paceline.search._search_method import ExitReason, Proposed
 
@@ -127,7 +127,8 @@ def begun_search(
 
 
 def _answering(chosen: Any, seed: int, stack: ExitStack) -> Callable[[Search], Proposed]:
-    spec, ask = chosen.searcher.sampler_spec(), None
+    spec: SamplerSpec = chosen.searcher.sampler_spec()
+    ask: SamplerProgram | None = None
     if spec.name != "random":
         check_installed(spec)
         ask = SamplerProgram(spec, chosen.hyperparameters, seed)

@@ -126,7 +126,8 @@ class SamplerAnswers:
         if found is None:
             return False
         config = config_of(found.row)
-        spec, ask = config.searcher.sampler_spec(), None
+        spec = config.searcher.sampler_spec()
+        ask: SamplerProgram | None = None
         if spec.name != "random":
             if served.program is None:
                 served.program = SamplerProgram(spec, config.hyperparameters, found.row.seed)

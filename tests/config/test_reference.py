@@ -18,6 +18,7 @@ from paceline.config._searcher_section import (
     AsyncHalvingSearcher,
     GridSearcher,
     RandomSearcher,
+    SamplerSection,
     SingleSearcher,
 )
 from paceline.config._storage_section import (
@@ -38,6 +39,7 @@ SECTIONS: dict[str, list[type[BaseModel]]] = {
         AsyncHalvingSearcher,
         AdaptiveAshaSearcher,
     ],
+    "searcher.sampler.": [SamplerSection],
     "resources.": [Resources],
     "resources.slots_per_trial.": [SlotRange],
     "checkpoint_storage.": [DirectoryStorage, SharedFsStorage, S3Storage, UrlStorage],

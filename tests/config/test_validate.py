@@ -50,6 +50,8 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
             "smaller_is_better": True,
             "source_trial_id": None,
             "source_checkpoint_uuid": None,
+            "sampler": None,
+            "points_to_evaluate": [],
             "stop_timeout": 30.0,
             "max_length": None,
         },

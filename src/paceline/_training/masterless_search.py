@@ -35,6 +35,7 @@ from paceline.search._search_method import (
     ExitReason,
     Input,
     Operation,
+    Proposed,
     Reported,
     Started,
     Stop,
@@ -269,6 +270,7 @@ class SearchRun:
         is_single: Whether there is one trial only, which needs no metric to be chosen by.
         config: The part of each trial's config besides its hyperparameters.
         make_result: Makes a trial's public result: a subclass of `TrialOutcome`.
+        answer: Returns an answer to the oldest of the search's asks, when a trial is to begin.
     """
 
     def __init__(
@@ -284,6 +286,7 @@ class SearchRun:
         can_extend: bool,
         is_single: bool,
         config: Mapping[str, Any],
+        answer: Callable[[Search], Proposed],
     ) -> None:
         self.trials: dict[str, SearchTrial] = {}
         self._search = search
@@ -296,6 +299,7 @@ class SearchRun:
         self._is_single = is_single
         self._config = config
         self._make_result = make_result
+        self._answer = answer
         self._ready: deque[SearchTrial] = deque()
         self._running: dict[str, SearchTrial] = {}
         self._paused: dict[str, SearchTrial] = {}
@@ -370,6 +374,9 @@ class SearchRun:
                     self._running[trial.create.request_id] = trial
                     trial.result.state = "running"
                     return trial
+                if self._search.asks:
+                    self._take_input(self._answer(self._search))
+                    continue
                 if self._is_stuck():
                     self._give_up_waiting()
                     continue
@@ -480,7 +487,7 @@ class SearchRun:
             if not self._can_extend:
                 return NextMove.END
             # More ready trials than idle threads: this thread's workers are needed for them.
-            if len(self._ready) > self._num_idle:
+            if len(self._ready) + len(self._search.asks) > self._num_idle:
                 return NextMove.PAUSE
             # Nobody needs the workers yet, so it keeps them.
             self._running.pop(request_id, None)
@@ -506,7 +513,8 @@ class SearchRun:
 
     def _is_stuck(self) -> bool:
         """Tell whether nothing happens any more by itself: all trials wait for the search."""
-        return not self._ready and not self._running and bool(self._paused)
+        is_idle = not self._ready and not self._running and not self._search.asks
+        return is_idle and bool(self._paused)
 
     def _give_up_waiting(self) -> None:
         """End the longest-waiting trial: no decision of the search can come any more."""

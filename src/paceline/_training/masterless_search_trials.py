@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,8 +21,10 @@ from paceline._training.search_progress import SearchProgress
 from paceline.config._fields_and_problems import ConfigError
 from paceline.config._searcher_section import BATCHES, Searcher
 from paceline.config._validate_config import validate_config
+from paceline.search._sampler_program import SamplerProgram
+from paceline.search._samplers import SamplerSpec, answers, check_installed
 from paceline.search._search import Search
-from paceline.search._search_method import ExitReason
+from paceline.search._search_method import ExitReason, Proposed
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +76,10 @@ def search_journal(chosen: Any, directory: Path | None, seed: int | None) -> Sea
         seed: See there.
     """
     setup = {"searcher": chosen.searcher.model_dump(mode="json"), "space": chosen.hyperparameters}
+    # Journals of earlier versions lack them.
+    for name in ("sampler", "points_to_evaluate"):
+        if not setup["searcher"][name]:
+            del setup["searcher"][name]
     return SearchJournal(directory, setup, seed)
 
 
@@ -81,6 +88,7 @@ def begun_search(
     journal: SearchJournal,
     config: Mapping[str, Any],
     make_result: Callable[..., TrialOutcome],
+    stack: ExitStack,
 ) -> SearchRun:
     """Return a search, started anew or replayed from its journal.
 
@@ -89,11 +97,20 @@ def begun_search(
         journal: Its journal.
         config: The part of each trial's config besides its hyperparameters.
         make_result: See `SearchRun`.
+        stack: Ends the process of the sampler.
+
+    Raises:
+        ImportError: The package of the sampler is not installed.
     """
     searcher = chosen.searcher
     wants_reports = searcher.wants_reports
     run = SearchRun(
-        Search(chosen.search_config(), chosen.hyperparameters, journal.seed),
+        Search(
+            chosen.search_config(),
+            chosen.hyperparameters,
+            journal.seed,
+            is_asking=searcher.is_asking,
+        ),
         journal,
         metric=searcher.metric,
         time_name=searcher.time_name if wants_reports else str(searcher.length_unit),
@@ -103,9 +120,27 @@ def begun_search(
         is_single=searcher.name == "single",
         config=config,
         make_result=make_result,
+        answer=_answering(chosen, journal.seed, stack),
     )
     run.begin()
     return run
+
+
+def _answering(chosen: Any, seed: int, stack: ExitStack) -> Callable[[Search], Proposed]:
+    spec: SamplerSpec = chosen.searcher.sampler_spec()
+    ask: SamplerProgram | None = None
+    if spec.name != "random":
+        check_installed(spec)
+        ask = SamplerProgram(spec, chosen.hyperparameters, seed)
+        stack.callback(ask.close)
+
+    def answer(search: Search) -> Proposed:
+        [found] = answers(search, ask, spec.shown, chosen.searcher.points_to_evaluate)
+        if found.is_fallback:
+            logger.warning("A trial is drawn at random: %s", found.why)
+        return found
+
+    return answer
 
 
 # How often the main thread looks for Ctrl-C, in seconds.

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
+    from paceline._cluster.messages.experiment_models import SearchView
     from paceline.client._client import Client
     from paceline.client._experiment_and_trial import Experiment, Trial
 
@@ -57,7 +58,9 @@ def describe(
         best, waits = _best_trial(client, found.data), _waits_for(client, found.data)
         nodes, problems = _nodes_of(client, found.data), _problems_of(client, found.data)
         _print_description(found.data, best, waits, end_note(found), nodes, problems)
-        _print_rungs(found)
+        search = found.search()
+        _print_sampler(search)
+        _print_rungs(search)
     if show_config:
         import yaml
 
@@ -233,10 +236,20 @@ def _best_facts(
     return [("Best", best), ("With", format_values(best_trial.hparams) or None)]
 
 
-def _print_rungs(experiment: "Experiment") -> None:
+def _print_sampler(search: "SearchView") -> None:
+    found = search.sampler
+    if found is None:
+        return
+    drawn = f", {found.num_fallbacks} of them drawn at random instead"
+    text = f"{found.name}, {found.num_proposed} trials{drawn if found.num_fallbacks else ''}"
+    console().print()
+    print_facts([("Sampler", text), ("Last fault", found.last_fault)])
+
+
+def _print_rungs(search: "SearchView") -> None:
 
     rows = []
-    for number, bracket in enumerate(experiment.search().brackets, start=1):
+    for number, bracket in enumerate(search.brackets, start=1):
         for rung in bracket:
             counts = rung.num_by_decision
             rows.append((number, rung.length, sum(counts.values()), counts.get("stopped", 0)))

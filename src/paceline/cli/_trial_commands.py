@@ -44,7 +44,11 @@ from paceline.cli._options_and_errors import (
 )
 
 if TYPE_CHECKING:
-    from paceline._cluster.messages.experiment_models import AttemptEnvironment
+    from paceline._cluster.messages.experiment_models import (
+        AttemptEnvironment,
+        TrialDecisions,
+        TrialRung,
+    )
     from paceline._cluster.messages.experiment_models import Trial as TrialData
     from paceline.client._checkpoint import Checkpoint
     from paceline.client._experiment_and_trial import Trial
@@ -71,17 +75,19 @@ def describe(
         found = client.get_trial(trial)
         data = found.data
         environments = [] if json and not show_environment else found.environments()
+        decisions = None if json else found.decisions()
     if json:
         print_json(environments if show_environment else data)
     else:
-        _print_trial_facts(data, data.shown_state.value)
+        assert decisions is not None
+        _print_trial_facts(data, data.shown_state.value, decisions)
         print_alerts(data.alerts)
         _print_summary(data)
         _print_attempts(data)
         print_environments(environments, is_whole=show_environment)
 
 
-def _print_trial_facts(data: "TrialData", state: str) -> None:
+def _print_trial_facts(data: "TrialData", state: str, decisions: "TrialDecisions") -> None:
 
     best = lost = None
     if data.num_records_lost:
@@ -99,6 +105,8 @@ def _print_trial_facts(data: "TrialData", state: str) -> None:
             ("Runs on", _runs_on(data)),
             ("Status", data.status),
             ("Hyperparameters", format_values(data.hparams) or None),
+            ("Proposed", _proposal_text(decisions)),
+            ("Search", "\n".join(map(_rung_text, decisions.rungs)) or None),
             ("Metadata", data.metadata and format_values(data.metadata)),
             ("Seed", data.seed),
             ("Batches", data.steps_completed),
@@ -109,6 +117,34 @@ def _print_trial_facts(data: "TrialData", state: str) -> None:
             ("Retries", f"{data.retries} after transient errors" if data.retries else None),
             ("Started", format_age(data.started_at)),
         ]
+    )
+
+
+def _proposal_text(decisions: "TrialDecisions") -> str | None:
+    """Return who proposed the hyperparameters, and why."""
+    found = decisions.proposal
+    return found and f"by {found.by}" + (f": {found.why}" if found.why else "")
+
+
+_DECISIONS = {
+    "continued": "promoted",
+    "stopped": "stopped",
+    "finished": "trained to the end",
+    "failed": "failed on its way there",
+    "waiting": "on its way there",
+}
+
+
+def _rung_text(rung: "TrialRung") -> str:
+    """Return what the search decided at a rung, and by which comparison."""
+    text = f"bracket {rung.bracket}, rung {rung.length}: {_DECISIONS[rung.decision]}"
+    if rung.metric is None or rung.arrival is None:
+        return text
+    found = rung.arrival
+    cutoff = "" if found.cutoff is None else f" (cut-off {format_number(found.cutoff)})"
+    return (
+        f"{text} with {format_number(rung.metric)}, number {found.rank} of {found.order} so far,"
+        f" of which {found.num_kept} may continue{cutoff}"
     )
 
 

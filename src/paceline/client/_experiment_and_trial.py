@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         MetricRow,
         RunFile,
         SearchView,
+        TrialDecisions,
         TrialTime,
     )
     from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
@@ -116,6 +117,12 @@ class Trial(DataFrames):
         from paceline._cluster.messages.experiment_models import TrialTime
 
         return self._session.get(f"trials/{self.id}/time", TrialTime)
+
+    def decisions(self) -> "TrialDecisions":
+        """Return who proposed the trial, and what the search decided about it at its rungs."""
+        from paceline._cluster.messages.experiment_models import TrialDecisions
+
+        return self._session.get(f"trials/{self.id}/decisions", TrialDecisions)
 
     def environments(self) -> "list[AttemptEnvironment]":
         """Return the environments of the trial's attempts, the earliest first."""

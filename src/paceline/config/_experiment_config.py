@@ -73,8 +73,10 @@ def check_hyperparameter_space(value: Any, info: ValidationInfo) -> Any:
         if problem is not None and problem.path not in reported:
             problems.append(problem)
     searcher = info.data.get("searcher")
-    if not problems and searcher is not None and searcher.needs_counts:
-        problems = _grid_problems(space)
+    if not problems and searcher is not None:
+        if searcher.needs_counts or searcher.sampler_name == "grid":
+            problems = _grid_problems(space)
+        problems = problems or _point_problems(space, searcher.points_to_evaluate)
     if problems:
         raise refused_parts(problems)
     return space
@@ -126,6 +128,21 @@ def _hyperparameter_at(space: Any, path: str) -> Any:
         else:
             return MISSING
     return value
+
+
+def _point_problems(space: dict[str, Any], points: list[dict[str, Any]]) -> list[Problem]:
+    from paceline.search._hyperparameter_space import Rng, SpaceError, parse_space
+    from paceline.search._samplers import merged
+
+    parsed, problems = parse_space(space), []
+    for index, point in enumerate(points):
+        try:
+            parsed.check(merged(parsed.sample(Rng(0)), point))
+        except (SpaceError, TypeError) as error:
+            what = str(error).partition("\n")[0]
+            message = f"must not have `searcher.points_to_evaluate[{index}]` outside: {what}"
+            problems.append(Problem(path="", value=point, message=message))
+    return problems
 
 
 def _grid_problems(space: dict[str, Any]) -> list[Problem]:

@@ -1,6 +1,7 @@
 """Section `searcher`: a model for each search method, and the registry of methods."""
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Mapping
 from functools import reduce
@@ -9,6 +10,7 @@ from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
+    BeforeValidator,
     Field,
     GetCoreSchemaHandler,
     TypeAdapter,
@@ -20,8 +22,10 @@ from pydantic_core import CoreSchema
 
 from paceline.config._fields_and_problems import (
     Count,
+    JsonMap,
     MaxLength,
     NonNegative,
+    PositiveSeconds,
     Seconds,
     Section,
     Text,
@@ -32,6 +36,7 @@ from paceline.config._fields_and_problems import (
 )
 
 if TYPE_CHECKING:
+    from paceline.search._samplers import SamplerSpec
     from paceline.search._search_method import SearchConfig
 
 logger = logging.getLogger(__name__)
@@ -49,6 +54,54 @@ REMOVED_SEARCHERS = {
 
 BATCHES = "batches"
 """The unit of time where a search has no time metric, or a report lacks it."""
+
+
+def _expand_sampler(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class SamplerSection(Section):
+    """Where the hyperparameters of new trials come from; a name alone is the short form."""
+
+    name: Text = Field(
+        default="random",
+        description="`random`, `grid`, `sobol`, `optuna`, or `package.module:Class`, a subclass of "
+        "`paceline.search.Sampler` in the environment of the master.",
+    )
+    of: Literal["tpe", "gp", "cmaes", "nsgaii"] | None = Field(
+        default=None, description="Sampler of Optuna; `tpe` by default."
+    )
+    options: JsonMap = Field(default={}, description="Further arguments of the sampler's class.")
+    timeout: PositiveSeconds = Field(
+        default=60.0,
+        description="Seconds that an answer may take; then the trial is drawn at random.",
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, value: str) -> str:
+        is_place = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value)
+        if not is_place and value not in ("random", "grid", "sobol", "optuna"):
+            raise refused(
+                "must be a sampler", "`random`, `grid`, `sobol`, `optuna` or `package.module:Class`"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_use(self) -> "SamplerSection":
+        is_own = self.name in ("random", "grid", "sobol")
+        if (self.of is not None and self.name != "optuna") or (is_own and self.options):
+            raise refused(
+                f"must not have `{'options' if self.options else 'of'}`, as the sampler"
+                f" `{self.name}` has no use for it",
+                hint="`of` is for the sampler `optuna`.",
+            )
+        return self
+
+
+AnySampler = Annotated[
+    SamplerSection, BeforeValidator(_expand_sampler, json_schema_input_type=str | SamplerSection)
+]
 
 
 class Searcher(Section):
@@ -86,6 +139,49 @@ class Searcher(Section):
         default=30.0,
         description="Seconds that a trial stopped by the search may take to end by itself.",
     )
+
+    sampler: AnySampler | None = Field(
+        default=None,
+        description="Where the hyperparameters of new trials come from; at random by default.",
+    )
+    points_to_evaluate: list[JsonMap] = Field(
+        default=[],
+        max_length=1000,
+        description="Hyperparameters of the first trials; those left out come from a draw.",
+    )
+
+    @field_validator("sampler", "points_to_evaluate")
+    @classmethod
+    def _check_draws(cls, value: Any) -> Any:
+        if value and cls.needs_counts:
+            raise refused(
+                "must not be given, as a grid search draws nothing",
+                hint="`{name: random, sampler: grid}` tries the points of a grid first.",
+            )
+        return value
+
+    def sampler_spec(self) -> "SamplerSpec":
+        """Return the sampler in the plain words of the search."""
+        from paceline.search._samplers import SamplerSpec
+
+        if self.sampler is None:
+            return SamplerSpec()
+        of = {"of": self.sampler.of or "tpe"} if self.sampler.name == "optuna" else {}
+        return SamplerSpec(
+            name=self.sampler.name,
+            options=of | self.sampler.options,
+            timeout_s=self.sampler.timeout,
+        )
+
+    @property
+    def is_asking(self) -> bool:
+        """Return whether hyperparameters are proposed, by a sampler or as points."""
+        return self.sampler_name != "random" or bool(self.points_to_evaluate)
+
+    @property
+    def sampler_name(self) -> str:
+        """Return the name of the sampler."""
+        return "random" if self.sampler is None else self.sampler.name
 
     @field_validator("source_checkpoint_uuid")
     @classmethod

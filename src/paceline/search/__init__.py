@@ -1,14 +1,15 @@
 """Hyperparameter search: pure methods, the space they draw from, preview and simulator.
 
-Nothing here does I/O. `Search` takes inputs (events of trials) and returns operations
-(the next steps); the master stores both.
+Methods and `Search` do no I/O: `Search` takes inputs (events of trials, proposals of samplers) and
+returns operations (the next steps); the master stores both. Samplers run in a process of their own.
 """
 
 from __future__ import annotations
 
 from paceline._base.imports import show_public_errors
 from paceline.search._adaptive_asha import Mode
-from paceline.search._hyperparameter_space import Space, SpaceError, parse_space
+from paceline.search._hyperparameter_space import Parameter, Space, SpaceError, parse_space
+from paceline.search._samplers import Observation, Proposal, Sampler
 from paceline.search._search import SimulationResult, simulate
 from paceline.search._search_method import (
     BracketPlan,
@@ -19,6 +20,7 @@ from paceline.search._search_method import (
     Input,
     Operation,
     Progressed,
+    Proposed,
     Reported,
     RungView,
     SearchConfig,
@@ -39,10 +41,15 @@ __all__ = [
     "Exited",
     "Input",
     "Mode",
+    "Observation",
     "Operation",
+    "Parameter",
     "Progressed",
+    "Proposal",
+    "Proposed",
     "Reported",
     "RungView",
+    "Sampler",
     "SearchConfig",
     "SearchMethod",
     "SearchMethodError",

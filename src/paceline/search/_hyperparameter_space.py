@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline._base.arguments_and_errors import PicklableError
 
@@ -128,6 +129,62 @@ class Leaf(ABC):
     def point(self, index: int) -> Any:
         """Return the value at `index` (from 0) of the grid's axis."""
 
+    @abstractmethod
+    def at(self, share: float) -> Any:
+        """Return the value at a share of the range, from 0 to 1."""
+
+    @abstractmethod
+    def share(self, value: Any) -> float:
+        """Return where a value is in the range, from 0 to 1: `at` leads back to the value."""
+
+    @abstractmethod
+    def taken(self, value: Any) -> Any:
+        """Return a value in its own type.
+
+        Raises:
+            ValueError: If it is not one of the hyperparameter; the text says what must hold.
+        """
+
+    @abstractmethod
+    def described(self, path: tuple[str, ...]) -> Parameter:
+        """Return what a sampler is told of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """A hyperparameter that varies, as samplers see it.
+
+    Attributes:
+        path: The names that lead to it: `("net", "width")`.
+        kind: "double", "int" or "categorical".
+        low: The least value; None for a choice.
+        high: The largest value, inclusive; None for a choice.
+        log: Whether its logarithm is uniform.
+        choices: The values of a choice.
+    """
+
+    path: tuple[str, ...]
+    kind: Literal["double", "int", "categorical"]
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The dotted name."""
+        return ".".join(self.path)
+
+    def of(self, hparams: Any) -> Any:
+        """Return its value among hyperparameters."""
+        for name in self.path:
+            hparams = hparams[name]
+        return hparams
+
+    def index(self, value: Any) -> int:
+        """Return which of the choices a value is."""
+        return next(i for i, one in enumerate(self.choices) if _is_same(one, value))
+
 
 @dataclass(frozen=True, slots=True)
 class Const(Leaf):
@@ -167,6 +224,26 @@ class Const(Leaf):
         """Return the value."""
         return _fresh(self.value)
 
+    def at(self, share: float) -> Any:
+        """Return the value."""
+        return _fresh(self.value)
+
+    def share(self, value: Any) -> float:
+        """Return 0."""
+        return 0.0
+
+    def taken(self, value: Any) -> Any:
+        """Return the value.
+
+        Raises:
+            ValueError: If it is another.
+        """
+        return _choice(value, (self.value,))
+
+    def described(self, path: tuple[str, ...]) -> Parameter:
+        """Return the only choice."""
+        return Parameter(path=path, kind="categorical", choices=(self.value,))
+
 
 @dataclass(frozen=True, slots=True)
 class Categorical(Leaf):
@@ -205,6 +282,27 @@ class Categorical(Leaf):
         """Return the value at `index`."""
         return _fresh(self.values[index])
 
+    def at(self, share: float) -> Any:
+        """Return the value at a share of the choices."""
+        return self.point(min(int(share * len(self.values)), len(self.values) - 1))
+
+    def share(self, value: Any) -> float:
+        """Return the middle of a value's part."""
+        index = next(i for i, one in enumerate(self.values) if _is_same(one, value))
+        return (index + 0.5) / len(self.values)
+
+    def taken(self, value: Any) -> Any:
+        """Return one of the values.
+
+        Raises:
+            ValueError: If it is none of them.
+        """
+        return _choice(value, self.values)
+
+    def described(self, path: tuple[str, ...]) -> Parameter:
+        """Return the choices."""
+        return Parameter(path=path, kind="categorical", choices=self.values)
+
 
 @dataclass(frozen=True, slots=True)
 class _Range(Leaf):
@@ -226,6 +324,24 @@ class _Range(Leaf):
                 f"add for example `count: 4` to `{self.path}`.",
             )
         return self.count
+
+    def taken(self, value: Any) -> Any:
+        """Return a number of the range.
+
+        Raises:
+            ValueError: If it is none, or outside.
+        """
+        found = self.described(())
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        is_kind = is_int or (found.kind == "double" and isinstance(value, float))
+        assert found.low is not None
+        assert found.high is not None
+        # A power may be off by its rounding.
+        slack = 1e-12 * abs(value) if is_kind and found.log else 0
+        if not is_kind or not found.low - slack <= value <= found.high + slack:
+            what = "an integer" if found.kind == "int" else "a number"
+            raise ValueError(f"must be {what} from {found.low} to {found.high}, but got {value!r}")
+        return value if found.kind == "int" else float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +391,19 @@ class IntRange(_Range):
         rounded: int = (2 * abs(numerator) + denominator) // (2 * denominator)
         return rounded if numerator >= 0 else -rounded
 
+    def at(self, share: float) -> int:
+        """Return the integer at a share of the range; all have parts of the same size."""
+        number: int = self.maxval - self.minval + 1
+        return self.minval + min(int(share * number), number - 1)  # type: ignore[no-any-return]
+
+    def share(self, value: Any) -> float:
+        """Return the middle of an integer's part."""
+        return float((value - self.minval + 0.5) / (self.maxval - self.minval + 1))
+
+    def described(self, path: tuple[str, ...]) -> Parameter:
+        """Return the bounds."""
+        return Parameter(path=path, kind="int", low=self.minval, high=self.maxval)
+
 
 @dataclass(frozen=True, slots=True)
 class DoubleRange(_Range):
@@ -303,6 +432,18 @@ class DoubleRange(_Range):
         if last == 0:
             return float((self.minval + self.maxval) / 2)
         return float(self.minval + index * (self.maxval - self.minval) / last)
+
+    def at(self, share: float) -> float:
+        """Return the number at a share of the range."""
+        return float(min(self.minval + share * (self.maxval - self.minval), self.maxval))
+
+    def share(self, value: Any) -> float:
+        """Return the share of the range below a number."""
+        return float(min(max((value - self.minval) / (self.maxval - self.minval), 0.0), 1.0))
+
+    def described(self, path: tuple[str, ...]) -> Parameter:
+        """Return the bounds."""
+        return Parameter(path=path, kind="double", low=float(self.minval), high=float(self.maxval))
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +481,33 @@ class LogRange(DoubleRange):
     def point(self, index: int) -> float:
         """Return the base to a point of an even spacing of the exponents."""
         return float(self.base ** DoubleRange.point(self, index))
+
+    def at(self, share: float) -> float:
+        """Return the number at a share of the range of exponents."""
+        return float(self.base ** DoubleRange.at(self, share))
+
+    def share(self, value: Any) -> float:
+        """Return the share of the range of exponents below a number's."""
+        # All powers of 1 are the same.
+        return 0.0 if self.base == 1 else DoubleRange.share(self, math.log(value, self.base))
+
+    def described(self, path: tuple[str, ...]) -> Parameter:
+        """Return the bounds as powers."""
+        low, high = sorted(self.base**exponent for exponent in (self.minval, self.maxval))
+        return Parameter(path=path, kind="double", low=low, high=high, log=True)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    # True == 1 == 1.0, but a function may take them for three values.
+    first, second = (json.dumps(each, sort_keys=True, default=repr) for each in (one, other))
+    return first == second
+
+
+def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
+    for one in choices:
+        if _is_same(one, value):
+            return _fresh(one)
+    raise ValueError(f"must be one of {list(choices)}, but got {value!r}")
 
 
 def _fresh(value: Any) -> Any:
@@ -472,11 +640,15 @@ _KINDS: dict[str, Callable[[str, dict[str, Any]], Leaf]] = {
 class Space:
     """Parsed hyperparameter space with names sorted at every level."""
 
-    __slots__ = ("_leaves", "_root")
+    __slots__ = ("_leaves", "_root", "parameters")
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._leaves = tuple(_walk(root))
+        self.parameters: tuple[Parameter, ...] = tuple(
+            leaf.described(path) for path, leaf in self._leaves if not isinstance(leaf, Const)
+        )
+        """The hyperparameters that vary, without groups, in sorted order."""
 
     def sample(self, rng: Rng) -> dict[str, Any]:
         """Draw a value for each hyperparameter, in sorted order."""
@@ -488,7 +660,7 @@ class Space:
         Raises:
             SpaceError: If a range has no `count`.
         """
-        return math.prod(leaf.num_points() for leaf in self._leaves)
+        return math.prod(leaf.num_points() for _, leaf in self._leaves)
 
     def grid_point(self, index: int) -> dict[str, Any]:
         """Return a grid point without making the others; the last name varies fastest.
@@ -500,7 +672,7 @@ class Space:
         if not 0 <= index < self.grid_size():
             raise IndexError(f"`index` must be from 0 to {self.grid_size() - 1}, but got {index}.")
         digits = []
-        for leaf in reversed(self._leaves):
+        for _, leaf in reversed(self._leaves):
             index, digit = divmod(index, leaf.num_points())
             digits.append(digit)
         # `_build` meets the leaves in the order in which `_walk` did.
@@ -513,6 +685,44 @@ class Space:
             SpaceError: If a range has no `count`.
         """
         return [self.grid_point(index) for index in range(self.grid_size())]
+
+    def encode(self, hparams: dict[str, Any]) -> list[float]:
+        """Return checked hyperparameters as numbers from 0 to 1, in the order of `parameters`.
+
+        A choice and an integer become the middle of a part of the same size for each.
+        """
+        leaves = (leaf for _, leaf in self._leaves if not isinstance(leaf, Const))
+        return [
+            leaf.share(each.of(hparams)) for each, leaf in zip(self.parameters, leaves, strict=True)
+        ]
+
+    def decode(self, shares: Sequence[float]) -> dict[str, Any]:
+        """Return the hyperparameters for numbers from 0 to 1, in the order of `parameters`.
+
+        Raises:
+            ValueError: If there is another number of them, or one is outside.
+        """
+        if len(shares) != len(self.parameters) or not all(0 <= share <= 1 for share in shares):
+            raise ValueError(
+                f"`shares` must be {len(self.parameters)} numbers from 0 to 1, but got"
+                f" {list(shares)}.\nHint: one for each of `space.parameters`."
+            )
+        rest = iter(shares)
+        return _build(
+            self._root, lambda leaf: leaf.at(0.0 if isinstance(leaf, Const) else next(rest))
+        )
+
+    def build(self, values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+        """Return the hyperparameters for values by `path`; constants are added."""
+        return self.check(_nested(values))
+
+    def check(self, hparams: Any) -> dict[str, Any]:
+        """Return hyperparameters with their constants, and numbers of a real range as floats.
+
+        Raises:
+            SpaceError: If a name is missing or unknown, or a value is outside.
+        """
+        return _checked("", self._root, hparams)
 
 
 def parse_space(hyperparameters: dict[str, Any]) -> Space:
@@ -564,12 +774,53 @@ def _parse_node(path: str, node: Any) -> Leaf | dict[str, Any]:
     return _KINDS[kind](path, {key: deepcopy(node[key]) for key in node if key != "type"})
 
 
-def _walk(group: dict[str, Any]) -> Iterator[Leaf]:
-    for node in group.values():
+def _walk(
+    group: dict[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Leaf]]:
+    for name, node in group.items():
         if isinstance(node, dict):
-            yield from _walk(node)
+            yield from _walk(node, (*path, name))
         else:
-            yield node
+            yield (*path, name), node
+
+
+def _nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    root: dict[str, Any] = {}
+    for path, value in values.items():
+        group = root
+        for name in path[:-1]:
+            group = group.setdefault(name, {})
+        group[path[-1]] = value
+    return root
+
+
+def _checked(path: str, group: dict[str, Any], given: Any) -> dict[str, Any]:
+    names = f"the names {', '.join(group)}" if group else "no names"
+    if not isinstance(given, dict) or given.keys() - group.keys():
+        raise SpaceError(
+            path,
+            f"`{path or 'hparams'}` must be a map with {names}, but got {given!r:.200}.",
+            "give exactly the hyperparameters of the space.",
+        )
+    found = {}
+    for name, node in group.items():
+        below = f"{path}.{name}" if path else name
+        if isinstance(node, dict):
+            found[name] = _checked(below, node, given.get(name, {}))
+            continue
+        try:
+            if name in given:
+                value = given[name]
+                # Libraries return numbers of NumPy.
+                found[name] = node.taken(value.item() if hasattr(value, "item") else value)
+            elif isinstance(node, Const):
+                found[name] = node.at(0.0)
+            else:
+                raise ValueError("must be given, but it is missing")
+        except ValueError as error:
+            hint = "take the bounds from `space.parameters`."
+            raise SpaceError(below, f"`{below}` {error}.", hint) from None
+    return found
 
 
 def _build(group: dict[str, Any], choose: Callable[[Leaf], Any]) -> dict[str, Any]:

@@ -7,10 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, ClassVar
 
+import msgspec
+
 from paceline.search._hyperparameter_space import Rng, Space, parse_space
+from paceline.search._samplers import Ask, Observation, Sampler, answers, asking
 from paceline.search._search_method import (
     BracketPlan,
     BracketView,
@@ -20,6 +23,7 @@ from paceline.search._search_method import (
     Input,
     Operation,
     Progressed,
+    Proposed,
     Reported,
     SearchConfig,
     SearchMethodError,
@@ -46,11 +50,24 @@ class _Trial:
     """The least progress, by the trial's reports."""
 
 
+@dataclass(slots=True)
+class _Observed:
+    """What samplers are told of a trial."""
+
+    hparams: dict[str, Any]
+    note: Any = None
+    loss: float | None = None
+    time: float = 0.0
+
+
 class Search:
     """Search: turns events of trials into operations for the next steps.
 
     A search does no I/O and knows no clock: the same configuration, seed and inputs give the same
     operations. It is not thread-safe.
+
+    With `is_asking` the hyperparameters of each trial are an input as well, `Proposed`: until it
+    comes, all operations on the trial wait.
 
     Attributes:
         max_invalid_in_a_row: How many trials in a row may refuse their hyperparameters before
@@ -59,7 +76,14 @@ class Search:
 
     max_invalid_in_a_row: ClassVar[int] = 100
 
-    def __init__(self, config: SearchConfig, hyperparameters: dict[str, Any], seed: int) -> None:
+    def __init__(
+        self,
+        config: SearchConfig,
+        hyperparameters: dict[str, Any],
+        seed: int,
+        *,
+        is_asking: bool = False,
+    ) -> None:
         """Set the search up; the first trials come with the `Started` input.
 
         Raises:
@@ -68,6 +92,7 @@ class Search:
             SearchMethodError: If the method cannot be made.
         """
         self._set_up(config, parse_space(hyperparameters), Rng(seed))
+        self._is_asking = is_asking
 
     def apply(self, input: Input) -> list[Operation]:
         """Process an input and return the resulting operations.
@@ -77,7 +102,8 @@ class Search:
 
         Raises:
             ValueError: If the search has not started, is started twice or knows no such trial.
-            TypeError: If the input is none of the four kinds.
+            SpaceError: If proposed hyperparameters are not in the space.
+            TypeError: If the input is none of the five kinds.
             SearchMethodError: If the method fails; the search must not be used any more then.
         """
         if isinstance(input, Started):
@@ -88,9 +114,11 @@ class Search:
             operations = self._note_progress(input)
         elif isinstance(input, Exited):
             operations = self._exit(input)
+        elif isinstance(input, Proposed):
+            operations = self._propose(input)
         else:
             raise TypeError(
-                "`input` must be Started, Reported, Progressed or Exited, "
+                "`input` must be Started, Reported, Progressed, Exited or Proposed, "
                 f"but got {type(input).__name__}.\n"
                 "Hint: decode stored inputs with `input_from_json`."
             )
@@ -136,6 +164,25 @@ class Search:
         with self._guard("brackets"):
             return self._method.brackets()
 
+    @property
+    def asks(self) -> tuple[Create, ...]:
+        """Return the trials that wait for their hyperparameters; each has a draw at random."""
+        return tuple(create for create, _ in self._asks.values())
+
+    def observations(self) -> list[Observation]:
+        """Return what samplers are told: the trials with an answer, in the order of the answers."""
+        return [
+            Observation(
+                id=request_id,
+                hparams=seen.hparams,
+                state=_state_of(self._trials[request_id]),
+                loss=seen.loss,
+                time=seen.time,
+                note=seen.note,
+            )
+            for request_id, seen in self._observed.items()
+        ]
+
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state as JSON-able data.
 
@@ -149,8 +196,13 @@ class Search:
                 json.dumps(state, allow_nan=False)
             except (TypeError, ValueError) as error:
                 raise ValueError(_why_no_json(state, "snapshot()") or str(error)) from error
+        asking = {
+            "asks": msgspec.to_builtins(list(self._asks.values())),
+            "observed": [[key, *astuple(seen)] for key, seen in self._observed.items()],
+        }
         return {
             "version": _VERSION,
+            **(asking if self._is_asking else {}),
             "kind": self._config.kind,
             "is_started": self._is_started,
             "is_over": self._is_over,
@@ -194,6 +246,10 @@ class Search:
             )
         self._config = config
         self._rng = rng
+        self.space = space
+        self._is_asking = False
+        self._asks: dict[str, tuple[Create, list[Operation]]] = {}
+        self._observed: dict[str, _Observed] = {}
         with self._guard("make_method"):
             self._method = config.make_method(TrialMaker(space, rng))
         self._is_started = False
@@ -216,6 +272,11 @@ class Search:
                 self._open_progress[request_id] = float(progress)
             else:
                 self._num_exited[exit_reason] += 1
+        self._is_asking = "asks" in snapshot
+        for stored in snapshot.get("asks", ()):
+            create, later = msgspec.convert(stored, tuple[Create, list[Operation]])
+            self._asks[create.request_id] = create, later
+        self._observed = {key: _Observed(*seen) for key, *seen in snapshot.get("observed", ())}
         with method_errors(self._config.kind, "load", expected=ValueError):
             self._method.load(snapshot["method"])
 
@@ -244,6 +305,11 @@ class Search:
         time, metric = float(report.time), float(report.metric)
         if not math.isfinite(time):
             return []
+        if (seen := self._observed.get(report.request_id)) is not None:
+            seen.time = time
+            loss = metric if self._config.smaller_is_better else -metric
+            if math.isfinite(loss) and (seen.loss is None or loss < seen.loss):
+                seen.loss = loss
         with self._guard("trained_share"):
             share = min(self._method.trained_share(time), 1.0)
         if share > trial.reached:
@@ -281,6 +347,19 @@ class Search:
             operations.append(self._shutdown())
         return operations
 
+    def _propose(self, proposed: Proposed) -> list[Operation]:
+        self._find(proposed.request_id)
+        held = self._asks.get(proposed.request_id)
+        if held is None:
+            return []
+        create, later = held
+        if proposed.hparams is not None:
+            hparams = self.space.check(proposed.hparams)
+            create = msgspec.structs.replace(create, hparams=hparams)
+        del self._asks[create.request_id]
+        self._observed[create.request_id] = _Observed(create.hparams, proposed.note)
+        return [create, *later]
+
     def _shutdown(self) -> Shutdown:
         # Invalid hyperparameters count for nothing, also not against an otherwise failed search;
         # a search with nothing else has failed.
@@ -304,7 +383,19 @@ class Search:
                 self._trials[operation.request_id].is_stopped = True
             elif type(operation.length) is not int or operation.length < 1:
                 raise ValueError(f"`length` of {operation!r} must be an integer of at least 1")
-        return operations
+        return self._hold(operations) if self._is_asking else operations
+
+    def _hold(self, operations: list[Operation]) -> list[Operation]:
+        """Keep the operations on trials that wait for their hyperparameters; return the others."""
+        passing: list[Operation] = []
+        for operation in operations:
+            if isinstance(operation, Create):
+                self._asks[operation.request_id] = operation, []
+            elif isinstance(operation, Train | Stop) and operation.request_id in self._asks:
+                self._asks[operation.request_id][1].append(operation)
+            else:
+                passing.append(operation)
+        return passing
 
     def _find(self, request_id: str) -> _Trial:
         trial = self._trials.get(request_id)
@@ -316,15 +407,30 @@ class Search:
         return trial
 
 
+def _state_of(trial: _Trial) -> str:
+    if trial.is_stopped:
+        return "completed" if trial.reached >= 1 else "stopped"
+    if trial.exit_reason is None:
+        return "running"
+    return {ExitReason.COMPLETED: "completed", ExitReason.INVALID_HP: "invalid"}.get(
+        trial.exit_reason, "failed"
+    )
+
+
 def replay(
-    config: SearchConfig, hyperparameters: dict[str, Any], seed: int, inputs: Iterable[Input]
+    config: SearchConfig,
+    hyperparameters: dict[str, Any],
+    seed: int,
+    inputs: Iterable[Input],
+    *,
+    is_asking: bool = False,
 ) -> list[list[Operation]]:
     """Return the operations following each of the stored inputs.
 
     Raises:
         ValueError: If the configuration is not valid or the inputs do not belong to a search.
     """
-    search = Search(config, hyperparameters, seed)
+    search = Search(config, hyperparameters, seed, is_asking=is_asking)
     return [search.apply(input) for input in inputs]
 
 
@@ -421,6 +527,7 @@ class _ImaginaryTrial:
 class _Simulator:
     search: Search
     max_inputs: int
+    ask: Ask
     inputs: list[Input] = field(default_factory=list)
     operations: list[tuple[Operation, ...]] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)
@@ -446,6 +553,8 @@ class _Simulator:
                 self.trials[operation.request_id].target = operation.length
             elif isinstance(operation, Stop):
                 self.trials[operation.request_id].is_stopped = True
+        if self.search.asks:
+            self.give(answers(self.search, self.ask, "sampler")[0])
 
     def result(self) -> SimulationResult:
         return SimulationResult(
@@ -465,13 +574,15 @@ def simulate(
     exit_of: Callable[[Create, int], ExitReason | None] | None = None,
     report_every: int | None = None,
     max_inputs: int = 1_000_000,
+    sampler: Sampler | None = None,
 ) -> SimulationResult:
     """Run a search on imaginary trials taking turns.
 
     In its turn a trial trains to its next target, or for `report_every` units of time if that is
     less, and reports `metric_of(create, time)`. Then it ends if the search has stopped it or has
     set no further target, or if `exit_of(create, time)` gives a reason. A trial created during a
-    round has its first turn in the same round.
+    round has its first turn in the same round. Without a `sampler`, hyperparameters are drawn at
+    random.
 
     Raises:
         ValueError: If the hyperparameters or the seed are not valid, or `report_every` is less
@@ -484,7 +595,8 @@ def simulate(
             f"`report_every` must be at least 1, but got {report_every}.\n"
             "Hint: leave it out for one report at each target."
         )
-    simulator = _Simulator(Search(config, hyperparameters, seed), max_inputs)
+    search = Search(config, hyperparameters, seed, is_asking=sampler is not None)
+    simulator = _Simulator(search, max_inputs, asking(sampler, search.space, seed))
     simulator.give(Started())
     while simulator.running:
         remaining = []

@@ -92,6 +92,21 @@ class Exited(msgspec.Struct, frozen=True, tag="exited", kw_only=True):
     reason: ExitReason
 
 
+class Proposed(msgspec.Struct, frozen=True, tag="proposed", kw_only=True):
+    """Input: the hyperparameters of a trial that the search has asked for.
+
+    `hparams` of None means the search's own draw at random. With `is_fallback` it stands in for an
+    answer that was wrong, late or missing; `why` says which. `note` is the sampler's, as JSON.
+    """
+
+    request_id: str
+    hparams: dict[str, Any] | None
+    by: str
+    why: str = ""
+    is_fallback: bool = False
+    note: Any = None
+
+
 class Create(msgspec.Struct, frozen=True, tag="create", kw_only=True):
     """Ask for a new trial with these hyperparameters."""
 
@@ -120,7 +135,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", kw_only=True):
     cancel: bool
 
 
-Input = Started | Reported | Progressed | Exited
+Input = Started | Reported | Progressed | Exited | Proposed
 Operation = Create | Train | Stop | Shutdown
 
 

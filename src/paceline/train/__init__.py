@@ -62,6 +62,7 @@ from paceline.train._trainer_workers import ClassWorkers
 
 if TYPE_CHECKING:
     from paceline.train._search import SearchResults, TrialResult, search
+    from paceline.train._study import Study, StudyTrial
 
 __all__ = [
     "Checkpoint",
@@ -83,6 +84,8 @@ __all__ = [
     "RunIterator",
     "SearchResults",
     "StepwiseRun",
+    "Study",
+    "StudyTrial",
     "TensorBoardCallback",
     "TorchConfig",
     "Trainer",
@@ -124,6 +127,8 @@ __getattr__ = late_names(
     __name__,
     {
         "SearchResults": "_search",
+        "Study": "_study",
+        "StudyTrial": "_study",
         "TrialResult": "_search",
         "search": "_search",
     },

@@ -245,8 +245,8 @@ def search(
     feedback = RunFeedback(journal.path, journal.opened.info, trials=journal.path / TRIALS_FOLDER)
     error: BaseException | None = None
     try:
-        run = begun_search(chosen, journal, config or {}, TrialResult)
         with ExitStack() as stack:
+            run = begun_search(chosen, journal, config or {}, TrialResult, stack)
             most = getattr(chosen.searcher, "max_concurrent_trials", None)
             trainers = _search_trainers(trainer, max_concurrent_trials, most, stack)
             progress = SearchProgress(feedback, chosen.searcher.metric, len(trainers))

@@ -64,6 +64,7 @@ ROUTES = [
     "GET    /api/v1/trials",
     "GET    /api/v1/trials/{trial_id}",
     "GET    /api/v1/trials/{trial_id}/checkpoints",
+    "GET    /api/v1/trials/{trial_id}/decisions",
     "GET    /api/v1/trials/{trial_id}/environments",
     "GET    /api/v1/trials/{trial_id}/files",
     "GET    /api/v1/trials/{trial_id}/files/{path:path}",

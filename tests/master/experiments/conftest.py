@@ -271,6 +271,7 @@ class Bench:
             config.hyperparameters,
             experiment.seed,
             [input_from_json(json.dumps(row.input)) for row in stored],
+            is_asking=config.searcher.is_asking,
         )
         decided = [[json.loads(message_to_json(operation)) for operation in ops] for ops in again]
         assert decided == [row.operations for row in stored]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline._cluster.master.starters import ray_guard as _ray_guard
-from paceline._cluster.master.starters.starter_base import RequestProgram, StarterError
+from paceline._base.request_program import RequestProgram
+from paceline._cluster.master.starters.starter_base import StarterError
 
 PROGRAM = """
 import json, sys, time
@@ -28,7 +29,7 @@ for number, line in enumerate(sys.stdin):
 
 @pytest.fixture
 def program() -> Iterator[RequestProgram]:
-    program = RequestProgram("Lab", [sys.executable, "-c", PROGRAM])
+    program = RequestProgram("Lab", [sys.executable, "-c", PROGRAM], StarterError)
     yield program
     program.close()
 

@@ -30,6 +30,7 @@ from paceline._cluster.master.experiments.logged_runs import LoggedRuns
 from paceline._cluster.master.experiments.reconciler import Reconciler
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.retention import Retention
+from paceline._cluster.master.experiments.sampler_answers import SamplerAnswers
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StorageMarks
 from paceline._cluster.master.experiments.stored_searches import (
@@ -256,6 +257,7 @@ class Master:
             self.searches, self.logs, self.nodes, wakeups, self.controls, default_storage
         )
         settings = notify or NotifySettings()
+        self.sampler_answers = SamplerAnswers(self.database, self.changes)
         self.notifier = Notifier(self.database, settings, home.cluster_id, url)
         self.commands = Commands(self.changes, self.secrets, settings.check)
         self.ingest = RecordIngest(self.changes)
@@ -325,6 +327,7 @@ class Master:
                 name,
             )
         self.database.write(self._catch_up).result()
+        self.sampler_answers.start()
         self.recorder.start()
         self.reconciler.start()
         self.retention.start()
@@ -342,6 +345,7 @@ class Master:
     def close(self) -> None:
         """Stop; running attempts continue without a master."""
         self.is_closing = True
+        self.sampler_answers.close()
         self.pool_runners.close()
         self.reconciler.close()
         self.retention.close()

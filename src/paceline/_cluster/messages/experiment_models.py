@@ -695,10 +695,59 @@ class Rung(Message):
     num_by_decision: dict[str, int]
 
 
+class SearchSampler(Message):
+    """Sampler of a search: its name, and how many trials have got their hyperparameters.
+
+    `num_fallbacks` of them are draws at random in place of an answer of the sampler; `last_fault`
+    says why the last one is.
+    """
+
+    name: str
+    num_proposed: int
+    num_fallbacks: int
+    last_fault: str | None
+
+
 class SearchView(Message):
-    """Rungs of each bracket; empty for searches without halving."""
+    """Rungs of each bracket; empty for searches without halving.
+
+    `sampler` is None if the search draws by itself.
+    """
 
     brackets: list[list[Rung]]
+    sampler: SearchSampler | None = None
+
+
+class TrialProposal(Message):
+    """Who proposed the hyperparameters of a trial, and why.
+
+    With `is_fallback` they are a draw at random in place of an answer of the sampler.
+    """
+
+    by: str
+    why: str
+    is_fallback: bool
+
+
+class TrialRung(Message):
+    """Decision about a trial at a rung; see `RungEntry`."""
+
+    bracket: int
+    length: int
+    metric: Number | None
+    decision: str
+    arrival: RungArrival | None
+
+
+class TrialDecisions(Message):
+    """Decisions of the search about a trial: who proposed it, and what it met at the rungs.
+
+    `proposal` is None if the search draws by itself. A rung of more than 1,000 trials can be
+    missing in `rungs`.
+    """
+
+    proposal: TrialProposal | None
+    rungs: list[TrialRung]
 
 
 class PreviewRow(Message):

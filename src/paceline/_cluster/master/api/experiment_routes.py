@@ -43,6 +43,7 @@ from paceline._cluster.master.experiments.storage_calls import in_own_thread
 from paceline._cluster.master.experiments.stored_searches import (
     MAX_RUNG_ENTRIES,
     ShownEntry,
+    count_proposals,
     thinned,
 )
 from paceline._cluster.master.master import Master
@@ -168,8 +169,13 @@ def read_search(
     ] = MAX_RUNG_ENTRIES,
 ) -> Response:
     """Read the rungs of a halving search: who was stopped where."""
+    sampler = None
     with master.database.read() as connection:
-        experiment_row(connection, experiment_id)
+        searcher = config_of(experiment_row(connection, experiment_id)).searcher
+        if searcher.is_asking:
+            counts = count_proposals(connection, experiment_id)
+            names = ("name", "num_proposed", "num_fallbacks", "last_fault")
+            sampler = dict(zip(names, (searcher.sampler_spec().shown, *counts), strict=True))
     brackets = master.search_views.read(experiment_id)
 
     def encode() -> bytes:
@@ -185,9 +191,9 @@ def read_search(
             ]
             for bracket in brackets
         ]
-        return to_json({"brackets": shown}, inf_nan_mode="null")
+        return to_json({"brackets": shown, "sampler": sampler}, inf_nan_mode="null")
 
-    body = master.encodings.encoded(("search", limit, brackets), encode)
+    body = master.encodings.encoded(("search", limit, brackets, sampler), encode)
     return Response(body, media_type="application/json")
 
 

@@ -78,6 +78,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /trials",
         "GET /trials/{trial_id}",
         "GET /trials/{trial_id}/checkpoints",
+        "GET /trials/{trial_id}/decisions",
         "GET /trials/{trial_id}/environments",
         "GET /trials/{trial_id}/files",
         "GET /trials/{trial_id}/files/{path:path}",

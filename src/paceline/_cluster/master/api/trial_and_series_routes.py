@@ -38,9 +38,11 @@ from paceline._cluster.master.api.requests_and_answers import (
     write_rows,
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.stored_searches import proposal_of
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
+    config_of,
     encode_cursor,
     read_environment,
     trial_view,
@@ -65,10 +67,14 @@ from paceline._cluster.messages.experiment_models import (
     MetricName,
     MetricRow,
     Page,
+    RungArrival,
     SeriesOf,
     SeriesReply,
     SeriesRequest,
     Trial,
+    TrialDecisions,
+    TrialProposal,
+    TrialRung,
     TrialTime,
 )
 
@@ -92,6 +98,33 @@ def read_trial_time(trial_id: TrialId, records: RecordsOf) -> TrialTime:
         shares, until = time_shares(connection, trial_row(connection, trial_id))
     return TrialTime(
         **shares.seconds(), total_s=shares.total_s, goodput=shares.goodput, until=until
+    )
+
+
+@trial_router.get("/trials/{trial_id}/decisions")
+def read_trial_decisions(trial_id: TrialId, master: MasterOf) -> TrialDecisions:
+    """Read the decisions of the search about a trial: who proposed it, where it was stopped."""
+    with master.database.read() as connection:
+        trial = trial_row(connection, trial_id)
+        experiment = experiment_row(connection, trial.experiment_id)
+        proposal = proposal_of(connection, trial)
+    has_rungs = config_of(experiment).searcher.has_rungs
+    brackets = master.search_views.read(trial.experiment_id) if has_rungs else []
+    return TrialDecisions(
+        proposal=None if proposal is None else TrialProposal(**msgspec.structs.asdict(proposal)),
+        rungs=[
+            TrialRung(
+                bracket=number,
+                length=rung.length,
+                metric=entry.metric,
+                decision=entry.decision,
+                arrival=entry.arrival and RungArrival(**msgspec.structs.asdict(entry.arrival)),
+            )
+            for number, bracket in enumerate(brackets, start=1)
+            for rung in bracket
+            for entry in rung.entries
+            if entry.trial_id == trial_id
+        ],
     )
 
 

@@ -28,6 +28,7 @@ from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._notify_section import Notify
 from paceline.config._searcher_section import Searcher
 from paceline.config._validate_config import merge_configs, validate_config
+from paceline.search._samplers import check_installed
 from paceline.search._search_method import Started
 
 
@@ -137,12 +138,17 @@ class Commands:
 
         Raises:
             paceline.config.ConfigError: There is no such value.
-            RefusedError: It needs more slots than there are, or its source has no checkpoint.
+            RefusedError: It needs more slots than there are, its source has no checkpoint, or its
+                sampler is not installed.
             SearchMethodError: The code of its search method fails.
         """
         connection = transaction.connection
         check_slots(connection, config, self._changes.machines.possible_slots())
         self._check_notify(config.notify)
+        try:
+            check_installed(config.searcher.sampler_spec())
+        except ImportError as error:
+            raise RefusedError("no_sampler", str(error)) from None
         resolved = self._reveal(connection, config, secrets_from)
         values = resolved["environment"]["secrets"]
         source_trial_id = self._settle_source(connection, resolved["searcher"])

@@ -172,7 +172,7 @@ class SearchOperations:
             SearchMethodError: The method fails to start.
         """
         row = self._changes.experiment(transaction.connection, experiment_id)
-        if not _takes_inputs(row):
+        if not takes_inputs(row):
             return
         try:
             operations = self._searches.apply(transaction, experiment_id, given)
@@ -189,7 +189,7 @@ class SearchOperations:
     def catch_up(self, transaction: Transaction, experiment_id: int) -> None:
         """Apply the inputs stored while the method was missing, and carry out the results."""
         row = self._changes.experiment(transaction.connection, experiment_id)
-        if not _takes_inputs(row):
+        if not takes_inputs(row):
             return
         try:
             # All operations are decided before any is carried out, which may lead to more inputs.
@@ -214,7 +214,7 @@ class SearchOperations:
         """Record a trial's progress; no decision follows, and nothing is logged."""
         self._changes.update_trial(transaction, trial.id, progress=progress)
         row = self._changes.experiment(transaction.connection, trial.experiment_id)
-        if _takes_inputs(row):
+        if takes_inputs(row):
             told = Progressed(request_id=trial.request_id, progress=progress)
             self._searches.note_progress(transaction, trial.experiment_id, told)
             self.update_progress(transaction, trial.experiment_id)
@@ -223,7 +223,7 @@ class SearchOperations:
         """Store the progress of the experiment after a visible change."""
         connection = transaction.connection
         row = self._changes.experiment(connection, experiment_id)
-        if not _takes_inputs(row):
+        if not takes_inputs(row):
             return
         try:
             search = self._searches.peek(transaction, experiment_id)
@@ -305,7 +305,8 @@ class SearchOperations:
         ).one()
 
 
-def _takes_inputs(experiment: Row[Any]) -> bool:
+def takes_inputs(experiment: Row[Any]) -> bool:
+    """Return whether the search of an experiment still decides."""
     state = ExperimentState(experiment.state)
     return not (state.is_stopping or state.is_terminal) and experiment.search_end is None
 

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -68,6 +68,8 @@ class Searches:
 
     def __init__(self) -> None:
         self._loaded: dict[int, LoadedSearch] = {}
+        # Told of each search that has trials without hyperparameters, after a commit.
+        self.on_asks: Callable[[int], object] = lambda experiment_id: None
 
     def apply(self, transaction: Transaction, experiment_id: int, given: Input) -> list[Operation]:
         """Apply an input, and store the input with the resulting operations.
@@ -94,6 +96,8 @@ class Searches:
         num_fresh = loaded.num_inputs - loaded.num_in_snapshot
         if num_fresh >= max(_SNAPSHOT_INPUTS, loaded.num_in_snapshot // 2):
             self._store_snapshot(transaction.connection, experiment_id, loaded)
+        if loaded.search is not None and loaded.search.asks:
+            transaction.after_commit(lambda: self.on_asks(experiment_id))
         return operations or []
 
     def catch_up(
@@ -228,7 +232,8 @@ def _row(connection: Connection, experiment_id: int) -> Row[Any]:
 def _restored(row: Row[Any], snapshot: dict[str, Any] | None) -> Search:
     config = config_of(row)
     if snapshot is None:
-        return Search(config.search_config(), config.hyperparameters, row.seed)
+        is_asking = config.searcher.is_asking
+        return Search(config.search_config(), config.hyperparameters, row.seed, is_asking=is_asking)
     return Search.restore(config.search_config(), config.hyperparameters, snapshot)
 
 
@@ -265,6 +270,50 @@ def _as_json(operations: list[Operation] | None) -> Any:
         return None
     return [json.loads(message_to_json(operation)) for operation in operations]
 
+
+class StoredProposal(msgspec.Struct):
+    """Who proposed the hyperparameters of a trial, and why."""
+
+    by: str
+    why: str
+    is_fallback: bool
+
+
+def proposal_of(connection: Connection, trial: Row[Any]) -> StoredProposal | None:
+    """Return who proposed a trial; None if its search draws by itself."""
+    given = tables.search_inputs.c
+    query = select(given.input).where(
+        given.experiment_id == trial.experiment_id,
+        # Stored in the same moment; few inputs are read so.
+        given.time.between(trial.created_at - _MOMENT_S, trial.created_at + _MOMENT_S),
+        _is_proposal(),
+        given.input["request_id"].as_string() == trial.request_id,
+    )
+    found = connection.execute(query).scalar()
+    return None if found is None else msgspec.convert(found, StoredProposal)
+
+
+def count_proposals(connection: Connection, experiment_id: int) -> tuple[int, int, str | None]:
+    """Return how many trials were proposed, how many of them as fallbacks, and the last reason."""
+    given = tables.search_inputs.c
+    of_search = given.experiment_id == experiment_id, _is_proposal()
+    query = select(func.count()).where(*of_search)
+    fallbacks = (*of_search, given.input["is_fallback"].as_boolean().is_(True))
+    last = select(given.input).where(*fallbacks).order_by(given.number.desc()).limit(1)
+    found = connection.execute(last).scalar()
+    number = connection.execute(query).scalar_one()
+    return (
+        number,
+        connection.execute(select(func.count()).where(*fallbacks)).scalar_one(),
+        None if found is None else found["why"],
+    )
+
+
+def _is_proposal() -> ColumnElement[bool]:
+    return tables.search_inputs.c.input["type"].as_string() == "proposed"
+
+
+_MOMENT_S = 60.0
 
 MAX_RUNG_ENTRIES = 1000
 # A view is made again after so many times the seconds of making it, however many inputs come.

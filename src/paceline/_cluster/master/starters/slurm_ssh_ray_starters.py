@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from paceline._base.files import open_private
+from paceline._base.request_program import RequestProgram
 from paceline._cluster.master.starters.starter_base import (
-    RequestProgram,
     RunnerOrder,
     Starter,
     StarterError,
@@ -373,6 +373,7 @@ class RayStarter(Starter):
                 "paceline._cluster.master.starters.ray_runners",
                 self._settings(),
             ],
+            StarterError,
         )
 
     def start(self, order: RunnerOrder) -> None:

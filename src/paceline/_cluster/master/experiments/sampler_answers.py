@@ -1,0 +1,167 @@
+"""Answers of samplers to the searches of a master: each search has a thread and a process."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Row, select
+
+from paceline._cluster.master.experiments.search_operations import takes_inputs
+from paceline._cluster.master.experiments.state_writer import StateChanges
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import config_of
+from paceline._cluster.master.store.database import Database, Transaction
+from paceline.search._hyperparameter_space import Space
+from paceline.search._sampler_program import SamplerProgram
+from paceline.search._samplers import Observation, answers_to
+from paceline.search._search_method import Create, Proposed
+
+logger = logging.getLogger(__name__)
+
+# So many trials are proposed at once.
+_MOST = 32
+# A sampler without questions for so many seconds gives its memory back.
+_IDLE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    row: Row[Any]
+    space: Space
+    asks: Sequence[Create]
+    observations: Sequence[Observation]
+
+
+@dataclass(slots=True)
+class _Served:
+    is_asked: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    program: SamplerProgram | None = None
+
+
+class SamplerAnswers:
+    """Have samplers answer what searches ask, outside the writer thread, and store the answers.
+
+    Args:
+        database: The database.
+        changes: Stores the answers as inputs of their searches.
+    """
+
+    def __init__(self, database: Database, changes: StateChanges) -> None:
+        self._database = database
+        self._changes = changes
+        self._served: dict[int, _Served] = {}
+        self._lock = threading.Lock()
+        self._is_closing = False
+        changes.searches.on_asks = self.ask
+
+    def start(self) -> None:
+        """Go on with the searches of an earlier master."""
+        experiments = tables.experiments
+        live = experiments.c.ended_at.is_(None), experiments.c.external_id.is_(None)
+        with self._database.read() as connection:
+            rows = connection.execute(select(experiments).where(*live)).all()
+        for row in rows:
+            if config_of(row).searcher.is_asking:
+                self.ask(row.id)
+
+    def ask(self, experiment_id: int) -> None:
+        """Have the open asks of a search answered; from any thread."""
+        with self._lock:
+            if self._is_closing:
+                return
+            served = self._served.setdefault(experiment_id, _Served())
+            served.is_asked.set()
+            if served.thread is None:
+                served.thread = threading.Thread(
+                    target=self._serve,
+                    args=(experiment_id, served),
+                    name=f"paceline-sampler-{experiment_id}",
+                    daemon=True,
+                )
+                served.thread.start()
+
+    def close(self) -> None:
+        """End the threads and processes; answers that are under way are given up."""
+        with self._lock:
+            self._is_closing = True
+            served = list(self._served.values())
+        for one in served:
+            one.is_asked.set()
+            if one.program is not None:
+                one.program.close()
+        for one in served:
+            if one.thread is not None:
+                one.thread.join()
+
+    def _serve(self, experiment_id: int, served: _Served) -> None:
+        try:
+            while self._goes_on(experiment_id, served):
+                while self._answer(experiment_id, served):
+                    pass
+        except Exception:
+            if not self._is_closing:
+                logger.exception("The sampler of experiment %d gets no questions.", experiment_id)
+            with self._lock:
+                self._served.pop(experiment_id, None)
+        finally:
+            if served.program is not None:
+                served.program.close()
+
+    def _goes_on(self, experiment_id: int, served: _Served) -> bool:
+        """Wait for a question; False if there is none for long, or the master ends."""
+        served.is_asked.wait(_IDLE_S)
+        with self._lock:
+            if served.is_asked.is_set() and not self._is_closing:
+                served.is_asked.clear()
+                return True
+            self._served.pop(experiment_id, None)
+            return False
+
+    def _answer(self, experiment_id: int, served: _Served) -> bool:
+        """Answer some of the open asks; False if there are none."""
+        found = self._database.write(lambda t: self._question(t, experiment_id)).result()
+        if found is None:
+            return False
+        config = config_of(found.row)
+        spec = config.searcher.sampler_spec()
+        ask: SamplerProgram | None = None
+        if spec.name != "random":
+            if served.program is None:
+                served.program = SamplerProgram(spec, config.hyperparameters, found.row.seed)
+            ask = served.program
+        answers = answers_to(
+            found.space,
+            found.asks,
+            found.observations,
+            ask,
+            spec.shown,
+            config.searcher.points_to_evaluate,
+        )
+        if self._is_closing:
+            return False
+        for why in {one.why for one in answers if one.is_fallback}:
+            logger.warning("Experiment %d draws at random: %s", experiment_id, why)
+        self._database.write(lambda t: self._store(t, experiment_id, answers)).result()
+        return True
+
+    def _question(self, transaction: Transaction, experiment_id: int) -> _Question | None:
+        experiments = tables.experiments
+        query = select(experiments).where(experiments.c.id == experiment_id)
+        row = transaction.connection.execute(query).first()
+        if row is None or not takes_inputs(row):
+            return None
+        search = self._changes.searches.peek(transaction, experiment_id)
+        if search is None or not search.asks:
+            return None
+        return _Question(row, search.space, search.asks[:_MOST], search.observations())
+
+    def _store(
+        self, transaction: Transaction, experiment_id: int, answers: Sequence[Proposed]
+    ) -> None:
+        # The experiment may have ended, and gone, meanwhile.
+        if self._question(transaction, experiment_id) is not None:
+            for answer in answers:
+                self._changes.search_operations.apply_input(transaction, experiment_id, answer)

@@ -1,0 +1,82 @@
+"""Ask and tell in this process."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from paceline.config import ConfigError
+from paceline.search import Observation, Proposal, Sampler, Space
+from paceline.train import Study
+
+SPACE = {"x": {"type": "double", "minval": 0, "maxval": 1}}
+HALVING = {
+    "name": "async_halving", "metric": "loss", "num_rungs": 2, "max_trials": 5, "max_time": 4,
+    "time_metric": "batches", "max_concurrent_trials": 1, "smaller_is_better": False,
+}  # fmt: skip
+
+
+class Half(Sampler):
+    def ask(
+        self, space: Space, observations: Sequence[Observation], n: int, rng: Any
+    ) -> Sequence[Proposal]:
+        return [Proposal(hparams={"x": 0.5 + len(observations) / 10})] * n
+
+
+def test_a_study_hands_out_trials_and_learns_their_values() -> None:
+    study = Study(SPACE, sampler=Half(), seed=1)
+    first, second = study.ask(), study.ask()
+    assert first is not None
+    assert second is not None
+    assert (first.by, first.hparams, second.hparams) == ("Half", {"x": 0.5}, {"x": 0.6})
+    study.tell(second, 2.0)
+    study.tell(first, 3.0)
+    assert study.best_trial is second
+    with pytest.raises(ValueError, match="Trial 1 must be open"):
+        study.tell(first, 1.0)
+    third = study.ask()
+    assert third is not None
+    study.fail(third)
+    assert study.best_trial is second
+
+
+def test_a_method_stops_trials_and_ends_the_study() -> None:
+    study = Study(SPACE, method=HALVING, seed=1)
+    lengths = []
+    while (trial := study.ask()) is not None:
+        assert study.ask() is None, "one at once"
+        time = 1
+        while study.report(trial, trial.hparams["x"], time):
+            time += 1
+        lengths.append(time)
+        study.tell(trial)
+    assert len(study.trials) == 5
+    assert lengths[0] == 4
+    assert 1 in lengths
+    best = study.best_trial
+    assert best is not None
+    assert best.value == max(trial.hparams["x"] for trial in study.trials)
+
+
+def test_tpe_runs_in_a_process_that_ends_with_the_study() -> None:
+    with Study(SPACE, sampler={"name": "optuna", "of": "tpe"}, seed=1) as study:
+        for _ in range(3):
+            trial = study.ask()
+            assert trial is not None
+            assert trial.by == "optuna tpe"
+            study.tell(trial, float("nan"))
+    assert study.best_trial is None
+
+
+def test_the_same_seed_asks_for_the_same_trials() -> None:
+    one, two = (Study(SPACE, seed=3) for _ in range(2))
+    assert [one.ask().hparams for _ in range(3)] == [two.ask().hparams for _ in range(3)]  # type: ignore[union-attr]
+
+
+def test_a_study_refuses_what_a_config_would() -> None:
+    with pytest.raises(ConfigError, match="sampler"):
+        Study(SPACE, sampler="sobel")
+    with pytest.raises(ConfigError, match="count"):
+        Study(SPACE, sampler="grid")
+    with pytest.raises(ConfigError, match="points_to_evaluate"):
+        Study(SPACE, method=HALVING | {"points_to_evaluate": [{"x": 3}]})

@@ -9,8 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from paceline.client import ApiError, Client, MasterUnreachableError
-from paceline.client._event_stream import EventStream
-from paceline.client._http_session import HttpSession
+from paceline.client._http_session import EventStream, HttpSession
 
 
 def event_text(number: int) -> bytes:

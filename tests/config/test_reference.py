@@ -9,7 +9,16 @@ from pydantic import BaseModel
 
 from paceline.config import ExperimentConfig, validate_config
 from paceline.config._environment_and_secrets import Environment
-from paceline.config._experiment_config import Profiling, Reproducibility, Resources, SlotRange
+from paceline.config._experiment_config import (
+    DirectoryStorage,
+    Profiling,
+    Reproducibility,
+    Resources,
+    S3Storage,
+    SharedFsStorage,
+    SlotRange,
+    UrlStorage,
+)
 from paceline.config._fields_and_problems import REFUSED_FIELDS, Optimizations
 from paceline.config._notify_section import Notify, Threshold
 from paceline.config._read_yaml import parse_yaml
@@ -20,12 +29,6 @@ from paceline.config._searcher_section import (
     RandomSearcher,
     SamplerSection,
     SingleSearcher,
-)
-from paceline.config._storage_section import (
-    DirectoryStorage,
-    S3Storage,
-    SharedFsStorage,
-    UrlStorage,
 )
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "experiment-config.md"

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from paceline.config import validate_config
+from paceline.config._experiment_config import CheckpointStorage, DirectoryStorage, SharedFsStorage
 from paceline.config._fields_and_problems import Problem
-from paceline.config._storage_section import CheckpointStorage, DirectoryStorage, SharedFsStorage
 
 Make = Callable[..., dict[str, Any]]
 Collect = Callable[[dict[str, Any]], dict[str, Problem]]

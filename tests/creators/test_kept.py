@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from paceline.creators import PyTorchTrainer
-from paceline.creators._pass_state import KeptState, MemoryFile, join_pass_state, read_parts
+from paceline.creators._passes import KeptState, MemoryFile, join_pass_state, read_parts
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

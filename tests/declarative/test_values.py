@@ -22,7 +22,7 @@ from paceline.declarative import (
     load_run,
 )
 from paceline.declarative._config_object import with_hyperparameters
-from paceline.declarative._run_yaml import main
+from paceline.declarative._trainer_and_tester import main
 
 MakeConfig = Callable[..., TrainingConfig]
 

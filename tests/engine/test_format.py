@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline._training.engine.checkpoints.host_copies import HostCopies
+from paceline._training.engine.checkpoints.sharded_state import HostCopies
 from paceline._training.engine.checkpoints.state_files import (
     StateFormatError,
     is_storable,

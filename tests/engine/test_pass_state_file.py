@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.creators._pass_state import (
+from paceline.creators._passes import (
     load_pass_state,
     read_pass_state,
     store_pass_state,

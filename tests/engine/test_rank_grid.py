@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from paceline._training.engine import tensors as _tensor_copies
-from paceline._training.engine.checkpoints.host_copies import HostCopies
 from paceline._training.engine.checkpoints.sharded_state import (
+    HostCopies,
     StateInPieces,
     parts_with_shard,
     take_sharded_tensor_pieces,
@@ -27,12 +27,12 @@ from paceline._training.engine.fsdp_and_tensor_parallel import (
     check_tensor_size,
     check_whole,
 )
-from paceline._training.engine.gradient_accumulation import clip_grad_norm_
 from paceline._training.engine.gradient_reduction import (
     DataParallel,
     FlatReduction,
     default_data_parallel,
 )
+from paceline._training.engine.gradient_sync import clip_grad_norm_
 from paceline._training.engine.metric_reducers import Reducer
 from paceline._training.engine.model_preparation import ModelOptions
 from paceline._training.engine.optimizer_stepper import Stepper

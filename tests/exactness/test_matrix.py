@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from paceline.testing import Fault, FaultOutcome
-from paceline.testing._run_script import MIN_REPLAYED_STEPS
+from paceline.testing._verify_resume import MIN_REPLAYED_STEPS
 
 # Each starts up to a dozen processes, which takes long beside other work.
 pytestmark = pytest.mark.timeout(400)

@@ -19,7 +19,7 @@ from torch import nn
 from paceline import pytorch
 from paceline._training.engine.weighted_means import WeightedMeans
 from paceline.data._order_and_random_generators import capture_random_state
-from paceline.pytorch import _resumable_training
+from paceline.pytorch import _training_state
 
 CHECKPOINT_EVERY: Any = os.environ.get("CHECKPOINT_EVERY", "6")
 SHARDING = os.environ.get("SHARDING", "").split()
@@ -170,14 +170,14 @@ def drop(item: str, parts: dict[str, Any], trial: Trial) -> None:
 
 def drop_at_restore(trial: Trial) -> None:
     """Have the item that DROP names dropped before anything is made of the state."""
-    item, read = os.environ.get("DROP", ""), _resumable_training.read_state
+    item, read = os.environ.get("DROP", ""), _training_state.read_state
 
     def read_and_drop(*place: Any, **options: Any) -> dict[str, Any]:
         parts = read(*place, **options)
         drop(item, parts, trial)
         return parts
 
-    _resumable_training.read_state = read_and_drop
+    _training_state.read_state = read_and_drop
 
 
 def main() -> None:

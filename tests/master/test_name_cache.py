@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline._cluster.master.store import list_pages as _name_cache
-from paceline._cluster.master.store.list_pages import NameCache
+from paceline._cluster.master.store import experiment_list as _name_cache
+from paceline._cluster.master.store.experiment_list import NameCache
 
 
 def test_names_are_gathered_again_only_for_another_state_or_after_a_while(

@@ -23,8 +23,7 @@ from paceline._cluster.master.experiments import unmanaged_runs_watcher
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.stored_searches import Searches
-from paceline._cluster.master.experiments.unmanaged_run_rows import config_of_run, end_of_run
-from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
+from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged, config_of_run, end_of_run
 from paceline._cluster.master.experiments.unmanaged_runs_watcher import RunsWatcher
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database

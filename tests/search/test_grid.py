@@ -16,8 +16,8 @@ from paceline.search import (
     Train,
     simulate,
 )
-from paceline.search._random_and_grid import GridConfig
 from paceline.search._search import Search
+from paceline.search._search_method import GridConfig
 
 SPACE = {"a": {"type": "int", "minval": 0, "maxval": 3, "count": 4}}
 

@@ -6,8 +6,8 @@ import pytest
 
 from paceline.search import SearchConfig, SpaceError
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
-from paceline.search._random_and_grid import GridConfig, RandomConfig, SingleConfig
 from paceline.search._search import preview
+from paceline.search._search_method import GridConfig, RandomConfig, SingleConfig
 
 
 def _adaptive(max_time: int, max_trials: int, **changes: Any) -> AdaptiveAshaConfig:

@@ -16,8 +16,8 @@ from paceline.search import (
     Train,
     simulate,
 )
-from paceline.search._random_and_grid import RandomConfig, SingleConfig
 from paceline.search._search import Search
+from paceline.search._search_method import RandomConfig, SingleConfig
 
 SPACE = {"lr": {"type": "double", "minval": 0, "maxval": 1}}
 

@@ -7,8 +7,8 @@ import pytest
 
 from paceline.search import Create, Started
 from paceline.search._hyperparameter_space import Rng
-from paceline.search._random_and_grid import RandomConfig
 from paceline.search._search import Search
+from paceline.search._search_method import RandomConfig
 
 CONFORMANCE = [
     pytest.param(

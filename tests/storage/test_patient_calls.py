@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.storage import CheckpointError, CheckpointWriteError, storage_from
-from paceline.storage._bucket_requests import PatientCalls
+from paceline.storage._bucket_storage import PatientCalls
 from paceline.storage._checkpoint_files import failing_store_of
 
 PART_S = 6.0
@@ -86,8 +86,8 @@ def test_pauses_grow_are_not_the_same_and_leave_the_users_random_numbers_alone(
         pauses.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr("paceline.storage._bucket_requests.time.sleep", sleep)
-    monkeypatch.setattr("paceline.storage._bucket_requests.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("paceline.storage._bucket_storage.time.sleep", sleep)
+    monkeypatch.setattr("paceline.storage._bucket_storage.time.monotonic", lambda: now[0])
     random.seed(1)
     expected = random.Random(1).random()
     for _ in range(2):

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from paceline.testing._run_script import Script, prepare_script_directory, start_script
+from paceline.testing._verify_resume import Script, prepare_script_directory, start_script
 
 # The kernel shows others a write that crosses a page of the file in two parts.
 SCRIPT = """

@@ -26,8 +26,7 @@ from paceline._base.journal_records import (
 from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline.core._arguments import Outcome
 from paceline.core._attempt_journal import begin_journal, end_journal, outcome_of
-from paceline.core._open_run import OpenedRun, open_run
-from paceline.core._run_directories import RESUME_VARIABLE, run_name
+from paceline.core._run_directories import RESUME_VARIABLE, OpenedRun, open_run, run_name
 from paceline.search._search import Search
 from paceline.search._search_method import (
     Create,

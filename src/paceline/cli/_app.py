@@ -12,9 +12,9 @@ import typer
 from paceline._base.process_and_network import TerminalStream
 from paceline.cli import (  # noqa: F401 - their import adds commands
     _compare_commands,
-    _delete_runs_commands,
     _experiment_edit_commands,
     _file_commands,
+    _runs_commands,
 )
 from paceline.cli._backup_and_home_commands import backup, home_app, restore
 from paceline.cli._checkpoint_commands import checkpoint_app

@@ -147,7 +147,7 @@ def _check_export_output(output: Path, *, is_directory: bool) -> None:
 @contextmanager
 def _files_to_export(checkpoint: str, run: Path | None) -> Iterator[Path]:
     """Give a directory with the verified files of a checkpoint."""
-    from paceline.storage._checkpoint_directory import restored
+    from paceline.storage._directory_storage import restored
     from paceline.storage._storage_by_url import directory_of_checkpoint
 
     path = Path(checkpoint)
@@ -170,8 +170,7 @@ def _files_to_export(checkpoint: str, run: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _directory_to_export(path: Path) -> Iterator[Path]:
-    from paceline.storage._checkpoint_directory import restored
-    from paceline.storage._directory_storage import DirectoryStorage
+    from paceline.storage._directory_storage import DirectoryStorage, restored
 
     if (path / "run.json").exists():
         raise CommandError(

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._code_and_run_uploads import pack_context
-from paceline.client._event_stream import EventStream
 from paceline.client._experiment_and_trial import Experiment, Trial
 from paceline.client._http_session import (
     MASTER_VARIABLE,
     TOKEN_VARIABLE,
+    EventStream,
     HttpSession,
     checked_key,
     home_directory,

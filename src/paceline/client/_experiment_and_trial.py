@@ -11,9 +11,9 @@ from urllib.parse import quote
 from paceline._base.frames import DataFrames, Rows, flatten, metric_rows
 from paceline._base.notebook_tables import html_table
 from paceline.client._checkpoint import Checkpoint
-from paceline.client._event_stream import EventStream
 from paceline.client._http_session import (
     DownloadError,
+    EventStream,
     HttpSession,
     MasterUnreachableError,
     NoCheckpointError,

@@ -265,7 +265,7 @@ class SingleSearcher(_WholeTrials):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        from paceline.search._random_and_grid import SingleConfig
+        from paceline.search._search_method import SingleConfig
 
         return SingleConfig(
             metric=self.metric, smaller_is_better=self.smaller_is_better, max_length=self.length
@@ -283,7 +283,7 @@ class RandomSearcher(_WholeTrials):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        from paceline.search._random_and_grid import RandomConfig
+        from paceline.search._search_method import RandomConfig
 
         return RandomConfig(
             metric=self.metric,
@@ -306,7 +306,7 @@ class GridSearcher(_WholeTrials):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        from paceline.search._random_and_grid import GridConfig
+        from paceline.search._search_method import GridConfig
 
         return GridConfig(
             metric=self.metric,

@@ -13,11 +13,18 @@ from pydantic_core import ErrorDetails
 
 from paceline.config._environment_and_secrets import Environment, fill_secrets
 from paceline.config._experiment_config import (
+    CLOUD_TYPES,
+    DefaultStorage,
+    DirectoryStorage,
     ExperimentConfig,
     Profiling,
     Reproducibility,
     Resources,
+    S3Storage,
+    SharedFsStorage,
     SlotRange,
+    UrlStorage,
+    expand_location,
 )
 from paceline.config._fields_and_problems import (
     MISSING,
@@ -36,15 +43,6 @@ from paceline.config._searcher_section import (
     MissingSearcher,
     load_search_methods,
     searcher_sections,
-)
-from paceline.config._storage_section import (
-    CLOUD_TYPES,
-    DefaultStorage,
-    DirectoryStorage,
-    S3Storage,
-    SharedFsStorage,
-    UrlStorage,
-    expand_location,
 )
 
 _STORAGES: dict[str, type[BaseModel]] = {

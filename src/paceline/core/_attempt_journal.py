@@ -40,9 +40,9 @@ from paceline.core._arguments import (
     Outcome,
     PreemptedError,
 )
-from paceline.core._open_run import OpenedRun
 from paceline.core._process_environment import describe_environment
 from paceline.core._read_runs import summarize_run
+from paceline.core._run_directories import OpenedRun
 from paceline.storage._checkpoint_files import failing_store_of
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,6 @@ from paceline.core._attempt_journal import (
 )
 from paceline.core._checkpoint_context import CheckpointContext
 from paceline.core._distributed_context import DistributedContext
-from paceline.core._open_run import OpenedRun, open_run
 from paceline.core._preemption_and_search import (
     ControlFile,
     PreemptContext,
@@ -36,6 +35,7 @@ from paceline.core._preemption_and_search import (
 from paceline.core._process_environment import ClusterInfo, apply_determinism, cluster_info_of
 from paceline.core._profiler_context import ProfilerContext
 from paceline.core._read_runs import run_storage
+from paceline.core._run_directories import OpenedRun, open_run
 from paceline.core._run_feedback import RunFeedback, ending_of, resumed_from
 from paceline.core._run_storage import GivenStorage, NodeStorage, check_given_storage, given_storage
 from paceline.core._tensorboard_files import TensorboardFiles

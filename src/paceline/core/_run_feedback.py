@@ -21,9 +21,8 @@ from paceline._base.run_directory import RunInfo
 from paceline.core._arguments import Outcome
 from paceline.core._attempt_journal import outcome_of
 from paceline.core._launcher_place import launched_place
-from paceline.core._open_run import OpenedRun
 from paceline.core._read_runs import RUNS_DIRECTORY
-from paceline.core._run_directories import RESUME_VARIABLE, run_name
+from paceline.core._run_directories import RESUME_VARIABLE, OpenedRun, run_name
 
 # Reports may follow each other in microseconds, and a person reads a few in a second.
 _INTERVAL_S = 0.1

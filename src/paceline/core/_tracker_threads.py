@@ -16,7 +16,7 @@ from paceline._base.journal_files import Entry
 from paceline._base.journal_records import CheckpointDeleted, CheckpointStored, MetricsReported
 from paceline._base.run_directory import JournalKey, RunDirectory, RunInfo, RunTail
 from paceline.core._arguments import Outcome, numbers_of
-from paceline.core._open_run import OpenedRun
+from paceline.core._run_directories import OpenedRun
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from paceline.core._attempt_journal import (
 )
 from paceline.core._core_context import has_context
 from paceline.core._distributed_context import DistributedContext
-from paceline.core._open_run import next_run_number, open_run
+from paceline.core._run_directories import next_run_number, open_run
 from paceline.core._run_feedback import RunFeedback, ending_of
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from paceline.core._run_directories import local_directory
 from paceline.core._run_storage import GivenStorage, given_storage
 from paceline.core._tracker_threads import as_trackers
 from paceline.creators._pass_reports import PassRecord, PassResult, reduced_statistics, shown_pass
-from paceline.creators._pass_state import checked_pass_state, load_pass_state, save_pass_state
+from paceline.creators._passes import checked_pass_state, load_pass_state, save_pass_state
 from paceline.creators._replica_workers import ReplicaWorkers
 from paceline.creators._trainer_arguments import (
     ReplicaPassOrder,

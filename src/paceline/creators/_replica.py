@@ -27,19 +27,17 @@ from paceline.creators._pass_reports import (
     StepTimes,
     measured_pass,
 )
-from paceline.creators._pass_state import (
-    capture_pass_state,
-    join_pass_state,
-    read_parts,
-    restore_pass_state,
-    write_part,
-)
 from paceline.creators._passes import (
     DataPosition,
     Pass,
+    capture_pass_state,
     creators_config,
     data_position_in,
+    join_pass_state,
     make_replica_loaders,
+    read_parts,
+    restore_pass_state,
+    write_part,
 )
 from paceline.creators._trainer_arguments import (
     GivenParameters,

@@ -9,7 +9,7 @@ from paceline._training.workers.failures_and_restarts import RestartPolicy, Trai
 from paceline._training.workers.worker_pools import WorkerPool
 from paceline._training.workers.worker_resources import WorkerSettings
 from paceline._training.workers.workers import ElasticLimits, Workers
-from paceline.creators._pass_state import (
+from paceline.creators._passes import (
     KeptState,
     MemoryFile,
     join_pass_state,

@@ -4,7 +4,7 @@ Importing this loads no torch.
 """
 
 from paceline._base.imports import show_public_errors
-from paceline.data._dataset import Dataset, read, read_images, write_index
+from paceline.data._dataset import Dataset, read, read_images, stream_pieces, write_index
 from paceline.data._default_batches import (
     DataChangedError,
     DataError,
@@ -12,7 +12,6 @@ from paceline.data._default_batches import (
     DataNotFoundError,
     collate_samples,
 )
-from paceline.data._streams import stream_pieces
 
 __all__ = [
     "DataChangedError",

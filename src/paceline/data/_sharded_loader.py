@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 
 from paceline._base.arguments_and_errors import mix_seed
+from paceline.data._dataset import stream_pieces
 from paceline.data._default_batches import collate_samples
 from paceline.data._order_and_random_generators import (
     CutIndices,
@@ -39,7 +40,6 @@ from paceline.data._order_and_random_generators import (
     without_rest,
 )
 from paceline.data._sharded_streams import PartitionedStream, StreamBatch, WholeStream
-from paceline.data._streams import stream_pieces
 from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from paceline._base.arguments_and_errors import check_count
 from paceline._base.process_and_network import num_cores
+from paceline.data._dataset import Stream, StreamPieces
 from paceline.data._default_batches import collate_samples
 from paceline.data._images_and_webdataset import ImageBatchMemory, decoded_batch, decoded_sample
 from paceline.data._sample_sources import SamplesInMemory, Source
-from paceline.data._streams import Stream, StreamPieces
 
 if TYPE_CHECKING:
     from paceline.data._dataset import Dataset

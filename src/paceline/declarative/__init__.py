@@ -1,16 +1,16 @@
 """Front door for config objects: describe a run, then build and train the run."""
 
 from paceline._base.imports import show_public_errors
-from paceline.declarative._config_classes import (
+from paceline.declarative._config_object import (
     Config,
     InferenceConfig,
     LossTrackerParameters,
     ModelParameters,
+    OptionContainer,
     ParallelizationConfig,
     PretrainingConfig,
     TrainingConfig,
 )
-from paceline.declarative._config_object import OptionContainer
 from paceline.declarative._losses import (
     LossTracker,
     MarginLoss,
@@ -18,8 +18,7 @@ from paceline.declarative._losses import (
     SymmetricNegativeCosineSimilarity,
     TotalVariationLoss,
 )
-from paceline.declarative._run_yaml import RunFileError, load_run
-from paceline.declarative._trainer_and_tester import Tester, Trainer
+from paceline.declarative._trainer_and_tester import RunFileError, Tester, Trainer, load_run
 
 __all__ = [
     "Config",

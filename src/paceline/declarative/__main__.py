@@ -2,7 +2,7 @@
 
 import sys
 
-from paceline.declarative._run_yaml import is_explained, main
+from paceline.declarative._trainer_and_tester import is_explained, main
 
 if __name__ == "__main__":
     try:

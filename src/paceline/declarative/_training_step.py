@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline import pytorch
 from paceline._training.engine.optimizer_stepper import ClipGrads
-from paceline.declarative._config_classes import TrainingConfig
+from paceline.declarative._config_object import TrainingConfig
 from paceline.declarative._losses import LossPlan, Prediction
 
 _OF_CONFIG = object()

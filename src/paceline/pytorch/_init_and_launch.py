@@ -17,8 +17,7 @@ from paceline._training.workers.processes.rank_environment import launcher_shard
 from paceline.core._launcher_place import launched_place
 from paceline.data._batches_to_device import release_device_memory
 from paceline.data._order_and_random_generators import seed_everything
-from paceline.pytorch._fit_arguments import precision_of
-from paceline.pytorch._trainer import Preempted
+from paceline.pytorch._trainer import Preempted, precision_of
 from paceline.pytorch._trial_and_context import PyTorchTrialContext
 
 logger = logging.getLogger(__name__)

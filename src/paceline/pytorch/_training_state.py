@@ -6,15 +6,22 @@ Files: ``model_<i>`` and ``optimizer_<i>`` (weights can be read by plain safeten
 ``docs/checkpoints.md`` lists every key.
 """
 
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
-from functools import cache
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from paceline._base.arguments_and_errors import mix_seed
+from paceline._training.engine.checkpoints.checkpoint_retention import BestValidation
+from paceline._training.engine.checkpoints.checkpoint_saver import Destination
 from paceline._training.engine.checkpoints.models_and_optimizers import (
     ModelsAndOptimizers,
     restore_generators,
@@ -22,20 +29,33 @@ from paceline._training.engine.checkpoints.models_and_optimizers import (
 )
 from paceline._training.engine.checkpoints.resume_differences import (
     SettingChanges,
+    built_settings,
     check_identity,
     epoch_sizes,
     note_epoch_sizes,
 )
 from paceline._training.engine.checkpoints.sharded_state import StateInPieces
-from paceline._training.engine.checkpoints.state_files import (
-    read_training,
-    read_versioned_part,
-)
+from paceline._training.engine.checkpoints.state_files import read_training, read_versioned_part
 from paceline._training.engine.checkpoints.stored_tensors import whole
 from paceline._training.engine.gradient_reduction import plain_model
+from paceline._training.engine.metric_reducers import ReducerSet
 from paceline._training.engine.optimizer_stepper import Stepper
-from paceline._training.engine.schedules import Position
-from paceline.pytorch._training_loop import TrainingLoop
+from paceline._training.engine.profiling import TraceProfiler
+from paceline._training.engine.rank_differences import check_same_data
+from paceline._training.engine.schedules import LRScheduler, Position, share_schedulers
+from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
+from paceline.core._core_context import Context
+from paceline.data._batches_to_device import mover_to
+from paceline.data._order_and_random_generators import (
+    restore_random_state,
+    seed_everything,
+    worker_shards,
+)
+from paceline.data._sharded_loader import ShardedData
+from paceline.pytorch._loop_agreement_and_reports import LoopHooks
+from paceline.pytorch._training_checkpoints import EarlierState
+from paceline.pytorch._training_fit import TrainingFit
+from paceline.pytorch._training_loop import DrivenLoop, TrainingLoop
 from paceline.storage._checkpoint_files import STATE_VERSION
 
 logger = logging.getLogger(__name__)
@@ -284,3 +304,484 @@ def _numbered(parts: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 def _own_version() -> str:
     # Looking it up takes a millisecond, for which training would stand still each time.
     return version("paceline")
+
+
+class RegisteredModels:
+    """Registered models, optimizers, schedulers and reducers, captured by checkpoints.
+
+    Args:
+        core: The core context.
+        stepper: The models and optimizers.
+        seed: The seed.
+        num_shards: Into how many shards a global batch is cut; by default one for each rank, or for
+            each group of ranks that divide a model by a plan.
+
+    Attributes:
+        lr_schedulers: The schedulers, with the units of their steps.
+        reducers: Metrics that are no averages.
+        moves_data: Whether batches are moved to the device.
+        warned_types: Types of data that cannot be moved, as far as the user was warned.
+        tracer: The tracer of the training, if wanted.
+        loop: The loop, once it was built.
+        num_epoch_batches: The batches of the present epoch; None if nobody knows them ahead.
+    """
+
+    def __init__(
+        self, core: Context, stepper: Stepper, seed: int, num_shards: int | None = None
+    ) -> None:
+        self.core = core
+        self.distributed = core.distributed
+        self.device = stepper.device
+        self.stepper = stepper
+        self.num_shards = num_shards or stepper.grid.data_size
+        self.lr_schedulers: list[LRScheduler] = []
+        self.reducers = ReducerSet(stepper)
+        self.moves_data = True
+        self.warned_types: set[type] = set()
+        self.tracer: TraceProfiler | None = None
+        self.loop: TrainingLoop | None = None
+        self.num_epoch_batches: int | None = None
+        self._seed = seed
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The wrapped models, as they were made."""
+        return [plain_model(model) for model in self.stepper.models]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The wrapped optimizers."""
+        return self.stepper.optimizers
+
+    @cached_property
+    def built(self) -> dict[str, list[Any]]:
+        """Settings of optimizers and schedulers as built; must be read before their first use."""
+        schedulers = [each.scheduler for each in self.lr_schedulers]
+        return built_settings(self.models, self.optimizers, schedulers)
+
+    def get_trial_seed(self) -> int:
+        """Return the seed of the trial."""
+        return self._seed
+
+
+class TrainingCallbacks:
+    """Dispatcher of training events to the callbacks, in order.
+
+    Args:
+        callbacks: The callbacks by name; empty without any.
+        base: The class whose methods are the hooks.
+
+    Raises:
+        TypeError: A hook cannot be called with the arguments that it gets; the message names it.
+    """
+
+    def __init__(self, callbacks: Mapping[str, Any], base: type) -> None:
+        self._callbacks = callbacks
+        self._base: Any = base
+        for name, callback in callbacks.items():
+            _check_hooks(name, callback, base)
+        self._started: list[Any] = []
+
+    @property
+    def has_started(self) -> bool:
+        """Whether `start` was called since the last `stop`; False without callbacks."""
+        return bool(self._started)
+
+    def tell(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of each callback."""
+        for callback in self._callbacks.values():
+            getattr(callback, hook)(*arguments)
+
+    def overrides(self, hook: str) -> bool:
+        """Tell whether some callback overrides a hook."""
+        default = getattr(self._base, hook)
+        return any(getattr(type(each), hook) is not default for each in self._callbacks.values())
+
+    def start(self, num_batches: int, checkpoint: str | None) -> None:
+        """Call the startup hooks; a callback with a failing hook is also shut down.
+
+        Args:
+            num_batches: How many batches are trained already.
+            checkpoint: The checkpoint to resume from.
+        """
+        for callback in self._callbacks.values():
+            # Recorded before its hook: a callback that fails in startup is shut down as well.
+            self._started.append(callback)
+            callback.on_trial_startup(num_batches, checkpoint)
+
+    def stop(self) -> ExitStack:
+        """Return an exit stack to run the shutdown hooks of all started callbacks."""
+        stack = ExitStack()
+        for callback in self._started:
+            stack.callback(callback.on_trial_shutdown)
+        self._started = []
+        return stack
+
+    def state(self) -> dict[str, Any]:
+        """Return the states of all callbacks."""
+        return {name: callback.state_dict() for name, callback in self._callbacks.items()}
+
+    def load_state(self, states: Mapping[str, dict[str, Any]], warn: Callable[[str], None]) -> None:
+        """Restore the callbacks' states; report unknown or missing states to `warn`."""
+        for name, callback in self._callbacks.items():
+            if name in states:
+                callback.load_state_dict(states[name])
+            elif type(callback).load_state_dict is not self._base.load_state_dict:
+                warn(f"The checkpoint has no state of the callback {name!r}: it begins anew.")
+        for name in states.keys() - self._callbacks.keys():
+            if states[name]:
+                warn(f"The checkpoint has a state of {name!r}, which is no callback now.")
+
+
+def _check_hooks(name: str, callback: Any, base: type) -> None:
+    for hook, default in vars(base).items():
+        own = getattr(type(callback), hook, None)
+        if hook.startswith("_") or not inspect.isfunction(default) or not inspect.isfunction(own):
+            continue
+        wanted = [each for each in inspect.signature(default).parameters if each != "self"]
+        # Bound, not compared: other names, defaults and `*args` fit as well.
+        try:
+            inspect.signature(getattr(callback, hook)).bind(*wanted)
+        except TypeError as error:
+            raise TypeError(
+                f"`{hook}` of the callback {name!r} must take ({', '.join(wanted)}), but {error}."
+                f" Hint: def {hook}({', '.join(['self', *wanted])})."
+            ) from error
+
+
+# Hooks that are called with the directory in which the files of a checkpoint are.
+_HOOKS_WITH_FILES = ("on_checkpoint_end", "on_checkpoint_write_end")
+
+
+class ResumableTraining(TrainingFit, LoopHooks):
+    """The data, loop, callbacks and checkpoints of registered parts.
+
+    Subclasses train on a shard and evaluate data; they name the further parts of a checkpoint.
+
+    Args:
+        parts: The registered parts.
+        callbacks: The callbacks.
+
+    Attributes:
+        is_built: Whether the data and the loop were built.
+        validates_batches: Whether validation goes by batches, so that its data is divided among the
+            ranks.
+    """
+
+    # Type of the captured state: back ends with states of their own override the attribute.
+    state_type = TrainingState
+    needs_whole_batches = False
+
+    def __init__(
+        self, parts: RegisteredModels, callbacks: TrainingCallbacks, *, validates_batches: bool
+    ) -> None:
+        super().__init__(parts.core, partial(callbacks.tell, "on_checkpoint_upload_end"))
+        self.is_built = False
+        self.validates_batches = validates_batches
+        self.has_schedulers = False
+        self.to_device: Callable[[Any], Any] = lambda data: data
+        if parts.moves_data:
+            self.to_device = mover_to(parts.device, parts.warned_types)
+        self._parts = parts
+        self._callbacks = callbacks
+        self._keeps_batches = callbacks.overrides("on_training_workload_end")
+        self._batch_metrics: list[dict[str, Any]] = []
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The models being trained."""
+        return self._parts.stepper.models
+
+    @property
+    def tracer(self) -> TraceProfiler | None:
+        """The profiler for traces, or None."""
+        return self._parts.tracer
+
+    # ---- parts of a subclass -------------------------------------------------------------
+
+    @abstractmethod
+    def make_loaders(self) -> tuple[Any, Any]:
+        """Return a new loader of the training data and a new loader of the validation data."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return the chief's additional entries of a checkpoint."""
+
+    @abstractmethod
+    def changed_facts(self, training: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+        """Return the names of changed facts, with their values in a checkpoint and now.
+
+        Args:
+            training: The checkpoint's state that all ranks share.
+
+        Raises:
+            CheckpointMismatchError: One was changed that must stay.
+        """
+
+    @abstractmethod
+    def run_validation(
+        self, data: ShardedData | None, loader: Any, limit: int | None
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Return the metrics of validation data, and this rank's metrics of each batch.
+
+        Args:
+            data: The data in shards, if it is divided among the ranks.
+            loader: The loader of the data.
+            limit: At most so many batches of this rank; None for all.
+        """
+
+    # ---- building and restoring ----------------------------------------------------------
+
+    def open(self, state: EarlierState | None = None) -> None:
+        """Build the data and the loop at first, or anew from a stored state.
+
+        Args:
+            state: The state; by default the newest one of the run, if it has one.
+        """
+        if self.is_built and state is None:
+            self._reenter()
+            return
+        self.close()
+        # Later the chief alone knows of new ones.
+        latest = self._core.distributed.broadcast(self._core.latest_checkpoint)
+        if state is None and latest is not None:
+            state = EarlierState(latest)
+        self._build(state)
+        self.is_built = True
+
+    def _build(self, state: EarlierState | None) -> None:
+        parts = self._parts
+        stored = None if state is None else self._read(state)
+        uuid = None if state is None else state.uuid
+        self.checkpoints.latest = uuid or ""
+        self.checkpoints.begin_series()
+        position = Position() if stored is None else position_of(stored)
+        # Settings as built are cached here, before training changes them.
+        parts.built  # noqa: B018
+        self._callbacks.start(position.batches, uuid)
+        seed = self._seed = parts.get_trial_seed() if stored is None else stored["training"]["seed"]
+        stepper, grid = parts.stepper, parts.stepper.grid
+        data = self._build_data()
+        self.has_schedulers = bool(parts.lr_schedulers)
+        self.loop = parts.loop = DrivenLoop(self._core, self, data, stepper, position)
+        self.loop.means.max_in_a_row = 1 if stepper.scaler is None else MAX_SKIPPED_STEPS
+        schedulers = [entry.scheduler for entry in parts.lr_schedulers]
+        self._state = self.state_type(
+            stepper, schedulers, parts.reducers, self._core.distributed.rank
+        )
+        if stored is not None:
+            self._restore(stored)
+        elif grid.data_rank:
+            # Models are alike by now; from here on ranks with other samples draw other numbers.
+            seed_everything(seed, grid.data_rank)
+        parts.num_epoch_batches = self.loop.num_epoch_batches(position.epochs)
+        self._callbacks.tell("on_training_start")
+        if stored is not None and stored["rank"]["random"] is not None:
+            # Generators restored again: their stored state already includes the hooks' draws.
+            restore_random_state(stored["rank"]["random"])
+
+    def _build_data(self) -> ShardedData:
+        """Make the data of training and of validation, and return the former."""
+        parts, grid = self._parts, self._parts.stepper.grid
+        own = worker_shards(parts.num_shards, grid.data_rank, grid.data_size)
+        if not own:
+            logger.warning(
+                "Rank %d idles: a global batch has %d shard(s) for %d ranks.",
+                self._core.distributed.rank,
+                parts.num_shards,
+                grid.data_size,
+            )
+        loader, self._validation_loader = self.make_loaders()
+        loaders = {"training": loader, "validation": self._validation_loader}
+        check_same_data(self._core.distributed, loaders, reads=parts.stepper.rank_check.is_on)
+        data = ShardedData(
+            loader,
+            num_shards=parts.num_shards,
+            own_shards=own,
+            seed=self._seed,
+            joins_shards=parts.stepper.is_divided,
+            drops_rest=self.needs_whole_batches,
+        )
+        self._validation_data = self._data_to_validate(self._validation_loader, own)
+        return data
+
+    def _read(self, state: EarlierState) -> dict[str, Any]:
+        storage = state.storage or self._core.checkpoint
+        with storage.restore_path(state.uuid) as path:
+            stored = self._read_files(Path(path))
+        self._parts.num_shards = stored["training"]["num_shards"]
+        return stored
+
+    def _read_files(self, path: Path) -> dict[str, Any]:
+        stepper, distributed = self._parts.stepper, self._core.distributed
+        return read_state(
+            path,
+            distributed.rank,
+            distributed.size,
+            is_sharded=stepper.is_sharded,
+            tensor_size=stepper.grid.tensor_size,
+        )
+
+    def _restore(self, stored: dict[str, Any]) -> None:
+        parts, size = self._parts, self._core.distributed.size
+        self._callbacks.tell("on_checkpoint_load_start", stored)
+        training = stored["training"]
+        changed = self.changed_facts(training)
+        changes = SettingChanges(training["built"], parts.built)
+        for name, then, now in changed:
+            changes.note(name, then, now)
+        self._state.restore_shared(stored, self.loop, changes)
+        self._callbacks.load_state(training["callbacks"], changes.warn)
+        if self._core.distributed.rank == 0:
+            changes.tell()
+        self.best_validation = BestValidation.of_state(training)
+        self.piece_end = training.get("piece_end")
+        for entry in parts.lr_schedulers:
+            optimizer = entry.scheduler.optimizer
+            entry.go_on(parts.stepper.num_steps_of.get(id(optimizer), 0))
+        is_same_size = has_same_size(training, size, parts.stepper.grid.tensor_size)
+        self._state.restore_own(stored, self.loop, is_same_size=is_same_size)
+
+    def _reenter(self) -> None:
+        """Call the startup hooks again when training resumes after `close`."""
+        if not self._callbacks.has_started:
+            self._callbacks.start(self.loop.position.batches, None)
+            self._callbacks.tell("on_training_start")
+
+    def close(self) -> None:
+        """Wait for the checkpoint being stored, and run the shutdown hooks."""
+        with self._callbacks.stop():
+            error = sys.exc_info()[1]
+            self.checkpoints.finish(error)
+            if error is None and self._parts.loop is not None:
+                self._parts.loop.end()
+
+    # ---- for the loop --------------------------------------------------------------------
+
+    def after_batch(self, position: Position) -> None:
+        """Step the schedulers counted in batches or optimizer steps."""
+        num_steps_of = self._parts.stepper.num_steps_of
+        self._share_manual_schedulers()
+        for entry in self._parts.lr_schedulers:
+            entry.after_batch(position, num_steps_of.get(id(entry.scheduler.optimizer), 0))
+
+    def _share_manual_schedulers(self) -> None:
+        """Have ranks without samples of a batch keep up with schedulers that its code steps."""
+        accumulation = self._parts.stepper.accumulation
+        manual = [e.scheduler for e in self._parts.lr_schedulers if e.is_manual()]
+        if manual and self.leaves_out_ranks():
+            share_schedulers(manual, self._core.distributed, is_idle=accumulation.is_idle)
+
+    def leaves_out_ranks(self) -> bool:
+        """Tell whether some rank has no samples of the present batch, but of others."""
+        parts = self._parts
+        has_others = parts.num_shards >= parts.stepper.grid.data_size
+        return has_others and not parts.stepper.accumulation.is_even
+
+    def epoch_started(self, epoch: int) -> None:
+        """Call the callbacks."""
+        self._parts.num_epoch_batches = self.loop.num_epoch_batches(epoch)
+        self._callbacks.tell("on_training_epoch_start", epoch)
+
+    def epoch_ended(self, epoch: int) -> None:
+        """Step the schedulers counted in epochs, and call the callbacks."""
+        for entry in self._parts.lr_schedulers:
+            entry.after_epoch(epoch)
+        self._callbacks.tell("on_training_epoch_end", epoch)
+
+    def report(self, position: Position, metrics: dict[str, float]) -> None:
+        """Report training metrics and progress."""
+        reducers = self._parts.reducers
+        reported: dict[str, Any] = {
+            **metrics,
+            **reducers.reduce(self._core.distributed, for_training=True),
+        }
+        reducers.reset()
+        self._report_training(position, reported)
+        batches, self._batch_metrics = self._batch_metrics, []
+        self._callbacks.tell("on_training_workload_end", reported, batches)
+
+    def validate(self, position: Position) -> bool:
+        """Validate, report, and return whether the result deserves a checkpoint."""
+        self.progress.update(position)
+        self.progress.note("validating")
+        with self.evaluating(self._parts.reducers):
+            metrics = self._validate()
+        return self._report_validation(position, metrics)
+
+    def _validate(self) -> dict[str, Any]:
+        callbacks = self._callbacks
+        callbacks.tell("on_validation_start")
+        if self.validates_batches:
+            callbacks.tell("on_validation_epoch_start")
+        metrics, outputs = self.run_validation(
+            self._validation_data, self._validation_loader, self.validation_limit
+        )
+        if self.validates_batches:
+            callbacks.tell("on_validation_epoch_end", outputs)
+        callbacks.tell("on_validation_end", metrics)
+        return metrics
+
+    def evaluate(self, loader: Any) -> dict[str, Any]:
+        """Return metrics of other data than the validation data."""
+        with self.evaluating(self._parts.reducers):
+            data = self._data_to_validate(loader, self.loop.data.own_shards)
+            return self.run_validation(data, loader, None)[0]
+
+    def _data_to_validate(self, loader: Any, own_shards: range) -> ShardedData | None:
+        """Return a loader's data in shards, or None for evaluation as a whole."""
+        if not self.validates_batches:
+            return None
+        return ShardedData(
+            loader,
+            num_shards=self._parts.num_shards,
+            own_shards=own_shards,
+            seed=mix_seed(self._seed, 1),
+        )
+
+    def save(self) -> None:
+        """Capture the state and store it in the background, unless this position is saved."""
+        if self.loop.last_checkpoint == self.loop.position:
+            return
+        with self.loop.saving():
+            self.checkpoints.settle()
+            parts = self._captured()
+            reads_files = any(map(self._callbacks.overrides, _HOOKS_WITH_FILES))
+            self.checkpoints.save(
+                parts, self._begin_part(), self._checkpoint_written, reads_files=reads_files
+            )
+
+    def _captured(self) -> dict[str, Any]:
+        """Return the parts of a checkpoint that this rank stores."""
+        is_chief = self._core.distributed.rank == 0
+        parts = self._state.capture(self.loop, self._all_facts() if is_chief else {})
+        if is_chief:
+            self._callbacks.tell("on_checkpoint_save_start", parts)
+        return parts
+
+    def _begin_part(self) -> Destination:
+        """Begin this rank's part of a checkpoint; return where the captured state goes."""
+        metadata = {
+            "steps_completed": self.loop.position.batches,
+            "num_shards": self._parts.num_shards,
+            "seed": self._seed,
+        }
+        return self.checkpoints.begin_next(metadata)
+
+    def _all_facts(self) -> dict[str, Any]:
+        """Return all entries of a checkpoint besides the registered parts' state."""
+        return {
+            "seed": self._seed,
+            "num_shards": self._parts.num_shards,
+            "world_size": self._core.distributed.size,
+            **self.best_validation.state(),
+            "piece_end": self.piece_end,
+            "built": self._parts.built,
+            "callbacks": self._callbacks.state(),
+            **self.facts(),
+        }
+
+    def _checkpoint_written(self, path: Path) -> None:
+        if self._core.distributed.rank == 0:
+            for hook in _HOOKS_WITH_FILES:
+                self._callbacks.tell(hook, str(path))

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader as DataLoader
 from paceline import core
 from paceline._training.engine.devices import Precision, use_own_device
 from paceline._training.engine.fsdp_and_tensor_parallel import ShardUnits, TensorPlan
-from paceline._training.engine.gradient_accumulation import Accumulation
 from paceline._training.engine.gradient_reduction import DataParallel, default_data_parallel
+from paceline._training.engine.gradient_sync import Accumulation
 from paceline._training.engine.metric_reducers import MetricReducer, Reducer
 from paceline._training.engine.model_preparation import ModelOptions
 from paceline._training.engine.optimizer_stepper import ClipGrads, Stepper
@@ -23,7 +23,7 @@ from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import RankCheck
 from paceline._training.engine.schedules import LRScheduler, Position
 from paceline.data._batches_to_device import TorchData, data_length, to_device
-from paceline.pytorch._resumable_training import RegisteredModels
+from paceline.pytorch._training_state import RegisteredModels
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -22,15 +22,13 @@ from paceline.storage._checkpoint_files import (
     decode_done,
     decode_manifest,
     done_name,
-)
-from paceline.storage._checkpoint_storage import check_uuid
-from paceline.storage._directory_storage import DirectoryStorage
-from paceline.storage._directory_trees import (
     files_below,
     made_below,
     remove_below,
     sync_directories,
 )
+from paceline.storage._checkpoint_storage import check_uuid
+from paceline.storage._directory_storage import DirectoryStorage
 
 faults.register("storage.piece_written", "storage.before_moved_in")
 

@@ -10,10 +10,9 @@ from urllib.parse import quote, unquote, urlsplit
 from uuid import UUID
 
 from paceline._base.imports import loaded_class, offered_points
-from paceline.storage._checkpoint_directory import reporting_deletion, restored
 from paceline.storage._checkpoint_files import CheckpointNotFoundError, StorageNotInstalledError
 from paceline.storage._checkpoint_storage import UUID_FORM, CheckpointStorage
-from paceline.storage._directory_storage import DirectoryStorage
+from paceline.storage._directory_storage import DirectoryStorage, reporting_deletion, restored
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -14,15 +14,14 @@ if TYPE_CHECKING:
         ScriptFailedError,
         VerificationError,
     )
-    from paceline.testing._run_script import Fault
     from paceline.testing._search_method import check_search_method
     from paceline.testing._verify_command import CommandVerdict, verify_command
-    from paceline.testing._verify_resume import FaultOutcome, Verdict, verify_resume
+    from paceline.testing._verify_resume import Fault, FaultOutcome, Verdict, verify_resume
 
 _PLACES = {
     "CommandVerdict": "_verify_command",
     "Difference": "_compare_runs",
-    "Fault": "_run_script",
+    "Fault": "_verify_resume",
     "FaultMissedError": "_compare_runs",
     "FaultOutcome": "_verify_resume",
     "NotResumableError": "_compare_runs",

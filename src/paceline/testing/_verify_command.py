@@ -18,15 +18,18 @@ from paceline.testing._checkpoint_contents import (
     difference_kind,
     state_rank,
 )
-from paceline.testing._command_runs import CommandRuns, EndedRun, NoVerdictError, Result
 from paceline.testing._compare_runs import Difference, without_ignored
-from paceline.testing._run_script import Script
 from paceline.testing._trainer_adapters import (
     ADAPTERS,
+    CommandRuns,
+    EndedRun,
+    NoVerdictError,
+    Result,
     TrainerAdapter,
     checkpoint_step,
     loss_distance,
 )
+from paceline.testing._verify_resume import Script
 
 Level = Literal["strict", "standard", "relaxed"]
 

@@ -57,8 +57,7 @@ from paceline.train._train_functions import (
     world_rank,
     world_size,
 )
-from paceline.train._trainer import Trainer
-from paceline.train._trainer_workers import ClassWorkers
+from paceline.train._trainer import ClassWorkers, Trainer
 
 if TYPE_CHECKING:
     from paceline.train._search import SearchResults, TrialResult, search

@@ -13,8 +13,7 @@ from paceline._training.engine.checkpoints.models_and_optimizers import (
     ModelsAndOptimizers,
     restore_generators,
 )
-from paceline._training.engine.gradient_accumulation import has_stored_tensors
-from paceline._training.engine.gradient_sync import GradientSync
+from paceline._training.engine.gradient_sync import GradientSync, has_stored_tensors
 from paceline._training.engine.rank_differences import (
     RankCheck,
     RankDigest,

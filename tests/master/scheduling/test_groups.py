@@ -13,8 +13,7 @@ from paceline._cluster.master.scheduling.pools import (
     SlotAssignment,
     Waiting,
 )
-from paceline._cluster.master.scheduling.schedule import decide, schedule
-from paceline._cluster.master.scheduling.slot_placement import fits_nodes
+from paceline._cluster.master.scheduling.schedule import decide, fits_nodes, schedule
 
 
 def nodes(*sizes: int, can_join: bool = True) -> list[NodeSlots]:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, update
 
-from paceline._cluster.master.store import list_pages as _encoding_cache
+from paceline._cluster.master.store import experiment_list as _encoding_cache
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.experiment_list import (
+    EncodingCache,
     ExperimentQuery,
     encode_experiments,
     list_rows,
 )
-from paceline._cluster.master.store.list_pages import EncodingCache
 
 _CONFIG = {
     "searcher": {"name": "random", "metric": "loss", "smaller_is_better": True},

@@ -11,7 +11,7 @@ from sqlalchemy import insert, select, update
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import trial_view
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.store.list_pages import (
+from paceline._cluster.master.store.experiment_list import (
     LISTED_TRIAL_COLUMNS,
     EncodingCache,
     encode_trials,

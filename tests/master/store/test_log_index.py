@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline._base.sealed_json import seal_line
-from paceline._cluster.master.store import log_files as _log_file
-from paceline._cluster.master.store.log_index_and_search import LogFilter, StoredLine
-from paceline._cluster.master.store.trial_logs import LogStore, merge_lines
+from paceline._cluster.master.store import trial_logs as _log_file
+from paceline._cluster.master.store.trial_logs import LogFilter, LogStore, StoredLine, merge_lines
 from paceline._cluster.messages.runner_messages import LogEntry
 
 # Letters whose small ones depend on what follows, are two, or lie within ASCII; and what JSON

@@ -51,7 +51,7 @@ from paceline._cluster.master.notify.notifier import Notifier
 from paceline._cluster.master.starters.pool_runners import PoolDefinition, PoolRunners
 from paceline._cluster.master.starters.starter_base import Starter
 from paceline._cluster.master.store.database import Database, Transaction, settle_cluster_id
-from paceline._cluster.master.store.list_pages import EncodingCache, NameCache
+from paceline._cluster.master.store.experiment_list import EncodingCache, NameCache
 from paceline._cluster.master.store.run_files import FileContents
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.master.upkeep.recovery_records import Recorder

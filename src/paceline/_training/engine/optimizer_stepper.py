@@ -18,7 +18,6 @@ from paceline._training.engine.fsdp_and_tensor_parallel import (
     check_tensor_options,
     place_gradients,
 )
-from paceline._training.engine.gradient_accumulation import Accumulation
 from paceline._training.engine.gradient_reduction import (
     AllReduce,
     DataParallel,
@@ -28,6 +27,7 @@ from paceline._training.engine.gradient_reduction import (
     OverlappedAllReduce,
     TravellingSignal,
 )
+from paceline._training.engine.gradient_sync import Accumulation
 from paceline._training.engine.model_preparation import FrozenBase, ModelOptions, ModelWrapper
 from paceline._training.engine.profiling import BACKWARD, REDUCE, STEP, StepTimer
 from paceline._training.engine.rank_differences import RankCheck, RankDigest

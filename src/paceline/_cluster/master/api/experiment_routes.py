@@ -50,7 +50,7 @@ from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, experiment_view
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.list_pages import Order
+from paceline._cluster.master.store.experiment_list import Order
 from paceline._cluster.messages import experiment_models as searches
 from paceline._cluster.messages.experiment_models import (
     BulkAction,

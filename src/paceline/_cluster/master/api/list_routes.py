@@ -25,18 +25,16 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, encode_cursor
 from paceline._cluster.master.store.database import load_json
 from paceline._cluster.master.store.experiment_list import (
+    LISTED_TRIAL_COLUMNS,
     Condition,
     ExperimentQuery,
-    count_rows,
-    encode_experiments,
-    json_path,
-    list_rows,
-)
-from paceline._cluster.master.store.list_pages import (
-    LISTED_TRIAL_COLUMNS,
     NameCache,
     Order,
+    count_rows,
+    encode_experiments,
     encode_trials,
+    json_path,
+    list_rows,
     sample_trials,
 )
 from paceline._cluster.master.store.metric_series import tagged

@@ -34,7 +34,7 @@ from paceline._cluster.master.store.api_models_from_rows import (
     encode_cursor,
 )
 from paceline._cluster.master.store.database import DatabaseUnavailableError, Transaction
-from paceline._cluster.master.store.list_pages import EncodingCache, NameCache, Order
+from paceline._cluster.master.store.experiment_list import EncodingCache, NameCache, Order
 from paceline._cluster.master.store.row_ids_and_counts import KeyReusedError, once
 from paceline._cluster.messages.experiment_models import Checkpoint, Page, Problem
 from paceline.config._fields_and_problems import ConfigError

@@ -48,7 +48,7 @@ from paceline._cluster.master.store.api_models_from_rows import (
     trial_view,
 )
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.list_pages import Order
+from paceline._cluster.master.store.experiment_list import Order
 from paceline._cluster.master.store.metric_rows_and_times import iter_points, read_rows, time_shares
 from paceline._cluster.master.store.metric_series import (
     Selection,

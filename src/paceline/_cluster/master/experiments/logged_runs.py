@@ -16,14 +16,14 @@ from paceline._base.journal_records import (
 )
 from paceline._base.run_directory import RunInfo
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
-from paceline._cluster.master.experiments.unmanaged_run_rows import (
+from paceline._cluster.master.experiments.unmanaged_runs import (
+    Unmanaged,
     experiment_of_run,
     run_attempts,
     trial_of_run,
     update_attempt,
     update_experiment,
 )
-from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.messages.runner_messages import RunBatch

@@ -40,8 +40,8 @@ from paceline._cluster.master.experiments.checkpoints import (
     take_checkpoint_deletion,
 )
 from paceline._cluster.master.experiments.record_checks import check_record
-from paceline._cluster.master.experiments.state_writer import StateChanges
-from paceline._cluster.master.experiments.validation_ingest import (
+from paceline._cluster.master.experiments.state_writer import (
+    StateChanges,
     recompute_best,
     small_metrics,
     take_operation,

@@ -24,7 +24,7 @@ from paceline._cluster.master.scheduling.pools import (
     Waiting,
     in_pools,
 )
-from paceline._cluster.master.scheduling.slot_placement import fits_nodes
+from paceline._cluster.master.scheduling.schedule import fits_nodes
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, slots_by_node
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL

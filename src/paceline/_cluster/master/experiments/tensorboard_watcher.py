@@ -13,8 +13,11 @@ from zlib import crc32
 from paceline._base.journal_records import AnyRecord, MediaFile, MediaReported, MetricsReported
 from paceline._cluster.master.experiments.directory_watcher import DirectoryWatcher
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
-from paceline._cluster.master.experiments.unmanaged_run_rows import experiment_of_run, run_reply
-from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
+from paceline._cluster.master.experiments.unmanaged_runs import (
+    Unmanaged,
+    experiment_of_run,
+    run_reply,
+)
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.run_files import FileContents, put_file
 from paceline._cluster.messages.runner_messages import RunBatch

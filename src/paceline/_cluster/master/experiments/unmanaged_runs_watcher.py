@@ -14,8 +14,7 @@ from paceline._base.journal_records import MediaFile, decode_record
 from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
 from paceline._base.run_files import FileShipping, LostFileError
 from paceline._cluster.master.experiments.directory_watcher import DirectoryWatcher
-from paceline._cluster.master.experiments.unmanaged_run_rows import open_directory_runs
-from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
+from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged, open_directory_runs
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.run_files import MAX_FILE_BYTES, FileContents, put_file
 from paceline._cluster.messages.runner_messages import RunBatch

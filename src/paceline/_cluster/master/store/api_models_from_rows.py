@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, Row, Select, case, delete, func, insert, select
+from sqlalchemy import Connection, Row, Select, Table, case, delete, func, insert, select
 
 from paceline._base.journal_records import encode_float
 from paceline._cluster.master.store import tables
@@ -27,6 +27,7 @@ from paceline._cluster.messages.experiment_models import (
     AttemptNode,
     Checkpoint,
     Experiment,
+    Message,
     MetricSummary,
     Trial,
 )
@@ -149,6 +150,23 @@ def drop_unused_environments(connection: Connection, digests: set[str]) -> None:
             connection.execute(delete(environments).where(environments.c.digest == digest))
 
 
+def _shared(model: type[Message], table: Table, *, but: set[str]) -> tuple[str, ...]:
+    """Return the names that a model and a table share, without those that need a conversion."""
+    return tuple(name for name in model.model_fields if name in table.c and name not in but)
+
+
+_OF_EXPERIMENT = _shared(
+    Experiment, tables.experiments, but={"best_metric", "config", "warnings", "notes"}
+)
+_OF_TRIAL = _shared(Trial, tables.trials, but={"best_metric", "metadata", "alerts"})
+_OF_ATTEMPT = _shared(Attempt, tables.attempts, but={"exit"})
+_OF_CHECKPOINT = _shared(Checkpoint, tables.checkpoints, but={"metric"})
+
+
+def _columns(row: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in names}
+
+
 def experiment_view(connection: Connection, row: Row[Any]) -> Experiment:
     """Return an experiment's row as the API model, with secrets hidden."""
     counts = experiment_counts(connection, [row.id]).get(row.id, NO_COUNTS)
@@ -168,14 +186,7 @@ def experiment_model(
     """
     searcher = row.config["searcher"]
     return Experiment(
-        id=row.id,
-        name=row.name,
-        description=row.description,
-        labels=row.labels,
-        state=row.state,
-        progress=row.progress,
-        created_at=row.created_at,
-        ended_at=row.ended_at,
+        **_columns(row, _OF_EXPERIMENT),
         # Searcher fields as stored: a list also shows configurations invalid for this version.
         searcher=searcher["name"],
         metric=searcher["metric"],
@@ -183,21 +194,15 @@ def experiment_model(
         has_rungs=searcher_section(searcher["name"]).has_rungs,
         num_trials=counts.num_trials,
         num_running=counts.num_running,
-        best_trial_id=row.best_trial_id,
         best_metric=_number(row.best_metric),
-        error=row.error,
-        parent_trial_id=row.parent_trial_id,
         config=config,
         warnings=[*row.warnings, *_missing_method(row)],
         is_unmanaged=row.external_id is not None,
         run_dir=row.external_path and row.external_path.removeprefix(REPORTED),
-        is_archived=row.is_archived,
-        forked_from=row.forked_from,
         has_code=row.context_digest is not None,
         is_unmeasured=row.search_end == "unmeasured",
         num_checkpoints=counts.num_checkpoints,
         checkpoint_bytes=counts.checkpoint_bytes,
-        num_records_lost=row.num_records_lost,
         values=values or {},
     )
 
@@ -262,32 +267,12 @@ def trial_model(row: Any, facts: TrialFacts, **details: Any) -> Trial:
         details: The fields that a list leaves out.
     """
     return Trial(
-        id=row.id,
-        experiment_id=row.experiment_id,
-        request_id=row.request_id,
-        state=row.state,
+        **_columns(row, _OF_TRIAL),
         experiment_state=ExperimentState(facts.experiment_state),
         is_running=facts.is_running,
-        hparams=row.hparams,
-        seed=row.seed,
-        restarts=row.restarts,
-        retries=row.retries,
-        num_attempts=row.num_attempts,
-        steps_completed=row.steps_completed,
-        progress=row.progress,
-        status=row.status,
         best_metric=_number(row.best_metric),
-        best_step=row.best_step,
-        latest_metric=row.latest_metric,
-        created_at=row.created_at,
         started_at=facts.started_at,
-        ended_at=row.ended_at,
-        stop_reason=row.stop_reason,
-        error=row.error,
-        error_kind=row.error_kind,
         latest_checkpoint=facts.latest_checkpoint,
-        target_length=row.target_length,
-        num_records_lost=row.num_records_lost,
         **details,
     )
 
@@ -300,17 +285,7 @@ def attempt_views(connection: Connection, trial_id: int) -> list[Attempt]:
     names = {row.id: row.name for row in connection.execute(select(nodes.id, nodes.name)).all()}
     return [
         Attempt(
-            id=row.id,
-            trial_id=row.trial_id,
-            number=row.number,
-            state=row.state,
-            slots=row.slots,
-            created_at=row.created_at,
-            started_at=row.started_at,
-            ended_at=row.ended_at,
-            resumed_from=row.resumed_from,
-            resumed_steps=row.resumed_steps,
-            preempt_reason=row.preempt_reason,
+            **_columns(row, _OF_ATTEMPT),
             exit=_exit_model(row.exit),
             nodes=_nodes_of(row, names),
             **_restarts_of(row),
@@ -341,17 +316,7 @@ def checkpoint_views(rows: list[Row[Any]]) -> list[Checkpoint]:
     """Return checkpoints with the searched metric at their step."""
     return [
         Checkpoint(
-            uuid=row.uuid,
-            trial_id=row.trial_id,
-            experiment_id=row.experiment_id,
-            attempt=row.attempt,
-            steps_completed=row.steps_completed,
-            state=row.state,
-            metadata=row.metadata,
-            resources=row.resources,
-            size=row.size,
-            storage=row.storage,
-            created_at=row.created_at,
+            **_columns(row, _OF_CHECKPOINT),
             metric=_number(row.metric),
         )
         for row in rows

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline._base.process_and_network import join, num_cores, wait_until
-from paceline._training.engine.checkpoints.host_copies import HostCopies
-from paceline._training.engine.checkpoints.sharded_state import parts_with_shard
+from paceline._training.engine.checkpoints.sharded_state import HostCopies, parts_with_shard
 from paceline._training.engine.checkpoints.state_files import save_state
 from paceline.core._background_checkpoints import StoreFailures
 from paceline.storage._uploads import FileSender

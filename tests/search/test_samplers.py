@@ -29,10 +29,10 @@ from paceline.search import (
     parse_space,
 )
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
-from paceline.search._random_and_grid import RandomConfig, SingleConfig
 from paceline.search._sampler_program import SamplerProgram
 from paceline.search._samplers import SamplerSpec, answers, asking, make_sampler
 from paceline.search._search import Search, replay, simulate
+from paceline.search._search_method import RandomConfig, SingleConfig
 
 SPACE: dict[str, Any] = {
     "net": {"width": {"type": "int", "minval": 1, "maxval": 9, "count": 3}, "depth": 2},

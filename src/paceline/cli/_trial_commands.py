@@ -123,7 +123,7 @@ def _print_trial_facts(data: "TrialData", state: str, decisions: "TrialDecisions
 def _proposal_text(decisions: "TrialDecisions") -> str | None:
     """Return who proposed the hyperparameters, and why."""
     found = decisions.proposal
-    return found and f"by {found.by}" + (f": {found.why}" if found.why else "")
+    return None if found is None else f"by {found.by}" + (f": {found.why}" if found.why else "")
 
 
 _DECISIONS = {

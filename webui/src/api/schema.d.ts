@@ -1331,6 +1331,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/trials/{trial_id}/decisions": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Trial Decisions
+         * @description Read the decisions of the search about a trial: who proposed it, where it was stopped.
+         */
+        get: operations["read_trial_decisions_api_v1_trials__trial_id__decisions_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/trials/{trial_id}/environments": {
         parameters: {
             query?: never;
@@ -3157,12 +3177,32 @@ export interface components {
             rows: components["schemas"]["PreviewRow"][];
         };
         /**
+         * SearchSampler
+         * @description Sampler of a search: its name, and how many trials have got their hyperparameters.
+         *
+         *     `num_fallbacks` of them are draws at random in place of an answer of the sampler; `last_fault`
+         *     says why the last one is.
+         */
+        SearchSampler: {
+            /** Name */
+            name: string;
+            /** Num Proposed */
+            num_proposed: number;
+            /** Num Fallbacks */
+            num_fallbacks: number;
+            /** Last Fault */
+            last_fault: string | null;
+        };
+        /**
          * SearchView
          * @description Rungs of each bracket; empty for searches without halving.
+         *
+         *     `sampler` is None if the search draws by itself.
          */
         SearchView: {
             /** Brackets */
             brackets: components["schemas"]["Rung"][][];
+            sampler?: components["schemas"]["SearchSampler"] | null;
         };
         /**
          * Series
@@ -3517,6 +3557,49 @@ export interface components {
             attempts?: components["schemas"]["Attempt"][];
             /** @description State shown to users, derived from the trial's stored `state` and its experiment. */
             readonly shown_state: components["schemas"]["ShownState"];
+        };
+        /**
+         * TrialDecisions
+         * @description Decisions of the search about a trial: who proposed it, and what it met at the rungs.
+         *
+         *     `proposal` is None if the search draws by itself. A rung of more than 1,000 trials can be
+         *     missing in `rungs`.
+         */
+        TrialDecisions: {
+            proposal: components["schemas"]["TrialProposal"] | null;
+            /** Rungs */
+            rungs: components["schemas"]["TrialRung"][];
+        };
+        /**
+         * TrialProposal
+         * @description Who proposed the hyperparameters of a trial, and why.
+         *
+         *     With `is_fallback` they are a draw at random in place of an answer of the sampler.
+         */
+        TrialProposal: {
+            /** By */
+            by: string;
+            /** Why */
+            why: string;
+            /** Is Fallback */
+            is_fallback: boolean;
+        };
+        /**
+         * TrialRung
+         * @description Decision about a trial at a rung; see `RungEntry`.
+         */
+        TrialRung: {
+            /** Bracket */
+            bracket: number;
+            /** Length */
+            length: number;
+            /** Metric */
+            metric: number | {
+                [key: string]: string;
+            } | null;
+            /** Decision */
+            decision: string;
+            arrival: components["schemas"]["RungArrival"] | null;
         };
         /**
          * TrialSet
@@ -5978,6 +6061,37 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["TrialTime"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_trial_decisions_api_v1_trials__trial_id__decisions_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["TrialDecisions"];
                 };
             };
             /** @description What was wrong, with a `code`. */

@@ -13,13 +13,14 @@ from paceline._cluster.master.api.requests_and_answers import ApiError, Limit, M
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.experiment_list import (
+    LISTED_TRIAL_COLUMNS,
     ExperimentQuery,
     encode_experiments,
+    encode_trials,
     matching_ids,
     rows_of,
 )
 from paceline._cluster.master.store.group_curves import Spread, spread_of
-from paceline._cluster.master.store.list_pages import LISTED_TRIAL_COLUMNS, encode_trials
 from paceline._cluster.master.store.metric_series import Curve, Selection, read_curve, smooth_at
 from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
 from paceline._cluster.messages.experiment_models import (

@@ -118,7 +118,9 @@ def read_trial_decisions(trial_id: TrialId, master: MasterOf) -> TrialDecisions:
                 length=rung.length,
                 metric=entry.metric,
                 decision=entry.decision,
-                arrival=entry.arrival and RungArrival(**msgspec.structs.asdict(entry.arrival)),
+                arrival=None
+                if entry.arrival is None
+                else RungArrival(**msgspec.structs.asdict(entry.arrival)),
             )
             for number, bracket in enumerate(brackets, start=1)
             for rung in bracket

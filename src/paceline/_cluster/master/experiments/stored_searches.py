@@ -69,7 +69,7 @@ class Searches:
     def __init__(self) -> None:
         self._loaded: dict[int, LoadedSearch] = {}
         # Told of each search that has trials without hyperparameters, after a commit.
-        self.on_asks: Callable[[int], object] = lambda experiment_id: None
+        self.on_asks: Callable[[int], None] = lambda experiment_id: None
 
     def apply(self, transaction: Transaction, experiment_id: int, given: Input) -> list[Operation]:
         """Apply an input, and store the input with the resulting operations.
@@ -310,7 +310,10 @@ def count_proposals(connection: Connection, experiment_id: int) -> tuple[int, in
 
 
 def _is_proposal() -> ColumnElement[bool]:
-    return tables.search_inputs.c.input["type"].as_string() == "proposed"
+    is_proposal: ColumnElement[bool] = (
+        tables.search_inputs.c.input["type"].as_string() == "proposed"
+    )
+    return is_proposal
 
 
 _MOMENT_S = 60.0

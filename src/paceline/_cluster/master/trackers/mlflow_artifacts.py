@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, delete
 from paceline._base.journal_records import MediaFile, MediaReported
 from paceline._base.run_directory import check_file_path
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
-from paceline._cluster.master.experiments.unmanaged_run_rows import (
+from paceline._cluster.master.experiments.unmanaged_runs import (
     experiment_of_run,
     trial_of_run,
 )

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 from sqlalchemy.dialects.sqlite import insert
 
 from paceline._base.journal_records import MetricsReported, encode_float
-from paceline._cluster.master.experiments.unmanaged_run_rows import (
+from paceline._cluster.master.experiments.unmanaged_runs import (
     experiment_of_run,
     trial_of_run,
 )

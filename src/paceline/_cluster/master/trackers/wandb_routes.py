@@ -20,7 +20,7 @@ from paceline._cluster.master.api.requests_and_answers import (
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
-from paceline._cluster.master.experiments.unmanaged_run_rows import run_attempts
+from paceline._cluster.master.experiments.unmanaged_runs import run_attempts
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.run_files import (

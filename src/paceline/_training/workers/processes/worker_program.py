@@ -4,7 +4,7 @@ Run as ``python _worker_program.py KIND TARGET ARGUMENTS...``, by its path and w
 library alone: the interpreter is the user's choice, and nothing of the current directory may be
 imported before the program itself. The kinds script, module and code are as for Python. To serve is
 to carry out the calls of a driver, see `_serve_driver`; to fork is to do that in processes forked
-from this one, see `worker_fork_server`.
+from this one, see `template_process`.
 
 With gloo a process that has done all its work can still abort while the interpreter shuts down: a
 thread of gloo asks for the interpreter lock too late. So the program's end is made of the same

@@ -227,7 +227,7 @@ def test_a_file_that_is_gone_and_a_huge_image_leave_the_page_whole(
     expect(panel(page, "huge").get_by_role("button", name="Show huge")).to_be_visible()
     expect(panel(page, "huge").get_by_role("img")).to_have_count(0)
     expect(panel(page, "gone")).to_contain_text("its file is missing or damaged")
-    expect(panel(page, "gone table").get_by_role("alert")).to_contain_text("has no file")
+    expect(panel(page, "gone table").get_by_role("alert")).to_contain_text("There is no file")
     expect(panel(page, "said").get_by_text("still here")).to_be_visible()
 
 

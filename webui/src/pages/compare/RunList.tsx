@@ -58,17 +58,20 @@ export function RunList({ rows, runs, total, shown, search }: RunListProps) {
       <RunSearch value={search.runs ?? ""} />
       <Controls runs={runs} search={search} />
       <Group gap="xs" my={6} justify="space-between" wrap="nowrap">
-        <Checkbox
-          size="xs"
-          label={
-            <span role="status">
-              {shown.size.toLocaleString("en")} of {plural(rows.length, noun)} shown
-            </span>
-          }
-          checked={isAll}
-          indeterminate={!isAll && shown.size > 0}
-          onChange={() => change({ first: isAll ? 0 : rows.length, on: undefined, off: undefined })}
-        />
+        <Group gap="xs" wrap="nowrap">
+          <Checkbox
+            size="xs"
+            aria-label={`Show all ${noun}s`}
+            checked={isAll}
+            indeterminate={!isAll && shown.size > 0}
+            onChange={() =>
+              change({ first: isAll ? 0 : rows.length, on: undefined, off: undefined })
+            }
+          />
+          <Text size="xs" role="status">
+            {shown.size.toLocaleString("en")} of {plural(rows.length, noun)} shown
+          </Text>
+        </Group>
         {isNarrowed && (
           <Button
             size="compact-xs"

@@ -61,6 +61,8 @@ def _kind(text: str, is_child_of_training: bool) -> str:
     for part, kind in (
         ("paceline.cli up", "master"),
         ("paceline.cli runner", "node"),
+        # Forked runners and entrypoints have command lines of their own.
+        ("worker_program.py template", "template"),
         ("runner-", "runner"),
         ("--host", "host"),
         ("paceline._cluster.runner", "runner"),

@@ -31,8 +31,9 @@ from paceline.journal import MetricsReported, StatusReported
 
 REQUESTS = {
     "BulkAction", "ConfigText", "ContinueExperiment", "ContinueTrial", "CreateExperiment",
-    "DrainNode", "EditExperiment", "ForkExperiment", "Login", "MoveExperiment", "NewPassword",
-    "NewToken", "PreviewSearch", "SeriesOf", "SeriesRequest", "SetPool", "Shutdown", "Source",
+    "DrainNode", "EditExperiment", "ForkExperiment", "GroupsRequest", "Login",
+    "MetricNamesRequest", "MoveExperiment", "NewPassword", "NewToken", "PreviewSearch",
+    "SeriesOf", "SeriesRequest", "SetPool", "Shutdown", "Source",
 }  # fmt: skip
 NEEDED = {
     "config": {}, "password": "long enough", "commit": "0123abc", "action": "pause",

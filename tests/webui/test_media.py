@@ -95,7 +95,7 @@ def test_each_kind_is_shown_and_nothing_of_a_stranger_acts(
 
     trial = report("all-kinds-of-media", tell)
     page = open_page(master, f"/trials/{trial}", viewport={"width": 1280, "height": 5000})
-    page.get_by_role("link", name="Media").click()
+    page.get_by_role("link", name="Media", exact=True).click()
     # The figure, drawn in its frame by code without an origin.
     frame = page.frame_locator("iframe[title^='figure']")
     expect(frame.locator(".main-svg").first).to_be_visible()
@@ -189,7 +189,7 @@ def test_of_300_names_and_2000_steps_only_what_is_in_sight_is_read(
     page = open_page(master, f"/trials/{trial}")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url) if "/media?" in request.url else 0)
-    page.get_by_role("link", name="Media").click()
+    page.get_by_role("link", name="Media", exact=True).click()
     expect(page.get_by_text("301 names")).to_be_visible()
     expect(panel(page, "long").get_by_text("text 1999 of the long one")).to_be_visible()
     page.get_by_role("slider", name="Step of long").press("Home")

@@ -30,7 +30,7 @@ from paceline.search import (
 )
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
 from paceline.search._sampler_program import SamplerProgram
-from paceline.search._samplers import SamplerSpec, answers, asking, make_sampler
+from paceline.search._samplers import SamplerError, SamplerSpec, answers, asking, make_sampler
 from paceline.search._search import Search, replay, simulate
 from paceline.search._search_method import RandomConfig, SingleConfig
 
@@ -276,3 +276,24 @@ def test_only_samplers_are_called(lab: Callable[..., SamplerProgram]) -> None:
 def test_the_same_search_asks_with_the_same_random_numbers() -> None:
     ask = asking(Faulty(), parse_space(SPACE), 5)
     assert ask([], 1) == ask([], 1)
+
+
+def test_a_module_of_the_working_directory_is_taken_only_where_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may write to the working directory of a master."""
+    mark = tmp_path / "imported"
+    for name in ("lab_sampler", "msgspec"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'w').close()\n{LAB}")
+    monkeypatch.chdir(tmp_path)
+    spec = SamplerSpec(name="lab_sampler:Lab", options={"fault": ""}, timeout_s=120)
+    program = SamplerProgram(spec, SPACE, 1)
+    with pytest.raises(SamplerError, match="No module named 'lab_sampler'"):
+        program([], 1)
+    program.close()
+    assert not mark.exists()
+    (tmp_path / "msgspec.py").unlink()
+    program = SamplerProgram(spec, SPACE, 1, directory=str(tmp_path))
+    assert len(program([], 1)) == 1
+    program.close()
+    assert mark.exists()

@@ -20,14 +20,21 @@ class RequestProgram:
         name: The other side's name, for messages.
         command: Its command line. It must end when its input is closed.
         error: The exception to raise.
+        directory: Its working directory, whose modules `python -m` takes before all others: by
+            default one that only the administrator of the machine can write to.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], error: type[Exception] = RuntimeError
+        self,
+        name: str,
+        command: Sequence[str],
+        error: type[Exception] = RuntimeError,
+        directory: str = "/",
     ) -> None:
         self._name = name
         self._error = error
         self._command = command
+        self._directory = directory
         self._process: subprocess.Popen[str] | None = None
         self._errors: IO[bytes] | None = None
         self._asking = threading.Lock()
@@ -84,6 +91,7 @@ class RequestProgram:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lasts as long as the process
             self._process = subprocess.Popen(
                 self._command,
+                cwd=self._directory,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

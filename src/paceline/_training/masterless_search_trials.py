@@ -1,6 +1,7 @@
 """Threads running the trials of a search on reusable workers, and the setup of the search."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -131,7 +132,7 @@ def _answering(chosen: Any, seed: int, stack: ExitStack) -> Callable[[Search], P
     ask: SamplerProgram | None = None
     if spec.name != "random":
         check_installed(spec)
-        ask = SamplerProgram(spec, chosen.hyperparameters, seed)
+        ask = SamplerProgram(spec, chosen.hyperparameters, seed, os.getcwd())
         stack.callback(ask.close)
 
     def answer(search: Search) -> Proposed:

@@ -32,9 +32,16 @@ class SamplerProgram:
         spec: The sampler.
         hyperparameters: The space in these words.
         seed: The seed of the search.
+        directory: Where the class is looked for before the installed packages; nowhere by default.
     """
 
-    def __init__(self, spec: SamplerSpec, hyperparameters: dict[str, Any], seed: int) -> None:
+    def __init__(
+        self,
+        spec: SamplerSpec,
+        hyperparameters: dict[str, Any],
+        seed: int,
+        directory: str = "/",
+    ) -> None:
         self._timeout_s = spec.timeout_s
         self._setup = {
             "name": spec.name,
@@ -43,7 +50,7 @@ class SamplerProgram:
             "seed": seed,
         }
         command = [sys.executable, "-m", __name__]
-        self._program = RequestProgram(f"sampler {spec.name}", command, SamplerError)
+        self._program = RequestProgram(f"sampler {spec.name}", command, SamplerError, directory)
 
     def __call__(self, observations: Sequence[Observation], n: int) -> Sequence[Proposal]:
         """Return the sampler's proposals.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from secrets import randbelow
@@ -95,7 +96,9 @@ class Study:
             self._ask = asking(sampler, self._search.space, self.seed)
         elif spec.name != "random":
             check_installed(spec)
-            self._ask = self._program = SamplerProgram(spec, config.hyperparameters, self.seed)
+            self._ask = self._program = SamplerProgram(
+                spec, config.hyperparameters, self.seed, os.getcwd()
+            )
         self._give(Started())
 
     def __enter__(self) -> Study:

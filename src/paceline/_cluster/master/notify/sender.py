@@ -41,7 +41,12 @@ class Delivery:
         # The addresses hold tokens, and everyone on the machine can read arguments.
         pipe, program = subprocess.PIPE, [sys.executable, "-m", send_message.__name__]
         self._process = subprocess.Popen(
-            program, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+            # No module of the master's working directory, which others may write to.
+            program,
+            cwd="/",
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
         )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as stdin:

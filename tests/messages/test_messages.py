@@ -38,7 +38,8 @@ REQUESTS = {
 NEEDED = {
     "config": {}, "password": "long enough", "commit": "0123abc", "action": "pause",
     "experiment_ids": [1], "experiment_id": 1, "text": "", "name": "a", "trial_id": 1,
-    "group": "training", "series": [{"trial_id": 1, "group": "a", "name": "b"}],
+    "group": "training", "trial_ids": [1], "groups": [[1]],
+    "series": [{"trial_id": 1, "group": "a", "name": "b"}],
 }  # fmt: skip
 MODELS = {
     name: model

@@ -58,6 +58,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
+    def do_PUT(self) -> None:
+        # Clients ask a machine's metadata this way; an answer 501 would be asked for again.
+        self._answer(403, b"")
+
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         key = unquote(url.path).removeprefix(f"/{BUCKET}").lstrip("/")

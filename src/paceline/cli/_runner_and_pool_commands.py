@@ -332,7 +332,7 @@ def list_pools() -> None:
         [
             (
                 pool.name,
-                pool.policy,
+                f"{pool.policy}, backfill" if pool.backfill else pool.policy,
                 pool.num_nodes,
                 slots_text(pool, pool.num_slots),
                 pool.max_slots,
@@ -369,11 +369,24 @@ def set_pool(
             help="Nodes with this label belong to it, unless they name a pool. Repeatable.",
         ),
     ] = None,
+    backfill: Annotated[
+        bool,
+        typer.Option(
+            "--backfill",
+            help="Run trials in the gap in front of one that needs more slots than are free.",
+        ),
+    ] = False,
 ) -> None:
     """Set all settings of a pool. Options not given get their defaults."""
 
     with connect() as client:
-        client.set_pool(name, policy=policy, max_slots=max_slots, labels=read_labels(labels or []))
+        client.set_pool(
+            name,
+            policy=policy,
+            max_slots=max_slots,
+            labels=read_labels(labels or []),
+            backfill=backfill,
+        )
         _print_pool(client, name, f"The pool {name} has the policy {policy}.")
 
 

@@ -138,6 +138,7 @@ class ClusterClient:
         policy: "Policy" = "fifo",
         max_slots: int | None = None,
         labels: Mapping[str, str] | None = None,
+        backfill: bool = False,
     ) -> None:
         """Set the sharing rules of a pool; arguments not given get their defaults.
 
@@ -146,13 +147,17 @@ class ClusterClient:
             policy: `fifo`, `priority` or `fair_share`.
             max_slots: How many of its slots may be in use at once; None is no limit.
             labels: Nodes that have all of these, and name no pool themselves, belong to it.
+            backfill: Whether trials run in the gap in front of one that needs more slots than are
+                free; they store a checkpoint and leave once it has room.
 
         Raises:
             ApiError: One of them is not possible.
         """
         from paceline._cluster.messages.master_models import SetPool
 
-        body = SetPool(policy=policy, max_slots=max_slots, labels=dict(labels or {}))
+        body = SetPool(
+            policy=policy, max_slots=max_slots, labels=dict(labels or {}), backfill=backfill
+        )
         self._session.send("PUT", f"pools/{name}", content=body.model_dump_json().encode())
 
     def reset_pool(self, name: str) -> None:

@@ -57,6 +57,7 @@ class Situation:
                 Holding(
                     experiment_id=trial.experiment_id, slots=given_.slots, attempt_id=number,
                     node_id=given_.node_id, priority=trial.priority, weight=trial.weight,
+                    queue_place=trial.queue_place, is_filler=given_.is_filler,
                 )
             )  # fmt: skip
         return replace(self, waiting=tuple(by_id.values()), holding=tuple(holding))
@@ -67,6 +68,7 @@ class Situation:
             Waiting(
                 trial_id=10_000 + one.attempt_id, experiment_id=one.experiment_id,
                 num_slots=len(one.slots), max_slots=None, priority=one.priority, weight=one.weight,
+                queue_place=one.queue_place,
             )
             for one in self.holding
             if one.is_leaving
@@ -123,11 +125,15 @@ def situations(draw: st.DrawFn, policy: PolicyName | None = None) -> Situation:
             Waiting(
                 trial_id=trial_id, experiment_id=experiment_id, num_slots=num_slots,
                 max_slots=limit, priority=priority, weight=weight, last_served=served,
+                queue_place=trial_id,
             )
         )  # fmt: skip
     used = sum(len(one.slots) for one in holding)
     room = draw(st.none() | st.integers(max(used, 1), max(used, 1) + 6))
-    settings = PoolSettings(policy=policy or draw(st.sampled_from(PolicyName)), max_slots=room)
+    settings = PoolSettings(
+        policy=policy or draw(st.sampled_from(PolicyName)), max_slots=room,
+        backfill=draw(st.booleans()),
+    )  # fmt: skip
     return Situation(tuple(waiting), tuple(holding), tuple(nodes), settings)
 
 
@@ -268,7 +274,7 @@ def test_who_was_preempted_and_waits_again_preempts_nobody(situation: Situation)
         settled = settled.after().left()
     else:
         pytest.fail("The schedule never came to rest.")
-    if situation.settings.policy is FIFO:
+    if situation.settings.policy is FIFO and not situation.settings.backfill:
         assert not any(preempted)
 
 

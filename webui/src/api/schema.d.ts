@@ -1807,7 +1807,8 @@ export interface components {
          *     `nodes` are its nodes, the node of rank 0 first; `slots` are its slots on that node.
          *     `restarts` counts the restarts of its workers within it, `last_restart_cause` is the reason of
          *     the last one. In a run without a master, each start is an attempt, and these fields belong to
-         *     the start that followed.
+         *     the start that followed. An attempt with `is_filler` overtook a trial that was too large for the
+         *     free slots, and makes room once that one fits.
          */
         Attempt: {
             /** Id */
@@ -1841,6 +1842,11 @@ export interface components {
             restarts?: number;
             /** Last Restart Cause */
             last_restart_cause?: string | null;
+            /**
+             * Is Filler
+             * @default false
+             */
+            is_filler?: boolean;
         };
         /**
          * AttemptEnvironment
@@ -2969,6 +2975,7 @@ export interface components {
          * Pool
          * @description Set of nodes sharing a queue; `max_slots` limits the slots in use at the same time.
          *
+         *     With `backfill`, trials run in the gap in front of one that needs more slots than are free.
          *     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
          *     the master could not start a runner for it, or that one was started and has not registered. It
          *     goes once one has registered. `detail` says what missing nodes wait for.
@@ -3009,6 +3016,11 @@ export interface components {
             failure?: string | null;
             /** Detail */
             detail?: string | null;
+            /**
+             * Backfill
+             * @default false
+             */
+            backfill?: boolean;
         };
         /**
          * PreviewRow
@@ -3322,6 +3334,11 @@ export interface components {
             labels?: {
                 [key: string]: string;
             };
+            /**
+             * Backfill
+             * @default false
+             */
+            backfill?: boolean;
         };
         /**
          * ShownState

@@ -48,7 +48,9 @@ export function Cluster() {
   // Lost nodes are in no pool of the list, but say to which one they belong.
   const poolNames = [...pools.map((pool) => pool.name), ...shown.map((node) => node.pool)];
   const hasPools = new Set(poolNames).size > 1;
-  const hasSettings = pools.some((pool) => pool.policy !== "fifo" || pool.max_slots !== null);
+  const hasSettings = pools.some(
+    (pool) => pool.policy !== "fifo" || pool.max_slots !== null || pool.backfill,
+  );
   const failed = pools.flatMap(({ name, failure }) => (failure ? [{ name, failure }] : []));
   return (
     <>
@@ -120,7 +122,10 @@ function Pools({ pools }: { pools: readonly Pool[] }) {
             {pools.map((pool) => (
               <tr key={pool.name}>
                 <td className="setting">{pool.name}</td>
-                <td className="setting">{POLICIES[pool.policy]}</td>
+                <td className="setting">
+                  {POLICIES[pool.policy]}
+                  {pool.backfill && ", gaps filled"}
+                </td>
                 <td className="number">{pool.num_nodes}</td>
                 <td className="number">{slotsInWords(pool)}</td>
                 <td className="number">{pool.max_slots ?? "none"}</td>

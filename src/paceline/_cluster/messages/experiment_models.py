@@ -450,7 +450,8 @@ class Attempt(Message):
     `nodes` are its nodes, the node of rank 0 first; `slots` are its slots on that node.
     `restarts` counts the restarts of its workers within it, `last_restart_cause` is the reason of
     the last one. In a run without a master, each start is an attempt, and these fields belong to
-    the start that followed.
+    the start that followed. An attempt with `is_filler` overtook a trial that was too large for the
+    free slots, and makes room once that one fits.
     """
 
     id: int
@@ -468,6 +469,7 @@ class Attempt(Message):
     nodes: list[AttemptNode] = Field(default_factory=list)
     restarts: int = 0
     last_restart_cause: str | None = None
+    is_filler: bool = False
 
 
 class AttemptEnvironment(Message):

@@ -148,6 +148,7 @@ Label = Annotated[str, Field(max_length=200)]
 class Pool(Message):
     """Set of nodes sharing a queue; `max_slots` limits the slots in use at the same time.
 
+    With `backfill`, trials run in the gap in front of one that needs more slots than are free.
     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
     the master could not start a runner for it, or that one was started and has not registered. It
     goes once one has registered. `detail` says what missing nodes wait for.
@@ -166,6 +167,7 @@ class Pool(Message):
     num_slots_draining: int = 0
     failure: str | None = None
     detail: str | None = None
+    backfill: bool = False
 
 
 class NotifyChannel(Message):
@@ -194,6 +196,7 @@ class SetPool(Request):
     policy: Policy = "fifo"
     max_slots: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     labels: dict[str, Label] = Field(default_factory=dict, max_length=20)
+    backfill: bool = False
 
 
 class MoveExperiment(Request):

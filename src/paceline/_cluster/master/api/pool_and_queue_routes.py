@@ -65,6 +65,7 @@ def list_pools(master: MasterOf) -> list[Pool]:
                 name=name,
                 policy=settings.policy.value,
                 max_slots=settings.max_slots,
+                backfill=settings.backfill,
                 labels=dict(settings.labels),
                 num_nodes=len(nodes),
                 num_slots=sum(sizes.values()),
@@ -324,7 +325,7 @@ def _queue_detail(
         case Reason.POOL_LIMIT:
             return f"The pool {waiting.pool!r} may use {settings.max_slots} slots at a time."
         case Reason.PREEMPTING:
-            return "Less important trials store a checkpoint and make room for it."
+            return "Trials behind it, or less important ones, store a checkpoint and make room."
         case Reason.ELSEWHERE:
             if waiting.awaits_node:
                 return "It failed on a node, and waits for another one, which is away."

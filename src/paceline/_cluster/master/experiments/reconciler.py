@@ -81,6 +81,7 @@ def create_attempt(
             created_at=time.time(),
             resumed_from=uuid,
             resumed_steps=steps,
+            is_filler=assignment.is_filler,
         )
     )
     changes.update_trial(transaction, trial_id, num_attempts=number)
@@ -266,6 +267,8 @@ class Reconciler:
             why = "is more important"
             if policies[one.node_id] is PolicyName.FAIR_SHARE:
                 why = "has less than its share of the slots"
+            if one.is_filler:
+                why = "came before it and has room now"
             reason = f"makes room for experiment {trial.experiment_id}, which {why}"
             self._changes.preempt(transaction, live[one.attempt_id], reason)
 

@@ -79,8 +79,10 @@ class Cluster:
 
     @property
     def preempts(self) -> bool:
-        """Whether a policy lets trials take the slots of others."""
-        return any(policy is not PolicyName.FIFO for policy in self._policies)
+        """Whether trials may take the slots of others, by a policy or from fillers."""
+        return any(policy is not PolicyName.FIFO for policy in self._policies) or any(
+            one.is_filler for one in self.holding
+        )
 
     @property
     def policies(self) -> dict[int, PolicyName]:
@@ -152,7 +154,10 @@ def read_pools(connection: Connection) -> dict[str, PoolSettings]:
     """Return the settings of all stored pools, by name."""
     return {
         row.name: PoolSettings(
-            policy=PolicyName(row.policy), max_slots=row.max_slots, labels=row.labels
+            policy=PolicyName(row.policy),
+            max_slots=row.max_slots,
+            labels=row.labels,
+            backfill=row.backfill,
         )
         for row in connection.execute(select(tables.pools)).all()
     }
@@ -173,6 +178,7 @@ def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
     if is_ranked:
         ranks.load({attempt.experiment_id for attempt in attempts})
     found: list[Holding] = []
+    places = _moved_places(connection) if any(one.is_filler for one in attempts) else {}
     for attempt in attempts:
         priority, weight = DEFAULT_PRIORITY, 1.0
         if is_ranked:
@@ -189,9 +195,20 @@ def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
                 priority=priority,
                 weight=weight,
                 is_leaving=attempt.preempt_reason is not None or attempt.should_kill,
+                queue_place=places.get(attempt.experiment_id, attempt.trial_id),
+                is_filler=attempt.is_filler,
             )
         )
     return found
+
+
+def _moved_places(connection: Connection) -> dict[int, float]:
+    """Return the queue places of experiments that were moved."""
+    experiments = tables.experiments.c
+    query = select(experiments.id, experiments.queue_place).where(
+        experiments.queue_place.is_not(None)
+    )
+    return {row.id: row.queue_place for row in connection.execute(query)}
 
 
 def waiting_trials(
@@ -211,7 +228,7 @@ def waiting_trials(
     running = select(attempts.c.trial_id).where(attempts.c.state.in_(LIVE_ATTEMPTS))
     is_active = experiments.c.state == ExperimentState.ACTIVE.value
     query = (
-        select(trials.c.id, trials.c.experiment_id)
+        select(trials.c.id, trials.c.experiment_id, experiments.c.queue_place)
         .join(experiments, experiments.c.id == trials.c.experiment_id)
         .where(
             trials.c.state == TrialState.ACTIVE.value,
@@ -231,15 +248,17 @@ def waiting_trials(
     with connection.execution_options(yield_per=_NUM_READ_AT_ONCE).execute(query) as rows:
         for part in rows.partitions():
             # Lazy reading: only experiments reached by the caller are loaded.
-            experiment_ids = {experiment_id for _, experiment_id in part}
+            experiment_ids = {experiment_id for _, experiment_id, _ in part}
             ranks.load(experiment_ids)
             if not is_by_arrival:
                 ranks.load_last_served(experiment_ids)
-            for trial_id, experiment_id in part:
+            for trial_id, experiment_id, place in part:
                 make_waiting = ranks.waiting(experiment_id)
                 if make_waiting is not None:
                     yield make_waiting(
-                        trial_id=trial_id, failed_on=failed_on.get(trial_id, frozenset())
+                        trial_id=trial_id,
+                        failed_on=failed_on.get(trial_id, frozenset()),
+                        queue_place=trial_id if place is None else place,
                     )
 
 

@@ -37,11 +37,13 @@ class PolicyName(str, Enum):
 class PoolSettings:
     """How a pool is shared; `max_slots` is how many of its slots may be in use at once.
 
-    Nodes that have all its labels, and name no pool themselves, belong to it.
+    Nodes that have all its labels, and name no pool themselves, belong to it. With `backfill`,
+    trials run in the gap in front of one that needs more slots than are free, until it has room.
     """
 
     policy: PolicyName = PolicyName.FIFO
     max_slots: int | None = None
+    backfill: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -83,6 +85,7 @@ class Waiting:
             enough.
         awaits_node: Such a node is not there, but was a moment ago: the trial waits for it.
         last_served: When its experiment last got slots, in seconds since the epoch.
+        queue_place: Its place in the order of arrival.
     """
 
     trial_id: int
@@ -98,13 +101,15 @@ class Waiting:
     allow_uneven: bool = False
     failed_on: frozenset[int] = frozenset()
     awaits_node: bool = False
+    queue_place: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
     """Attempt holding slots of a node; a leaving attempt was already asked to free them.
 
-    `others` are its parts on further nodes.
+    `others` are its parts on further nodes. A filler overtook trials that were too large for the
+    free slots, and leaves once one of them has room; `queue_place` is that of its trial.
     """
 
     experiment_id: int
@@ -115,6 +120,8 @@ class Holding:
     weight: float = 1.0
     is_leaving: bool = False
     others: tuple[Part, ...] = ()
+    queue_place: float = 0.0
+    is_filler: bool = False
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -137,6 +144,7 @@ class SlotAssignment:
     slots: tuple[int, ...]
     node_id: int = LOCAL_NODE
     others: tuple[Part, ...] = ()
+    is_filler: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +156,8 @@ class SchedulingResult:
         behind: The trial that holds it up.
         preempts: Attempts that must leave so that it gets slots.
         others: Its slots on further nodes.
+        is_filler: Whether it overtakes the trial that holds up its pool.
+        ends_pool: Whether no trial behind it can get slots of its pool now.
     """
 
     waiting: Waiting
@@ -158,6 +168,8 @@ class SchedulingResult:
     behind: Waiting | None = None
     preempts: tuple[Holding, ...] = field(default=())
     others: tuple[Part, ...] = ()
+    is_filler: bool = False
+    ends_pool: bool = False
 
 
 # Reasons no additional node can remove.

@@ -250,6 +250,8 @@ def _needed_victims(
 
 
 _NO_POOLS: Mapping[str, PoolSettings] = {}
+# Trials looked at for a gap, as a queue can be long.
+_MOST_BEHIND = 500
 _NO_SLOTS: frozenset[int] = frozenset()
 
 
@@ -280,10 +282,11 @@ def schedule(
                     slots=result.slots,
                     node_id=result.node_id,
                     others=result.others,
+                    is_filler=result.is_filler,
                 )
             )
         found.preemptions.extend((one, trial) for one in result.preempts)
-        if result.reason in (Reason.SLOTS_IN_USE, Reason.POOL_LIMIT):
+        if result.ends_pool:
             open_pools.discard(trial.pool)
             if not open_pools:
                 break
@@ -302,7 +305,8 @@ def decide(
     holds up the trials of its pool behind it, so that a large one is never starved by small ones;
     a trial that only its experiment's own limit of slots or trials holds back does not, and neither
     does a trial too large for all nodes of its pool (which may have shrunk). A trial that waits for
-    another node than that of its failure holds up one node.
+    another node than that of its failure holds up one node. In a pool with backfill, those behind
+    get free slots as fillers, which leave once the one in front has room with theirs.
     """
     holding = list(holding)
     used_by: Counter[int] = Counter()
@@ -357,6 +361,12 @@ class _PoolSchedule:
     ) -> None:
         self.is_fifo = settings.policy is PolicyName.FIFO
         self._policy = POLICIES[settings.policy](holding)
+        self._backfill = settings.backfill
+        self._preempts = settings.backfill or not self.is_fifo
+        self._fillers = sorted(
+            (one for one in holding if one.is_filler and not one.is_leaving),
+            key=lambda one: -one.attempt_id,
+        )
         self._max_slots = settings.max_slots
         self._used_by = used_by
         self._trials_of = trials_of
@@ -372,6 +382,7 @@ class _PoolSchedule:
         self._obstacles: dict[tuple[int, bool], Reason | None] = {}
         self._place = 0
         self._behind: Waiting | None = None
+        self._num_behind = 0
         self._free, self._future = FreeSlots(), FreeSlots()
         self._num_used = sum(one.num_slots for one in holding)
         self._num_staying = sum(one.num_slots for one in holding if not one.is_leaving)
@@ -386,9 +397,9 @@ class _PoolSchedule:
             if _takes_slots(node):
                 free = self._usable[node.node_id] - taken.get(node.node_id, _NO_SLOTS)
                 self._free.add(node.node_id, free, can_join=node.can_join)
-                if not self.is_fifo:
+                if self._preempts:
                     self._future.add(node.node_id, free, can_join=node.can_join)
-        if not self.is_fifo:
+        if self._preempts:
             for one in holding:
                 if one.is_leaving:
                     self._free_later(one)
@@ -403,13 +414,15 @@ class _PoolSchedule:
         place = self._place
         self._place += 1
         reason = self._obstacle(trial)
+        if reason is Reason.BEHIND_OTHERS and self._backfill:
+            return self._judge_filler(trial, place)
         if reason is not None:
             behind = self._behind if reason is Reason.BEHIND_OTHERS else None
             return SchedulingResult(waiting=trial, reason=reason, place=place, behind=behind)
         avoided = self._nodes_to_avoid(trial)
         with self._without(avoided):
             parts = self._take_slots(trial)
-            preempts = None if parts is not None or self.is_fifo else self._make_room(trial)
+            preempts = self._make_room(trial) if parts is None and self._preempts else None
             if preempts is not None:
                 # Free slots usable later by the trial are reserved until the rest is free.
                 for part in (
@@ -417,15 +430,7 @@ class _PoolSchedule:
                 ):
                     self._free.remove(*part)
         if parts is not None:
-            for part in parts:
-                self._future.remove(*part)
-            num_slots = sum(len(slots) for _, slots in parts)
-            is_larger = num_slots != trial.num_slots
-            self._note_placement(replace(trial, num_slots=num_slots) if is_larger else trial, ())
-            (node_id, slots), *others = parts
-            return SchedulingResult(
-                waiting=trial, slots=slots, node_id=node_id, others=tuple(others), place=place
-            )
+            return self._place_trial(trial, parts, place)
         if preempts is None:
             is_full = not self._has_room(self._num_used, trial.num_slots)
             if avoided and not is_full:
@@ -433,11 +438,56 @@ class _PoolSchedule:
                 return SchedulingResult(waiting=trial, reason=Reason.ELSEWHERE, place=place)
             self._behind = trial
             reason = Reason.POOL_LIMIT if is_full else Reason.SLOTS_IN_USE
-            return SchedulingResult(waiting=trial, reason=reason, place=place)
+            return SchedulingResult(
+                waiting=trial, reason=reason, place=place, ends_pool=not self._can_fill()
+            )
         self._note_placement(trial, preempts)
         return SchedulingResult(
             waiting=trial, reason=Reason.PREEMPTING, place=place, preempts=preempts
         )
+
+    def _judge_filler(self, trial: Waiting, place: int) -> SchedulingResult:
+        """Return the result for a trial behind one that is too large: free slots, or none."""
+        self._num_behind += 1
+        with self._without(self._nodes_to_avoid(trial)):
+            parts = self._take_slots(trial)
+        if parts is not None:
+            return self._place_trial(trial, parts, place, is_filler=True)
+        return SchedulingResult(
+            waiting=trial, reason=Reason.BEHIND_OTHERS, place=place, behind=self._behind,
+            ends_pool=not self._can_fill(),
+        )  # fmt: skip
+
+    def _can_fill(self) -> bool:
+        """Return whether trials behind the one that is too large may get slots."""
+        return (
+            self._backfill
+            and self._num_behind < _MOST_BEHIND
+            and self._has_room(self._num_used, 1)
+            and self._free.fits_one(1)
+        )
+
+    def _place_trial(
+        self, trial: Waiting, parts: Sequence[Part], place: int, *, is_filler: bool = False
+    ) -> SchedulingResult:
+        for part in parts:
+            self._future.remove(*part)
+        num_slots = sum(len(slots) for _, slots in parts)
+        is_larger = num_slots != trial.num_slots
+        self._note_placement(replace(trial, num_slots=num_slots) if is_larger else trial, ())
+        (node_id, slots), *others = parts
+        return SchedulingResult(
+            waiting=trial, slots=slots, node_id=node_id, others=tuple(others), place=place,
+            is_filler=is_filler,
+        )  # fmt: skip
+
+    def _candidates(self, trial: Waiting) -> Iterator[Iterable[Holding]]:
+        """Yield attempts that may leave for a trial: fillers behind it, then by the policy."""
+        behind = [one for one in self._fillers if one.queue_place > trial.queue_place]
+        if behind:
+            yield behind
+        for level in self._policy.candidates(trial):
+            yield (one for one in level if one not in behind) if behind else level
 
     def _obstacle(self, trial: Waiting) -> Reason | None:
         """Return why a trial gets nothing, whatever is free."""
@@ -521,15 +571,17 @@ class _PoolSchedule:
             return ()
         if has_room and self._all.fits_one(num_slots):
             preempts = choose_victims(
-                self._policy.candidates(trial), self._future, num_slots, self._usable_of
+                self._candidates(trial), self._future, num_slots, self._usable_of
             )
         else:
             preempts = choose_victims_until(
-                self._policy.candidates(trial), lambda chosen: self._suffices(trial, chosen)
+                self._candidates(trial), lambda chosen: self._suffices(trial, chosen)
             )
         for one in preempts or ():
             self._num_staying -= one.num_slots
             self._free_later(one)
+            if one.is_filler:
+                self._fillers.remove(one)
         return preempts
 
     def _suffices(self, trial: Waiting, chosen: Sequence[Holding]) -> bool:

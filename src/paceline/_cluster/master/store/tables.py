@@ -219,7 +219,7 @@ documents = Table(
 )
 
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 FIRST_SCHEMA_VERSION = 13
 """Schema version of the first release: no later one takes an older database."""
 
@@ -374,6 +374,8 @@ attempts = Table(
     Column("node_name", String),
     # Causes of worker restarts, by the generation started after them.
     Column("restart_causes", JSON(none_as_null=True)),
+    # Whether it overtook a trial that was too large for the free slots.
+    Column("is_filler", Boolean, nullable=False, default=False, server_default=false()),
     UniqueConstraint("trial_id", "number"),
     Index("ix_attempts_state", "state"),
     # Covers the order in which an experiment's trials began.
@@ -492,6 +494,7 @@ pools = Table(
     Column("policy", String, nullable=False),
     Column("max_slots", Integer),
     Column("labels", JSON, nullable=False),
+    Column("backfill", Boolean, nullable=False, default=False, server_default=false()),
 )
 
 # Slots that get no attempts; the node 0 is the master's own machine.

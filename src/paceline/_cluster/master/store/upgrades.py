@@ -8,6 +8,7 @@ from alembic.operations import Operations
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
     Column,
     Connection,
     Float,
@@ -15,6 +16,7 @@ from sqlalchemy import (
     Integer,
     String,
     Text,
+    false,
 )
 
 from paceline._base.files import sync_directory
@@ -71,7 +73,15 @@ def _add_files_media_and_documents(operations: Operations) -> None:
     operations.create_index("ix_documents_experiment", "documents", ["experiment_id"])
 
 
-STEPS: tuple[Callable[[Operations], None], ...] = (_add_files_media_and_documents,)
+def _add_waiting_trials(operations: Operations) -> None:
+    column = Column("is_waiting", Boolean, nullable=False, server_default=false())
+    operations.add_column("trials", column)
+
+
+STEPS: tuple[Callable[[Operations], None], ...] = (
+    _add_files_media_and_documents,
+    _add_waiting_trials,
+)
 
 
 def back_up_before_upgrade(path: Path, version: int) -> Path:

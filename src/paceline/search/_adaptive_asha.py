@@ -155,19 +155,21 @@ class HalvingMethod(SearchMethod):
 
     def start(self) -> list[Operation]:
         """Return the operations to create the first trials."""
-        operations: list[Operation] = []
-        for _ in range(min(self._plan.concurrent, self._plan.trials)):
-            operations += self._refill()
-        return operations
+        return self.resize(self._num_trials)
 
-    def extend(self, max_trials: int) -> list[Operation]:
-        """Create more trials, which are compared to all before them."""
-        self._num_trials = max(self._num_trials, max_trials)
+    def resize(self, max_trials: int) -> list[Operation]:
+        """Create more or fewer trials, which are compared to all before them."""
+        self._num_trials = max_trials
         num_open = sum(each.fate is _Fate.TRAINING for each in self._entrants.values())
         operations: list[Operation] = []
         for _ in range(self._plan.concurrent - num_open):
             operations += self._refill()
         return operations
+
+    @property
+    def num_planned(self) -> int:
+        """Return how many trials were planned."""
+        return self._plan.trials
 
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
         """Decide at each rung reached by the trial, once per rung.
@@ -216,7 +218,12 @@ class HalvingMethod(SearchMethod):
 
     def num_trials(self, num_invalid: int) -> int:
         """Return the bracket's number: trials with invalid hyperparameters are replaced."""
-        return self._num_trials
+        return max(self._num_trials, self.num_created)
+
+    @property
+    def num_created(self) -> int:
+        """Return how many trials there are, without those that refused their hyperparameters."""
+        return len(self._entrants) - self._num_invalid
 
     def trained_share(self, time: float) -> float:
         """Return the part of the time at the top rung."""
@@ -268,7 +275,7 @@ class HalvingMethod(SearchMethod):
         return tuple(self._entrants)
 
     def _refill(self) -> list[Operation]:
-        if len(self._entrants) - self._num_invalid >= self._num_trials:
+        if self.num_created >= self._num_trials:
             return []
         create = self._maker.sampled()
         self._entrants[create.request_id] = _Entrant()
@@ -345,6 +352,11 @@ class _HalvingConfig(SearchConfig):
                 f"`divisor` must be a number greater than 1, but got {divisor!r}.\n"
                 "Hint: 4 is the default; 3 stops fewer trials at each rung."
             )
+
+    @property
+    def waits_at_targets(self) -> bool:
+        """Return whether trials pause at rungs."""
+        return self.promotes
 
     def make_method(self, maker: TrialMaker) -> SearchMethod:
         """Return the method."""
@@ -490,15 +502,16 @@ class AdaptiveAshaMethod(SearchMethod):
             operations += self._own(bracket, bracket.start())
         return operations
 
-    def extend(self, max_trials: int) -> list[Operation]:
-        """Divide the further trials among the brackets as the first ones are divided."""
-        present = [bracket.num_trials(0) for bracket in self._brackets]
-        extra, total = max_trials - sum(present), sum(present)
-        shares = [number * extra // total for number in present]
-        shares[0] += extra - sum(shares)
+    def resize(self, max_trials: int) -> list[Operation]:
+        """Divide the trials that are to come among the brackets as in the plan."""
+        created = [bracket.num_created for bracket in self._brackets]
+        planned = [bracket.num_planned for bracket in self._brackets]
+        left = max(max_trials - sum(created), 0)
+        shares = [number * left // sum(planned) for number in planned]
+        shares[0] += left - sum(shares)
         operations: list[Operation] = []
-        for bracket, number, share in zip(self._brackets, present, shares, strict=True):
-            operations += self._own(bracket, bracket.extend(number + share))
+        for bracket, number, share in zip(self._brackets, created, shares, strict=True):
+            operations += self._own(bracket, bracket.resize(number + share))
         return operations
 
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:

@@ -76,17 +76,19 @@ class PbtMethod(SearchMethod):
     def __init__(self, maker: TrialMaker, config: PbtConfig) -> None:
         self._maker = maker
         self._config = config
+        self._num_trials = config.max_trials
         self._members: dict[str, _Member] = {}
         # By the time of the comparison, in intervals.
         self._rungs: dict[int, Rung] = {}
 
     def start(self) -> list[Operation]:
         """Return the operations to create the population."""
-        return self.extend(self._config.max_trials)
+        return self.resize(self._num_trials)
 
-    def extend(self, max_trials: int) -> list[Operation]:
-        """Create trials that are no copies, up to so many."""
+    def resize(self, max_trials: int) -> list[Operation]:
+        """Create trials that are no copies, up to so many in all."""
         operations: list[Operation] = []
+        self._num_trials = max_trials
         while len(self._members) - self._num_invalid() < max_trials:
             operations += self._enter(self._maker.sampled(), 0.0)
         return operations
@@ -131,8 +133,8 @@ class PbtMethod(SearchMethod):
         return [] if is_copy else self._enter(self._maker.sampled(), 0.0)
 
     def num_trials(self, num_invalid: int) -> int:
-        """Return the number of trials so far."""
-        return len(self._members) - num_invalid
+        """Return the number of trials so far, at least of the population."""
+        return max(self._num_trials, len(self._members) - num_invalid)
 
     def trained_share(self, time: float) -> float:
         """Return the part of the longest time."""
@@ -142,6 +144,7 @@ class PbtMethod(SearchMethod):
         """Return the method's state as JSON-able data."""
         return {
             "interval": self._config.interval,
+            "num_trials": self._num_trials,
             "members": [[key, asdict(member)] for key, member in self._members.items()],
             "rungs": [rung.snapshot() for rung in self._rungs.values()],
         }
@@ -153,6 +156,7 @@ class PbtMethod(SearchMethod):
             ValueError: If the snapshot comes from another configuration.
         """
         check_same_setup("interval", self._config.interval, snapshot["interval"])
+        self._num_trials = snapshot["num_trials"]
         self._members = {key: _Member(**member) for key, member in snapshot["members"]}
         for stored in snapshot["rungs"]:
             rung = self._rungs[stored["units"]] = Rung(stored["units"])

@@ -54,9 +54,9 @@ class PromotionMethod(HalvingMethod):
         super().__init__(maker, plan, smaller_is_better=smaller_is_better)
         self._waits_for_all = waits_for_all
 
-    def extend(self, max_trials: int) -> list[Operation]:
-        """Create more trials, which are compared to all before them."""
-        self._num_trials = max(self._num_trials, max_trials)
+    def resize(self, max_trials: int) -> list[Operation]:
+        """Create more or fewer trials, which are compared to all before them."""
+        self._num_trials = max_trials
         return self._go_on()
 
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
@@ -143,7 +143,7 @@ class PromotionMethod(HalvingMethod):
 
     def _is_closed(self, index: int) -> bool:
         """Return whether no further trial can come to a rung."""
-        if len(self._entrants) - self._num_invalid < self._num_trials:
+        if self.num_created < self._num_trials:
             return False
         below = (each for each in self._entrants.values() if each.rung <= index)
         if any(each.fate is _Fate.TRAINING for each in below):

@@ -326,6 +326,8 @@ class Search:
         self._held: dict[str, list[Operation]] = {}
         with self._guard("make_method"):
             self._method = config.make_method(TrialMaker(space, rng))
+        with self._guard("num_trials"):
+            self._num_planned = self._method.num_trials(0)
         self._is_started = False
         self._is_over = False
         self._trials: dict[str, _Trial] = {}
@@ -367,8 +369,11 @@ class Search:
                 "Hint: after a restart, restore the snapshot and continue with the next input."
             )
         self._is_started = True
+        most, operations = self.budget.limits.max_trials, []
+        if most is not None and most < self._num_planned:
+            operations = self._resize(most)
         with self._guard("start"):
-            operations = self._take_operations(self._method.start())
+            operations = operations + self._take_operations(self._method.start())
             if not self._trials and not self._held:
                 raise ValueError(
                     "it must create at least one trial, as nothing ever ends otherwise"
@@ -430,13 +435,12 @@ class Search:
         return operations + self._settle()
 
     def _limit(self, given: Limited) -> list[Operation]:
-        self.budget.limits = given
+        before, self.budget.limits = self.budget.limits.max_trials, given
         if not self._is_started:
             return []
         operations: list[Operation] = []
-        if (given.max_trials or 0) > self.num_trials():
-            with self._guard("extend"):
-                operations = self._take_operations(self._method.extend(given.max_trials or 0))
+        if given.max_trials != before:
+            operations = self._resize(given.max_trials or self._num_planned)
             if (most := self.num_trials()) < (given.max_trials or 0):
                 raise ValueError(
                     f"`max_trials` must be at most {most}, as the search method"
@@ -444,6 +448,10 @@ class Search:
                     "Hint: fork the experiment with another method."
                 )
         return operations + self._settle()
+
+    def _resize(self, max_trials: int) -> list[Operation]:
+        with self._guard("resize"):
+            return self._take_operations(self._method.resize(max_trials))
 
     def _recall(self, given: Recalled) -> list[Operation]:
         sign = 1 if self._config.smaller_is_better else -1
@@ -782,17 +790,28 @@ def simulate(
     search = Search(config, hyperparameters, seed, is_asking=sampler is not None)
     simulator = _Simulator(search, max_inputs, asking(sampler, search.space, seed))
     simulator.give(Started())
+    num_before = 0
     while simulator.running:
+        if num_before == len(simulator.inputs):
+            raise RuntimeError(
+                "A simulated search must decide about its trials, but all of them wait for it.\n"
+                "Hint: a method whose trials wait promotes or stops some once none trains."
+            )
+        num_before = len(simulator.inputs)
         remaining = []
         # The list grows while it is walked through: `give` appends new trials.
         for trial in simulator.running:
             request_id = trial.create.request_id
+            if config.waits_at_targets and trial.trained == trial.target and not trial.is_stopped:
+                remaining.append(trial)
+                continue
             step = trial.target if report_every is None else report_every
             trial.trained = min(trial.trained + step, trial.target)
             metric = metric_of(trial.create, trial.trained)
             simulator.give(Reported(request_id=request_id, time=trial.trained, metric=metric))
             reason = exit_of(trial.create, trial.trained) if exit_of else None
-            if reason is None and (trial.is_stopped or trial.target == trial.trained):
+            is_there = trial.target == trial.trained and not config.waits_at_targets
+            if reason is None and (trial.is_stopped or is_there):
                 reason = ExitReason.COMPLETED
             if reason is None:
                 remaining.append(trial)

@@ -407,11 +407,12 @@ class SearchMethod(ABC):
             ValueError: If the snapshot comes from another configuration.
         """
 
-    def extend(self, max_trials: int) -> list[Operation]:
-        """Have the search create more trials than configured, `max_trials` in all.
+    def resize(self, max_trials: int) -> list[Operation]:
+        """Have the search create more or fewer trials than configured, `max_trials` in all.
 
-        Return the operations to create those that can run at once. It may be called when all
-        trials have ended. By default there are no more.
+        Return the operations to create those that can run at once. It may be called before `start`,
+        for fewer trials, and when all trials have ended. By default nothing changes: a search then
+        has at most as many trials as configured.
         """
         return []
 
@@ -455,6 +456,11 @@ class SearchConfig(ABC):
     smaller_is_better: bool = True
 
     kind: ClassVar[str]
+
+    @property
+    def waits_at_targets(self) -> bool:
+        """Return whether a trial that has trained to its length pauses until it gets a longer."""
+        return False
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or not self.metric:
@@ -694,11 +700,11 @@ class RandomMethod(SearchMethod):
         """Return the operations to create the first trials."""
         return self._fill()
 
-    def extend(self, max_trials: int) -> list[Operation]:
-        """Create more trials; a single trial stays alone."""
+    def resize(self, max_trials: int) -> list[Operation]:
+        """Create more or fewer trials; a single trial stays alone."""
         if not self._is_invalid_replaced:
             return []
-        self._max_trials = max(self._max_trials, max_trials)
+        self._max_trials = max_trials
         return self._fill()
 
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
@@ -714,13 +720,13 @@ class RandomMethod(SearchMethod):
 
     def num_trials(self, num_invalid: int) -> int:
         """Return the configured number: trials with invalid hyperparameters are replaced."""
-        return self._max_trials
+        return max(self._max_trials, self._num_counted)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the method's state as JSON-able data."""
         return {
             "max_trials": self._planned,
-            "extended_to": self._max_trials,
+            "resized_to": self._max_trials,
             "num_counted": self._num_counted,
             "num_running": self._num_running,
         }
@@ -734,7 +740,7 @@ class RandomMethod(SearchMethod):
         check_same_setup("max_trials", self._planned, snapshot["max_trials"])
         self._num_counted = snapshot["num_counted"]
         # Snapshots of earlier versions lack both; their searches ran as many trials as they may.
-        self._max_trials = snapshot.get("extended_to", self._planned)
+        self._max_trials = snapshot.get("resized_to", self._planned)
         most = min(self._num_concurrent or self._planned, self._planned)
         self._num_running = snapshot.get("num_running", most)
 

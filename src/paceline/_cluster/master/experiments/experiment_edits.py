@@ -84,7 +84,7 @@ def edit_experiment(
     changed = {k: v for k, v in values.items() if v is not None}
     if limits is not None:
         change_limits(transaction, changes, row, limits)
-        changed["limits"] = limits
+        transaction.emit("experiment_changed", experiment_id, fields=["limits"])
     _change_experiment(transaction, experiment_id, changed)
 
 

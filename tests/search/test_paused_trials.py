@@ -12,7 +12,7 @@ from paceline.search._adaptive_asha import AsyncHalvingConfig
 from paceline.search._population import PbtConfig
 from paceline.search._promotion import HyperbandConfig
 from paceline.search._search import Search, preview
-from paceline.search._search_method import Train
+from paceline.search._search_method import Decision, Train
 
 SPACE: dict[str, Any] = {
     "lr": {"type": "double", "minval": 0, "maxval": 1},
@@ -29,6 +29,8 @@ def test_a_complete_rung_promotes_its_best_together_and_stops_the_others() -> No
     ids = [o.request_id for o in search.apply(Started()) if isinstance(o, Create)]
     for request_id, loss in zip(ids[:3], (3.0, 1.0, float("nan")), strict=True):
         assert search.apply(Reported(request_id=request_id, time=2.0, metric=loss)) == []
+    decisions = [entry.decision for entry in search.rungs()[0].rungs[0].entries]
+    assert decisions == [Decision.PAUSED] * 3 + [Decision.WAITING]
     # A trial that pauses may report further values until it has left.
     assert search.apply(Reported(request_id=ids[0], time=3.0, metric=0.0)) == []
     assert search.apply(Exited(request_id=ids[3], reason=ExitReason.ERROR)) == [

@@ -487,11 +487,16 @@ class Search:
         """Stop the trials if a limit is reached, and create those for which there is room."""
         operations: list[Operation] = []
         if self.budget.reached(self._config.smaller_is_better) is not None:
+            # What waits for hyperparameters does not exist yet: it comes once there is room again.
+            for request_id, (create, later) in self._asks.items():
+                self._held[request_id] = [create, *later]
+                del self._trials[request_id], self._open_progress[request_id]
+                self.budget.num_trials -= 1
+            self._asks.clear()
             for request_id in self._open_progress:
                 if not (trial := self._trials[request_id]).is_stopped:
                     trial.is_stopped = trial.is_cut = True
                     operations.append(Stop(request_id=request_id))
-            operations = self._hold(operations) if self._is_asking else operations
         while self._held and self._has_room():
             released = self._held.pop(next(iter(self._held)))
             operations += self._take_operations(released, is_released=True)
@@ -518,7 +523,8 @@ class Search:
         }
 
     def _propose(self, proposed: Proposed) -> list[Operation]:
-        self._find(proposed.request_id)
+        if proposed.request_id not in self._held:
+            self._find(proposed.request_id)
         held = self._asks.get(proposed.request_id)
         if held is None:
             return []

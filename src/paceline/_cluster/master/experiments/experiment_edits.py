@@ -71,7 +71,7 @@ def edit_experiment(
             " have been changed since. Hint: read and merge them, or send the change without"
             " `notes_version` to replace them.",
         )
-    if not priority is weight is max_slots is limits is None:
+    if limits is not None or not priority is weight is max_slots is None:
         _check_waits(row)
     if max_slots:
         _check_max_slots(row, max_slots)

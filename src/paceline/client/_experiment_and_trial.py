@@ -587,7 +587,8 @@ class Experiment(DataFrames):
         from paceline._cluster.messages.experiment_models import ContinueExperiment
 
         # A repeated request must not reopen the experiment twice.
-        body = ContinueExperiment(config=config or {}, limits=limits and dict(limits))
+        given = dict(limits) if limits else None
+        body = ContinueExperiment(config=config or {}, limits=given)
         return self._command("continue", body, checked_key(key))
 
     def wait(self, interval: float = 1.0, timeout: float | None = None) -> "ExperimentState":

@@ -197,9 +197,11 @@ def _section_of(location: tuple[int | str, ...]) -> type[BaseModel]:
 
 
 def _sections() -> dict[tuple[str, ...], type[BaseModel]]:
-    parts = {"limits": SearchLimits, "sampler": SamplerSection}
+    parts: dict[str, type[BaseModel]] = {"limits": SearchLimits, "sampler": SamplerSection}
     sections = searcher_sections().items()
-    nested = {("searcher", name, part): one for name, _ in sections for part, one in parts.items()}
+    nested: dict[tuple[str, ...], type[BaseModel]] = {
+        ("searcher", name, part): one for name, _ in sections for part, one in parts.items()
+    }
     return _SECTIONS | nested | {("searcher", name): one for name, one in sections}
 
 

@@ -21,7 +21,7 @@ _BLOCKS = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _DOTTED = re.compile(r"(?<![\w./-])paceline((?:\.[A-Za-z_]\w*)+)")
 # Groups of entry points, and names in the systems of trackers.
 _NO_MODULES = {
-    *("executors", "search_methods", "starters", "storages", "trackers"),
+    *("executors", "samplers", "search_methods", "starters", "storages", "trackers"),
     *("checkpoint", "latest_checkpoint", "outcome", "error"),
 }
 

@@ -79,7 +79,7 @@ def test_a_method_of_a_package_is_checked_like_our_own(check: Any) -> None:
     assert (found["name"], found["num_waves"], found["stop_timeout"]) == ("good", 2, 30.0)
     assert missing == "`searcher.num_waves` is required: waves of trials, got nothing."
     assert low.startswith("`searcher.num_waves` must be an integer >= 1, got 0.")
-    assert "`adaptive_asha` or `good`. Hint: did you mean `good`?" in close
+    assert "`pbt` or `good`. Hint: did you mean `good`?" in close
     assert "'Good'" in said.splitlines()[-1]
 
 

@@ -28,7 +28,7 @@ def test_a_sampler_has_a_short_and_a_long_form(sampler: Any, shown: str) -> None
 @pytest.mark.parametrize(
     ("searcher", "path"),
     [
-        ({"sampler": "tpe"}, "searcher.sampler.name"),
+        ({"sampler": "t.p.e"}, "searcher.sampler.name"),
         ({"sampler": {"name": "sobol", "of": "tpe"}}, "searcher.sampler"),
         ({"sampler": {"name": "optuna", "of": "best"}}, "searcher.sampler.of"),
         ({"sampler": {"name": "optuna", "timeout": 0}}, "searcher.sampler.timeout"),

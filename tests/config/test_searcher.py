@@ -104,7 +104,6 @@ def test_a_length_has_a_number_and_a_unit(
         ("adaptive", "use adaptive_asha."),
         ("adaptive_simple", "use adaptive_asha."),
         ("sync_halving", "use async_halving."),
-        ("pbt", "use adaptive_asha."),
         ("custom", "use another search method, or write one: see docs/search-methods.md."),
         ("adaptive-asha", "did you mean `adaptive_asha`?"),
     ],

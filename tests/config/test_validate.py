@@ -52,6 +52,8 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
             "source_checkpoint_uuid": None,
             "sampler": None,
             "points_to_evaluate": [],
+            "warm_start_from": [],
+            "limits": None,
             "stop_timeout": 30.0,
             "max_length": None,
         },

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from paceline.search import Create, ExitReason, Mode, SearchConfig, Shutdown, Started, Stop
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
+from paceline.search._median_stopping import MedianStoppingConfig
+from paceline.search._promotion import HyperbandConfig
 from paceline.search._search import Search, replay
 from paceline.search._search_method import GridConfig, RandomConfig, SingleConfig
 from paceline.testing._search_method import SearchMethodDrive
@@ -35,11 +37,11 @@ _HALVING: dict[str, Any] = {
     "divisor": st.sampled_from([1.5, 2, 3, 4]),
 }
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "plugins"))
-MedianConfig = importlib.import_module("median_stopping").MedianConfig
+MeanConfig = importlib.import_module("mean_stopping").MeanConfig
 
 CONFIGS: st.SearchStrategy[SearchConfig] = st.one_of(
     st.builds(
-        MedianConfig,
+        MeanConfig,
         **_COMMON | {"max_concurrent_trials": st.integers(1, 5)},
         smaller_is_better=st.booleans(),
         max_trials=st.integers(1, 12),
@@ -47,14 +49,24 @@ CONFIGS: st.SearchStrategy[SearchConfig] = st.one_of(
         min_time=st.integers(1, 30),
         min_others=st.integers(1, 3),
     ),
+    st.builds(
+        MedianStoppingConfig,
+        **_COMMON,
+        smaller_is_better=st.booleans(),
+        max_trials=st.integers(1, 12),
+        max_time=st.integers(1, 30),
+        min_others=st.integers(1, 3),
+    ),
+    st.builds(HyperbandConfig, max_rungs=st.integers(1, 4), **_HALVING),
     st.builds(SingleConfig, metric=st.just("loss")),
     st.builds(RandomConfig, max_trials=st.integers(1, 8), **_COMMON),
     st.builds(GridConfig, **_COMMON),
-    st.builds(AsyncHalvingConfig, num_rungs=st.integers(1, 4), **_HALVING),
+    st.builds(AsyncHalvingConfig, num_rungs=st.integers(1, 4), promotes=st.booleans(), **_HALVING),
     st.builds(
         AdaptiveAshaConfig,
         mode=st.sampled_from(Mode),
         max_rungs=st.integers(1, 4),
+        promotes=st.booleans(),
         bracket_rungs=st.lists(st.integers(1, 4), max_size=3),
         **_HALVING,
     ),

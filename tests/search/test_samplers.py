@@ -222,6 +222,11 @@ class Lab(Sampler):
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SamplerProgram]]:
     (tmp_path / "lab_sampler.py").write_text(LAB)
+    info = tmp_path / "lab-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lab\nVersion: 1\n")
+    names = "lab = lab_sampler:Lab\nno_sampler = os:system\n"
+    (info / "entry_points.txt").write_text(f"[paceline.samplers]\n{names}")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     made = []
@@ -270,7 +275,15 @@ def test_the_process_of_a_sampler_ends_with_its_user(lab: Callable[..., SamplerP
 
 def test_only_samplers_are_called(lab: Callable[..., SamplerProgram]) -> None:
     with pytest.raises(RuntimeError, match=r"must be a subclass of `paceline\.search\.Sampler`"):
-        lab("os:system")([], 1)
+        lab("no_sampler")([], 1)
+
+
+@pytest.mark.parametrize("name", ["os:popen", "paceline.search._samplers:GridSampler", "unknown"])
+def test_a_class_that_no_package_names_as_a_sampler_is_not_imported(
+    lab: Callable[..., SamplerProgram], name: str
+) -> None:
+    with pytest.raises(SamplerError, match=f"`{name}` must be named by an entry point"):
+        lab(name)([], 1)
 
 
 def test_the_same_search_asks_with_the_same_random_numbers() -> None:
@@ -288,7 +301,7 @@ def test_a_module_of_the_working_directory_is_taken_only_where_asked_for(
     monkeypatch.chdir(tmp_path)
     spec = SamplerSpec(name="lab_sampler:Lab", options={"fault": ""}, timeout_s=120)
     program = SamplerProgram(spec, SPACE, 1)
-    with pytest.raises(SamplerError, match="No module named 'lab_sampler'"):
+    with pytest.raises(SamplerError, match="`lab_sampler:Lab` must be named by an entry point"):
         program([], 1)
     program.close()
     assert not mark.exists()

@@ -42,7 +42,7 @@ def test_second_start_is_refused() -> None:
 def test_foreign_input_is_refused() -> None:
     search, _ = _begin()
     wrong: Any = {"type": "started"}
-    with pytest.raises(TypeError, match="`input` must be Started, .* but got dict"):
+    with pytest.raises(TypeError, match="`input` must be one of the inputs .* but got dict"):
         search.apply(wrong)
 
 

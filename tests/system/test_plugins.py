@@ -25,7 +25,7 @@ with det.core.init() as context:
             break
 """
 SEARCHER = {
-    "name": "median_stopping", "metric": "loss", "max_trials": 6, "max_concurrent_trials": 2,
+    "name": "mean_stopping", "metric": "loss", "max_trials": 6, "max_concurrent_trials": 2,
     "max_time": 8, "min_time": 2, "min_others": 2,
 }  # fmt: skip
 CONFIG: dict[str, Any] = {
@@ -99,7 +99,7 @@ def test_a_search_method_is_added_by_installing_a_package(
         trials = list(experiment.trials())
         trained = {trial.hparams["lr"]: trial.reload().steps_completed for trial in trials}
         assert len(trained) == 6
-        # The best one is never worse than the median, and among six some are.
+        # The best one is never worse than the mean, and among six some are.
         assert trained[min(trained)] == 8
         stopped = [steps for steps in trained.values() if steps < 8]
         assert stopped
@@ -113,7 +113,7 @@ def test_a_search_method_is_added_by_installing_a_package(
     # Without the package, what it has done stays visible.
     experiment = master.start().client().get_experiment(1)
     assert "search method" not in (master.home / "master.log").read_text()
-    assert (experiment.data.searcher, experiment.state.value) == ("median_stopping", "COMPLETED")
+    assert (experiment.data.searcher, experiment.state.value) == ("mean_stopping", "COMPLETED")
     assert len(list(experiment.trials())) == 6
     done = create(SEARCHER)
     assert done.returncode != 0
@@ -143,7 +143,7 @@ def test_a_search_waits_for_its_package(
         subprocess.run(command, env=environment, check=True)
         wait_until(lambda: list(master.home.glob("attempts/*/context/begun")))
         master.kill()
-    told = "cannot go on, as its search method `median_stopping` is not installed"
+    told = "cannot go on, as its search method `mean_stopping` is not installed"
     experiment = master.start().client().get_experiment(1)
     assert told in (master.home / "master.log").read_text()
     assert experiment.state.value in ("RUNNING", "QUEUED")

@@ -17,6 +17,9 @@ from paceline.config._searcher_section import (
     AdaptiveAshaSearcher,
     AsyncHalvingSearcher,
     GridSearcher,
+    HyperbandSearcher,
+    MedianStoppingSearcher,
+    PbtSearcher,
     RandomSearcher,
     SingleSearcher,
 )
@@ -38,7 +41,7 @@ from paceline.search import (
 from paceline.testing import check_search_method
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "plugins"))
-MedianStopping = importlib.import_module("median_stopping").MedianStopping
+MeanStopping = importlib.import_module("mean_stopping").MeanStopping
 
 _HALVING: dict[str, Any] = {
     "metric": "loss", "max_trials": 8, "time_metric": "epochs", "max_time": 16
@@ -53,7 +56,11 @@ _HALVING: dict[str, Any] = {
         GridSearcher(metric="loss"),
         AsyncHalvingSearcher(**_HALVING, num_rungs=3),
         AdaptiveAshaSearcher(**_HALVING),
-        MedianStopping(metric="loss", max_trials=6, max_time=8),
+        AsyncHalvingSearcher(**_HALVING, num_rungs=3, promotion=True),
+        HyperbandSearcher(**_HALVING, max_concurrent_trials=4),
+        MedianStoppingSearcher(**_HALVING, max_concurrent_trials=2),
+        PbtSearcher(**_HALVING, interval=2, quantile=0.5),
+        MeanStopping(metric="loss", max_trials=6, max_time=8),
     ],
     ids=lambda searcher: searcher.name,
 )
@@ -169,9 +176,10 @@ def test_wrong_arguments_are_refused() -> None:
 @pytest.mark.parametrize("smaller_is_better", [True, False])
 def test_median_stopping_decides_as_its_definition_says(smaller_is_better: bool) -> None:
     """Values are drawn from the trial's seed; some are not finite, which is worse than all."""
-    section = MedianStopping(
-        metric="loss", max_trials=40, max_time=12, min_time=3, smaller_is_better=smaller_is_better
-    )
+    section = MedianStoppingSearcher(
+        metric="loss", max_trials=40, max_time=12, time_metric="batches", min_time=3,
+        smaller_is_better=smaller_is_better,
+    )  # fmt: skip
     strange = {0: math.nan, 1: math.inf, 2: -math.inf}
     result = simulate(
         section.search_config(),

@@ -1,6 +1,7 @@
 """Ask and tell in this process."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,9 +74,41 @@ def test_the_same_seed_asks_for_the_same_trials() -> None:
     assert [one.ask().hparams for _ in range(3)] == [two.ask().hparams for _ in range(3)]  # type: ignore[union-attr]
 
 
+TIMED = {"metric": "loss", "max_trials": 5, "max_time": 4, "time_metric": "batches"}
+
+
+def test_a_study_ends_at_its_limits_and_learns_from_a_file(tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.csv"
+    earlier.write_text("config.x,loss\n0.5,1.0\n0.25,nan\n7,0.1\n0.75,2.0\n,1\n")
+    method = {
+        "name": "random", "metric": "loss", "max_trials": 9, "warm_start_from": [str(earlier)],
+        "sampler": {"name": "optuna"}, "limits": {"target": 0.2},
+    }  # fmt: skip
+    space = {"x": {"type": "double", "minval": 0, "maxval": 1}}
+    with Study(space, method=method, seed=0) as study:
+        seen = study._search.observations()
+        # Neither what is no number, nor what is outside of the space.
+        assert [(one.hparams, one.loss) for one in seen] == [({"x": 0.5}, 1.0), ({"x": 0.75}, 2.0)]
+        first, other = study.ask(), study.ask()
+        assert first is not None
+        assert other is not None
+        assert first.why == "knew 2 ended and 0 running trial(s)"
+        assert not study.report(first, 0.1, 1)
+        assert other.is_stopped
+        for trial in (first, other):
+            study.tell(trial)
+        assert study.ask() is None
+
+
 def test_a_study_refuses_what_a_config_would() -> None:
     with pytest.raises(ConfigError, match="sampler"):
+        Study(SPACE, sampler="no.sampler")
+    with pytest.raises(ImportError, match="`sobel` must be named by an entry point"):
         Study(SPACE, sampler="sobel")
+    with pytest.raises(ValueError, match="must not limit time"):
+        Study(SPACE, method=HALVING | {"limits": {"max_wall_time": 5}})
+    with pytest.raises(ValueError, match="`pbt` must run under a master"):
+        Study(SPACE, method={"name": "pbt", "interval": 1, **TIMED})
     with pytest.raises(ConfigError, match="count"):
         Study(SPACE, sampler="grid")
     with pytest.raises(ConfigError, match="points_to_evaluate"):

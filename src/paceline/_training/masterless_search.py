@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,7 +27,9 @@ from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline.core._arguments import Outcome
 from paceline.core._attempt_journal import begin_journal, end_journal, outcome_of
 from paceline.core._run_directories import RESUME_VARIABLE, OpenedRun, open_run, run_name
-from paceline.search._search import Search
+from paceline.search._hyperparameter_space import Space
+from paceline.search._samplers import Observation
+from paceline.search._search import SPENT_INTERVAL_S, Search
 from paceline.search._search_method import (
     Create,
     Exited,
@@ -36,6 +38,7 @@ from paceline.search._search_method import (
     Operation,
     Proposed,
     Reported,
+    Spent,
     Started,
     Stop,
     Train,
@@ -269,7 +272,9 @@ class SearchRun:
         is_single: Whether there is one trial only, which needs no metric to be chosen by.
         config: The part of each trial's config besides its hyperparameters.
         make_result: Makes a trial's public result: a subclass of `TrialOutcome`.
-        answer: Returns an answer to the oldest of the search's asks, when a trial is to begin.
+        answer: Returns an answer to the oldest of the search's asks, when a trial is to begin. It
+            gets the space, the ask and the observations, and is called without the lock.
+        first_inputs: Inputs of a new search before it starts.
     """
 
     def __init__(
@@ -285,7 +290,8 @@ class SearchRun:
         can_extend: bool,
         is_single: bool,
         config: Mapping[str, Any],
-        answer: Callable[[Search], Proposed],
+        answer: Callable[[Space, Sequence[Create], list[Observation]], Proposed],
+        first_inputs: Sequence[Input] = (),
     ) -> None:
         self.trials: dict[str, SearchTrial] = {}
         self._search = search
@@ -299,6 +305,10 @@ class SearchRun:
         self._config = config
         self._make_result = make_result
         self._answer = answer
+        self._first_inputs = first_inputs
+        # Seconds before this process, and its clock at the beginning; None while it replays.
+        self._wall_before_s = 0.0
+        self._since: float | None = None
         self._ready: deque[SearchTrial] = deque()
         self._running: dict[str, SearchTrial] = {}
         self._paused: dict[str, SearchTrial] = {}
@@ -308,6 +318,7 @@ class SearchRun:
         # Threads without a trial.
         self._num_idle = 0
         self._is_closed = False
+        self._is_asking = False
         self._num_invalid_in_a_row = 0
 
     @property
@@ -344,7 +355,10 @@ class SearchRun:
             for record in earlier:
                 self._replay(record)
             if not earlier:
+                for given in self._first_inputs:
+                    self._take_input(given)
                 self._take_input(Started())
+            self._wall_before_s, self._since = self._search.budget.wall_s, time.monotonic()
             for trial in list(self.trials.values()):
                 if trial.exit_reason is not None:
                     continue
@@ -362,6 +376,16 @@ class SearchRun:
             self._is_closed = True
             self._changed.notify_all()
 
+    def spend(self) -> None:
+        """Tell the search the time that it has taken, if it has a limit of time."""
+        with self._changed:
+            used, limit = self._search.budget.wall_s, self._search.budget.limits.max_wall_time
+            if limit is None or self._since is None or used >= limit or self._search.is_over:
+                return
+            wall_s = self._wall_before_s + time.monotonic() - self._since
+            if wall_s >= limit or wall_s >= used + SPENT_INTERVAL_S:
+                self._take_input(Spent(wall_s=wall_s))
+
     # ---- called by the threads that run trials -------------------------------------------
 
     def next_trial(self) -> SearchTrial | None:
@@ -373,8 +397,8 @@ class SearchRun:
                     self._running[trial.create.request_id] = trial
                     trial.result.state = "running"
                     return trial
-                if self._search.asks:
-                    self._take_input(self._answer(self._search))
+                if self._search.asks and not self._is_asking:
+                    self._have_answered()
                     continue
                 if self._is_stuck():
                     self._give_up_waiting()
@@ -383,6 +407,19 @@ class SearchRun:
                 self._changed.wait()
                 self._num_idle -= 1
             return None
+
+    def _have_answered(self) -> None:
+        """Have the sampler answer without the lock: it may think for long, or hang."""
+        question = self._search.space, self._search.asks[:1], self._search.observations()
+        self._is_asking = True
+        self._changed.release()
+        try:
+            answer = self._answer(*question)
+        finally:
+            self._changed.acquire()
+            self._is_asking = False
+        if not self._is_closed:
+            self._take_input(answer)
 
     def take_report(
         self,
@@ -587,6 +624,10 @@ class SearchRun:
             trial = self.trials[operation.request_id]
             trial.is_stopped = True
             self._reopen(trial)
+            if self._since is not None and trial in self._ready:
+                # A limit stops trials that have not begun as well.
+                self._ready.remove(trial)
+                self._exit(trial, ExitReason.COMPLETED)
 
     def _has_value(self) -> bool:
         return any(each.result.value is not None for each in self.trials.values())

@@ -22,10 +22,17 @@ from paceline._training.search_progress import SearchProgress
 from paceline.config._fields_and_problems import ConfigError
 from paceline.config._searcher_section import BATCHES, Searcher
 from paceline.config._validate_config import validate_config
+from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._sampler_program import SamplerProgram
-from paceline.search._samplers import SamplerSpec, answers, check_installed
+from paceline.search._samplers import (
+    Observation,
+    SamplerSpec,
+    answers_to,
+    check_installed,
+    recalled_from,
+)
 from paceline.search._search import Search
-from paceline.search._search_method import ExitReason, Proposed
+from paceline.search._search_method import Create, ExitReason, Input, Proposed
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +63,7 @@ def checked_search(space: Mapping[str, Any], searcher: Any) -> Any:
             else problem
             for problem in error.problems
         ) from None
+    refuse_without_master(searcher if isinstance(searcher, Searcher) else checked.searcher)
     lists = [name for name, value in space.items() if isinstance(value, list)]
     if lists and not any(isinstance(value, Mapping) for value in space.values()):
         logger.warning(
@@ -68,6 +76,25 @@ def checked_search(space: Mapping[str, Any], searcher: Any) -> Any:
     return checked
 
 
+def refuse_without_master(searcher: Searcher) -> None:
+    """Refuse a method, or a limit, that needs a master.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if searcher.clones_trials:
+        raise ValueError(
+            f"The search method `{searcher.name}` must run under a master, which keeps the"
+            " checkpoints that it copies.\nHint: `trainer.to_tune_trainable` runs population based"
+            " training of Ray Tune."
+        )
+    if searcher.limits is not None and searcher.limits.max_slot_hours is not None:
+        raise ValueError(
+            "`limits.max_slot_hours` must not be given without a master, which has the slots, but"
+            f" got {searcher.limits.max_slot_hours:g}.\nHint: `max_wall_time` limits the time."
+        )
+
+
 def search_journal(chosen: Any, directory: Path | None, seed: int | None) -> SearchJournal:
     """Return the journal of a search, new or of earlier attempts.
 
@@ -78,7 +105,7 @@ def search_journal(chosen: Any, directory: Path | None, seed: int | None) -> Sea
     """
     setup = {"searcher": chosen.searcher.model_dump(mode="json"), "space": chosen.hyperparameters}
     # Journals of earlier versions lack them.
-    for name in ("sampler", "points_to_evaluate"):
+    for name in ("sampler", "points_to_evaluate", "limits", "warm_start_from"):
         if not setup["searcher"][name]:
             del setup["searcher"][name]
     return SearchJournal(directory, setup, seed)
@@ -122,21 +149,32 @@ def begun_search(
         config=config,
         make_result=make_result,
         answer=_answering(chosen, journal.seed, stack),
+        first_inputs=_first_inputs(chosen),
     )
     run.begin()
     return run
 
 
-def _answering(chosen: Any, seed: int, stack: ExitStack) -> Callable[[Search], Proposed]:
+def _first_inputs(chosen: Any) -> list[Input]:
+    searcher, space = chosen.searcher, parse_space(chosen.hyperparameters)
+    given: list[Input] = [
+        recalled_from(str(path), space, searcher.metric) for path in searcher.warm_start_from
+    ]
+    return given if searcher.limits is None else [*given, searcher.limits.as_input()]
+
+
+def _answering(chosen: Any, seed: int, stack: ExitStack) -> Callable[..., Proposed]:
     spec: SamplerSpec = chosen.searcher.sampler_spec()
     ask: SamplerProgram | None = None
     if spec.name != "random":
-        check_installed(spec)
+        check_installed(spec, takes_places=True)
         ask = SamplerProgram(spec, chosen.hyperparameters, seed, os.getcwd())
         stack.callback(ask.close)
 
-    def answer(search: Search) -> Proposed:
-        [found] = answers(search, ask, spec.shown, chosen.searcher.points_to_evaluate)
+    points = chosen.searcher.points_to_evaluate
+
+    def answer(space: Space, asks: Sequence[Create], seen: list[Observation]) -> Proposed:
+        [found] = answers_to(space, asks, seen, ask, spec.shown, points)
         if found.is_fallback:
             logger.warning("A trial is drawn at random: %s", found.why)
         return found
@@ -260,6 +298,7 @@ def conduct(
         for thread in threads:
             while thread.is_alive():
                 thread.join(_LOOK_S)
+                run.spend()
                 progress.update(run)
     except KeyboardInterrupt:
         run.close()

@@ -337,6 +337,7 @@ EXPERIMENT_WORDS: dict[str, tuple[str, ...]] = {
 }
 # Explanation of each error kind for the person who has to fix the error.
 ERROR_KINDS = {
+    "memory": "out of memory (of a GPU or of the machine)",
     "transient": "transient (it may pass: continue the experiment once it has)",
     "user": "user (in the code or the configuration)",
     "permanent": "permanent (of the home or the installation)",

@@ -43,6 +43,7 @@ from paceline.cli._options_and_errors import (
     Follow,
     JsonLines,
     Limit,
+    Limits,
     Overrides,
     RequestKey,
     Tail,
@@ -445,14 +446,23 @@ def continue_experiment(
     overrides: Overrides = [],  # noqa: B006
     logs: AllLogs = False,
     key: RequestKey = None,
+    max_trials: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Go on with the search until it has had N trials in all."
+        ),
+    ] = None,
+    limits: Limits = [],  # noqa: B006
 ) -> None:
     """Reopen an ended experiment.
 
-    Its trials continue from their checkpoints. In a search, only incomplete trials continue.
+    Its trials continue from their checkpoints. In a search, only incomplete trials continue; with
+    `--max-trials` or `--limit`, it goes on with more trials.
     """
 
     with connect() as client:
         found, changes = client.get_experiment(experiment), nested_overrides(overrides)
+        new_limits = nested_overrides(limits) | ({"max_trials": max_trials} if max_trials else {})
         follower = None
         if follow:
             from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
@@ -461,7 +471,8 @@ def continue_experiment(
             follower = ExperimentFollower(
                 found, client, FollowOptions(all_logs=logs, is_from_now=True)
             )
-        text = _how_it_stands(found.continue_(changes, key=key).data)
+        reopened = found.continue_(changes, limits=new_limits or None, key=key)
+        text = _how_it_stands(reopened.data)
         if follower is None:
             print_answer(experiment_result(client, found), text)
         else:

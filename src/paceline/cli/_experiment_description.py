@@ -59,6 +59,7 @@ def describe(
         nodes, problems = _nodes_of(client, found.data), _problems_of(client, found.data)
         _print_description(found.data, best, waits, end_note(found), nodes, problems)
         search = found.search()
+        _print_limits(found.data)
         _print_sampler(search)
         _print_rungs(search)
     if show_config:
@@ -236,14 +237,28 @@ def _best_facts(
     return [("Best", best), ("With", format_values(best_trial.hparams) or None)]
 
 
+def _print_limits(data: "ExperimentData") -> None:
+    rows = [
+        (each.name, format_number(each.limit), format_number(each.used), format_number(each.left))
+        for each in data.limits
+    ]
+    if rows:
+        console().print()
+        titles = ["Limit", "Value", "Used", "Left"]
+        print_table(titles, rows, right=titles[1:])
+
+
 def _print_sampler(search: "SearchView") -> None:
-    found = search.sampler
-    if found is None:
-        return
-    drawn = f", {found.num_fallbacks} of them drawn at random instead"
-    text = f"{found.name}, {found.num_proposed} trials{drawn if found.num_fallbacks else ''}"
-    console().print()
-    print_facts([("Sampler", text), ("Last fault", found.last_fault)])
+    facts: list[tuple[str, str | None]] = []
+    if (found := search.sampler) is not None:
+        drawn = f", {found.num_fallbacks} of them drawn at random instead"
+        text = f"{found.name}, {found.num_proposed} trials{drawn if found.num_fallbacks else ''}"
+        facts += [("Sampler", text), ("Last fault", found.last_fault)]
+    if search.num_out_of_memory:
+        facts.append(("Out of memory", f"{search.num_out_of_memory} trials"))
+    if facts:
+        console().print()
+        print_facts(facts)
 
 
 def _print_rungs(search: "SearchView") -> None:

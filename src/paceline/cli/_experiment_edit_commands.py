@@ -6,7 +6,13 @@ import typer
 
 from paceline.cli._console_output import print_answer
 from paceline.cli._experiment_commands import experiment_app
-from paceline.cli._options_and_errors import CommandError, ExperimentId, connect
+from paceline.cli._options_and_errors import (
+    CommandError,
+    ExperimentId,
+    Limits,
+    connect,
+    nested_overrides,
+)
 
 if TYPE_CHECKING:
     from paceline.client._experiment_and_trial import Experiment
@@ -25,17 +31,22 @@ def set_fields(
     max_slots: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Most slots at once; 0 for no limit.")
     ] = None,
+    limits: Limits = [],  # noqa: B006
 ) -> None:
-    """Set the priority, the weight or the largest number of slots of an experiment."""
+    """Set the priority, the weight, the most slots or the limits of the search of an experiment."""
     given = {"priority": priority, "weight": weight, "max_slots": max_slots}
     changes = {name: value for name, value in given.items() if value is not None}
-    if not changes:
-        raise CommandError("`--priority`, `--weight` or `--max-slots` must be given.")
+    new_limits = nested_overrides(limits)
+    if not changes and not new_limits:
+        raise CommandError("`--priority`, `--weight`, `--max-slots` or `--limit` must be given.")
     with connect() as client:
         found = client.get_experiment(experiment).edit(
-            priority=priority, weight=weight, max_slots=max_slots
+            priority=priority, weight=weight, max_slots=max_slots, limits=new_limits or None
         )
-    told = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in changes.items())
+    told = ", ".join(
+        f"{name.replace('_', ' ')} {'none' if value is None else value}"
+        for name, value in {**changes, **new_limits}.items()
+    )
     _show_changed(found, f"has {told}")
 
 

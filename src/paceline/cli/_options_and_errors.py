@@ -58,6 +58,14 @@ Overrides = Annotated[
     list[str],
     typer.Option("--config", metavar="KEY=VALUE", help="Set a field of the config. Repeatable."),
 ]
+Limits = Annotated[
+    list[str],
+    typer.Option(
+        "--limit",
+        metavar="NAME=VALUE",
+        help="Set a limit of the search, such as max_slot_hours=12; null removes it. Repeatable.",
+    ),
+]
 ConfigFile = Annotated[
     Path, typer.Argument(help="Config file of the experiment.", metavar="CONFIG")
 ]

@@ -132,6 +132,7 @@ _DECISIONS = {
     "finished": "trained to the end",
     "failed": "failed on its way there",
     "waiting": "on its way there",
+    "paused": "pauses there until it is among the best",
 }
 
 

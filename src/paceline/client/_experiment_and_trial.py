@@ -2,7 +2,7 @@
 
 import heapq
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -459,6 +459,7 @@ class Experiment(DataFrames):
         priority: int | None = None,
         weight: float | None = None,
         max_slots: int | None = None,
+        limits: Mapping[str, float | None] | None = None,
     ) -> "Experiment":
         """Change several fields together, or none of them; None leaves a field as it is.
 
@@ -469,6 +470,7 @@ class Experiment(DataFrames):
             priority: As `set_priority` takes it.
             weight: As `set_weight` takes it.
             max_slots: As `set_max_slots` takes it, but 0 removes the limit.
+            limits: New limits of the search, by their names in `searcher.limits`; None removes one.
 
         Raises:
             ApiError: One of them is not possible.
@@ -480,6 +482,7 @@ class Experiment(DataFrames):
             priority=priority,
             weight=weight,
             max_slots=max_slots,
+            limits=None if limits is None else dict(limits),
         )
 
     def fork(
@@ -567,18 +570,25 @@ class Experiment(DataFrames):
         return self._session.call("DELETE", f"experiments/{self.id}", Deletion).left_behind
 
     def continue_(
-        self, config: dict[str, Any] | None = None, *, key: str | None = None
+        self,
+        config: dict[str, Any] | None = None,
+        *,
+        limits: Mapping[str, float | None] | None = None,
+        key: str | None = None,
     ) -> "Experiment":
         """Reopen an ended experiment: its unfinished trials resume from their checkpoints.
 
         Args:
             config: Fields of the configuration to change; only for a `single` search.
+            limits: Limits of the search to change, as in `edit`: the search goes on with more
+                trials, such as ``{"max_trials": 40}``.
             key: A key of your own: a call that is repeated with it within a day reopens nothing.
         """
         from paceline._cluster.messages.experiment_models import ContinueExperiment
 
         # A repeated request must not reopen the experiment twice.
-        body = ContinueExperiment(config=config or {})
+        given = dict(limits) if limits else None
+        body = ContinueExperiment(config=config or {}, limits=given)
         return self._command("continue", body, checked_key(key))
 
     def wait(self, interval: float = 1.0, timeout: float | None = None) -> "ExperimentState":

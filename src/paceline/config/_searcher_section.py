@@ -37,7 +37,7 @@ from paceline.config._fields_and_problems import (
 
 if TYPE_CHECKING:
     from paceline.search._samplers import SamplerSpec
-    from paceline.search._search_method import SearchConfig
+    from paceline.search._search_method import Limited, SearchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,6 @@ REMOVED_SEARCHERS = {
     "adaptive": "adaptive_asha",
     "adaptive_simple": "adaptive_asha",
     "sync_halving": "async_halving",
-    "pbt": "adaptive_asha",
     "custom": "another search method, or write one: see docs/search-methods.md",
 }
 """The predecessor's searchers that are gone, and their replacements."""
@@ -65,8 +64,8 @@ class SamplerSection(Section):
 
     name: Text = Field(
         default="random",
-        description="`random`, `grid`, `sobol`, `optuna`, or `package.module:Class`, a subclass of "
-        "`paceline.search.Sampler` in the environment of the master.",
+        description="`random`, `grid`, `sobol`, `optuna`, or a sampler of an installed package, by "
+        "the name of its entry point.",
     )
     of: Literal["tpe", "gp", "cmaes", "nsgaii"] | None = Field(
         default=None, description="Sampler of Optuna; `tpe` by default."
@@ -80,10 +79,10 @@ class SamplerSection(Section):
     @field_validator("name")
     @classmethod
     def _check_name(cls, value: str) -> str:
-        is_place = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value)
-        if not is_place and value not in ("random", "grid", "sobol", "optuna"):
+        if not re.fullmatch(r"[A-Za-z_][\w-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
             raise refused(
-                "must be a sampler", "`random`, `grid`, `sobol`, `optuna` or `package.module:Class`"
+                "must be a sampler",
+                "`random`, `grid`, `sobol`, `optuna` or the name of an installed sampler",
             )
         return value
 
@@ -104,6 +103,41 @@ AnySampler = Annotated[
 ]
 
 
+class SearchLimits(Section):
+    """What a search may use; it ends at the first limit that it reaches."""
+
+    max_trials: Count | None = Field(
+        default=None, description="Trials that the search creates, whatever its method plans."
+    )
+    max_slot_hours: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Hours for which trials hold slots, in sum; then running ones are stopped.",
+    )
+    max_wall_time: PositiveSeconds | None = Field(
+        default=None,
+        description="Seconds in which the experiment is active, without its pauses; then running "
+        "trials are stopped.",
+    )
+    target: float | None = Field(
+        default=None,
+        allow_inf_nan=False,
+        description="Value of the metric at which the search ends; running trials are stopped.",
+    )
+    max_failures: Count | None = Field(
+        default=None,
+        description="Failed trials at which the search ends in an error; running trials are "
+        "stopped.",
+    )
+
+    def as_input(self) -> "Limited":
+        """Return the limits as an input of the search."""
+        from paceline.search._search_method import Limited
+
+        return Limited(**self.model_dump())
+
+
 class Searcher(Section):
     """Base of the searcher sections: the fields and properties common to all search methods.
 
@@ -117,12 +151,14 @@ class Searcher(Section):
         can_reopen: Whether a search that has ended may continue with the trials that did not
             complete.
         needs_counts: Whether ranges of hyperparameters must say how many values to try.
+        clones_trials: Whether trials start from the checkpoints of others, which needs a master.
     """
 
     wants_reports: ClassVar[bool] = False
     has_rungs: ClassVar[bool] = False
     can_reopen: ClassVar[bool] = False
     needs_counts: ClassVar[bool] = False
+    clones_trials: ClassVar[bool] = False
 
     name: str = Field(description="Search method.")
     metric: Text = Field(description="Validation metric that is searched for.")
@@ -149,6 +185,26 @@ class Searcher(Section):
         max_length=1000,
         description="Hyperparameters of the first trials; those left out come from a draw.",
     )
+    warm_start_from: list[Count | Text] = Field(
+        default=[],
+        max_length=100,
+        description="Experiments whose ended trials the sampler learns from, by their ids; without "
+        "a master CSV files.",
+    )
+    limits: SearchLimits | None = Field(
+        default=None, description="What the search may use; they can be changed while it runs."
+    )
+
+    @field_validator("warm_start_from")
+    @classmethod
+    def _check_learns(cls, value: Any, info: ValidationInfo) -> Any:
+        sampler = info.data.get("sampler")
+        if value and (sampler is None or sampler.name in ("random", "grid", "sobol")):
+            raise refused(
+                "must not be given without a sampler that learns",
+                hint="add for example `sampler: {name: optuna, of: tpe}`.",
+            )
+        return value
 
     @field_validator("sampler", "points_to_evaluate")
     @classmethod
@@ -199,6 +255,11 @@ class Searcher(Section):
     def length_unit(self) -> str | None:
         """Return the unit of `length`: a unit name, or the name of the time metric."""
         return None
+
+    @property
+    def waits_at_targets(self) -> bool:
+        """Return whether a trial that has reached the length of its `Train` pauses for a longer."""
+        return False
 
     @property
     def judged_metrics(self) -> list[str] | None:
@@ -323,10 +384,9 @@ def _halving_schema(schema: dict[str, Any]) -> None:
     schema["oneOf"] = [given_schema("time_metric", "max_time"), given_schema("max_length")]
 
 
-class _Halving(Searcher):
+class _Timed(Searcher):
     model_config = {"json_schema_extra": _halving_schema}
     wants_reports = True
-    has_rungs = True
 
     max_trials: Count = Field(description="Trials that the search creates.")
     max_length: MaxLength | None = Field(
@@ -345,13 +405,9 @@ class _Halving(Searcher):
         validate_default=True,
         description="Time, in units of the time metric, that the best trials train to.",
     )
-    divisor: float = Field(
-        default=4.0, gt=1, allow_inf_nan=False, description="One of so many trials passes a rung."
-    )
     max_concurrent_trials: NonNegative = Field(
         default=16, description="Trials that run at once; 0 derives it from the rungs."
     )
-    stop_once: bool | None = without_effect("a stopped trial never continues")
 
     @model_validator(mode="before")
     @classmethod
@@ -403,18 +459,42 @@ class _Halving(Searcher):
         """Return the name of the time metric."""
         return self.time_metric
 
+    def _of(self, *names: str) -> dict[str, Any]:
+        """Return fields that the method's configuration has under the same names."""
+        names = ("metric", "smaller_is_better", "max_trials", "max_time", *names)
+        return {name: getattr(self, name) for name in names}
+
+
+class _Halving(_Timed):
+    has_rungs = True
+
+    divisor: float = Field(
+        default=4.0, gt=1, allow_inf_nan=False, description="One of so many trials passes a rung."
+    )
+    stop_once: bool | None = without_effect("a stopped trial never continues")
+
     def _common(self) -> dict[str, Any]:
-        """Return the fields of both methods' configurations."""
-        names = (
-            "metric", "smaller_is_better", "max_trials", "max_concurrent_trials", "time_metric",
-            "max_time",
-        )  # fmt: skip
+        """Return the fields of all these methods' configurations."""
         # Rungs of an integral divisor are exact only if it comes as an integer.
         divisor = int(self.divisor) if self.divisor.is_integer() else self.divisor
-        return {"divisor": divisor, **{name: getattr(self, name) for name in names}}
+        common = self._of("max_concurrent_trials", "time_metric")
+        return {"divisor": divisor, "promotes": self.waits_at_targets, **common}
 
 
-class AsyncHalvingSearcher(_Halving):
+class _AsyncHalving(_Halving):
+    promotion: bool = Field(
+        default=False,
+        description="Trials pause at rungs, and resume once they are among the best, instead of "
+        "being stopped.",
+    )
+
+    @property
+    def waits_at_targets(self) -> bool:
+        """Return whether trials pause."""
+        return self.promotion
+
+
+class AsyncHalvingSearcher(_AsyncHalving):
     """Trials stopped early at the rungs of a single bracket."""
 
     name: Literal["async_halving"] = Field(default="async_halving", description="Search method.")
@@ -427,7 +507,7 @@ class AsyncHalvingSearcher(_Halving):
         return AsyncHalvingConfig(**self._common(), num_rungs=self.num_rungs)
 
 
-class AdaptiveAshaSearcher(_Halving):
+class AdaptiveAshaSearcher(_AsyncHalving):
     """Trials stopped early in several brackets, some stopping later than others."""
 
     name: Literal["adaptive_asha"] = Field(default="adaptive_asha", description="Search method.")
@@ -452,10 +532,79 @@ class AdaptiveAshaSearcher(_Halving):
         )
 
 
+class HyperbandSearcher(_Halving):
+    """Trials that wait for one another at the rungs of brackets of every depth."""
+
+    name: Literal["hyperband"] = Field(default="hyperband", description="Search method.")
+    max_rungs: Count = Field(default=5, description="Most rungs of a bracket.")
+
+    @property
+    def waits_at_targets(self) -> bool:
+        """Return True."""
+        return True
+
+    def search_config(self) -> "SearchConfig":
+        """Return the search method's own configuration."""
+        from paceline.search._promotion import HyperbandConfig
+
+        return HyperbandConfig(**self._common(), max_rungs=self.max_rungs)
+
+
+class MedianStoppingSearcher(_Timed):
+    """Trials stopped when they are worse than the median of the others at the same time."""
+
+    name: Literal["median_stopping"] = Field(
+        default="median_stopping", description="Search method."
+    )
+    min_time: Count = Field(default=1, description="Time before which no trial is stopped.")
+    min_others: Count = Field(
+        default=3, description="Other trials that must have reported before one is stopped."
+    )
+
+    def search_config(self) -> "SearchConfig":
+        """Return the search method's own configuration."""
+        from paceline.search._median_stopping import MedianStoppingConfig
+
+        return MedianStoppingConfig(**self._of("max_concurrent_trials", "min_time", "min_others"))
+
+
+class PbtSearcher(_Timed):
+    """Population based training: weak trials give way to changed copies of strong ones."""
+
+    clones_trials = True
+
+    name: Literal["pbt"] = Field(default="pbt", description="Search method.")
+    interval: Count = Field(description="Time between two comparisons of a trial.")
+    quantile: float = Field(
+        default=0.25, gt=0, le=0.5, description="Share of the trials that is weak, or strong."
+    )
+    resample: float = Field(
+        default=0.25, ge=0, le=1, description="Probability that a copy's value is drawn anew."
+    )
+    spread: float = Field(
+        default=0.2, ge=0, le=1, description="How far any other is moved, as a share of its range."
+    )
+
+    def search_config(self) -> "SearchConfig":
+        """Return the search method's own configuration."""
+        from paceline.search._population import PbtConfig
+
+        return PbtConfig(**self._of("interval", "quantile", "resample", "spread"))
+
+
 ENTRY_POINTS = "paceline.search_methods"
 """The group of entry points: each names a method and refers to a `Searcher`."""
 
-_OWN = (SingleSearcher, RandomSearcher, GridSearcher, AsyncHalvingSearcher, AdaptiveAshaSearcher)
+_OWN = (
+    SingleSearcher,
+    RandomSearcher,
+    GridSearcher,
+    AsyncHalvingSearcher,
+    AdaptiveAshaSearcher,
+    HyperbandSearcher,
+    MedianStoppingSearcher,
+    PbtSearcher,
+)
 
 
 class _Registry:

@@ -41,6 +41,8 @@ from paceline.config._read_yaml import apply_overrides, read_yaml_file
 from paceline.config._searcher_section import (
     REMOVED_SEARCHERS,
     MissingSearcher,
+    SamplerSection,
+    SearchLimits,
     load_search_methods,
     searcher_sections,
 )
@@ -195,7 +197,12 @@ def _section_of(location: tuple[int | str, ...]) -> type[BaseModel]:
 
 
 def _sections() -> dict[tuple[str, ...], type[BaseModel]]:
-    return _SECTIONS | {("searcher", name): one for name, one in searcher_sections().items()}
+    parts: dict[str, type[BaseModel]] = {"limits": SearchLimits, "sampler": SamplerSection}
+    sections = searcher_sections().items()
+    nested: dict[tuple[str, ...], type[BaseModel]] = {
+        ("searcher", name, part): one for name, _ in sections for part, one in parts.items()
+    }
+    return _SECTIONS | nested | {("searcher", name): one for name, one in sections}
 
 
 def _missing_field(location: tuple[int | str, ...], path: str) -> Problem:

@@ -119,6 +119,7 @@ class Rung:
 
 class _Fate(str, Enum):
     TRAINING = "training"
+    PAUSED = "paused"
     STOPPED = "stopped"
     ENDED = "ended"
     """It completed by itself below the top rung."""
@@ -145,6 +146,7 @@ class HalvingMethod(SearchMethod):
     ) -> None:
         self._maker = maker
         self._plan = plan
+        self._num_trials = plan.trials
         self._divisor = plan.divisor
         self._smaller_is_better = smaller_is_better
         self._rungs = [Rung(units) for units in plan.units]
@@ -153,10 +155,21 @@ class HalvingMethod(SearchMethod):
 
     def start(self) -> list[Operation]:
         """Return the operations to create the first trials."""
+        return self.resize(self._num_trials)
+
+    def resize(self, max_trials: int) -> list[Operation]:
+        """Create more or fewer trials, which are compared to all before them."""
+        self._num_trials = max_trials
+        num_open = sum(each.fate is _Fate.TRAINING for each in self._entrants.values())
         operations: list[Operation] = []
-        for _ in range(min(self._plan.concurrent, self._plan.trials)):
+        for _ in range(self._plan.concurrent - num_open):
             operations += self._refill()
         return operations
+
+    @property
+    def num_planned(self) -> int:
+        """Return how many trials were planned."""
+        return self._plan.trials
 
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
         """Decide at each rung reached by the trial, once per rung.
@@ -205,7 +218,12 @@ class HalvingMethod(SearchMethod):
 
     def num_trials(self, num_invalid: int) -> int:
         """Return the bracket's number: trials with invalid hyperparameters are replaced."""
-        return self._plan.trials
+        return max(self._num_trials, self.num_created)
+
+    @property
+    def num_created(self) -> int:
+        """Return how many trials there are, without those that refused their hyperparameters."""
+        return len(self._entrants) - self._num_invalid
 
     def trained_share(self, time: float) -> float:
         """Return the part of the time at the top rung."""
@@ -219,7 +237,7 @@ class HalvingMethod(SearchMethod):
                 waiting[entrant.rung].append(request_id)
         return (
             BracketView(
-                max_trials=self._plan.trials,
+                max_trials=self._num_trials,
                 max_concurrent_trials=self._plan.concurrent,
                 num_created=len(self._entrants),
                 num_invalid=self._num_invalid,
@@ -231,6 +249,7 @@ class HalvingMethod(SearchMethod):
         """Return the method's state as JSON-able data."""
         return {
             "rungs": [rung.snapshot() for rung in self._rungs],
+            "num_trials": self._num_trials,
             "entrants": [[key, e.rung, e.fate.value] for key, e in self._entrants.items()],
         }
 
@@ -244,6 +263,7 @@ class HalvingMethod(SearchMethod):
         check_same_setup("rungs", list(self._plan.units), theirs)
         for rung, stored in zip(self._rungs, snapshot["rungs"], strict=True):
             rung.load(stored)
+        self._num_trials = snapshot.get("num_trials", self._plan.trials)
         self._entrants = {
             request_id: _Entrant(rung=rung, fate=_Fate(fate))
             for request_id, rung, fate in snapshot["entrants"]
@@ -255,7 +275,7 @@ class HalvingMethod(SearchMethod):
         return tuple(self._entrants)
 
     def _refill(self) -> list[Operation]:
-        if len(self._entrants) - self._num_invalid >= self._plan.trials:
+        if self.num_created >= self._num_trials:
             return []
         create = self._maker.sampled()
         self._entrants[create.request_id] = _Entrant()
@@ -289,6 +309,8 @@ class HalvingMethod(SearchMethod):
     def _decision(self, entrant: _Entrant, index: int) -> Decision:
         if entrant.rung > index:
             return Decision.CONTINUED
+        if entrant.fate is _Fate.PAUSED:
+            return Decision.PAUSED
         if entrant.fate is _Fate.FAILED:
             return Decision.FAILED
         return Decision.FINISHED if index == len(self._rungs) - 1 else Decision.STOPPED
@@ -311,6 +333,9 @@ class _HalvingConfig(SearchConfig):
     divisor: float = 4
     """At each rung one of `divisor` trials continues."""
     max_concurrent_trials: int = 16
+    promotes: bool = False
+    """Trials pause at rungs until they are among the best, instead of being stopped."""
+    waits_for_all: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         SearchConfig.__post_init__(self)
@@ -327,6 +352,11 @@ class _HalvingConfig(SearchConfig):
                 f"`divisor` must be a number greater than 1, but got {divisor!r}.\n"
                 "Hint: 4 is the default; 3 stops fewer trials at each rung."
             )
+
+    @property
+    def waits_at_targets(self) -> bool:
+        """Return whether trials pause at rungs."""
+        return self.promotes
 
     def make_method(self, maker: TrialMaker) -> SearchMethod:
         """Return the method."""
@@ -461,22 +491,27 @@ class AdaptiveAshaMethod(SearchMethod):
     @classmethod
     def of(cls, config: _HalvingConfig, maker: TrialMaker) -> AdaptiveAshaMethod:
         """Make the configured method; async halving is the form with a single bracket."""
-        return cls(
-            tuple(
-                HalvingMethod(
-                    maker,
-                    plan,
-                    smaller_is_better=config.smaller_is_better,
-                )
-                for plan in config.bracket_plans()
-            )
-        )
+        from paceline.search._promotion import bracket_method
+
+        return cls(tuple(bracket_method(config, maker, plan) for plan in config.bracket_plans()))
 
     def start(self) -> list[Operation]:
         """Return the operations to create the first trials, bracket by bracket."""
         operations: list[Operation] = []
         for bracket in self._brackets:
             operations += self._own(bracket, bracket.start())
+        return operations
+
+    def resize(self, max_trials: int) -> list[Operation]:
+        """Divide the trials that are to come among the brackets as in the plan."""
+        created = [bracket.num_created for bracket in self._brackets]
+        planned = [bracket.num_planned for bracket in self._brackets]
+        left = max(max_trials - sum(created), 0)
+        shares = [number * left // sum(planned) for number in planned]
+        shares[0] += left - sum(shares)
+        operations: list[Operation] = []
+        for bracket, number, share in zip(self._brackets, created, shares, strict=True):
+            operations += self._own(bracket, bracket.resize(number + share))
         return operations
 
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:

@@ -24,6 +24,8 @@ _KINDS: dict[str, Any] = {
     "nsgaii": optuna.samplers.NSGAIISampler,
 }
 _NEW = -1
+# They keep away from where a constraint was broken: a trial that ran out of memory breaks one.
+_CONSTRAINED = ("tpe", "nsgaii")
 
 
 class OptunaSampler(Sampler):
@@ -31,8 +33,8 @@ class OptunaSampler(Sampler):
 
     TPE is told of trials that were stopped early by their time and loss, as Optuna's pruned
     trials. The others, which leave pruned trials out, get these as completed ones. Trials without a
-    finite loss, or that refused their hyperparameters, count as infinitely bad; failed ones for
-    nothing.
+    finite loss, that refused their hyperparameters or ran out of memory, count as infinitely bad;
+    for TPE and NSGA-II the last ones break a constraint as well. Failed ones count for nothing.
 
     Args:
         of: "tpe", "gp", "cmaes" or "nsgaii".
@@ -44,8 +46,11 @@ class OptunaSampler(Sampler):
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.simplefilter("ignore")
         # Trials run at once: without it, TPE would propose the same place to all of them.
-        liar = {"constant_liar": True} if of == "tpe" else {}
+        liar: dict[str, Any] = {"constant_liar": True} if of == "tpe" else {}
         self._of = of
+        if of in _CONSTRAINED:
+            # Read from the trials that are added; Optuna asks it of those that it runs itself.
+            liar |= {"constraints_func": lambda trial: (0.0,)}
         self._study = optuna.create_study(sampler=_KINDS[of](**{"seed": seed} | liar | options))
         # By trial: the number of its stand-in while it runs, None once it has ended.
         self._running: dict[str, int | None] = {}
@@ -101,14 +106,17 @@ class OptunaSampler(Sampler):
             outcome = {"state": TrialState.FAIL}
         elif not is_running:
             outcome = self._outcome(seen)
+        noted = dict(seen.note or {})
+        if self._of in _CONSTRAINED and not is_running:
+            noted["constraints"] = [float(seen.state == "out_of_memory")]
         trial = create_trial(
-            params=values, distributions=distributions, system_attrs=seen.note, **outcome
+            params=values, distributions=distributions, system_attrs=noted, **outcome
         )
         number = self._add(trial)
         self._running[seen.id] = number if is_running else None
 
     def _outcome(self, seen: Observation) -> dict[str, Any]:
-        is_bad = seen.loss is None or seen.state == "invalid"
+        is_bad = seen.loss is None or seen.state in ("invalid", "out_of_memory")
         loss = math.inf if is_bad else seen.loss
         if seen.state == "stopped" and self._of == "tpe" and not is_bad:
             return {"state": TrialState.PRUNED, "intermediate_values": {int(seen.time): loss}}

@@ -32,7 +32,8 @@ class SamplerProgram:
         spec: The sampler.
         hyperparameters: The space in these words.
         seed: The seed of the search.
-        directory: Where the class is looked for before the installed packages; nowhere by default.
+        directory: Where any class is looked for before the installed packages. By default nowhere,
+            and only a sampler that an entry point names is taken.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class SamplerProgram:
         spec: SamplerSpec,
         hyperparameters: dict[str, Any],
         seed: int,
-        directory: str = "/",
+        directory: str | None = None,
     ) -> None:
         self._timeout_s = spec.timeout_s
         self._setup = {
@@ -48,9 +49,12 @@ class SamplerProgram:
             "options": spec.options,
             "hyperparameters": hyperparameters,
             "seed": seed,
+            "takes_places": directory is not None,
         }
         command = [sys.executable, "-m", __name__]
-        self._program = RequestProgram(f"sampler {spec.name}", command, SamplerError, directory)
+        self._program = RequestProgram(
+            f"sampler {spec.name}", command, SamplerError, directory or "/"
+        )
 
     def __call__(self, observations: Sequence[Observation], n: int) -> Sequence[Proposal]:
         """Return the sampler's proposals.
@@ -96,8 +100,15 @@ def _read(put: Callable[[str], None]) -> None:
     os._exit(0)
 
 
-def _ask(name: str, options: dict[str, Any], hyperparameters: dict[str, Any], seed: int) -> Ask:
-    return asking(make_sampler(name, options, seed), parse_space(hyperparameters), seed)
+def _ask(
+    name: str,
+    options: dict[str, Any],
+    hyperparameters: dict[str, Any],
+    seed: int,
+    takes_places: bool,
+) -> Ask:
+    sampler = make_sampler(name, options, seed, takes_places=takes_places)
+    return asking(sampler, parse_space(hyperparameters), seed)
 
 
 def _plain(value: Any) -> Any:

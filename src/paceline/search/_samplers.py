@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from paceline.search._hyperparameter_space import Space
-from paceline.search._search_method import Create, Proposed
+from paceline.search._search_method import Create, Proposed, Recalled
 
 if TYPE_CHECKING:
     from numpy.random import Generator
@@ -32,12 +36,13 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: The trial, the same in every call.
         hparams: Its hyperparameters.
-        state: "running", "completed", "stopped" early by the method, "failed", or "invalid" if it
-            refused its hyperparameters.
+        state: "running", "completed", "stopped" early by the method, "failed", "out_of_memory", or
+            "invalid" if it refused its hyperparameters.
         loss: The best value so far of the searched metric, negated if larger values are better;
             None without a finite one.
         time: How long it had trained at its newest report, in the method's unit; 0 before one.
         note: What the sampler has put into its `Proposal`; None for draws at random.
+        is_earlier: Whether it is from before the search, by `warm_start_from`.
     """
 
     id: str
@@ -46,6 +51,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None
     time: float
     note: Any = None
+    is_earlier: bool = False
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +95,11 @@ class Sampler(ABC):
         """
 
 
+def num_asked(observations: Sequence[Observation]) -> int:
+    """Return how many of the observations are of trials of the search."""
+    return sum(not seen.is_earlier for seen in observations)
+
+
 class GridSampler(Sampler):
     """Proposes the points of the grid in their order, and begins again after the last."""
 
@@ -96,7 +107,7 @@ class GridSampler(Sampler):
         self, space: Space, observations: Sequence[Observation], n: int, rng: Generator
     ) -> Sequence[Proposal]:
         """Return the next points."""
-        size, first = space.grid_size(), len(observations)
+        size, first = space.grid_size(), num_asked(observations)
         return [
             Proposal(
                 hparams=space.grid_point(index % size),
@@ -122,7 +133,7 @@ class SobolSampler(Sampler):
         """Return the next points."""
         import torch
 
-        first = len(observations)
+        first = num_asked(observations)
         if not space.parameters:
             return [Proposal(hparams=space.decode([])) for _ in range(n)]
         size = len(space.parameters)
@@ -138,7 +149,8 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A sampler in plain words, as a config has it.
 
     Attributes:
-        name: "random", "grid", "sobol", "optuna" or "package.module:Class".
+        name: "random", "grid", "sobol", "optuna", the name of an entry point, or
+            "package.module:Class".
         options: The arguments of its class.
         timeout_s: How long an answer may take.
     """
@@ -153,15 +165,38 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return f"optuna {self.options['of']}" if self.name == "optuna" else self.name
 
 
-def check_installed(spec: SamplerSpec) -> None:
-    """Refuse a sampler whose package is not installed here; nothing is imported.
+ENTRY_POINTS = "paceline.samplers"
+"""The group of entry points: each names a sampler and refers to a `Sampler`."""
+
+
+def installed_place(name: str) -> str | None:
+    """Return the place of a sampler that an installed package names, by its name or place."""
+    points = entry_points(group=ENTRY_POINTS)
+    return next((point.value for point in points if name in (point.name, point.value)), None)
+
+
+def check_installed(spec: SamplerSpec, *, takes_places: bool = False) -> None:
+    """Refuse a sampler that is not installed here; nothing is imported.
+
+    Args:
+        spec: The sampler.
+        takes_places: Whether any class may be named, as in a user's own process.
 
     Raises:
         ImportError: It is not installed; the text says what to install.
     """
     name = spec.name
-    install = package = name.partition(":")[0].partition(".")[0] if ":" in name else ""
-    packages = [package] if package else []
+    install, packages = "", []
+    if ":" in name and takes_places:
+        install = name.partition(":")[0].partition(".")[0]
+        packages = [install]
+    elif name not in ("random", "grid", "sobol", "optuna") and installed_place(name) is None:
+        known = ", ".join(sorted(point.name for point in entry_points(group=ENTRY_POINTS)))
+        raise ImportError(
+            f"The sampler `{name}` must be named by an entry point `{ENTRY_POINTS}` of a package"
+            f" that is installed here, which has: {known or 'none'}. Hint: see"
+            " docs/search-methods.md."
+        )
     if name == "optuna":
         install = "paceline[optuna]"
         packages = ["optuna", *_NEEDS.get(spec.options["of"], ())]
@@ -173,13 +208,17 @@ def check_installed(spec: SamplerSpec) -> None:
             )
 
 
-def make_sampler(name: str, options: Mapping[str, Any], seed: int) -> Sampler:
+def make_sampler(
+    name: str, options: Mapping[str, Any], seed: int, *, takes_places: bool = False
+) -> Sampler:
     """Return a sampler.
 
     Args:
-        name: "grid", "sobol", "optuna" or the place of a class, "package.module:Class".
+        name: "grid", "sobol", "optuna", a name or place of an entry point, or with `takes_places`
+            the place of any class, "package.module:Class".
         options: The arguments of the class.
         seed: The seed of the search, for samplers of Paceline that need one.
+        takes_places: See `check_installed`.
 
     Raises:
         Exception: What the import or the class raises.
@@ -192,7 +231,10 @@ def make_sampler(name: str, options: Mapping[str, Any], seed: int) -> Sampler:
         from paceline.search._optuna_sampler import OptunaSampler
 
         return OptunaSampler(seed=seed, **options)
-    module, _, attribute = name.partition(":")
+    place = installed_place(name) or (name if takes_places else None)
+    if place is None:
+        raise LookupError(f"`{name}` must be named by an entry point `{ENTRY_POINTS}`")
+    module, _, attribute = place.partition(":")
     kind = getattr(import_module(module), attribute)
     # The name may be a stranger's: nothing else is called.
     if not (isinstance(kind, type) and issubclass(kind, Sampler)):
@@ -246,7 +288,8 @@ def answers_to(
     points: Sequence[Any] = (),
 ) -> list[Proposed]:
     """Return answers to asks of a search, for any thread; see `answers`."""
-    first = points[len(observations) : len(observations) + len(asks)]
+    number = num_asked(observations)
+    first = points[number : number + len(asks)]
     found = [
         _answer(space, each, Proposal(hparams=merged(each.hparams, point)), _POINTS)
         for each, point in zip(asks, first, strict=False)
@@ -268,6 +311,39 @@ def answers_to(
     return found + [
         _answer(space, each, given, name) for each, given in zip(rest, proposals, strict=True)
     ]
+
+
+def recalled_from(path: str, space: Space, metric: str) -> Recalled:
+    """Return ended trials from a CSV file, for `warm_start_from`.
+
+    Its columns are named as the hyperparameters, with or without `config.` in front, and as the
+    metric. Rows without a number as the metric are left out.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no text, or lacks the column of the metric.
+    """
+    trials = []
+    with open(path, newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if metric not in (reader.fieldnames or ()):
+            raise ValueError(f"{path!r} must have a column {metric!r}, but has none.")
+        for row in reader:
+            with suppress(ValueError, TypeError):
+                value = float(row[metric])
+                cells = {
+                    each.path: _cell(row.get(each.name) or row.get(f"config.{each.name}"))
+                    for each in space.parameters
+                }
+                trials.append((space.build(cells), value, 0.0))
+    return Recalled(source=path, trials=[one for one in trials if math.isfinite(one[1])])
+
+
+def _cell(text: str | None) -> Any:
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return text
 
 
 def merged(drawn: dict[str, Any], point: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import astuple, dataclass, field
 from typing import Any, ClassVar
 
@@ -21,13 +21,16 @@ from paceline.search._search_method import (
     Exited,
     ExitReason,
     Input,
+    Limited,
     Operation,
     Progressed,
     Proposed,
+    Recalled,
     Reported,
     SearchConfig,
     SearchMethodError,
     Shutdown,
+    Spent,
     Started,
     Stop,
     Train,
@@ -39,6 +42,8 @@ from paceline.search._search_method import (
 )
 
 _VERSION = 1
+SPENT_INTERVAL_S = 60.0
+"""How often a search with a limit of time is told the time."""
 
 
 @dataclass(slots=True)
@@ -48,6 +53,55 @@ class _Trial:
     progress: float = 0.0
     reached: float = 0.0
     """The least progress, by the trial's reports."""
+    is_cut: bool = False
+    """Stopped by a limit, of which the method does not know."""
+    is_out_of_memory: bool = False
+
+
+@dataclass(slots=True)
+class Budget:
+    """What a search may use, and what it has used.
+
+    Attributes:
+        limits: The limits.
+        wall_s: Seconds in which it was active.
+        slot_s: Seconds for which its trials held slots, in sum.
+        num_trials: The trials created, without those that refused their hyperparameters.
+        num_failed: The failed trials.
+        best: The best finite value of the metric; None before the first.
+    """
+
+    limits: Limited = field(default_factory=Limited)
+    wall_s: float = 0.0
+    slot_s: float = 0.0
+    num_trials: int = 0
+    num_failed: int = 0
+    best: float | None = None
+
+    def used(self) -> dict[str, float | None]:
+        """Return what was used, by the names of the limits."""
+        return {
+            "max_trials": self.num_trials,
+            "max_slot_hours": self.slot_s / 3600,
+            "max_wall_time": self.wall_s,
+            "target": self.best,
+            "max_failures": self.num_failed,
+        }
+
+    def reached(self, smaller_is_better: bool) -> str | None:
+        """Return the name of a limit that ends the search now, running trials included."""
+        for name, used in self.used().items():
+            limit = getattr(self.limits, name)
+            if limit is None or used is None or name == "max_trials":
+                continue
+            if used <= limit if name == "target" and smaller_is_better else used >= limit:
+                return name
+        return None
+
+    def has_room(self) -> bool:
+        """Return whether one more trial may be created."""
+        most = self.limits.max_trials
+        return most is None or self.num_trials < most
 
 
 @dataclass(slots=True)
@@ -101,9 +155,10 @@ class Search:
         time that is not finite change nothing.
 
         Raises:
-            ValueError: If the search has not started, is started twice or knows no such trial.
+            ValueError: If the search has not started, is started twice or knows no such trial, or
+                if its method cannot create as many trials as a limit has.
             SpaceError: If proposed hyperparameters are not in the space.
-            TypeError: If the input is none of the five kinds.
+            TypeError: If the input is of no such kind.
             SearchMethodError: If the method fails; the search must not be used any more then.
         """
         if isinstance(input, Started):
@@ -116,10 +171,16 @@ class Search:
             operations = self._exit(input)
         elif isinstance(input, Proposed):
             operations = self._propose(input)
+        elif isinstance(input, Limited):
+            operations = self._limit(input)
+        elif isinstance(input, Spent):
+            operations = self._spend(input)
+        elif isinstance(input, Recalled):
+            operations = self._recall(input)
         else:
             raise TypeError(
-                "`input` must be Started, Reported, Progressed, Exited or Proposed, "
-                f"but got {type(input).__name__}.\n"
+                "`input` must be one of the inputs of `paceline.search`, but got"
+                f" {type(input).__name__}.\n"
                 "Hint: decode stored inputs with `input_from_json`."
             )
         return operations
@@ -143,9 +204,12 @@ class Search:
         return min(done / max(self.num_trials(), 1), 1.0)
 
     def num_trials(self) -> int:
-        """Return how many trials the search has and will create, as far as its method knows."""
+        """Return how many trials the search has and will create, as far as is known."""
         with self._guard("num_trials"):
-            return self._method.num_trials(self._num_exited[ExitReason.INVALID_HP])
+            number = self._method.num_trials(self._num_exited[ExitReason.INVALID_HP])
+        most = self.budget.limits.max_trials
+        is_least = most is None or number <= most
+        return number if is_least else max(most or 0, self.budget.num_trials)
 
     def trials(self) -> tuple[TrialView, ...]:
         """Return a view of all trials in the order of their creation."""
@@ -170,8 +234,8 @@ class Search:
         return tuple(create for create, _ in self._asks.values())
 
     def observations(self) -> list[Observation]:
-        """Return what samplers are told: the trials with an answer, in the order of the answers."""
-        return [
+        """Return what samplers are told: earlier trials, then those with an answer, in order."""
+        return self._earlier + [
             Observation(
                 id=request_id,
                 hparams=seen.hparams,
@@ -198,6 +262,7 @@ class Search:
                 raise ValueError(_why_no_json(state, "snapshot()") or str(error)) from error
         asking = {
             "asks": msgspec.to_builtins(list(self._asks.values())),
+            "earlier": msgspec.to_builtins(self._earlier),
             "observed": [[key, *astuple(seen)] for key, seen in self._observed.items()],
         }
         return {
@@ -208,9 +273,14 @@ class Search:
             "is_over": self._is_over,
             "rng": self._rng.snapshot(),
             "trials": [
-                [key, t.is_stopped, t.exit_reason and t.exit_reason.value, t.progress, t.reached]
+                [
+                    *(key, t.is_stopped, t.exit_reason and t.exit_reason.value),
+                    *(t.progress, t.reached, t.is_cut, t.is_out_of_memory),
+                ]
                 for key, t in self._trials.items()
             ],
+            "budget": msgspec.to_builtins(self.budget),
+            "held": msgspec.to_builtins(list(self._held.values())),
             "method": state,
         }
 
@@ -250,8 +320,14 @@ class Search:
         self._is_asking = False
         self._asks: dict[str, tuple[Create, list[Operation]]] = {}
         self._observed: dict[str, _Observed] = {}
+        self._earlier: list[Observation] = []
+        self.budget = Budget()
+        # By trial: operations that create it once the limits have room for it.
+        self._held: dict[str, list[Operation]] = {}
         with self._guard("make_method"):
             self._method = config.make_method(TrialMaker(space, rng))
+        with self._guard("num_trials"):
+            self._num_planned = self._method.num_trials(0)
         self._is_started = False
         self._is_over = False
         self._trials: dict[str, _Trial] = {}
@@ -262,20 +338,23 @@ class Search:
     def _load(self, snapshot: dict[str, Any]) -> None:
         self._is_started = snapshot["is_started"]
         self._is_over = snapshot["is_over"]
-        # Snapshots of earlier versions lack the share that was reached.
-        for request_id, is_stopped, reason, progress, *reached in snapshot["trials"]:
+        # Snapshots of earlier versions lack the last ones.
+        for request_id, is_stopped, reason, progress, *later in snapshot["trials"]:
             exit_reason = None if reason is None else ExitReason(reason)
-            self._trials[request_id] = _Trial(
-                is_stopped, exit_reason, float(progress), *map(float, reached)
-            )
+            self._trials[request_id] = _Trial(is_stopped, exit_reason, float(progress), *later)
             if exit_reason is None:
                 self._open_progress[request_id] = float(progress)
             else:
                 self._num_exited[exit_reason] += 1
+        self.budget = msgspec.convert(snapshot.get("budget", self._counted()), Budget)
+        for held in snapshot.get("held", ()):
+            operations = msgspec.convert(held, list[Operation])
+            self._held[operations[0].request_id] = operations  # type: ignore[union-attr]
         self._is_asking = "asks" in snapshot
         for stored in snapshot.get("asks", ()):
             create, later = msgspec.convert(stored, tuple[Create, list[Operation]])
             self._asks[create.request_id] = create, later
+        self._earlier = msgspec.convert(snapshot.get("earlier", []), list[Observation])
         self._observed = {key: _Observed(*seen) for key, *seen in snapshot.get("observed", ())}
         with method_errors(self._config.kind, "load", expected=ValueError):
             self._method.load(snapshot["method"])
@@ -290,9 +369,12 @@ class Search:
                 "Hint: after a restart, restore the snapshot and continue with the next input."
             )
         self._is_started = True
+        most, operations = self.budget.limits.max_trials, []
+        if most is not None and most < self._num_planned:
+            operations = self._resize(most)
         with self._guard("start"):
-            operations = self._take_operations(self._method.start())
-            if not self._trials:
+            operations = operations + self._take_operations(self._method.start())
+            if not self._trials and not self._held:
                 raise ValueError(
                     "it must create at least one trial, as nothing ever ends otherwise"
                 )
@@ -315,8 +397,12 @@ class Search:
         if share > trial.reached:
             trial.reached = share
             self._set_progress(report.request_id, trial, trial.progress)
+        best, is_smaller = self.budget.best, self._config.smaller_is_better
+        if math.isfinite(metric) and (best is None or (metric < best) is is_smaller):
+            self.budget.best = metric
         with self._guard("reported"):
-            return self._take_operations(self._method.reported(report.request_id, time, metric))
+            given = self._take_operations(self._method.reported(report.request_id, time, metric))
+        return given + self._settle()
 
     def _note_progress(self, told: Progressed) -> list[Operation]:
         trial = self._find(told.request_id)
@@ -337,18 +423,108 @@ class Search:
         # A stopped trial counts as done, however it ended: the search asked it to stop.
         trial.exit_reason = ExitReason.COMPLETED if trial.is_stopped else exit.reason
         self._num_exited[trial.exit_reason] += 1
+        trial.is_out_of_memory = exit.is_out_of_memory and trial.exit_reason is ExitReason.ERROR
         del self._open_progress[exit.request_id]
+        self.budget.num_failed += trial.exit_reason is ExitReason.ERROR
+        self.budget.num_trials -= trial.exit_reason is ExitReason.INVALID_HP
         with self._guard("exited"):
+            is_stopped = trial.is_stopped and not trial.is_cut
             operations = self._take_operations(
-                self._method.exited(exit.request_id, trial.exit_reason, trial.is_stopped)
+                self._method.exited(exit.request_id, trial.exit_reason, is_stopped)
             )
-        if sum(self._num_exited.values()) == len(self._trials):
-            self._is_over = True
+        return operations + self._settle()
+
+    def _limit(self, given: Limited) -> list[Operation]:
+        before, self.budget.limits = self.budget.limits.max_trials, given
+        if not self._is_started:
+            return []
+        operations: list[Operation] = []
+        if given.max_trials != before:
+            operations = self._resize(given.max_trials or self._num_planned)
+            if (most := self.num_trials()) < (given.max_trials or 0):
+                raise ValueError(
+                    f"`max_trials` must be at most {most}, as the search method"
+                    f" `{self._config.kind}` has no more trials, but got {given.max_trials}.\n"
+                    "Hint: fork the experiment with another method."
+                )
+        return operations + self._settle()
+
+    def _resize(self, max_trials: int) -> list[Operation]:
+        with self._guard("resize"):
+            return self._take_operations(self._method.resize(max_trials))
+
+    def _recall(self, given: Recalled) -> list[Operation]:
+        sign = 1 if self._config.smaller_is_better else -1
+        for number, (hparams, value, time) in enumerate(given.trials, 1):
+            with suppress(ValueError, TypeError, LookupError):
+                if not math.isfinite(value):
+                    continue
+                seen = Observation(
+                    id=f"{given.source}, {number}",
+                    hparams=self.space.check(hparams),
+                    state="completed",
+                    loss=sign * value,
+                    time=time,
+                    is_earlier=True,
+                )
+                self._earlier.append(seen)
+        return []
+
+    def _spend(self, spent: Spent) -> list[Operation]:
+        budget = self.budget
+        if math.isfinite(spent.wall_s) and math.isfinite(spent.slot_s):
+            budget.wall_s = max(budget.wall_s, spent.wall_s)
+            budget.slot_s = max(budget.slot_s, spent.slot_s)
+        return self._settle() if self._is_started else []
+
+    @property
+    def reached_limit(self) -> str | None:
+        """Return the limit that has ended the search, or keeps it from creating more trials."""
+        found = self.budget.reached(self._config.smaller_is_better)
+        return found or ("max_trials" if self._held else None)
+
+    def _settle(self) -> list[Operation]:
+        """Stop the trials if a limit is reached, and create those for which there is room."""
+        operations: list[Operation] = []
+        if self.budget.reached(self._config.smaller_is_better) is not None:
+            # What waits for hyperparameters does not exist yet: it comes once there is room again.
+            for request_id, (create, later) in self._asks.items():
+                self._held[request_id] = [create, *later]
+                del self._trials[request_id], self._open_progress[request_id]
+                self.budget.num_trials -= 1
+            self._asks.clear()
+            for request_id in self._open_progress:
+                if not (trial := self._trials[request_id]).is_stopped:
+                    trial.is_stopped = trial.is_cut = True
+                    operations.append(Stop(request_id=request_id))
+        while self._held and self._has_room():
+            released = self._held.pop(next(iter(self._held)))
+            operations += self._take_operations(released, is_released=True)
+        is_over = sum(self._num_exited.values()) == len(self._trials)
+        if is_over and not self._is_over:
             operations.append(self._shutdown())
+        self._is_over = is_over
         return operations
 
+    def stopping_limit(self, request_id: str) -> str | None:
+        """Return the limit that has stopped a trial; None if the method has, or nothing."""
+        return self.reached_limit if self._find(request_id).is_cut else None
+
+    def _has_room(self) -> bool:
+        return (
+            self.budget.has_room() and self.budget.reached(self._config.smaller_is_better) is None
+        )
+
+    def _counted(self) -> dict[str, int]:
+        num_invalid = self._num_exited[ExitReason.INVALID_HP]
+        return {
+            "num_trials": len(self._trials) - num_invalid,
+            "num_failed": self._num_exited[ExitReason.ERROR],
+        }
+
     def _propose(self, proposed: Proposed) -> list[Operation]:
-        self._find(proposed.request_id)
+        if proposed.request_id not in self._held:
+            self._find(proposed.request_id)
         held = self._asks.get(proposed.request_id)
         if held is None:
             return []
@@ -364,32 +540,52 @@ class Search:
         # Invalid hyperparameters count for nothing, also not against an otherwise failed search;
         # a search with nothing else has failed.
         counted = len(self._trials) - self._num_exited[ExitReason.INVALID_HP]
+        is_limit = self.budget.reached(self._config.smaller_is_better) == "max_failures"
         return Shutdown(
-            failure=counted == self._num_exited[ExitReason.ERROR],
+            failure=is_limit or counted == self._num_exited[ExitReason.ERROR],
             cancel=0 < counted == self._num_exited[ExitReason.CANCELED],
         )
 
-    def _take_operations(self, operations: list[Operation]) -> list[Operation]:
+    def _take_operations(
+        self, operations: list[Operation], *, is_released: bool = False
+    ) -> list[Operation]:
+        passing: list[Operation] = []
         for operation in operations:
             if isinstance(operation, Create):
+                if not is_released and (self._held or not self._has_room()):
+                    self._held[operation.request_id] = [operation]
+                    continue
                 self._trials[operation.request_id] = _Trial()
                 self._open_progress[operation.request_id] = 0.0
+                self.budget.num_trials += 1
+                passing.append(operation)
                 continue
             if not isinstance(operation, (Train, Stop)):
                 raise TypeError(f"it must return Create, Train and Stop, but got {operation!r}")
+            if isinstance(operation, Train) and (
+                type(operation.length) is not int or operation.length < 1
+            ):
+                raise ValueError(f"`length` of {operation!r} must be an integer of at least 1")
+            if operation.request_id in self._held:
+                self._held[operation.request_id].append(operation)
+                continue
             if operation.request_id not in self._trials:
                 raise ValueError(f"{operation!r} must be about a trial that it created")
             if isinstance(operation, Stop):
-                self._trials[operation.request_id].is_stopped = True
-            elif type(operation.length) is not int or operation.length < 1:
-                raise ValueError(f"`length` of {operation!r} must be an integer of at least 1")
-        return self._hold(operations) if self._is_asking else operations
+                trial = self._trials[operation.request_id]
+                if trial.is_cut:
+                    # The method knew nothing of the first stop.
+                    trial.is_cut = False
+                    continue
+                trial.is_stopped = True
+            passing.append(operation)
+        return self._hold(passing) if self._is_asking else passing
 
     def _hold(self, operations: list[Operation]) -> list[Operation]:
         """Keep the operations on trials that wait for their hyperparameters; return the others."""
         passing: list[Operation] = []
         for operation in operations:
-            if isinstance(operation, Create):
+            if isinstance(operation, Create) and operation.parent is None:
                 self._asks[operation.request_id] = operation, []
             elif isinstance(operation, Train | Stop) and operation.request_id in self._asks:
                 self._asks[operation.request_id][1].append(operation)
@@ -408,6 +604,8 @@ class Search:
 
 
 def _state_of(trial: _Trial) -> str:
+    if trial.is_out_of_memory:
+        return "out_of_memory"
     if trial.is_stopped:
         return "completed" if trial.reached >= 1 else "stopped"
     if trial.exit_reason is None:
@@ -598,17 +796,28 @@ def simulate(
     search = Search(config, hyperparameters, seed, is_asking=sampler is not None)
     simulator = _Simulator(search, max_inputs, asking(sampler, search.space, seed))
     simulator.give(Started())
+    num_before = 0
     while simulator.running:
+        if num_before == len(simulator.inputs):
+            raise RuntimeError(
+                "A simulated search must decide about its trials, but all of them wait for it.\n"
+                "Hint: a method whose trials wait promotes or stops some once none trains."
+            )
+        num_before = len(simulator.inputs)
         remaining = []
         # The list grows while it is walked through: `give` appends new trials.
         for trial in simulator.running:
             request_id = trial.create.request_id
+            if config.waits_at_targets and trial.trained == trial.target and not trial.is_stopped:
+                remaining.append(trial)
+                continue
             step = trial.target if report_every is None else report_every
             trial.trained = min(trial.trained + step, trial.target)
             metric = metric_of(trial.create, trial.trained)
             simulator.give(Reported(request_id=request_id, time=trial.trained, metric=metric))
             reason = exit_of(trial.create, trial.trained) if exit_of else None
-            if reason is None and (trial.is_stopped or trial.target == trial.trained):
+            is_there = trial.target == trial.trained and not config.waits_at_targets
+            if reason is None and (trial.is_stopped or is_there):
                 reason = ExitReason.COMPLETED
             if reason is None:
                 remaining.append(trial)

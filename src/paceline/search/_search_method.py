@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -86,10 +86,11 @@ class Progressed(msgspec.Struct, frozen=True, tag="progressed", kw_only=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag="exited", kw_only=True):
-    """Input: the final exit of a trial, and the reason."""
+    """Input: the final exit of a trial, and the reason; an error can be a want of memory."""
 
     request_id: str
     reason: ExitReason
+    is_out_of_memory: bool = False
 
 
 class Proposed(msgspec.Struct, frozen=True, tag="proposed", kw_only=True):
@@ -107,12 +108,60 @@ class Proposed(msgspec.Struct, frozen=True, tag="proposed", kw_only=True):
     note: Any = None
 
 
+class Limited(msgspec.Struct, frozen=True, tag="limited", kw_only=True):
+    """Input: what the search may use from now on, before `Started` or at any later time.
+
+    Attributes:
+        max_trials: How many trials it may create; those that refuse their hyperparameters do not
+            count. More than the method has makes the method create more.
+        max_slot_hours: How many hours its trials may hold slots, in sum.
+        max_wall_time: How many seconds it may take.
+        target: The value of the metric at which it ends.
+        max_failures: At how many failed trials it ends.
+    """
+
+    max_trials: int | None = None
+    max_slot_hours: float | None = None
+    max_wall_time: float | None = None
+    target: float | None = None
+    max_failures: int | None = None
+
+
+class Spent(msgspec.Struct, frozen=True, tag="spent", kw_only=True):
+    """Input: what the search has taken since its beginning; less than before changes nothing.
+
+    Attributes:
+        wall_s: Seconds in which it was active.
+        slot_s: Seconds for which its trials held slots, in sum.
+    """
+
+    wall_s: float
+    slot_s: float = 0.0
+
+
+class Recalled(msgspec.Struct, frozen=True, tag="recalled", kw_only=True):
+    """Input: ended trials from before the search, from which its sampler learns.
+
+    Attributes:
+        source: Where they are from, for people.
+        trials: Of each the hyperparameters, the best finite value of the metric, and its time.
+    """
+
+    source: str
+    trials: list[tuple[dict[str, Any], float, float]]
+
+
 class Create(msgspec.Struct, frozen=True, tag="create", kw_only=True):
-    """Ask for a new trial with these hyperparameters."""
+    """Ask for a new trial with these hyperparameters.
+
+    With `parent`, it starts from the latest checkpoint of that trial, and counts its time from its
+    own beginning.
+    """
 
     request_id: str
     trial_seed: int
     hparams: dict[str, Any]
+    parent: str | None = None
 
 
 class Train(msgspec.Struct, frozen=True, tag="train", kw_only=True):
@@ -135,7 +184,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", kw_only=True):
     cancel: bool
 
 
-Input = Started | Reported | Progressed | Exited | Proposed
+Input = Started | Reported | Progressed | Exited | Proposed | Limited | Spent | Recalled
 Operation = Create | Train | Stop | Shutdown
 
 
@@ -202,6 +251,8 @@ class Decision(str, Enum):
     STOPPED = "stopped"
     FINISHED = "finished"
     """It has trained to the top rung."""
+    PAUSED = "paused"
+    """It waits at the rung, and continues once it is among the best."""
     FAILED = "failed"
     """It ended on its way to the rung and ranks last there."""
     WAITING = "waiting"
@@ -284,11 +335,34 @@ class TrialMaker:
         """Make a trial for a point of the grid."""
         return self._make(self.space.grid_point(index))
 
-    def _make(self, hparams: dict[str, Any]) -> Create:
+    def changed(
+        self, hparams: dict[str, Any], *, parent: str, resample: float, spread: float
+    ) -> Create:
+        """Make a trial from the checkpoint of `parent`, near these hyperparameters.
+
+        Args:
+            hparams: The hyperparameters of the parent.
+            parent: Its request id.
+            resample: The probability that a hyperparameter is drawn anew.
+            spread: How far any other is moved, up or down, as a share of its range.
+        """
+        shares = []
+        for share in self.space.encode(hparams):
+            step = spread if self._rng.integer(0, 1) else -spread
+            is_new, drawn = self._rng.real() < resample, self._rng.real()
+            shares.append(drawn if is_new else min(max(share + step, 0.0), 1.0))
+        return self._make(self.space.decode(shares), parent)
+
+    def one_of(self, values: Sequence[str]) -> str:
+        """Return one of the values, drawn at random."""
+        return values[self._rng.integer(0, len(values) - 1)]
+
+    def _make(self, hparams: dict[str, Any], parent: str | None = None) -> Create:
         return Create(
             request_id=self._rng.request_id(),
             trial_seed=self._rng.trial_seed(),
             hparams=hparams,
+            parent=parent,
         )
 
 
@@ -333,6 +407,15 @@ class SearchMethod(ABC):
             ValueError: If the snapshot comes from another configuration.
         """
 
+    def resize(self, max_trials: int) -> list[Operation]:
+        """Have the search create more or fewer trials than configured, `max_trials` in all.
+
+        Return the operations to create those that can run at once. It may be called before `start`,
+        for fewer trials, and when all trials have ended. By default nothing changes: a search then
+        has at most as many trials as configured.
+        """
+        return []
+
     def trained_share(self, time: float) -> float:
         """Return `time` as part of a trial's full length.
 
@@ -373,6 +456,11 @@ class SearchConfig(ABC):
     smaller_is_better: bool = True
 
     kind: ClassVar[str]
+
+    @property
+    def waits_at_targets(self) -> bool:
+        """Return whether a trial that has trained to its length pauses until it gets a longer."""
+        return False
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or not self.metric:
@@ -601,17 +689,23 @@ class RandomMethod(SearchMethod):
     ) -> None:
         self._maker = maker
         self._max_trials = max_trials
-        self._num_initial = min(max_trials, max_concurrent_trials or max_trials)
+        self._planned = max_trials
+        self._num_concurrent = max_concurrent_trials
         self._length = length
         self._is_invalid_replaced = is_invalid_replaced
         self._num_counted = 0
+        self._num_running = 0
 
     def start(self) -> list[Operation]:
         """Return the operations to create the first trials."""
-        operations: list[Operation] = []
-        for _ in range(self._num_initial):
-            operations += self._create()
-        return operations
+        return self._fill()
+
+    def resize(self, max_trials: int) -> list[Operation]:
+        """Create more or fewer trials; a single trial stays alone."""
+        if not self._is_invalid_replaced:
+            return []
+        self._max_trials = max_trials
+        return self._fill()
 
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
         """Do nothing: a random search compares no trials."""
@@ -621,15 +715,21 @@ class RandomMethod(SearchMethod):
         """Create the next trial; a trial with invalid hyperparameters does not count."""
         if reason is ExitReason.INVALID_HP and self._is_invalid_replaced:
             self._num_counted -= 1
+        self._num_running -= 1
         return self._create() if self._num_counted < self._max_trials else []
 
     def num_trials(self, num_invalid: int) -> int:
         """Return the configured number: trials with invalid hyperparameters are replaced."""
-        return self._max_trials
+        return max(self._max_trials, self._num_counted)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the method's state as JSON-able data."""
-        return {"max_trials": self._max_trials, "num_counted": self._num_counted}
+        return {
+            "max_trials": self._planned,
+            "resized_to": self._max_trials,
+            "num_counted": self._num_counted,
+            "num_running": self._num_running,
+        }
 
     def load(self, snapshot: dict[str, Any]) -> None:
         """Take the state over from a snapshot.
@@ -637,10 +737,22 @@ class RandomMethod(SearchMethod):
         Raises:
             ValueError: If the snapshot comes from another configuration.
         """
-        check_same_setup("max_trials", self._max_trials, snapshot["max_trials"])
+        check_same_setup("max_trials", self._planned, snapshot["max_trials"])
         self._num_counted = snapshot["num_counted"]
+        # Snapshots of earlier versions lack both; their searches ran as many trials as they may.
+        self._max_trials = snapshot.get("resized_to", self._planned)
+        most = min(self._num_concurrent or self._planned, self._planned)
+        self._num_running = snapshot.get("num_running", most)
+
+    def _fill(self) -> list[Operation]:
+        operations: list[Operation] = []
+        most = self._num_concurrent or self._max_trials
+        while self._num_running < most and self._num_counted < self._max_trials:
+            operations += self._create()
+        return operations
 
     def _create(self) -> list[Operation]:
         self._num_counted += 1
+        self._num_running += 1
         create: Create = self._maker.sampled()
         return [create, Train(request_id=create.request_id, length=self._length)]

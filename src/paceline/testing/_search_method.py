@@ -13,12 +13,14 @@ from paceline.search._search_method import (
     Exited,
     ExitReason,
     Input,
+    Limited,
     Operation,
     Progressed,
     Reported,
     SearchConfig,
     SearchMethodError,
     Shutdown,
+    Spent,
     Started,
     Stop,
     Train,
@@ -30,6 +32,10 @@ T = TypeVar("T")
 _SPACE = {"lr": {"type": "double", "minval": 0.0, "maxval": 1.0, "count": 3}}
 # Few values, so that ties are common.
 METRICS = (0.1, 0.2, 0.3, 0.4, float("nan"), float("inf"), float("-inf"))
+_LIMITS = (
+    *(Limited(), Limited(max_trials=1), Limited(max_trials=1, target=0.1)),
+    *(Limited(max_failures=2), Limited(max_wall_time=3.0), Limited(max_slot_hours=0.001)),
+)
 _MAX_INVALID = 3
 _MAX_STEPS = 60
 _MAX_TRIALS = 10_000
@@ -42,10 +48,12 @@ class SearchMethodDrive:
     Attributes:
         search: The search.
         choose: Returns one of the values it is given.
+        has_limits: Whether limits change and time passes as well.
     """
 
     search: Search
     choose: Callable[[Sequence[Any]], Any]
+    has_limits: bool = False
     inputs: list[Input] = field(default_factory=list)
     operations: list[list[Operation]] = field(default_factory=list)
     targets: dict[str, int] = field(default_factory=dict)
@@ -69,8 +77,12 @@ class SearchMethodDrive:
     def step(self) -> None:
         """Give the search a single event of a chosen trial."""
         request_id = self.choose(self.running)
-        action = self.choose(("report", "early", "skip", "progress", "exit"))
-        if action == "progress":
+        limits = ("limits",) if self.has_limits else ()
+        action = self.choose(("report", "early", "skip", "progress", "exit", *limits))
+        if action == "limits":
+            spent = float(len(self.inputs)) * self.choose((1.0, 0.0, -1.0, float("nan")))
+            self.give(self.choose((*_LIMITS, Spent(wall_s=spent, slot_s=spent))))
+        elif action == "progress":
             progress = self.choose((0.5, 1.0, -1.0, 2.0, float("nan")))
             self.give(Progressed(request_id=request_id, progress=progress))
         elif action == "exit" or request_id in self.stopped:
@@ -129,7 +141,8 @@ def check_search_method(
     space = _SPACE if hyperparameters is None else hyperparameters
     preview(config, space)
     for seed in range(num_runs):
-        drive = SearchMethodDrive(Search(config, space, seed), random.Random(seed).choice)  # noqa: S311
+        choose = random.Random(seed).choice  # noqa: S311
+        drive = SearchMethodDrive(Search(config, space, seed), choose, has_limits=seed % 2 == 1)
         drive.run(_MAX_STEPS)
         _check_end(drive, config)
         _check_repetition(drive, config, space, seed)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from secrets import randbelow
 from typing import Any
 
+from paceline._training.masterless_search_trials import refuse_without_master
 from paceline.config._validate_config import validate_config
 from paceline.search._sampler_program import SamplerProgram
-from paceline.search._samplers import Ask, Sampler, answers, asking, check_installed
+from paceline.search._samplers import Ask, Sampler, answers, asking, check_installed, recalled_from
 from paceline.search._search import Search
 from paceline.search._search_method import (
     Create,
@@ -95,10 +96,20 @@ class Study:
             self._name = type(sampler).__name__
             self._ask = asking(sampler, self._search.space, self.seed)
         elif spec.name != "random":
-            check_installed(spec)
+            check_installed(spec, takes_places=True)
             self._ask = self._program = SamplerProgram(
                 spec, config.hyperparameters, self.seed, os.getcwd()
             )
+        refuse_without_master(config.searcher)
+        for path in config.searcher.warm_start_from:
+            self._give(recalled_from(str(path), self._search.space, config.searcher.metric))
+        if (limits := config.searcher.limits) is not None:
+            if (limits.max_slot_hours, limits.max_wall_time) != (None, None):
+                raise ValueError(
+                    "`limits` of a study must not limit time, as its trials run anywhere.\n"
+                    "Hint: `max_trials`, `target` and `max_failures` limit a study."
+                )
+            self._give(limits.as_input())
         self._give(Started())
 
     def __enter__(self) -> Study:

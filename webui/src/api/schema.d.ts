@@ -856,7 +856,7 @@ export interface paths {
         head?: never;
         /**
          * Change Experiment
-         * @description Change an experiment's name, description, labels or notes.
+         * @description Change an experiment's texts, when it gets slots, or the limits of its search.
          */
         patch: operations["change_experiment_api_v1_experiments__experiment_id__patch"];
         trace?: never;
@@ -2043,12 +2043,18 @@ export interface components {
         /**
          * ContinueExperiment
          * @description Reopen an ended experiment; `config` may override fields of a `single` search.
+         *
+         *     With `limits` its search goes on with more trials, under these limits instead of the earlier.
          */
         ContinueExperiment: {
             /** Config */
             config?: {
                 [key: string]: unknown;
             };
+            /** Limits */
+            limits?: {
+                [key: string]: number | null;
+            } | null;
         };
         /**
          * ContinueTrial
@@ -2148,7 +2154,8 @@ export interface components {
          * EditExperiment
          * @description Changes to an experiment; omitted and null fields stay unchanged.
          *
-         *     `max_slots` 0 removes the limit. With the `notes_version` that an edit of the notes began from,
+         *     `max_slots` 0 removes the limit. `limits` has new limits of the search by their names in the
+         *     config, null to remove one. With the `notes_version` that an edit of the notes began from,
          *     the change is refused if someone else has changed them since.
          */
         EditExperiment: {
@@ -2168,6 +2175,10 @@ export interface components {
             weight?: number | null;
             /** Max Slots */
             max_slots?: number | null;
+            /** Limits */
+            limits?: {
+                [key: string]: number | null;
+            } | null;
         };
         /**
          * ErrorKind
@@ -2177,11 +2188,13 @@ export interface components {
          *     that was killed. The trial is tried again after a pause, which `max_restarts` does not count.
          *     USER: it is in the code or in the configuration. Code that fails is restarted `max_restarts`
          *     times.
+         *     MEMORY: it needs more memory than there is, of a GPU or of the machine. The trial is tried again
+         *     only from a checkpoint that the attempt has stored, as the same would happen again.
          *     PERMANENT: files of the home are damaged, or the installation is. Neither time nor the user's
          *     code can change that.
          * @enum {string}
          */
-        ErrorKind: "transient" | "user" | "permanent";
+        ErrorKind: "transient" | "user" | "memory" | "permanent";
         /**
          * ExitReason
          * @description Reason for the end of an attempt as seen by its runner.
@@ -2196,7 +2209,7 @@ export interface components {
          * @description An experiment; `config` is the resolved configuration.
          *
          *     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
-         *     `values` has the columns that a list was asked for, `notes` and `notes_version` are given for a
+         *     `values` has the columns that a list was asked for, `notes`, `notes_version` and `limits` for a
          *     single experiment only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says
          *     whether its search has rungs to show. `is_unmeasured` says that its search has ended because no
          *     trial reported a finite value of the searched metric.
@@ -2300,6 +2313,11 @@ export interface components {
              * @default
              */
             notes_version?: string;
+            /**
+             * Limits
+             * @default []
+             */
+            limits?: components["schemas"]["SearchLimit"][];
             /**
              * Values
              * @default {}
@@ -3162,8 +3180,8 @@ export interface components {
          * @description Trial in a rung; `metric` is None if the trial failed or has not reached the rung.
          *
          *     `decision` is "waiting" for a trial on its way there, else one of "continued", "stopped",
-         *     "finished" and "failed". `arrival` is None before the decision, and for decisions of earlier
-         *     versions.
+         *     "paused", "finished" and "failed". `arrival` is None before the decision, and for decisions of
+         *     earlier versions.
          */
         RungEntry: {
             /** Trial Id */
@@ -3175,6 +3193,22 @@ export interface components {
             /** Decision */
             decision: string;
             arrival?: components["schemas"]["RungArrival"] | null;
+        };
+        /**
+         * SearchLimit
+         * @description Limit of a search by its name in the config, with what is used and left.
+         *
+         *     Of a `target`, `used` is the best value, and `left` is None. Times are as of the last minute.
+         */
+        SearchLimit: {
+            /** Name */
+            name: string;
+            /** Limit */
+            limit: number;
+            /** Used */
+            used: number | null;
+            /** Left */
+            left: number | null;
         };
         /**
          * SearchPreview
@@ -3209,12 +3243,18 @@ export interface components {
          * SearchView
          * @description Rungs of each bracket; empty for searches without halving.
          *
-         *     `sampler` is None if the search draws by itself.
+         *     `sampler` is None if the search draws by itself. `num_out_of_memory` of its trials have ended
+         *     for want of memory.
          */
         SearchView: {
             /** Brackets */
             brackets: components["schemas"]["Rung"][][];
             sampler?: components["schemas"]["SearchSampler"] | null;
+            /**
+             * Num Out Of Memory
+             * @default 0
+             */
+            num_out_of_memory?: number;
         };
         /**
          * Series

@@ -31,6 +31,7 @@ from paceline._cluster.master.experiments.reconciler import Reconciler
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.retention import Retention
 from paceline._cluster.master.experiments.sampler_answers import SamplerAnswers
+from paceline._cluster.master.experiments.search_limits import SearchClock
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StorageMarks
 from paceline._cluster.master.experiments.stored_searches import (
@@ -272,7 +273,7 @@ class Master:
             NodeExecutor(self._make_executor(executor, address), self.nodes, self.database),
             self._launch_sources(),
             self.leases,
-            (self.unmanaged.end_silent, self.lost_nodes.look),
+            (self.unmanaged.end_silent, self.lost_nodes.look, SearchClock(self.changes)),
             self.transfers.forget_ended,
         )
         self.retention = Retention(self.database, self.changes, self.files)

@@ -300,17 +300,36 @@ class ContinueTrial(Request):
     activate: bool = True
 
 
+Limits = dict[str, int | float | None]
+
+
+class SearchLimit(Message):
+    """Limit of a search by its name in the config, with what is used and left.
+
+    Of a `target`, `used` is the best value, and `left` is None. Times are as of the last minute.
+    """
+
+    name: str
+    limit: float
+    used: float | None
+    left: float | None
+
+
 class ContinueExperiment(Request):
-    """Reopen an ended experiment; `config` may override fields of a `single` search."""
+    """Reopen an ended experiment; `config` may override fields of a `single` search.
+
+    With `limits` its search goes on with more trials, under these limits instead of the earlier.
+    """
 
     config: dict[str, Any] = Field(default_factory=dict)
+    limits: Limits | None = None
 
 
 class Experiment(Message):
     """An experiment; `config` is the resolved configuration.
 
     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
-    `values` has the columns that a list was asked for, `notes` and `notes_version` are given for a
+    `values` has the columns that a list was asked for, `notes`, `notes_version` and `limits` for a
     single experiment only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says
     whether its search has rungs to show. `is_unmeasured` says that its search has ended because no
     trial reported a finite value of the searched metric.
@@ -347,6 +366,7 @@ class Experiment(Message):
     num_records_lost: int = 0
     notes: str = ""
     notes_version: str = ""
+    limits: list[SearchLimit] = []
     values: dict[str, Any] = {}
 
     @computed_field  # type: ignore[prop-decorator] # mypy takes no decorator above a property
@@ -359,7 +379,8 @@ class Experiment(Message):
 class EditExperiment(Request):
     """Changes to an experiment; omitted and null fields stay unchanged.
 
-    `max_slots` 0 removes the limit. With the `notes_version` that an edit of the notes began from,
+    `max_slots` 0 removes the limit. `limits` has new limits of the search by their names in the
+    config, null to remove one. With the `notes_version` that an edit of the notes began from,
     the change is refused if someone else has changed them since.
     """
 
@@ -371,6 +392,7 @@ class EditExperiment(Request):
     priority: int | None = Field(default=None, ge=1, le=99)
     weight: float | None = Field(default=None, gt=0, le=1_000_000)
     max_slots: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    limits: Limits | None = None
 
 
 class ForkExperiment(Request):
@@ -675,8 +697,8 @@ class RungEntry(Message):
     """Trial in a rung; `metric` is None if the trial failed or has not reached the rung.
 
     `decision` is "waiting" for a trial on its way there, else one of "continued", "stopped",
-    "finished" and "failed". `arrival` is None before the decision, and for decisions of earlier
-    versions.
+    "paused", "finished" and "failed". `arrival` is None before the decision, and for decisions of
+    earlier versions.
     """
 
     trial_id: int
@@ -713,11 +735,13 @@ class SearchSampler(Message):
 class SearchView(Message):
     """Rungs of each bracket; empty for searches without halving.
 
-    `sampler` is None if the search draws by itself.
+    `sampler` is None if the search draws by itself. `num_out_of_memory` of its trials have ended
+    for want of memory.
     """
 
     brackets: list[list[Rung]]
     sampler: SearchSampler | None = None
+    num_out_of_memory: int = 0
 
 
 class TrialProposal(Message):

@@ -160,12 +160,15 @@ class ErrorKind(str, Enum):
     that was killed. The trial is tried again after a pause, which `max_restarts` does not count.
     USER: it is in the code or in the configuration. Code that fails is restarted `max_restarts`
     times.
+    MEMORY: it needs more memory than there is, of a GPU or of the machine. The trial is tried again
+    only from a checkpoint that the attempt has stored, as the same would happen again.
     PERMANENT: files of the home are damaged, or the installation is. Neither time nor the user's
     code can change that.
     """
 
     TRANSIENT = "transient"
     USER = "user"
+    MEMORY = "memory"
     PERMANENT = "permanent"
 
 

@@ -17,7 +17,7 @@ from paceline import faults
 from paceline._base.process_and_network import PortReservation, interface_of
 from paceline._base.run_directory import MEETING_PORT_VARIABLE, RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline._cluster.messages.runner_messages import AttemptControl, AttemptEnd, AttemptSpec
-from paceline._cluster.messages.states import ExitReason
+from paceline._cluster.messages.states import ErrorKind, ExitReason
 from paceline._cluster.runner.attempt_directory import (
     FILE_NAME,
     AttemptDirectory,
@@ -190,6 +190,7 @@ class AttemptRun:
         self._spool: OutputSpool | None = None
         self._secrets: dict[str, str] = {}
         self._begun_at = time.monotonic()
+        self._num_oom_kills = _count_oom_kills()
         # Follower, ready before the processes run: their first reports may be judged at once.
         self._follower = MasterFollower(
             directory.run,
@@ -312,12 +313,18 @@ class AttemptRun:
         has_failed = exit_.is_failure and kill_reason is None
         if self._group.has_others or has_failed:
             launch_error = self._directory.run.read_launch_error()
+        was_killed = exit_.signal == signal.SIGKILL or exit_.code == 128 + signal.SIGKILL
+        is_memory = has_failed and was_killed and _count_oom_kills() > self._num_oom_kills
+        detail = launch_error or _why_process_ended(exit_)
+        if is_memory:
+            detail = f"the system ends processes as the machine is out of memory. {detail or ''}"
         return make_attempt_end(
             reason,
             code=exit_.code,
             signum=exit_.signal,
-            detail=launch_error or _why_process_ended(exit_),
+            detail=detail,
             is_launch_error=bool(launch_error),
+            kind=ErrorKind.MEMORY if is_memory else None,
             store=read_failing_store(self._directory.run) if has_failed else None,
         )
 
@@ -462,6 +469,15 @@ def _why_process_ended(exit_: WorkerExit) -> str | None:
     if exit_.error is None and exit_.silence is not None:
         return f"The entrypoint {exit_.silence}"
     return exit_.error
+
+
+def _count_oom_kills() -> int:
+    """Return how many processes the system has killed for want of memory since it started."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def _is_ours(exit_: WorkerExit) -> bool:

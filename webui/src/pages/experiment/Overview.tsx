@@ -75,12 +75,30 @@ function Summary({ experiment, trials, total }: PartsProps) {
               : plural(experiment.num_trials, "trial"),
           ],
           ...(experiment.is_unmanaged ? [] : [["Search", experiment.searcher] as const]),
+          ...(experiment.limits ?? []).map(
+            (limit) => [LIMITS[limit.name] ?? limit.name, usedOf(limit)] as const,
+          ),
           ["Created", <Ago key="s" time={experiment.created_at} />],
           ["Duration", <Lasted key="d" from={experiment.created_at} to={experiment.ended_at} />],
         ]}
       />
     </div>
   );
+}
+
+const LIMITS: Record<string, string> = {
+  max_trials: "Most trials",
+  max_slot_hours: "Most slot hours",
+  max_wall_time: "Most time in seconds",
+  target: "Target",
+  max_failures: "Most failed trials",
+};
+
+/** Say what is used of a limit, and left; of a target, how near the best value is. */
+function usedOf({ limit, used, left }: NonNullable<Experiment["limits"]>[number]): string {
+  const most = formatNumber(limit);
+  if (left === null) return used === null ? most : `${most}, best so far ${formatNumber(used)}`;
+  return left === 0 ? `${most}, used up` : `${formatNumber(used ?? 0)} of ${most} used`;
 }
 
 /** Say how far it is; where nothing says how long training goes on, what was trained. */

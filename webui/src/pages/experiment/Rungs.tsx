@@ -11,12 +11,13 @@ import classes from "./Rungs.module.css";
 
 const WORDS: Record<string, string> = {
   waiting: "on its way",
+  paused: "pauses here",
   continued: "goes on",
   stopped: "stopped here",
   finished: "full length",
   failed: "failed",
 };
-const PLURALS: Record<string, string> = { waiting: "on their way", continued: "go on" };
+const PLURALS: Record<string, string> = { waiting: "on their way", continued: "go on", paused: "pause here" };
 
 export function Rungs() {
   const { id } = useParams({ from: "/experiments/$id" });

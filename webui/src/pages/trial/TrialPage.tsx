@@ -117,6 +117,7 @@ function WhyQueued({ trialId }: { trialId: number }) {
 const ERROR_KINDS = {
   transient: "transient: it may pass",
   user: "user: code or config",
+  memory: "memory: of a GPU or the machine",
   permanent: "permanent: home or installation",
 };
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import Path, Query, Response
 from pydantic_core import to_json
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import (
@@ -34,6 +34,7 @@ from paceline._cluster.master.experiments.experiment_edits import (
     set_archived,
     version_of_notes,
 )
+from paceline._cluster.master.experiments.search_limits import used_limits
 from paceline._cluster.master.experiments.state_decisions import (
     NotFoundError,
     RefusedError,
@@ -64,7 +65,9 @@ from paceline._cluster.messages.experiment_models import (
     ForkExperiment,
     Loss,
     Page,
+    SearchLimit,
 )
+from paceline._cluster.messages.states import ErrorKind
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline.config._fields_and_problems import ConfigError
 from paceline.config._validate_config import validate_config
@@ -113,7 +116,9 @@ async def continue_experiment(
     """Reopen an ended experiment."""
 
     def job(transaction: Transaction) -> int:
-        master.commands.continue_experiment(transaction, experiment_id, request.config)
+        master.commands.continue_experiment(
+            transaction, experiment_id, request.config, request.limits
+        )
         return experiment_id
 
     await write_once(master, key, job)
@@ -169,13 +174,16 @@ def read_search(
     ] = MAX_RUNG_ENTRIES,
 ) -> Response:
     """Read the rungs of a halving search: who was stopped where."""
-    sampler = None
+    sampler, trials = None, tables.trials.c
     with master.database.read() as connection:
         searcher = config_of(experiment_row(connection, experiment_id)).searcher
         if searcher.is_asking:
             counts = count_proposals(connection, experiment_id)
             names = ("name", "num_proposed", "num_fallbacks", "last_fault")
             sampler = dict(zip(names, (searcher.sampler_spec().shown, *counts), strict=True))
+        is_memory = trials.error_kind == ErrorKind.MEMORY.value
+        of_search = select(func.count()).where(trials.experiment_id == experiment_id, is_memory)
+        num_out_of_memory = connection.scalar(of_search)
     brackets = master.search_views.read(experiment_id)
 
     def encode() -> bytes:
@@ -191,9 +199,11 @@ def read_search(
             ]
             for bracket in brackets
         ]
-        return to_json({"brackets": shown, "sampler": sampler}, inf_nan_mode="null")
+        told = {"sampler": sampler, "num_out_of_memory": num_out_of_memory}
+        return to_json({"brackets": shown, **told}, inf_nan_mode="null")
 
-    body = master.encodings.encoded(("search", limit, brackets, sampler), encode)
+    key = ("search", limit, brackets, sampler, num_out_of_memory)
+    body = master.encodings.encoded(key, encode)
     return Response(body, media_type="application/json")
 
 
@@ -240,9 +250,9 @@ def _read(records: StoredRecords, experiment_id: int) -> Experiment:
     with records.database.read() as connection:
         row = experiment_row(connection, experiment_id)
         view = experiment_view(connection, row)
-    return view.model_copy(
-        update={"notes": row.notes, "notes_version": version_of_notes(row.notes)}
-    )
+        limits = [SearchLimit(**limit) for limit in used_limits(connection, row)]
+    told = {"notes": row.notes, "notes_version": version_of_notes(row.notes), "limits": limits}
+    return view.model_copy(update=told)
 
 
 experiment_edit_router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
@@ -252,10 +262,12 @@ experiment_edit_router = ApiRouter(tags=["experiments"], route_class=ReadingRout
 async def change_experiment(
     experiment_id: ExperimentId, request: EditExperiment, master: MasterOf
 ) -> Experiment:
-    """Change an experiment's name, description, labels or notes."""
+    """Change an experiment's texts, when it gets slots, or the limits of its search."""
     await write_rows(
         master,
-        lambda transaction: edit_experiment(transaction, experiment_id, **request.model_dump()),
+        lambda transaction: edit_experiment(
+            transaction, master.changes, experiment_id, **request.model_dump()
+        ),
     )
     return await asyncio.to_thread(read_experiment, experiment_id, master)
 

@@ -68,6 +68,8 @@ _FAILED_OUTCOME = "error"
 _BY_SIGNAL = 128
 # Prefix of `OSError` texts, set by Python; the words after the prefix may be Paceline's own.
 _FULL_DISK = tuple(f"[Errno {number}]" for number in (errno.ENOSPC, errno.EDQUOT))
+# Of errors of torch, of libraries of CUDA, and of Python.
+_NO_MEMORY = ("out of memory", "MemoryError", "STATUS_ALLOC_FAILED", "can't allocate memory")
 
 
 def end_attempt(
@@ -156,6 +158,8 @@ def _end_error_kind(end: AttemptEnd, attempt: Row[Any], error: str | None) -> Er
     kind = end.kind or end_kind(end.reason, is_success)
     if kind is ErrorKind.USER and end.reason is ExitReason.EXITED:
         text = error or end.detail or ""
+        if any(mark in text for mark in _NO_MEMORY):
+            return ErrorKind.MEMORY
         return ErrorKind.TRANSIENT if any(mark in text for mark in _FULL_DISK) else kind
     return kind
 
@@ -201,6 +205,7 @@ def _end_facts(
         has_other_nodes=bool(where),
         where=where,
         is_repeated=_is_repeated_end(changes, transaction, attempt, config, end, error),
+        has_stored=_has_stored(transaction, attempt),
         text=describe_attempt_end(end, error),
     )
 
@@ -234,7 +239,7 @@ def _note_node(
         transaction.after_commit(lambda: nodes.note_success(node_id))
     elif (
         has_ended
-        and facts.kind is not ErrorKind.TRANSIENT
+        and facts.kind not in (ErrorKind.TRANSIENT, ErrorKind.MEMORY)
         and attempt.outcome in (None, _FAILED_OUTCOME)
     ):
         trial_id, now = attempt.trial_id, time.time()

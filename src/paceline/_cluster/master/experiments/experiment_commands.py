@@ -11,6 +11,7 @@ from paceline import faults
 from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
 from paceline._cluster.master.experiments.scheduler_input import check_slots
+from paceline._cluster.master.experiments.search_limits import change_limits
 from paceline._cluster.master.experiments.state_decisions import (
     RefusedError,
     SearchEnd,
@@ -29,7 +30,7 @@ from paceline.config._notify_section import Notify
 from paceline.config._searcher_section import Searcher
 from paceline.config._validate_config import merge_configs, validate_config
 from paceline.search._samplers import check_installed
-from paceline.search._search_method import Started
+from paceline.search._search_method import Recalled, Started
 
 
 def continued_trial_config(
@@ -178,11 +179,58 @@ class Commands:
         experiment_id = int(result.inserted_primary_key[0])
         self._secret_store.keep(transaction, experiment_id, values)
         transaction.emit("experiment_state", experiment_id, state=state.value, error=None)
+        for source_id in config.searcher.warm_start_from:
+            self._recall(transaction, experiment_id, source_id)
+        if config.searcher.limits is not None:
+            limited = config.searcher.limits.as_input()
+            self._changes.search_operations.apply_input(transaction, experiment_id, limited)
         self._changes.search_operations.apply_input(transaction, experiment_id, Started())
         self._changes.searches.check(transaction, experiment_id)
         transaction.force()
         faults.reach("master.experiment.created")
         return experiment_id
+
+    def _recall(self, transaction: Transaction, experiment_id: int, source_id: int | str) -> None:
+        """Tell a new search the ended trials of another, and warn of those that do not fit."""
+        connection = transaction.connection
+        if not isinstance(source_id, int):
+            raise RefusedError(
+                "no_such_source",
+                "`searcher.warm_start_from` must name experiments by their ids, but got"
+                f" {source_id!r}. Hint: `train.search` and `Study` take CSV files.",
+            )
+        row = self._changes.experiment(connection, experiment_id)
+        wanted = config_of(row).searcher
+        searched = config_of(self._changes.experiment(connection, source_id)).searcher
+        aims = [(one.metric, one.smaller_is_better) for one in (wanted, searched)]
+        if aims[0] != aims[1]:
+            raise RefusedError(
+                "other_metric",
+                f"Experiment {source_id} must search for the metric {wanted.metric!r} in the same"
+                f" direction to be learned from, but searches for {searched.metric!r}.",
+            )
+        trials = tables.trials.c
+        query = select(trials.hparams, trials.best_metric, trials.best_step).where(
+            trials.experiment_id == source_id,
+            trials.ended_at.is_not(None),
+            trials.best_metric.is_not(None),
+        )
+        given = [
+            (one.hparams, one.best_metric, float(one.best_step or 0))
+            for one in connection.execute(query.order_by(trials.id))
+        ]
+        search = self._changes.searches.peek(transaction, experiment_id)
+        before = 0 if search is None else len(search.observations())
+        recalled = Recalled(source=f"experiment {source_id}", trials=given)
+        self._changes.search_operations.apply_input(transaction, experiment_id, recalled)
+        taken = 0 if search is None else len(search.observations()) - before
+        told = f"The sampler learns from {taken} of {len(given)} ended trials of experiment"
+        told += f" {source_id}" + ("." if taken else ", as none has values of this space.")
+        connection.execute(
+            update(tables.experiments)
+            .where(tables.experiments.c.id == experiment_id)
+            .values(warnings=[*row.warnings, told])
+        )
 
     def pause(self, transaction: Transaction, experiment_id: int) -> None:
         """Let running attempts checkpoint and leave, and start no others.
@@ -314,9 +362,15 @@ class Commands:
         )
 
     def continue_experiment(
-        self, transaction: Transaction, experiment_id: int, overrides: dict[str, Any]
+        self,
+        transaction: Transaction,
+        experiment_id: int,
+        overrides: dict[str, Any],
+        limits: dict[str, Any] | None = None,
     ) -> None:
         """Reopen an ended experiment: its trials resume from their latest checkpoints.
+
+        With `limits`, the search of any method goes on under them, with more trials.
 
         A `single` experiment continues in any case, with overrides if given; `random` and `grid`
         experiments continue with the trials that did not complete, and with those that their search
@@ -329,6 +383,9 @@ class Commands:
         """
         row = self._managed(transaction, experiment_id)
         searcher = config_of(row).searcher
+        if limits:
+            self._continue_search(transaction, row, overrides, limits)
+            return
         _check_can_reopen(row, searcher)
         if overrides:
             self._override(transaction, row, overrides)
@@ -347,6 +404,12 @@ class Commands:
             )
         for trial in reopened:
             self._reopen_trial(transaction, trial)
+        end = None if is_unfinished else SearchEnd.REOPENED
+        self._reopen(transaction, experiment_id, end)
+        if is_unfinished:
+            self._changes.tell_missed_exits(transaction, experiment_id)
+
+    def _reopen(self, transaction: Transaction, experiment_id: int, end: SearchEnd | None) -> None:
         transaction.connection.execute(
             update(tables.experiments)
             .where(tables.experiments.c.id == experiment_id)
@@ -354,13 +417,47 @@ class Commands:
                 ended_at=None,
                 error=None,
                 progress=0.0,
-                search_end=None if is_unfinished else SearchEnd.REOPENED.value,
+                search_end=end and end.value,
                 is_archived=False,
             )
         )
         self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
-        if is_unfinished:
-            self._changes.tell_missed_exits(transaction, experiment_id)
+
+    def _continue_search(
+        self,
+        transaction: Transaction,
+        row: Row[Any],
+        overrides: dict[str, Any],
+        limits: dict[str, Any],
+    ) -> None:
+        _check_ended(row)
+        if overrides:
+            raise RefusedError(
+                "override_refused",
+                "A search that goes on with more trials keeps its configuration, but got other"
+                f" fields ({', '.join(overrides)}). Hint: fork the experiment to change them.",
+            )
+        self._reopen(transaction, row.id, None)
+        self._changes.tell_missed_exits(transaction, row.id)
+        # The last of these exits may have ended the search, which goes on now.
+        row = self._changes.experiment(transaction.connection, row.id)
+        if row.search_end is not None:
+            experiments = tables.experiments
+            transaction.connection.execute(
+                update(experiments).where(experiments.c.id == row.id).values(search_end=None)
+            )
+        row = self._changes.experiment(transaction.connection, row.id)
+        change_limits(transaction, self._changes, row, limits)
+        search = self._changes.searches.peek(transaction, row.id)
+        if search is not None and search.is_over:
+            reached = search.reached_limit
+            why = "its method has no more trials" if reached is None else f"`{reached}` is reached"
+            raise RefusedError(
+                "nothing_to_continue",
+                f"The search of experiment {row.id} must have trials to go on with, but {why}."
+                " Hint: raise `--max-trials`, and each limit that is reached by `--limit"
+                " NAME=VALUE`.",
+            )
 
     def _reopen_trial(self, transaction: Transaction, trial: Any) -> None:
         if TrialState(trial.state).is_terminal:
@@ -453,16 +550,20 @@ class Commands:
         return found[0]
 
 
-def _check_can_reopen(experiment: Row[Any], searcher: Searcher) -> None:
+def _check_ended(experiment: Row[Any]) -> None:
     if not ExperimentState(experiment.state).is_terminal:
         raise RefusedError(
             "not_ended",
             f"Experiment {experiment.id} must have ended, but is {told_state(experiment.state)}.",
         )
+
+
+def _check_can_reopen(experiment: Row[Any], searcher: Searcher) -> None:
+    _check_ended(experiment)
     if not searcher.can_reopen:
         raise RefusedError(
             "search_cannot_reopen",
             f"The search of experiment {experiment.id} ({searcher.name}) cannot be reopened, as"
-            " it has made its decisions. Hint: `paceline trial continue` resumes one of"
-            " its trials.",
+            " it has made its decisions. Hint: `paceline experiment continue --max-trials N` goes"
+            " on with more trials, and `paceline trial continue` resumes one of them.",
         )

@@ -9,6 +9,7 @@ from sqlalchemy import ColumnElement, Connection, Row, delete, or_, select, upda
 
 from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, checkpoint_places
 from paceline._cluster.master.experiments.scheduler_input import waiting_trials
+from paceline._cluster.master.experiments.search_limits import change_limits
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.scheduling.pool_policies import moved
@@ -41,6 +42,7 @@ def version_of_notes(notes: str) -> str:
 
 def edit_experiment(
     transaction: Transaction,
+    changes: StateChanges,
     experiment_id: int,
     *,
     name: str | None = None,
@@ -51,12 +53,14 @@ def edit_experiment(
     priority: int | None = None,
     weight: float | None = None,
     max_slots: int | None = None,
+    limits: dict[str, Any] | None = None,
 ) -> None:
     """Change the given fields; None keeps a field.
 
     Raises:
         NotFoundError: There is no such experiment.
-        RefusedError: It has ended, or is not this master's, and one of the last three is given, or
+        paceline.config.ConfigError: A limit is not valid.
+        RefusedError: It has ended, or is not this master's, and one of the last four is given, or
             `max_slots` are too few for a trial, or the notes are no longer of `notes_version`.
     """
     row = StateChanges.experiment(transaction.connection, experiment_id)
@@ -67,7 +71,7 @@ def edit_experiment(
             " have been changed since. Hint: read and merge them, or send the change without"
             " `notes_version` to replace them.",
         )
-    if not priority is weight is max_slots is None:
+    if limits is not None or not priority is weight is max_slots is None:
         _check_waits(row)
     if max_slots:
         _check_max_slots(row, max_slots)
@@ -77,9 +81,11 @@ def edit_experiment(
     }  # fmt: skip
     if labels is not None:
         values["labels"] = list(dict.fromkeys(label for label in labels if label.strip()))
-    _change_experiment(
-        transaction, experiment_id, {k: v for k, v in values.items() if v is not None}
-    )
+    changed = {k: v for k, v in values.items() if v is not None}
+    if limits is not None:
+        change_limits(transaction, changes, row, limits)
+        transaction.emit("experiment_changed", experiment_id, fields=["limits"])
+    _change_experiment(transaction, experiment_id, changed)
 
 
 def move_experiment(

@@ -366,6 +366,12 @@ def describe_failure(connection: Connection, experiment_id: int) -> str:
         .order_by(trials.id)
         .limit(1)
     ).first()
+    others = counted_trial_states(connection, experiment_id) - {TrialState.ERROR}
+    if failed is not None and others:
+        return (
+            "The search has reached its limit `max_failures` of failed trials. Trial"
+            f" {failed.id}: {failed.error}"
+        )
     if failed is not None:
         return f"All trials failed. Trial {failed.id}: {failed.error}"
     return _describe_invalid(connection, experiment_id) or "All trials failed."

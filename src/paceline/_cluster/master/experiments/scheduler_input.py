@@ -232,6 +232,7 @@ def waiting_trials(
         .join(experiments, experiments.c.id == trials.c.experiment_id)
         .where(
             trials.c.state == TrialState.ACTIVE.value,
+            ~trials.c.is_waiting,
             is_active,
             experiments.c.external_id.is_(None),
             trials.c.id.not_in(running),

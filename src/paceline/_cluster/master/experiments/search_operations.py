@@ -24,8 +24,10 @@ from paceline.config._searcher_section import MissingSearcher, Searcher, SingleS
 from paceline.search._search_method import (
     Create,
     Input,
+    Limited,
     Operation,
     Progressed,
+    Recalled,
     Reported,
     SearchMethodError,
     Shutdown,
@@ -169,7 +171,8 @@ class SearchOperations:
         method fails, the experiment does; the trials' reports are stored all the same.
 
         Raises:
-            SearchMethodError: The method fails to start.
+            SearchMethodError: The method fails to start, or with other limits.
+            ValueError: The search cannot have as many trials as its new limit.
         """
         row = self._changes.experiment(transaction.connection, experiment_id)
         if not takes_inputs(row):
@@ -177,14 +180,28 @@ class SearchOperations:
         try:
             operations = self._searches.apply(transaction, experiment_id, given)
         except SearchMethodError as error:
-            # First input: the caller refuses the new experiment, so the error is raised.
-            if isinstance(given, Started):
+            # Inputs of a request: the caller refuses it, so the error is raised.
+            if isinstance(given, Started | Limited | Recalled):
                 raise
             self._fail_search(transaction, experiment_id, error)
             return
         for operation in operations:
             self._carry_out(transaction, row, operation, given)
+        if isinstance(given, Reported) and config_of(row).searcher.waits_at_targets:
+            self._pause_at_target(transaction, experiment_id, given)
         self.update_progress(transaction, experiment_id)
+
+    def _pause_at_target(
+        self, transaction: Transaction, experiment_id: int, given: Reported
+    ) -> None:
+        trial = self._trial_of(transaction, experiment_id, given.request_id)
+        is_there = trial.target_length is not None and given.time >= trial.target_length
+        if not is_there or trial.is_waiting or trial.state != TrialState.ACTIVE.value:
+            return
+        self._changes.update_trial(transaction, trial.id, is_waiting=True)
+        attempt = self._changes.live_attempt(transaction.connection, trial.id)
+        if attempt is not None:
+            self._changes.preempt(transaction, attempt, "it waits for the search")
 
     def catch_up(self, transaction: Transaction, experiment_id: int) -> None:
         """Apply the inputs stored while the method was missing, and carry out the results."""
@@ -249,14 +266,21 @@ class SearchOperations:
             self._create_trial(transaction, experiment_id, operation)
         elif isinstance(operation, Train):
             trial = self._trial_of(transaction, experiment_id, operation.request_id)
-            self._changes.update_trial(transaction, trial.id, target_length=operation.length)
+            self._changes.update_trial(
+                transaction, trial.id, target_length=operation.length, is_waiting=False
+            )
             self._tell_attempt(transaction, trial.id)
+            transaction.after_commit(self._changes.wakeups.wake)
         elif isinstance(operation, Stop):
             trial = self._trial_of(transaction, experiment_id, operation.request_id)
             self._changes.update_trial(transaction, trial.id, operations_closed=True)
             self._tell_attempt(transaction, trial.id)
             if TrialState(trial.state) is TrialState.ACTIVE:
+                search = self._searches.peek(transaction, experiment_id)
+                limit = search and search.stopping_limit(operation.request_id)
                 reason = _stop_reason(config_of(experiment).searcher, given)
+                if limit is not None:
+                    reason = f"the search has reached its limit `{limit}`"
                 self._changes.stop_trial(transaction, trial, TrialState.STOPPING_COMPLETED, reason)
         elif isinstance(operation, Shutdown):
             end = SearchEnd.COMPLETED
@@ -272,6 +296,18 @@ class SearchOperations:
         self, transaction: Transaction, experiment_id: int, operation: Create
     ) -> None:
         experiment = self._changes.experiment(transaction.connection, experiment_id)
+        source = config_of(experiment).searcher.source_checkpoint_uuid
+        parent = None
+        if operation.parent is not None:
+            # Its module imports this one.
+            from paceline._cluster.master.experiments.checkpoints import latest_checkpoint
+
+            parent = self._trial_of(transaction, experiment_id, operation.parent)
+            # From now on retention keeps it: it is the start of a trial.
+            found = latest_checkpoint(
+                transaction.connection, parent.id, self._changes.being_deleted
+            )
+            source = None if found is None else found[0]
         result = transaction.connection.execute(
             insert(tables.trials).values(
                 id=new_id(transaction.connection, tables.trials),
@@ -281,11 +317,17 @@ class SearchOperations:
                 hparams=operation.hparams,
                 seed=operation.trial_seed,
                 created_at=time.time(),
-                source_checkpoint=config_of(experiment).searcher.source_checkpoint_uuid,
+                source_checkpoint=source,
             )
         )
         assert result.inserted_primary_key is not None
         trial_id = result.inserted_primary_key[0]
+        if parent is not None:
+            told = f"It starts from checkpoint {source} of trial {parent.id}."
+            if source is None:
+                told = f"Trial {parent.id} has no checkpoint to start from: it starts anew."
+            level = "INFO" if source else "WARNING"
+            self._changes.note(transaction, trial_id, 1, level, told)
         transaction.emit("trial_created", experiment_id, trial_id, hparams=operation.hparams)
         transaction.after_commit(self._changes.wakeups.wake)
         faults.reach("master.trial.created")

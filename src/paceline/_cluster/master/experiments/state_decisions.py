@@ -195,6 +195,7 @@ class AttemptFacts:
             reason.
         has_other_nodes: There are nodes besides the attempt's node, which may be better.
         where: The node of the attempt in words, such as ` on the node 'box'`, if there are several.
+        has_stored: The attempt stored a checkpoint.
         is_repeated: The attempt before it failed the same way, and this one stored no checkpoint.
     """
 
@@ -218,6 +219,7 @@ class AttemptFacts:
     has_other_nodes: bool = False
     where: str = ""
     is_repeated: bool
+    has_stored: bool = False
     text: str
 
     @property
@@ -387,6 +389,9 @@ def _tried_again(facts: AttemptFacts, note: str) -> ExitDecision:
 
 def _judge_failure(facts: AttemptFacts) -> ExitDecision:
     restarts = facts.restarts + 1
+    if facts.kind is ErrorKind.MEMORY and not facts.has_stored:
+        error = f"The trial ran out of memory, so no restart follows: {facts.text}"
+        return _failed_exit(facts, error)
     if restarts > facts.max_restarts:
         allowed = f"max_restarts is {facts.max_restarts}"
         follows = f"and {allowed}."

@@ -369,7 +369,11 @@ class StateChanges:
         """Move a trial to a terminal state and inform the search; `kind` is the kind of `error`."""
         self.set_trial_state(transaction, trial, state, reason=reason, error=error, kind=kind)
         faults.reach("master.trial.ended")
-        given = Exited(request_id=trial.request_id, reason=exit_reason or search_exit(state))
+        given = Exited(
+            request_id=trial.request_id,
+            reason=exit_reason or search_exit(state),
+            is_out_of_memory=state is TrialState.ERROR and kind is ErrorKind.MEMORY,
+        )
         self.search_operations.apply_input(transaction, trial.experiment_id, given)
         self.end_experiment_if_done(transaction, trial.experiment_id)
 

@@ -32,7 +32,7 @@ LASTING = {
     ),
     "trials": (
         "state", "hparams", "target_length", "operations_closed", "restarts", "ended_at",
-        "stop_reason", "error", "error_kind",
+        "stop_reason", "error", "error_kind", "is_waiting",
     ),
     "attempts": ("ended_at", "exit", "outcome"),
     "search_inputs": ("input", "operations"),

@@ -324,6 +324,8 @@ trials = Table(
     # Attempts that followed a transient error; the kind of error of `error`.
     Column("retries", Integer, nullable=False, default=0, server_default="0"),
     Column("error_kind", String),
+    # It pauses until its search has it train further.
+    Column("is_waiting", Boolean, nullable=False, default=False, server_default=false()),
     UniqueConstraint("experiment_id", "request_id"),
     Index("ix_trials_state", "state"),
     Index("ix_trials_experiment", "experiment_id", "state"),

@@ -73,14 +73,18 @@ def _add_files_media_and_documents(operations: Operations) -> None:
     operations.create_index("ix_documents_experiment", "documents", ["experiment_id"])
 
 
-def _add_backfill(operations: Operations) -> None:
-    for table, name in (("attempts", "is_filler"), ("pools", "backfill")):
+def _add_backfill_and_waiting_trials(operations: Operations) -> None:
+    for table, name in (
+        ("attempts", "is_filler"),
+        ("pools", "backfill"),
+        ("trials", "is_waiting"),
+    ):
         operations.add_column(table, Column(name, Boolean, nullable=False, server_default=false()))
 
 
 STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_files_media_and_documents,
-    _add_backfill,
+    _add_backfill_and_waiting_trials,
 )
 
 

@@ -1,13 +1,10 @@
-"""A search method from outside the package: the median stopping rule.
+"""A search method from outside the package: trials that are worse than the mean are stopped.
 
-A trial is stopped when the best value that it has reported is worse than the median of the running
-means that other trials had when they reported at the same time, after Golovin et al., "Google
-Vizier: A Service for Black-Box Optimization" (KDD 2017), section 3.2. So trials must validate at
-the same times.
+A trial is stopped when the best value that it has reported is worse than the mean of the values
+that other trials reported at the same time. So trials must validate at the same times.
 """
 
 import math
-from bisect import insort
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -28,14 +25,12 @@ from paceline.search import (
 _WORST = 1e300
 
 
-class MedianStopping(Searcher):
-    """The `searcher` section of a config with ``name: median_stopping``."""
+class MeanStopping(Searcher):
+    """The `searcher` section of a config with ``name: mean_stopping``."""
 
     wants_reports = True
 
-    name: Literal["median_stopping"] = Field(
-        default="median_stopping", description="Search method."
-    )
+    name: Literal["mean_stopping"] = Field(default="mean_stopping", description="Search method.")
     max_trials: int = Field(ge=1, description="Trials that the search creates.")
     max_concurrent_trials: int = Field(default=16, ge=1, description="Trials that run at once.")
     time_metric: str = Field(
@@ -57,9 +52,9 @@ class MedianStopping(Searcher):
         """Return the name of the time metric."""
         return self.time_metric
 
-    def search_config(self) -> "MedianConfig":
+    def search_config(self) -> "MeanConfig":
         """Return the method's configuration."""
-        return MedianConfig(
+        return MeanConfig(
             metric=self.metric,
             smaller_is_better=self.smaller_is_better,
             max_trials=self.max_trials,
@@ -71,7 +66,7 @@ class MedianStopping(Searcher):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MedianConfig(SearchConfig):
+class MeanConfig(SearchConfig):
     """What the method needs."""
 
     max_trials: int
@@ -80,28 +75,28 @@ class MedianConfig(SearchConfig):
     min_time: int
     min_others: int
 
-    kind: ClassVar[str] = "median_stopping"
+    kind: ClassVar[str] = "mean_stopping"
 
     def make_method(self, maker: TrialMaker) -> SearchMethod:
         """Return the method."""
-        return MedianMethod(maker, self)
+        return MeanMethod(maker, self)
 
     def num_planned(self, space: Space) -> int:
         """Return the number of trials."""
         return self.max_trials
 
 
-class MedianMethod(SearchMethod):
-    """Create random trials, and stop those that are worse than the median."""
+class MeanMethod(SearchMethod):
+    """Create random trials, and stop those that are worse than the mean."""
 
-    def __init__(self, maker: TrialMaker, config: MedianConfig) -> None:
+    def __init__(self, maker: TrialMaker, config: MeanConfig) -> None:
         self._maker = maker
         self._config = config
         self._num_counted = 0
-        # Of each trial: the number of its reports, their sum, the best one and the last time.
-        self._trials: dict[str, list[float]] = {}
-        # The running means of all trials at each time, in order: each report adds one in O(log n).
-        self._means: dict[float, list[float]] = {}
+        # Of each trial: its best value and the last time.
+        self._trials: dict[str, tuple[float, float]] = {}
+        # At each time: the number of the values and their sum.
+        self._values: dict[float, tuple[int, float]] = {}
 
     def start(self) -> list[Operation]:
         """Return the operations that create the first trials."""
@@ -109,20 +104,21 @@ class MedianMethod(SearchMethod):
         return [operation for _ in range(number) for operation in self._create()]
 
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
-        """Stop the trial if it is worse than the median of the others."""
-        number, total, best, last_time = self._trials[request_id]
+        """Stop the trial if it is worse than the mean of the others."""
+        best, last_time = self._trials[request_id]
         if time <= last_time:
             # An attempt that was started again repeats what was told before.
             return []
         value = metric if self._config.smaller_is_better else -metric
         # What is not finite is worse than everything.
-        value = max(-_WORST, min(value, _WORST)) if math.isfinite(value) else _WORST
-        number, total, best = number + 1, total + value, min(best, value)
-        self._trials[request_id] = [number, total, best, time]
-        others = self._means.setdefault(time, [])
-        is_early = time < self._config.min_time or len(others) < self._config.min_others
-        is_worse = not is_early and best > _median(others)
-        insort(others, total / number)
+        value = value if math.isfinite(value) else _WORST
+        best = min(best, value)
+        self._trials[request_id] = best, time
+        number, total = self._values.get(time, (0, 0.0))
+        is_early = time < self._config.min_time or number < self._config.min_others
+        is_worse = not is_early and best > total / number
+        if value < _WORST:
+            self._values[time] = number + 1, total + value
         is_over = is_worse or time >= self._config.max_time
         return [Stop(request_id=request_id)] if is_over else []
 
@@ -145,24 +141,17 @@ class MedianMethod(SearchMethod):
         return {
             "num_counted": self._num_counted,
             "trials": {trial: list(facts) for trial, facts in self._trials.items()},
-            "means": [[time, list(means)] for time, means in self._means.items()],
+            "values": [[time, *facts] for time, facts in self._values.items()],
         }
 
     def load(self, snapshot: dict[str, Any]) -> None:
         """Take the state over from a snapshot."""
         self._num_counted = snapshot["num_counted"]
-        self._trials = {trial: list(facts) for trial, facts in snapshot["trials"].items()}
-        self._means = {time: list(means) for time, means in snapshot["means"]}
+        self._trials = {trial: (best, last) for trial, (best, last) in snapshot["trials"].items()}
+        self._values = {time: (number, total) for time, number, total in snapshot["values"]}
 
     def _create(self) -> list[Operation]:
         self._num_counted += 1
         create = self._maker.sampled()
-        self._trials[create.request_id] = [0, 0.0, _WORST, 0.0]
+        self._trials[create.request_id] = _WORST, 0.0
         return [create, Train(request_id=create.request_id, length=self._config.max_time)]
-
-
-def _median(ordered: list[float]) -> float:
-    middle = len(ordered) // 2
-    if len(ordered) % 2:
-        return ordered[middle]
-    return (ordered[middle - 1] + ordered[middle]) / 2

@@ -1,0 +1,174 @@
+"""Limits of searches: the time that they take, changes by users, and what is used and left."""
+
+import time
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, or_, select, update
+
+from paceline._cluster.master.experiments.search_operations import takes_inputs
+from paceline._cluster.master.experiments.state_decisions import INVALID_HP, RefusedError
+from paceline._cluster.master.experiments.state_writer import StateChanges
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import config_of, num_slots_of
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.messages.states import AttemptState, ExperimentState, TrialState
+from paceline.config._validate_config import validate_config
+from paceline.search._search import SPENT_INTERVAL_S, Budget
+from paceline.search._search_method import Limited, Spent
+
+
+class SearchClock:
+    """Tells searches with a limit of time what they have taken: a step of each pass.
+
+    It goes by a clock that never jumps. Only what happened before its first look at a search, such
+    as while there was no master, is measured by the stored times.
+
+    Args:
+        changes: Applies the inputs of searches.
+    """
+
+    def __init__(self, changes: StateChanges) -> None:
+        self._changes = changes
+        self._last = time.monotonic()
+        self._taken: dict[int, tuple[float, float]] = {}
+
+    def __call__(self, transaction: Transaction) -> None:
+        """Count the time since the last pass; searches that have used theirs end."""
+        connection, now = transaction.connection, time.monotonic()
+        passed_s, self._last = now - self._last, now
+        experiments = tables.experiments
+        query = select(experiments).where(
+            experiments.c.ended_at.is_(None),
+            experiments.c.external_id.is_(None),
+            experiments.c.config[("searcher", "limits")].as_string().is_not(None),
+        )
+        taken, self._taken = self._taken, {}
+        for row in connection.execute(query).all():
+            search = self._changes.searches.peek(transaction, row.id) if takes_inputs(row) else None
+            if search is None:
+                continue
+            if row.id in taken:
+                wall_s, slot_s = taken[row.id]
+                wall_s += passed_s if row.state == ExperimentState.ACTIVE.value else 0.0
+                slot_s += passed_s * sum(map(num_slots_of, _attempts(connection, row.id, True)))
+            else:
+                wall_s, slot_s = _taken_before(connection, row, search.budget)
+            self._taken[row.id] = wall_s, slot_s
+            if _is_due(search.budget, wall_s, slot_s):
+                given = Spent(wall_s=wall_s, slot_s=slot_s)
+                self._changes.search_operations.apply_input(transaction, row.id, given)
+
+
+def _is_due(budget: Budget, wall_s: float, slot_s: float) -> bool:
+    """Return whether a search is to be told the time: now and then, and when a limit is reached."""
+    limits = budget.limits
+    pairs = (
+        (budget.wall_s, wall_s, limits.max_wall_time),
+        (budget.slot_s, slot_s, limits.max_slot_hours and limits.max_slot_hours * 3600),
+    )
+    if any(limit is not None and told >= limit for told, _, limit in pairs):
+        return False
+    if any(limit is not None and now >= limit for _, now, limit in pairs):
+        return True
+    is_late = wall_s - budget.wall_s >= SPENT_INTERVAL_S
+    return is_late and any(limit is not None for *_, limit in pairs)
+
+
+def _taken_before(connection: Connection, row: Row[Any], budget: Budget) -> tuple[float, float]:
+    """Return what a search took before now by the stored times; a clock set back adds nothing."""
+    told, now = _last_spent(connection, row.id), time.time()
+    since = row.created_at if told is None else told[1]
+    wall_s, slot_s = budget.wall_s, budget.slot_s
+    if row.state == ExperimentState.ACTIVE.value:
+        wall_s += max(now - since, 0.0)
+    for attempt in _attempts(connection, row.id, False):
+        seconds = (attempt.ended_at or now) - max(attempt.created_at, since)
+        slot_s += num_slots_of(attempt) * max(seconds, 0.0)
+    return wall_s, slot_s
+
+
+def _attempts(connection: Connection, experiment_id: int, is_live: bool) -> list[Row[Any]]:
+    attempts = tables.attempts
+    query = select(attempts).where(attempts.c.experiment_id == experiment_id)
+    if is_live:
+        query = query.where(attempts.c.state != AttemptState.ENDED.value)
+    return list(connection.execute(query))
+
+
+def _last_spent(connection: Connection, experiment_id: int) -> tuple[dict[str, Any], float] | None:
+    inputs = tables.search_inputs.c
+    query = (
+        select(inputs.input, inputs.time)
+        .where(inputs.experiment_id == experiment_id, inputs.input["type"].as_string() == "spent")
+        .order_by(inputs.number.desc())
+        .limit(1)
+    )
+    row = connection.execute(query).first()
+    return None if row is None else (row.input, row.time)
+
+
+def change_limits(
+    transaction: Transaction, changes: StateChanges, row: Row[Any], given: dict[str, Any]
+) -> None:
+    """Change limits of a search, and tell the search; null removes a limit.
+
+    Raises:
+        paceline.config.ConfigError: A value is not valid.
+        RefusedError: The search has no more trials, or does not decide any more.
+    """
+    searcher = row.config["searcher"]
+    limits = {**(searcher.get("limits") or {}), **given}
+    config = {**row.config, "searcher": {**searcher, "limits": limits}}
+    section = validate_config(config).searcher.limits
+    experiments = tables.experiments
+    transaction.connection.execute(
+        update(experiments)
+        .where(experiments.c.id == row.id)
+        .values(
+            config={
+                **row.config,
+                "searcher": {**searcher, "limits": section and section.model_dump()},
+            }
+        )
+    )
+    if not takes_inputs(row) or changes.searches.peek(transaction, row.id) is None:
+        raise RefusedError(
+            "search_over",
+            f"The search of experiment {row.id} must be going on to get other limits, but it has"
+            " ended. Hint: `paceline experiment continue --max-trials N` goes on with more trials.",
+        )
+    told = Limited() if section is None else section.as_input()
+    try:
+        changes.search_operations.apply_input(transaction, row.id, told)
+    except ValueError as error:
+        raise RefusedError("limits_refused", str(error)) from error
+
+
+def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
+    """Return each limit of a search, with what is used and left.
+
+    Time is as the search was told last, at most a minute ago. Nothing is left of a target.
+    """
+    limits = config_of(row).searcher.limits
+    if limits is None:
+        return []
+    trials = tables.trials.c
+    is_failed = trials.state == TrialState.ERROR.value
+    is_counted = or_(trials.stop_reason.is_(None), trials.stop_reason != INVALID_HP)
+    of_search = trials.experiment_id == row.id
+    told = _last_spent(connection, row.id)
+    budget = Budget(
+        wall_s=0.0 if told is None else told[0]["wall_s"],
+        slot_s=0.0 if told is None else told[0]["slot_s"],
+        num_trials=connection.scalar(select(func.count()).where(of_search, is_counted)) or 0,
+        num_failed=connection.scalar(select(func.count()).where(of_search, is_failed)) or 0,
+        best=row.best_metric,
+    )
+    found = []
+    for name, used in budget.used().items():
+        limit = getattr(limits, name)
+        if limit is not None:
+            is_value = name == "target"
+            left = None if is_value or used is None else max(limit - used, 0)
+            found.append({"name": name, "limit": limit, "used": used, "left": left})
+    return found

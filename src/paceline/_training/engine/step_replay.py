@@ -40,6 +40,7 @@ class _Pass:
         expected: The results of the computation before; None in the first one.
         results: The names and the values of its results.
         losses: The losses so far.
+        gradients: The gradients that were noted before they were summed.
         reached: The optimizers that were to step.
     """
 
@@ -47,6 +48,7 @@ class _Pass:
         self.expected = expected
         self.results: dict[str, Any] = {}
         self.losses: list[torch.Tensor] = []
+        self.gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.reached: list[object] = []
 
 
@@ -91,8 +93,8 @@ class StepReplay:
             )
         if self._sums_within() and self._sync is not None and self._sync.frequency > 1:
             raise ValueError(
-                "`verify_steps` must not be combined with `gradient_accumulation` above 1 where"
-                ' gradients are summed by "overlapped" or "fsdp". Hint: data_parallel="flat".'
+                "`verify_steps` must not be combined with `gradient_accumulation` above 1 with"
+                ' `data_parallel="fsdp"`. Hint: data_parallel="flat".'
             )
 
     def is_due(self, num_steps: int) -> bool:
@@ -128,7 +130,7 @@ class StepReplay:
         self._pass = _Pass(self._pass.results)
         with self._own_gradients():
             result = compute()
-        if not self._pass.results:
+        if self._sync is not None:
             self._finish(result)
         # Results would keep the memory of gradients.
         self._pass = _Pass()
@@ -168,11 +170,6 @@ class StepReplay:
                 "With `verify_steps` each optimizer must step in each batch, by"
                 f" `context.step_optimizer`, but {len(now.reached)} of {len(optimizers)} did."
             )
-        if now.results:
-            raise RuntimeError(
-                "With `verify_steps` a step must have one backward pass, but has another. Hint: add"
-                " the losses up first."
-            )
         if isinstance(loss, torch.Tensor) and self._sums_within():
             now.losses.append(loss.detach().clone())
         self._take(self._names())
@@ -182,7 +179,8 @@ class StepReplay:
         now, name_of, found = self._pass, self._names(), dict[str, Any]()
         if not now.results:
             found = {f"the loss {number}": loss for number, loss in enumerate(now.losses)}
-        found |= {f"the gradient of `{name_of[p]}`": p.grad for p in parameters}
+        own = now.gradients
+        found |= {f"the gradient of `{name_of[p]}`": own.get(p, p.grad) for p in parameters}
         if not now.results:
             buffers = _buffers(self._trained.models)
             found |= {f"the buffer `{name}`": buffer.clone() for name, *_, buffer in buffers}
@@ -251,13 +249,11 @@ class StepReplay:
     def _sums_within(self) -> bool:
         """Tell whether gradients are sums over the ranks as soon as they are there."""
         sync = self._sync
-        return sync is not None and (
-            sync.has_sharded or any(isinstance(m, OverlappedAllReduce) for m in sync.models)
-        )
+        return sync is not None and (sync.has_sharded or sync.has_overlapped)
 
     @contextmanager
     def _own_gradients(self) -> Iterator[None]:
-        """Have results taken before a backward pass in the block sums gradients over the ranks."""
+        """Note gradients before a backward pass in the block sums them over the ranks."""
         sync = self._sync
         if sync is None or self._sums_within():
             yield
@@ -265,14 +261,19 @@ class StepReplay:
             with sync.paused():
                 yield
         else:
-            others = sync.before_sums
+            others, now = sync.before_sums, self._pass
 
-            def take() -> None:
+            def note() -> None:
                 if others is not None:
                     others()
-                self._finish(None)
+                if now.gradients:
+                    raise RuntimeError(
+                        "With `verify_steps` a step must have one backward pass, but has another."
+                        " Hint: add the losses up first."
+                    )
+                now.gradients = {p: p.grad.clone() for p in self._names() if p.grad is not None}
 
-            sync.before_sums = take
+            sync.before_sums = note
             try:
                 yield
             finally:

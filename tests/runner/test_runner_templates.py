@@ -90,19 +90,16 @@ if __name__ == "__main__":
 
 
 def start_of(master: Any, **changed: Any) -> str:
-    id_ = master.create(
-        TRIAL, searcher={"name": "single", "metric": "validation_loss", "max_length": {"batches": 2}},
-        hyperparameters={"global_batch_size": 4}, **changed,
-    )  # fmt: skip
+    length = {"max_length": {"batches": 2}}
+    searcher = {"name": "single", "metric": "validation_loss", **length}
+    id_ = master.create(TRIAL, searcher=searcher, **changed)
     trial = master.wait_for_end(id_)
     assert trial["state"] == "COMPLETED", master.output(trial)
     (attempt,) = master.read(f"/trials/{trial['id']}/environments")
     return str(attempt["environment"]["start"])
 
 
-def test_a_trial_says_how_it_was_started_and_why(
-    master: Any, wait_until: Callable[..., None]
-) -> None:
+def test_a_trial_says_how_it_was_started_and_why(master: Any) -> None:
     master.start()
     assert start_of(master) == "warm"
     assert start_of(master, environment={"warm": False}) == "fresh, as warm starts are turned off"

@@ -78,10 +78,8 @@ def train(
 def test_a_training_with_the_check_has_the_same_bits(tmp_path: Path, kind: type[Trainer]) -> None:
     ends = []
     for every in (None, 1, 4):
-        trainer = train(
-            tmp_path / str(every), kind, accumulation_steps=2, scheduler_step="step", gradient_clip_norm=1.0,
-            verify_steps=every,
-        )  # fmt: skip
+        options = {"accumulation_steps": 2, "scheduler_step": "step", "gradient_clip_norm": 1.0}
+        trainer = train(tmp_path / str(every), kind, verify_steps=every, **options)
         state = {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}
         ends.append((state, trainer.loss_tracker["lrs"], torch.get_rng_state().tolist()))
     assert ends[1:] == [ends[0]] * 2

@@ -79,6 +79,7 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
             "secrets": {},
             "working_dir": None,
             "uv": False,
+            "warm": True,
         },
         "profiling": {
             "enabled": False,

@@ -238,7 +238,7 @@ FIELDS = """
     loss_function loss_weights loss_tracker_params num_workers pin_memory_for_dataloader
     automatic_mixed_precision mixed_precision_type gradient_clip_norm gradient_clip_value
     accumulation_steps early_stopping_patience save_onnx stop_on_nan check_ranks
-    curriculum_learning_rate
+    verify_steps on_mismatch curriculum_learning_rate
 """
 
 

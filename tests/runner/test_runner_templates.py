@@ -60,3 +60,56 @@ def test_entrypoints_that_differ_start_afresh(
 ) -> None:
     told = looks(shared_master, environment=environment, **changed)
     assert told[:2] == ["fresh", "not loaded"]
+
+
+TRIAL = """
+import torch
+from paceline import pytorch
+
+class Trial(pytorch.PyTorchTrial):
+    def __init__(self, context):
+        self.context = context
+        self.model = context.wrap_model(torch.nn.Linear(1, 1))
+        self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        loss = self.model(batch).mean()
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+    def evaluate_batch(self, batch):
+        return {"validation_loss": 1.0}
+    def build_training_data_loader(self):
+        return pytorch.DataLoader(torch.ones(8, 1), batch_size=2)
+    def build_validation_data_loader(self):
+        return pytorch.DataLoader(torch.ones(2, 1), batch_size=2)
+
+if __name__ == "__main__":
+    with pytorch.init({"global_batch_size": 4}) as context:
+        pytorch.Trainer(Trial(context), context).fit(max_length=pytorch.Batch(2))
+"""
+
+
+def start_of(master: Any, **changed: Any) -> str:
+    length = {"max_length": {"batches": 2}}
+    searcher = {"name": "single", "metric": "validation_loss", **length}
+    id_ = master.create(TRIAL, searcher=searcher, **changed)
+    trial = master.wait_for_end(id_)
+    assert trial["state"] == "COMPLETED", master.output(trial)
+    (attempt,) = master.read(f"/trials/{trial['id']}/environments")
+    return str(attempt["environment"]["start"])
+
+
+def test_a_trial_says_how_it_was_started_and_why(master: Any) -> None:
+    master.start()
+    assert start_of(master) == "warm"
+    assert start_of(master, environment={"warm": False}) == "fresh, as warm starts are turned off"
+    said = start_of(master, environment={"variables": {"PYTHONHASHSEED": "3"}})
+    assert said == "fresh, as others are set that are read at the start: PYTHONHASHSEED"
+    said = start_of(master, entrypoint="python3 train.py && true")
+    assert said.startswith("fresh, as the command is another than that of a script or module")
+    assert start_of(master, entrypoint="train:Trial") == "warm"
+    launcher = "python3 -m paceline.launch.torch_distributed --nproc-per-node 3"
+    for options in ("", "--max-restarts 1"):
+        assert start_of(master, entrypoint=f"{launcher} {options} train.py") == "warm"
+    said = start_of(master, entrypoint=f"{launcher} train.py", environment={"warm": False})
+    assert said.startswith("fresh")

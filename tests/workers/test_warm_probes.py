@@ -195,6 +195,67 @@ def test_a_program_starts_afresh_without_a_template_that_answers(
     made.close()
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "changed"])
+def test_a_fault_before_one_of_three_ranks_starts_it_afresh_with_the_reason(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    rank: int,
+) -> None:
+    monkeypatch.setattr("paceline._training.workers.processes.templates._ANSWER_S", 3.0)
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "installed.py").write_text("VERSION = 1")
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "train.py").write_text(
+        "import os, sys, installed\n"
+        "name = 'paceline._training.workers.processes.template_process'\n"
+        "how = 'fork' if name in sys.modules else os.environ['PACELINE_FRESH_START']\n"
+        "print(os.environ['RANK'], installed.VERSION, how)"
+    )
+    more = {"PYTHONPATH": str(library), "PYTHONDONTWRITEBYTECODE": "1"}
+    made = small_template(["installed"], **more)
+
+    def start(spec: WorkerSpec, variables: Any, is_read: bool) -> Any:
+        if spec.rank != rank:
+            return made.start((), spec, variables, is_read)
+        if fault == "changed":
+            (library / "new").write_text("VERSION = 22")
+            os.replace(library / "new", library / "installed.py")
+        else:
+            os.kill(made._popen.pid, getattr(signal, fault))
+        return made.start((), spec, variables, is_read)
+
+    lines: list[str] = []
+    specs = [
+        WorkerSpec(
+            command=[sys.executable, "train.py"],
+            environment=environment(RANK=str(each), **more),
+            working_directory=work,
+            rank=each,
+            world_size=3,
+        )
+        for each in range(3)
+    ]
+    group = LocalGroup(specs, lambda line: lines.append(line.text), adopt_strays=True, start=start)
+    group.start()
+    exits = group.wait(300)
+    made.close()
+    assert [exit_.code for exit_ in exits or ()] == [0, 0, 0], lines
+    by_rank = {int(line.split()[0]): line.split(maxsplit=2)[1:] for line in lines}
+    assert all(by_rank[each] == ["1", "fork"] for each in range(rank))
+    reason = {"changed": "has changed since it was loaded", "SIGSTOP": "is silent for 3 s"}
+    for each in range(rank, 3):
+        version, how = by_rank[each]
+        assert version == ("22" if fault == "changed" else "1")
+        assert how != "fork"
+    assert reason.get(fault, "the template has ended") in by_rank[rank][1]
+    assert reason.get(fault, "the template has ended") in caplog.text
+
+
 def test_a_module_that_starts_threads_makes_no_template(tmp_path: Path) -> None:
     (tmp_path / "busy.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"

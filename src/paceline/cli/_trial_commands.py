@@ -385,6 +385,7 @@ def _environment_facts(
     return [
         ("Python", f"{python.get('version')}, {', '.join(named)} ({python.get('executable')})"),
         ("Paceline", found.get("paceline")),
+        ("Start", found.get("start")),
         ("Host", f"{host.get('name')}, {host.get('platform')}, {host.get('num_cores')} cores"),
         ("GPUs", _gpus(found.get("gpus"))),
         ("Code", _code_facts(source)),

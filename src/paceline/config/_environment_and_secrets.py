@@ -392,6 +392,12 @@ class Environment(Section):
         " `uv sync --frozen`, and run in that environment.",
     )
 
+    warm: bool = Field(
+        default=True,
+        description="Whether the entrypoint may be a fork of a process that has loaded torch; else"
+        " it is a new interpreter.",
+    )
+
     @field_validator("uv")
     @classmethod
     def _check_uv(cls, value: bool, info: ValidationInfo) -> bool:

@@ -46,12 +46,22 @@ def describe_environment(*, with_source: bool) -> dict[str, Any]:
             "num_cores": os.cpu_count(),
         },
         "packages": _environment_packages(tuple(sys.path)),
+        "start": _start(),
     }
     if gpus := _environment_gpus():
         found["gpus"] = gpus
     if with_source and (source := describe_source(Path.cwd())) is not None:
         found["source"] = source
     return found
+
+
+def _start() -> str:
+    """Return whether this process is a fork of a template, or why not."""
+    template = sys.modules.get("paceline._training.workers.processes.template_process")
+    if getattr(template, "is_fork", False):
+        return "warm"
+    reason = os.environ.get("PACELINE_FRESH_START")
+    return f"fresh, as {reason}" if reason else "fresh"
 
 
 def describe_source(directory: Path) -> dict[str, Any] | None:

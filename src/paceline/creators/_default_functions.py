@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
 
 from paceline._training.engine.devices import Precision
+from paceline._training.engine.step_replay import StepReplay
 from paceline.creators._pass_reports import LocalMeans, Measure
 from paceline.creators._passes import Pass
 from paceline.creators._trainer_arguments import GivenParameters
@@ -20,6 +22,7 @@ def train_one_model(
     *,
     steps_scheduler: bool,
     means: LocalMeans,
+    replay: StepReplay | None = None,
 ) -> dict[str, Any]:
     """Train a model on the batches of a pass, each ``(*features, target)``.
 
@@ -28,8 +31,8 @@ def train_one_model(
         ValueError: There are several models, optimizers or schedulers.
     """
     _check_single(given, "train_function")
-    is_plain = measure is None and precision is Precision.FP32
-    step = _plain_step(given) if is_plain else _measured_step(given, precision, measure)
+    is_plain = measure is None and precision is Precision.FP32 and replay is None
+    step = _plain_step(given) if is_plain else _measured_step(given, precision, measure, replay)
     given.optimizers.zero_grad()
     for number, batch in enumerate(batches, given.info["global_step"]):
         features, target = _split(batch)
@@ -54,17 +57,29 @@ def _plain_step(given: GivenParameters) -> Callable[[Any, Any], Any]:
 
 
 def _measured_step(
-    given: GivenParameters, precision: Precision, measure: Measure | None
+    given: GivenParameters,
+    precision: Precision,
+    measure: Measure | None,
+    replay: StepReplay | None,
 ) -> Callable[[Any, Any], Any]:
-    """Return a step like `_plain_step`, with a precision and timed parts."""
+    """Return a step like `_plain_step`, with a precision, timed parts and a check."""
     model, criterion, optimizer = given.models, given.criterion, given.optimizers
     scaler, measure = given.scaler, measure or _measure_nothing
+    num_steps = count(given.info["global_step"])
 
-    def step(features: Any, target: Any) -> Any:
+    def compute(features: Any, target: Any) -> Any:
         with measure("fwd"), precision.autocast(given.device):
             loss = criterion(model(*features), target)
         with measure("grad"):
             (loss if scaler is None else scaler.scale(loss)).backward()
+        return loss
+
+    def step(features: Any, target: Any) -> Any:
+        number = next(num_steps)
+        if replay is not None and replay.is_due(number):
+            loss = replay.run(lambda: compute(features, target), number)
+        else:
+            loss = compute(features, target)
         with measure("apply"):
             if scaler is None:
                 optimizer.step()

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline import core
-from paceline._base.journal_records import encode_metrics
+from paceline._base.journal_records import AnyRecord, encode_metrics
 from paceline._base.progress_display import COMPLETED, TrainingProgress
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline._training.engine.profiling import StepTimer
 from paceline._training.engine.weighted_means import WeightedMeans
+from paceline._training.workers.failures_and_restarts import StepsDifferError
 from paceline.core._arguments import NonFiniteError, Outcome
 from paceline.core._attempt_journal import (
     CHECKPOINT,
@@ -41,6 +42,7 @@ from paceline.core._core_context import has_context
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._run_directories import next_run_number, open_run
 from paceline.core._run_feedback import RunFeedback, ending_of
+from paceline.core._train_context import alert_of, log_alert
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class PassResult(NamedTuple):
             samples; its "last_" values are of these.
         state: The rank's part of the state, if it was wanted and is not in the file.
         seconds: The time it took.
+        alerts: Title, text and level of what the user shall see.
     """
 
     statistics: dict[str, Any]
@@ -81,6 +84,7 @@ class PassResult(NamedTuple):
     last_own: tuple[int, int] | None = None
     state: dict[str, Any] | None = None
     seconds: PassSeconds = PassSeconds()
+    alerts: Sequence[tuple[str, str, str]] = ()
 
 
 class LocalMeans:
@@ -402,6 +406,8 @@ class PassRecord:
             with self._spent_on(what):
                 yield
         except BaseException as error:
+            if isinstance(error, StepsDifferError):
+                self.add_alert("A step gave two results", str(error), "error")
             # Without its traceback, which would keep the trainer.
             self._failure = outcome_of(error), describe_error(error)
             if what == TRAINING and self._run is not None:
@@ -447,6 +453,12 @@ class PassRecord:
             times.move(CHECKPOINT, seconds.checkpoint)
             self._data_wait_s += seconds.data_wait
             times.report(self._last_step, self._data_wait_s)
+
+    def add_alert(self, title: str, text: str, level: str) -> None:
+        """Log an alert, and record it if there is a run."""
+        log_alert(alert := alert_of(title, text, level), 0)
+        if self._run is not None:
+            self._run.record(alert)
 
     def add_validation(self, statistics: Mapping[str, Any]) -> None:
         """Report a validation; of several since the last pass the first to have a name stands.
@@ -551,6 +563,11 @@ class _OpenRun:
             record_metrics(self._journal, group, step, metrics)
             shown = {name: value for name, value in metrics.items() if name not in _UNSHOWN}
             self.feedback.report(group, step, shown)
+
+    def record(self, record: AnyRecord) -> None:
+        """Record an event, unless the run was closed by another thread."""
+        if not self._is_closed:
+            self._journal.append(record)
 
     def _record_times(
         self, event: TimeEvent, steps_completed: int, seconds: dict[str, float]

@@ -276,6 +276,9 @@ class PyTorchTrainer(TrainerState):
         check_ranks: Whether workers compare their models, and the settings of their optimizers, at
             the start and with each state that is kept or saved, to stop if they have drifted apart;
             or the names of tensors that each worker has for itself, see docs/distributed.md.
+        verify_steps: Compute the first batch and each batch with a multiple of this number twice in
+            the default train function, and compare the results of each worker bit by bit.
+        on_mismatch: Whether to "stop" at a difference, or to "warn".
         run_dir: Where passes are recorded, as any run is; by default the first pass makes a
             directory below ``./paceline_runs``.
         checkpoint_storage: Where `save()` without a path stores checkpoints: a directory, or a URL
@@ -328,6 +331,8 @@ class PyTorchTrainer(TrainerState):
         seed: int = 0,
         stop_on_nan: bool = True,
         check_ranks: bool | str | Sequence[str] = True,
+        verify_steps: int | None = None,
+        on_mismatch: str = "stop",
         run_dir: str | os.PathLike[str] | None = None,
         checkpoint_storage: GivenStorage = None,
         trackers: Sequence[core.Tracker | str] = (),
@@ -367,6 +372,8 @@ class PyTorchTrainer(TrainerState):
                 "seed": seed,
                 "stop_on_nan": boolean("stop_on_nan", stop_on_nan),
                 "check_ranks": ranks_to_check("check_ranks", check_ranks),
+                "verify_steps": verify_steps,
+                "on_mismatch": on_mismatch,
                 "data_parallel": data_parallel,
                 "shard_units": shard_units,
                 "shard_precision": shard_precision,
@@ -457,6 +464,7 @@ class PyTorchTrainer(TrainerState):
             WorkerFailedError: A worker left by `sys.exit(0)`.
             NonFiniteError: A loss of the default function was not finite, see `stop_on_nan`.
             RanksDifferError: Workers have drifted apart, see `check_ranks`.
+            StepsDifferError: A batch computed twice gave two results, see `verify_steps`.
             OSError: `run_dir` cannot be written.
             RuntimeError: The trainer was shut down, or another process records in `run_dir`.
             TypeError: A value has another type.
@@ -480,6 +488,8 @@ class PyTorchTrainer(TrainerState):
                 keeps_state=keeps,
                 source=source,
             )
+        for alert in (alert for result in results for alert in result.alerts):
+            self._record.add_alert(*alert)
         self._workers.keep([result.state for result in results] if keeps else None)
         statistics = reduced_statistics(results)
         chief = results[0]

@@ -15,6 +15,7 @@ from paceline._training.engine.devices import Precision, suitable_backend, use_o
 from paceline._training.engine.fsdp_and_tensor_parallel import check_whole
 from paceline._training.engine.gradient_sync import GradientSync
 from paceline._training.engine.rank_differences import RankCheck, compare_in_group
+from paceline._training.engine.step_replay import StepReplay
 from paceline._training.engine.tensors import all_parameters
 from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
 from paceline._training.workers.processes.rank_environment import join_process_group
@@ -71,6 +72,8 @@ class Replica:
         self.num_steps = 0
         self._rank_check = RankCheck(spec.check_ranks)
         self._is_start_compared = False
+        self._replay: StepReplay | None = None
+        self._alerts: list[tuple[str, str, str]] = []
         self._spec = spec
         self.seed = spec.seed
         if spec.initialization_hook is not None:
@@ -238,6 +241,7 @@ class Replica:
                     self._precision,
                     measure,
                     steps_scheduler=self._steps_by("batch"),
+                    replay=self._checked_steps(),
                     means=LocalMeans(
                         stop_on_nan=self._spec.stop_on_nan,
                         rank=self.rank,
@@ -254,9 +258,19 @@ class Replica:
         seconds = PassSeconds(ended - began, batches.data_wait_s, ended - trained)
         statistics = {"epoch": self.position.num_begun, **statistics}
         last_own = batches.last_own if self._spec.train_function is None else None
+        alerts, self._alerts = self._alerts, []
         return PassResult(
-            statistics, batches.num_samples, batches.num_batches, last_own, state, seconds
+            statistics, batches.num_samples, batches.num_batches, last_own, state, seconds, alerts
         )
+
+    def _checked_steps(self) -> StepReplay | None:
+        """Return the check of steps, if there is to be one."""
+        spec, place = self._spec, f"rank {self.rank} ({self.device})"
+        if spec.verify_steps is not None and self._replay is None:
+            settings = spec.verify_steps, spec.on_mismatch, self._gradients, place
+            tell = lambda *alert: self._alerts.append(alert)  # noqa: E731
+            self._replay = StepReplay(*settings, tell, self.num_steps)
+        return self._replay
 
     @contextmanager
     def _noting(self, batches: Pass, order: ReplicaPassOrder) -> Iterator[None]:

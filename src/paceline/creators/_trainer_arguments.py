@@ -56,6 +56,8 @@ class ReplicaSpec:
         shard_precision: With "fsdp", the types of gathered parameters and of sums of gradients.
         stop_on_nan: Whether the default train function stops at a loss that is not finite.
         check_ranks: Whether workers are compared, see `RankCheck`.
+        verify_steps: Each batch with a multiple of this number is computed twice; None for none.
+        on_mismatch: "stop" or "warn", if the results differ.
     """
 
     model_creator: Callable[..., Any]
@@ -83,6 +85,8 @@ class ReplicaSpec:
     shard_precision: Any = None
     stop_on_nan: bool = True
     check_ranks: bool | tuple[str, ...] = True
+    verify_steps: int | None = None
+    on_mismatch: str = "stop"
 
 
 class ReplicaPassOrder(NamedTuple):
@@ -353,7 +357,7 @@ def make_replica_spec(
     check_dictionary("dataloader_config", loader_config)
     if "batch_size" in (loader_config or {}):
         raise ValueError("`dataloader_config` must not name a batch size. Hint: batch_size=...")
-    _check_settings(creators, settings)
+    _check_settings(creators, functions["train_function"], settings)
     mode = settings.get("data_parallel", "flat")
     given = {name: settings.get(name) for name in ("shard_units", "shard_precision")}
     _check_data_parallel(mode, given, precision)
@@ -404,7 +408,9 @@ def _check_creators(creators: Mapping[str, Any], functions: Mapping[str, Any]) -
         )
 
 
-def _check_settings(creators: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def _check_settings(
+    creators: Mapping[str, Any], function: object, settings: Mapping[str, Any]
+) -> None:
     frequency = settings["scheduler_step_freq"]
     names = ", ".join(map(repr, _STEP_FREQUENCIES))
     if frequency is None and creators["scheduler_creator"] is not None:
@@ -418,6 +424,12 @@ def _check_settings(creators: Mapping[str, Any], settings: Mapping[str, Any]) ->
             f"`use_gpu` must be True, False or 'auto', but got {settings['use_gpu']!r}."
         )
     positive("timeout_s", settings["timeout_s"])
+    one_of("stop", "warn")("on_mismatch", settings["on_mismatch"])
+    if optional(count(1))("verify_steps", settings["verify_steps"]) and function is not None:
+        raise ValueError(
+            "`verify_steps` must be None with a `train_function`, which has a loop of its own, but"
+            f" got {settings['verify_steps']}."
+        )
 
 
 def _check_data_parallel(data_parallel: Any, given: Mapping[str, Any], precision: str) -> None:

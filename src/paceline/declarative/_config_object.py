@@ -533,6 +533,9 @@ class TrainingConfig(Config):
         stop_on_nan: Whether to stop when the training loss is NaN or infinite.
         check_ranks: Whether processes compare their models, and the settings of their optimizers,
             at the start and with each checkpoint; or the names of tensors that each has for itself.
+        verify_steps: Compute the first batch and each batch with a multiple of this number twice,
+            and compare the results bit by bit; None for none. Not with a loop of your own.
+        on_mismatch: Whether to "stop" at a difference, or to "warn".
         curriculum_learning_rate: Not read; free for subclasses.
     """
 
@@ -587,6 +590,8 @@ class TrainingConfig(Config):
     save_onnx: bool = option(False, arguments.boolean)
     stop_on_nan: bool = option(True, arguments.boolean)
     check_ranks: Any = option(True, arguments.ranks_to_check)
+    verify_steps: int | None = option(None, optional(arguments.count(1)))
+    on_mismatch: str = option("stop", arguments.one_of("stop", "warn"))
     curriculum_learning_rate: float = option(0.0, arguments.number)
 
 

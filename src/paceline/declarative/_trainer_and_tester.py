@@ -262,6 +262,8 @@ class Trainer(BuiltTrainer):
             pytorch.Epoch(1),
             of=pytorch.Epoch(self.num_epochs),
             stop_on_nan=self.configs.stop_on_nan,
+            verify_steps=self.configs.verify_steps,
+            on_mismatch=self.configs.on_mismatch,
         )
         self._note_rates()
         self._note_metrics(metrics, "train", "loss")
@@ -375,6 +377,12 @@ class Trainer(BuiltTrainer):
             self.run_test()
 
     def _noting_rates(self, batches: Iterator[Any]) -> Iterator[Any]:
+        if self.configs.verify_steps is not None:
+            raise ValueError(
+                f"`verify_steps` must be None where `{type(self).__name__}.run_training_epoch` has"
+                f" a loop of its own, but got {self.configs.verify_steps}. Hint: override"
+                " `load_data_and_get_loss` or `run_model_update_step` instead."
+            )
         for batch in batches:
             self._note_rates()
             yield batch

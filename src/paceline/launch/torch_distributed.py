@@ -32,6 +32,7 @@ from paceline._training.workers.processes.rank_environment import (
     is_port_free,
 )
 from paceline._training.workers.processes.signals_and_leftovers import sweeping_after_kill
+from paceline._training.workers.processes.templates import Template
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.worker_resources import check_crowd
 from paceline._training.workers.workers import ElasticLimits, Workers
@@ -182,6 +183,8 @@ def launch(arguments: Sequence[str] | None, backend: Backend) -> int:
         arguments: The command line; by default this process's own.
         backend: The workers' variables besides those of torch.distributed.
     """
+    # First of all, in a trial: the workers are forks too then, from their first start on.
+    template = Template.split_off()
     logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
     try:
         options, program = parse_arguments(sys.argv[1:] if arguments is None else arguments)
@@ -197,7 +200,9 @@ def launch(arguments: Sequence[str] | None, backend: Backend) -> int:
             PortReservation() as reservation,
             backend.open(options) as variables,
         ):
-            return _run_workers(command, options, reservation.port, marks, variables, nodes)
+            return _run_workers(
+                command, options, reservation.port, marks, variables, nodes, template
+            )
     except KeyboardInterrupt:
         return _INTERRUPTED
     except (
@@ -218,6 +223,7 @@ def _run_workers(
     marks: Mapping[str, str],
     worker_variables: WorkerVariables,
     attempt: AttemptNodes | None,
+    template: Template | None,
 ) -> int:
     """Run the workers to their end and return the exit code.
 
@@ -250,6 +256,7 @@ def _run_workers(
             collective_timeout_s=options.collective_timeout_s or _FOR_EVER_S,
             grace_s=options.grace_s,
             is_restarted=restarts > 0,
+            template=template,
         )
 
     workers = Workers(limits, make_pool, hint=LAUNCH_HINT)

@@ -14,7 +14,7 @@ from paceline._training.engine.gradient_sync import clip_grad_norm_
 from paceline._training.engine.metric_reducers import MetricReducer, Reducer
 from paceline._training.engine.schedules import Batch, Epoch, LRScheduler, Record, TrainUnit
 from paceline._training.engine.weighted_means import KeySetError
-from paceline._training.workers.failures_and_restarts import RanksDifferError
+from paceline._training.workers.failures_and_restarts import RanksDifferError, StepsDifferError
 from paceline.core._arguments import NonFiniteError
 from paceline.data._batches_to_device import TorchData, to_device
 from paceline.pytorch import samplers
@@ -51,6 +51,7 @@ __all__ = [
     "Record",
     "Reducer",
     "Result",
+    "StepsDifferError",
     "TorchBatchProcessor",
     "TorchData",
     "TrainUnit",

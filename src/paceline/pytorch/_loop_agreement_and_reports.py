@@ -44,6 +44,9 @@ class LoopHooks(Protocol):
     def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
         """Train on a shard and return its metrics."""
 
+    def keep_for_replay(self) -> Callable[[], object]:
+        """Note what `train_shard` changes besides models; return a function to put it back."""
+
     def plain_training(self) -> TrainsShard:
         """Return the function to train the next shards with; no epoch begins or ends in them."""
 

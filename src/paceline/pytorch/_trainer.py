@@ -14,6 +14,7 @@ from paceline._base.arguments_and_errors import (
     SIZE_FORMS,
     bytes_of,
     check_count,
+    one_of,
     seconds_of,
 )
 from paceline._base.notebook_tables import html_table
@@ -29,6 +30,7 @@ from paceline._training.engine.schedules import (
     TrainUnit,
     checked_unit,
 )
+from paceline._training.engine.step_replay import StepReplay
 from paceline.core._read_runs import MetricsRow, read_metrics
 from paceline.pytorch._training_checkpoints import (
     CONTINUOUS,
@@ -436,6 +438,8 @@ class Trainer:
         keep_bytes: int | str | None = None,
         checkpoint_bytes_per_hour: int | str | None = None,
         stop_on_nan: bool = True,
+        verify_steps: int | None = None,
+        on_mismatch: str = "stop",
     ) -> Result:
         """Train to a length; periods count from the start of training.
 
@@ -481,11 +485,17 @@ class Trainer:
                 metrics are reported and before a checkpoint is stored. Losses are the metrics of
                 `train_batch` with "loss" in their names, or all of them if none does. With a
                 gradient scaler, which leaves such steps out, ten in a row count.
+            verify_steps: Compute the first batch and each batch with a multiple of this number
+                twice, from the same state, before its optimizer step, and compare gradients,
+                buffers and random states of each rank bit by bit. See docs/exactness.md.
+            on_mismatch: Whether to "stop" at a difference, or to "warn".
 
         Raises:
             TypeError: A length or period is no train unit.
             ValueError: `max_length` is missing, or an argument is out of range.
+            RuntimeError: `verify_steps` is given, but `train_batch` cannot be called twice.
             NonFiniteError: The training loss was not finite and `stop_on_nan` is set.
+            StepsDifferError: A batch computed twice gave two results.
         """
         defaults = self._defaults()
         policy = checked_policy(
@@ -544,6 +554,7 @@ class Trainer:
         training.checkpoints.pace(budget)
         training.loop.means.stop_on_nan = stop_on_nan
         training.loop.timeline.window = self._window(defaults, profiling_enabled)
+        training.loop.replay = self._replay(verify_steps, on_mismatch)
         if is_test:
             # A resumed training may be far along: test one batch more.
             position = training.loop.position
@@ -557,7 +568,13 @@ class Trainer:
         return self._result(reason.value)
 
     def train_for(
-        self, unit: TrainUnit, *, of: TrainUnit | None = None, stop_on_nan: bool = True
+        self,
+        unit: TrainUnit,
+        *,
+        of: TrainUnit | None = None,
+        stop_on_nan: bool = True,
+        verify_steps: int | None = None,
+        on_mismatch: str = "stop",
     ) -> dict[str, Any]:
         """Train the next batches, epochs or records, and return their metrics.
 
@@ -570,6 +587,8 @@ class Trainer:
             of: How long training is in all, if that is known; for the progress that is shown and
                 reported.
             stop_on_nan: Whether to stop when the training loss is NaN or infinite, see `fit`.
+            verify_steps: Compute each batch with a multiple of this number twice, see `fit`.
+            on_mismatch: Whether to "stop" at a difference, or to "warn".
 
         Returns:
             The means of the training metrics, as `on_training_workload_end` gets them. Empty if
@@ -586,6 +605,7 @@ class Trainer:
         self._open()
         training = self._training
         training.loop.timeline.window = self._window(self._defaults())
+        training.loop.replay = self._replay(verify_steps, on_mismatch)
         reason = training.train_piece(checked, whole, stop_on_nan=stop_on_nan)
         if reason.is_early:
             raise Preempted(reason.value)
@@ -679,6 +699,17 @@ class Trainer:
             context.exit_stack.push(training.progress)
             context.exit_stack.callback(training.close)
         training.open(state)
+
+    def _replay(self, verify_steps: int | None, on_mismatch: str) -> StepReplay | None:
+        if verify_steps is None:
+            one_of("stop", "warn")("on_mismatch", on_mismatch)
+            return None
+        loop, context = self._training.loop, self._context
+        if loop.replay is not None and loop.replay.settings == (verify_steps, on_mismatch):
+            return loop.replay
+        place, first = f"rank {context.distributed.rank} ({context.device})", loop.position.batches
+        tell = context.core.alert
+        return StepReplay(verify_steps, on_mismatch, context.stepper, place, tell, first)
 
     def _result(self, stop_reason: str) -> Result:
         training = self._training

@@ -2,8 +2,9 @@
 
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from paceline._training.engine.following_models import FollowingModels
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.profiling import MOVE, REDUCE, WAIT, WHOLE, TraceProfiler
 from paceline._training.engine.schedules import Position, Schedule, StopReason
+from paceline._training.engine.step_replay import StepReplay
 from paceline._training.engine.weighted_means import WeightedMeans
 from paceline.core._attempt_journal import CHECKPOINT, TRAINING, VALIDATION
 from paceline.core._core_context import Context
@@ -55,6 +57,7 @@ class TrainingLoop:
         self.last_validation = -1
         self.last_checkpoint = position if position.batches else None
         self.tracer: TraceProfiler | None = None
+        self.replay: StepReplay | None = None
         # Position of the batch being trained, or of the last trained batch.
         self.present: Position | None = None
         self._core = core
@@ -158,6 +161,7 @@ class TrainingLoop:
             and self._accumulation.frequency == 1
             and not self.timeline.window.enabled
             and self.tracer is None
+            and (self.replay is None or not self.replay.is_due(self.position.batches))
             and self._order is not None
             and self._iterator is not None
             and 0 < self.position.batch_in_epoch < self._num_epoch_batches - 1
@@ -179,6 +183,8 @@ class TrainingLoop:
         num_left = self._num_epoch_batches - 1 - position.batch_in_epoch
         if next_look is not None:
             num_left = min(num_left, next_look - 1 - position.batches)
+        if self.replay is not None:
+            num_left = min(num_left, self.replay.num_until_due(position.batches))
         self._accumulation.weight, self._accumulation.is_boundary = 1.0, True
         train, to_device = hooks.plain_training(), hooks.to_device
         # A named tuple's own constructor is a function in Python.
@@ -208,13 +214,27 @@ class TrainingLoop:
     def _train_batch(self) -> bool:
         """Train on a global batch; return False when the data are empty."""
         before, hooks, measured = self.position, self._loop_hooks, self._stepper.measured
+        train: Callable[[Any, Position], Mapping[str, Any]] = hooks.train_shard
+        if self.replay is not None and self.replay.is_due(before.batches):
+            train = partial(self._train_twice, self.replay)
         for data, size in self.batch_shards():
             with measured(MOVE):
                 data = hooks.to_device(data)
             with measured(WHOLE):
-                metrics = hooks.train_shard(data, before)
+                metrics = train(data, before)
             self.means.add(metrics, size, before.batches)
         return self.position is not before
+
+    def _train_twice(self, replay: StepReplay, data: Any, before: Position) -> Mapping[str, Any]:
+        """Train on a shard as `train_shard` does, after a computation for comparison."""
+        hooks = self._loop_hooks
+        self._stepper.replay = replay
+        try:
+            return replay.run(
+                lambda: hooks.train_shard(data, before), before.batches, hooks.keep_for_replay
+            )
+        finally:
+            self._stepper.replay = None
 
     def batch_shards(self) -> Iterator[tuple[Any, int]]:
         """Yield this rank's shards of the next global batch with their sizes, then advance.

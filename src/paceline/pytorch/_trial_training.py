@@ -3,6 +3,7 @@
 Also: validation over ranks.
 """
 
+import copy
 import inspect
 import logging
 import math
@@ -440,9 +441,34 @@ class TrialTraining(ResumableTraining):
         self._warn_of_own_numbers(before, position)
         return metrics
 
+    def keep_for_replay(self) -> Callable[[], None]:
+        """Note what `train_shard` changes besides models; return a function to put it back."""
+        own, reducers = self._own(), self._context.reducers
+        numbers = {k: v for k, v in own.items() if type(v) in (int, float, bool)}
+        collected = reducers.state()
+        schedulers = [entry.scheduler for entry in self._context.lr_schedulers]
+        steps = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+        # Whether gradients are unscaled; torch keeps it nowhere else.
+        stages = getattr(self._context.scaler, "_per_optimizer_states", {})
+        before = {key: dict(stage) for key, stage in stages.items()}
+
+        def restore() -> None:
+            own.update(numbers)
+            reducers.load_state(collected)
+            for scheduler, state in zip(schedulers, steps, strict=True):
+                scheduler.load_state_dict(state)
+            stages.clear()
+            stages.update(before)
+
+        return restore
+
+    def _own(self) -> dict[str, Any]:
+        """Return the attributes of the trial."""
+        return vars(getattr(self._trial, "own_code", self._trial))
+
     def _own_numbers(self) -> dict[str, Any]:
         """Return the trial's own numbers, and how often its models not wrapped were changed."""
-        own = vars(getattr(self._trial, "own_code", self._trial))
+        own = self._own()
         wrapped = {id(p) for p in self._context.stepper.parameters()}
         changes = {
             name: sum(p._version for p in value.parameters())

@@ -12,6 +12,7 @@ from paceline._training.workers.failures_and_restarts import (
     RanksDifferError,
     ResourcesError,
     RunDirectoryError,
+    StepsDifferError,
     TrainingFailedError,
     WorkerFailedError,
     WorkersLostError,
@@ -54,6 +55,7 @@ from paceline.train._train_functions import (
     restore_random_state,
     save_checkpoint,
     should_preempt,
+    verify_steps,
     world_rank,
     world_size,
 )
@@ -82,6 +84,7 @@ __all__ = [
     "RunDirectoryError",
     "RunIterator",
     "SearchResults",
+    "StepsDifferError",
     "StepwiseRun",
     "Study",
     "StudyTrial",
@@ -115,6 +118,7 @@ __all__ = [
     "save_checkpoint",
     "search",
     "should_preempt",
+    "verify_steps",
     "world_rank",
     "world_size",
 ]

@@ -1,8 +1,10 @@
 """`accelerate`: performance options for model, loss and optimizer in a single call."""
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +24,7 @@ from paceline._training.engine.model_preparation import (
     checkpoint_blocks,
     compile_model,
 )
+from paceline._training.engine.step_replay import StepReplay, check_replay
 from paceline.core._arguments import NotOfferedError
 from paceline.data._order_and_random_generators import seed_everything
 from paceline.train._rank_checkpoints import packed_without_pickle
@@ -29,6 +32,8 @@ from paceline.train._rank_session import LooseSession
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+T = TypeVar("T")
 
 
 def prepare_model(
@@ -238,3 +243,29 @@ def _check_combination(
         raise ValueError(
             '`precision` must be "fp32" or "bf16" with `data_parallel="fsdp"`, but got "fp16".'
         )
+
+
+def verify_steps(
+    session: LooseSession, compute: Callable[..., T], every: int, on_mismatch: str
+) -> Callable[..., T]:
+    """Return `compute` with a check; see `train.verify_steps`."""
+    if not callable(compute):
+        raise TypeError(
+            "`verify_steps` must be given a function of forward and backward pass, but got"
+            f" {compute!r}. Hint: a loop cannot be run twice; call the function in it."
+        )
+    check_replay(every, on_mismatch)
+    place, num_steps = f"rank {session.rank_info.rank} ({session.device})", count()
+
+    @cache
+    def replay() -> StepReplay:
+        # Made late: models may be prepared after this function.
+        return StepReplay(every, on_mismatch, session.gradients, place, session.alert)
+
+    def checked(*args: Any, **kwargs: Any) -> T:
+        number = next(num_steps)
+        if replay().is_due(number):
+            return replay().run(lambda: compute(*args, **kwargs), number)
+        return compute(*args, **kwargs)
+
+    return checked

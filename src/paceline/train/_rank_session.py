@@ -19,6 +19,7 @@ from paceline._training.engine.rank_differences import RankCheck
 from paceline._training.workers.processes.rank_environment import RankInfo
 from paceline.core._preemption_and_search import ControlFile, SearchDecision, SignalWatch
 from paceline.core._run_storage import NodeStorage
+from paceline.core._train_context import alert_of, log_alert
 from paceline.data._order_and_random_generators import seed_everything
 from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules
 from paceline.train._prepared_loader_and_steps import (
@@ -136,6 +137,10 @@ _COMMIT_S = 30.0
 
 class LooseSession(UserLoop):
     """Session for calls of `train` outside a run: they behave as with a single worker."""
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        """Log an alert."""
+        log_alert(alert_of(title, text, level), self.rank_info.rank)
 
     def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
         """Return this worker's part of a loader."""
@@ -299,6 +304,12 @@ class RankSession(LooseSession):
         )
 
     # ---- reports and checkpoints ---------------------------------------------------------
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        """Log and record an alert."""
+        super().alert(title, text, level)
+        self.reporter.begin()
+        self.reporter.journal.append(alert_of(title, text, level))
 
     def report(
         self,

@@ -2,9 +2,9 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline._training.workers.processes.rank_environment import RankInfo
 from paceline.core._arguments import NotOfferedError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ALONE = RankInfo()
+T = TypeVar("T")
 
 
 # ---- where this is ---------------------------------------------------------------------------
@@ -318,6 +319,29 @@ def backward(loss: "torch.Tensor", **options: Any) -> None:
         options: The options of `torch.Tensor.backward`.
     """
     call_session().steps.backward(loss, options)
+
+
+def verify_steps(
+    compute: Callable[..., T], *, every: int = 100, on_mismatch: str = "stop"
+) -> Callable[..., T]:
+    """Return a function of forward and backward pass that is computed twice now and then.
+
+    The first call, and each one with a multiple of `every`, computes twice from the same state, and
+    compares gradients, buffers and random states of each rank bit by bit. All ranks call it
+    equally often; the optimizer steps after it. See docs/exactness.md.
+
+    Args:
+        compute: Runs forward and backward pass of a batch, and returns the loss.
+        every: The calls from one that computes twice to the next.
+        on_mismatch: Whether to "stop" at a difference, or to "warn".
+
+    Raises:
+        TypeError: `compute` is no function.
+        ValueError: `every` is below 1, or `on_mismatch` unknown.
+    """
+    from paceline.train._prepared_models import verify_steps
+
+    return verify_steps(call_session(), compute, every, on_mismatch)
 
 
 def accelerate(

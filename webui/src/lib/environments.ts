@@ -13,6 +13,7 @@ export interface EnvironmentGroup {
 interface Recorded {
   paceline?: string;
   python?: { version?: string; executable?: string };
+  start?: string;
   host?: { name?: string; platform?: string; num_cores?: number };
   packages?: Record<string, string>;
   gpus?: { models?: string[]; driver?: string };
@@ -60,13 +61,14 @@ export function attemptsOf({ numbers }: EnvironmentGroup): string {
 
 /** Return the names and values of an environment that are told first. */
 export function factsOf({ environment, source }: EnvironmentGroup): [string, string][] {
-  const { paceline, python = {}, host = {}, packages = {}, gpus } = environment;
+  const { paceline, python = {}, host = {}, packages = {}, gpus, start } = environment;
   const facts: [string, string | undefined][] = [
     ["Python", python.version],
     ["Interpreter", python.executable],
     ["torch", packages.torch],
     ["Paceline", paceline],
     ["Host", host.name],
+    ["Start", start],
     ["System", host.platform],
     ["Cores", host.num_cores === undefined ? undefined : String(host.num_cores)],
     ["GPUs", gpus?.models?.join(", ")],

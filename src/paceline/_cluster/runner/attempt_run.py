@@ -54,7 +54,7 @@ from paceline._training.workers.processes.rank_environment import (
     THREADS_MARK,
     THREADS_VARIABLE,
 )
-from paceline._training.workers.processes.templates import Template
+from paceline._training.workers.processes.templates import FRESH_START_VARIABLE, Template
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.processes.worker_process import (
     ProcessHandle,
@@ -409,9 +409,10 @@ class AttemptRun:
         try:
             words = _plain_words(self._spec.entrypoint)
             warm = replace(spec, command=words or spec.command)
-            if template.is_alike(warm, environment):
+            reason = template.difference(warm, environment)
+            if reason is None:
                 return template.start((), warm, environment, is_read)
-            return start_process(spec, environment, is_read)
+            return start_process(spec, {**environment, FRESH_START_VARIABLE: reason}, is_read)
         finally:
             template.close()
 

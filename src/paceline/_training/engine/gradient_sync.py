@@ -464,7 +464,7 @@ class GradientSync:
         # Called in each backward pass before gradients are summed.
         self.before_sums: Callable[[], None] | None = None
         self.num_backwards = 0
-        self.has_sharded = False
+        self.has_sharded = self.has_overlapped = False
         self.frequency = 1
         self.is_boundary = True
         self.has_open_gradients = False
@@ -580,6 +580,7 @@ class GradientSync:
             self.add_model(model)
             return model
         self.models.append(model)
+        self.has_overlapped = True
         overlapped = OverlappedAllReduce(model, self._device, self._weight_in_backward)
         self.watched.update(map(id, overlapped.summed))
         self.watch(model.parameters())

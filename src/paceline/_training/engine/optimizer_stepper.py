@@ -31,6 +31,7 @@ from paceline._training.engine.gradient_sync import Accumulation
 from paceline._training.engine.model_preparation import FrozenBase, ModelOptions, ModelWrapper
 from paceline._training.engine.profiling import BACKWARD, REDUCE, STEP, StepTimer
 from paceline._training.engine.rank_differences import RankCheck, RankDigest
+from paceline._training.engine.step_replay import StepReplay
 from paceline._training.engine.tensors import all_parameters, is_sharded, parameters_of
 from paceline._training.engine.user_optimizer_steps import WatchedUserCalls
 from paceline.core._distributed_context import DistributedContext
@@ -267,6 +268,8 @@ class Stepper:
         # Set by the loop for batches whose loss counts in full and after which optimizers step, on
         # one rank, in fp32 and untimed: `backward` and `step` then do no more than torch's.
         self.is_plain = False
+        # Set while a step is computed twice.
+        self.replay: StepReplay | None = None
         # Timer for the optimizer steps of the present batch; None if untimed.
         self.timer: StepTimer | None = None
         self._distributed = distributed
@@ -390,6 +393,8 @@ class Stepper:
         create_graph: bool = False,
     ) -> None:
         """Add the gradients of a shard's mean loss, weighted by its samples."""
+        if self.replay is not None:
+            self.replay.note_backward(loss)
         if not self._is_alone:
             self._leave_sums_to_chief()
         # Weight by samples: shards and ranks may have unequal numbers of them.
@@ -428,6 +433,8 @@ class Stepper:
             clip_grads: Called with the optimizer's parameters before the step.
             scaler: A gradient scaler that scaled the loss by hand.
         """
+        if self.replay is not None and self.replay.reach(optimizer):
+            return False
         is_summed = self.calls.note_step()
         if self.calls.changes.find(optimizer):
             self.calls.warn_of_changes()

@@ -57,6 +57,10 @@ class RanksDifferError(RuntimeError):
     """Raised when parameters, rates or buffers differ between ranks, but must be the same."""
 
 
+class StepsDifferError(RuntimeError):
+    """Raised when a step gives other bits as it is computed again from the same state."""
+
+
 class ResourcesError(ValueError):
     """Raised when the workers are to have more than there is."""
 

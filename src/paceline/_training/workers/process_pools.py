@@ -25,7 +25,11 @@ from paceline._training.workers.processes.rank_environment import (
     THREADS_VARIABLE,
     NodeLayout,
 )
-from paceline._training.workers.processes.templates import ProgramStart, forking_start
+from paceline._training.workers.processes.templates import (
+    ProgramStart,
+    Template,
+    forking_start,
+)
 from paceline._training.workers.processes.worker_output import LinePrinter
 from paceline._training.workers.processes.worker_process import (
     OnLine,
@@ -397,6 +401,7 @@ class ProgramPool(ProcessPool):
         collective_timeout_s: How long ranks may wait for others, in seconds.
         grace_s: The time in seconds that the other workers get when one fails.
         is_restarted: Whether there may be another start, to be prepared for.
+        template: The template of the first start, if there is one.
     """
 
     def __init__(
@@ -412,6 +417,7 @@ class ProgramPool(ProcessPool):
         collective_timeout_s: float,
         grace_s: float,
         is_restarted: bool = False,
+        template: Template | None = None,
     ) -> None:
         super().__init__(
             1,
@@ -430,8 +436,10 @@ class ProgramPool(ProcessPool):
         self._capacity = capacity
         self._program: PendingCall | None = None
         self._program_start: ProgramStart | None = None
-        if is_restarted and command.is_python:
-            self._program_start = ProgramStart(command.arguments, lambda: self.run_events.loaded)
+        if (is_restarted or template) and command.is_python:
+            self._program_start = ProgramStart(
+                command.arguments, lambda: self.run_events.loaded, template
+            )
 
     @property
     def program(self) -> PendingCall:

@@ -356,9 +356,10 @@ def _run_info_of(cluster_id: str, placed: _PlacedAttempt) -> RunInfo:
 
 
 def _variables(environment: Environment) -> dict[str, str]:
+    found = {} if environment.warm else {"PACELINE_WARM": "0"}
     if environment.uv and environment.python is not None:
-        return {"UV_PYTHON": environment.python, **environment.variables}
-    return environment.variables
+        found["UV_PYTHON"] = environment.python
+    return found | environment.variables
 
 
 def checkpoint_root(config: ExperimentConfig) -> str | None:

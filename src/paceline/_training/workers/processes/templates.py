@@ -75,6 +75,8 @@ _MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", re.ASCII)
 _UNSAFE_STANDARD = {"antigravity", "idlelib", "readline", "rlcompleter", "site", "test", "this"}
 _MAX_MODULES = 5000
 WARM_VARIABLE = "PACELINE_WARM"
+FRESH_START_VARIABLE = "PACELINE_FRESH_START"
+"""Tells a process why it is no fork of a template."""
 _LIMITS = sorted({n for name, n in vars(resource).items() if name.startswith("RLIMIT_")})
 # Times to look at a program in seconds: first, and until it counts as one without Paceline.
 _LEARN_S = 1.0
@@ -179,14 +181,20 @@ class ProgramStart:
     Args:
         command: The command of the programs.
         loaded: Returns the modules that they report to have loaded, if they use Paceline.
+        template: The first template, if there is one.
     """
 
-    def __init__(self, command: Sequence[str], loaded: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        loaded: Callable[[], object],
+        template: "Template | None" = None,
+    ) -> None:
         at = command.index(PROGRAM_FILE) if PROGRAM_FILE in command else 0
         self._interpreter = command[:at]
         self._can_fork = _CAN_FORK and command[:1] == (sys.executable,) and at > 0 and is_warm()
         self._loaded = loaded
-        self._template: Template | None = None
+        self._template = template if self._can_fork else None
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -343,15 +351,21 @@ class Template:
         """Whether the server process takes requests."""
         return self._popen.poll() is None
 
-    def is_alike(self, spec: WorkerSpec, environment: Mapping[str, str]) -> bool:
-        """Return whether a command of Python would load its libraries as this template has."""
+    def difference(self, spec: WorkerSpec, environment: Mapping[str, str]) -> str | None:
+        """Return why a command would not load its libraries as this template has, or None."""
+        if not is_warm(environment):
+            return "warm starts are turned off"
         found = plain_program(spec.command, environment)
-        if found is None or not is_warm(environment):
-            return False
+        if found is None:
+            return "the command is another than that of a script or module for the interpreter"
         _, kind, target, *_ = found[0]
         # Python itself runs directories and archives, and reports a script that is missing.
         is_script = target.endswith(".py") and (spec.working_directory / target).is_file()
-        return (kind == "module" or is_script) and _import_time_facts(environment) == self.key
+        if kind != "module" and not is_script:
+            return f"{target!r} is no file of a script"
+        facts = _import_time_facts(environment).items() ^ self.key.items()
+        names = sorted({name or "limits or the user" for name, _ in facts})
+        return f"others are set that are read at the start: {', '.join(names)}" if names else None
 
     def await_loaded(self) -> None:
         """Wait until the server has loaded its modules.
@@ -411,6 +425,7 @@ class Template:
             if not self._is_parent:
                 # Nothing is said of the next workers, and forks live on.
                 self.close()
+            environment = {**environment, FRESH_START_VARIABLE: str(error)}
             return start_process(spec, environment, is_read)
         finally:
             streams.close_theirs()

@@ -92,12 +92,16 @@ def main(kind: str, target: str, arguments: "list[str]") -> None:
 
 def _run_plainly(program: "list[str]") -> None:
     """Run a program as Python itself does, without the parts for workers."""
-    del sys.modules[RUNNING_MARK]
+    own = sys.modules.pop(RUNNING_MARK)
     if "PYTHONFAULTHANDLER" not in os.environ:
         faulthandler.disable()
     outcome = _run_program(program[0], program[1], program[2:])
     while isinstance(outcome, list):
-        # The program was a runner, and this process is now that of its entrypoint.
+        # The program was a runner or launcher, and this process is now that of its entrypoint, or
+        # of one of its workers.
+        if outcome[0] != "plain":
+            sys.modules[RUNNING_MARK] = own
+            main(outcome[0], outcome[1], outcome[2:])
         outcome = _run_program(outcome[1], outcome[2], outcome[3:])
     server = sys.modules.get(_TEMPLATE_MODULE)
     if "torch" in sys.modules and server is not None:

@@ -77,16 +77,17 @@ def test_workers_that_are_lost_go_on_from_memory_in_the_same_bits(
     launch: Launch, script: Script, tmp_path: Path, dropout_trial: str, memory: Path
 ) -> None:
     name = script(dropout_trial + TRAIN)
-    options = ["--nproc-per-node=3", "--max-restarts=3", name]
+    options = ["--nproc-per-node=3", "--max-restarts=4", name]
     variables = {"PACELINE_MEMORY_DIR": str(memory)}
     assert launch(*options, NAME="straight", **variables).returncode == 0
     result = launch(*options, NAME="killed", KILLS="7-0 12-2 16-0 16-2", **variables)
     assert result.returncode == 0, result.stderr
     straight, killed = (read_run_facts(run_named(tmp_path, n)) for n in ("straight", "killed"))
     assert compare_runs(straight, killed) == []
+    # The last two are killed at once, or one after the other.
     starts = [attempt.start_step for attempt in killed.attempts]
-    assert len(starts) == 4
-    assert all(0 < at - start < 4 for at, start in zip((7, 12, 16), starts[1:], strict=True))
+    assert len(starts) in (4, 5)
+    assert all(any(0 <= at - start < 4 for start in starts[1:]) for at in (7, 12, 16))
     assert killed.checkpoint_steps == [20]
     assert not [*memory.iterdir()]
 

@@ -203,7 +203,7 @@ class MemoryCheckpoints:
 
 def _room(directory: Path) -> int:
     """Return how many bytes states may take, with those of a state that is there from before."""
-    facts = os.statvfs(memory_root())
+    facts = os.statvfs(directory.parent)
     room = facts.f_bavail * facts.f_frsize
     if not os.environ.get(MEMORY_DIRECTORY_VARIABLE):
         room = min(room, available_bytes() - _SPARE_BYTES)

@@ -20,13 +20,10 @@ Verify = Callable[..., FaultOutcome]
 CELLS = [
     (1, 0, "engine.batch:17", {}),
     (1, 0, "storage.before_manifest:15", {"WINDOW": "4"}),
-    (3, 0, "engine.batch:17", {"WINDOW": "4"}),
-    (3, 2, "engine.batch:17", {}),
+    (3, 0, "engine.batch:23", {"WINDOW": "4"}),
     (3, None, "engine.batch:17", {}),
     (3, 0, "storage.begun:8", {}),
-    (3, 2, "storage.begun:8", {}),
     (3, 0, "storage.before_manifest:8", {}),
-    (3, 0, "storage.after_manifest:8", {}),
     (3, 2, "storage.before_done:8", {}),
     (3, 2, "engine.batch:17", {"DATA_PARALLEL": "fsdp"}),
 ]

@@ -577,8 +577,8 @@ class ExperimentConfig(Section):
     )
     memory_checkpoints: bool | PositiveSeconds | None = Field(
         default=None,
-        description="Whether a trainer copies its state to shared memory between checkpoints: true, "
-        "seconds, or a share of the time below 1.",
+        description="Whether a trainer copies its state to shared memory between checkpoints: "
+        "true, seconds, or a share of the time below 1.",
     )
     scheduling_unit: Count | None = Field(
         default=None, description="Batches between a trainer's reports of training metrics."

@@ -54,6 +54,7 @@ _MORE_VARIABLES = {
     ),
     "PACELINE_RESTART_CAUSES": ("set for workers", "why the group was formed again"),
     "PACELINE_RUN_DIR": ("set for processes", "the run directory of this attempt"),
+    "PACELINE_RUN_MEMORY": ("set for workers", "directory of their states in shared memory"),
     "PACELINE_THREADS": (
         "set for workers",
         "the `OMP_NUM_THREADS` that Paceline chose, not the user",

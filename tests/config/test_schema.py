@@ -48,6 +48,8 @@ def test_the_published_schema_is_up_to_date() -> None:
         {"entrypoint": ["python3", "train.py"]},
         {"min_validation_period": {"records": 0}, "min_checkpoint_period": 3},
         {"min_checkpoint_period": "continuous", "checkpoint_bytes_per_hour": "1.5 GiB"},
+        {"memory_checkpoints": True},
+        {"memory_checkpoints": 0.05},
         {"checkpoint_storage": {"save_age": "7d", "save_bytes": 10**9}},
         {"scheduling_unit": 5, "perform_initial_validation": None},
         {"optimizations": {"aggregation_frequency": 2, "mixed_precision": "O1"}},

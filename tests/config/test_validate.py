@@ -100,6 +100,7 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
         "min_validation_period": None,
         "min_checkpoint_period": None,
         "checkpoint_bytes_per_hour": None,
+        "memory_checkpoints": None,
         "scheduling_unit": None,
         "perform_initial_validation": False,
         "optimizations": {

@@ -4,6 +4,7 @@ Variables: PRECISION, DATA_PARALLEL, SHARDING (words for what is special in a sh
 (batches per optimizer step), LOADERS (loader processes), SCALER, and DROP, the item of the saved
 state that is replaced by a fresh one when the training is resumed.
 CHECKPOINT_EVERY is 6 by default; with "continuous", a batch lasts long enough for a checkpoint.
+With MEMORY, states are in memory too: each batch waits until the last one is whole there.
 There are three epochs of nine batches.
 """
 
@@ -19,7 +20,8 @@ from torch import nn
 from paceline import pytorch
 from paceline._training.engine.weighted_means import WeightedMeans
 from paceline.data._order_and_random_generators import capture_random_state
-from paceline.pytorch import _training_state
+from paceline.pytorch import _memory_checkpoints, _training_state
+from paceline.pytorch._loop_agreement_and_reports import RankAgreement
 
 CHECKPOINT_EVERY: Any = os.environ.get("CHECKPOINT_EVERY", "6")
 SHARDING = os.environ.get("SHARDING", "").split()
@@ -84,6 +86,8 @@ def wrapped_model(context: pytorch.PyTorchTrialContext) -> nn.Module:
 
 
 class Trial(pytorch.PyTorchTrial):
+    trainer: pytorch.Trainer
+
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
         self.model = wrapped_model(context)
@@ -104,6 +108,8 @@ class Trial(pytorch.PyTorchTrial):
         x, y = batch
         if CHECKPOINT_EVERY == "continuous":
             time.sleep(0.03)
+        while self.is_memory_busy():
+            time.sleep(0.001)
         loss = nn.functional.cross_entropy(self.model(x), y)
         self.reducer.update(loss.item())
         self.context.backward(loss if self.scaler is None else self.scaler.scale(loss))
@@ -115,6 +121,10 @@ class Trial(pytorch.PyTorchTrial):
         if self.scaler is not None and self.context.accumulation.is_boundary:
             self.scaler.update()
         return {"loss": loss}
+
+    def is_memory_busy(self) -> bool:
+        memory = self.trainer._training.checkpoints.memory
+        return memory is not None and bool(memory._saver.is_storing or memory._parts.num_pending)
 
     def evaluate_batch(self, batch: Any) -> Any:
         x, y = batch
@@ -181,6 +191,9 @@ def drop_at_restore(trial: Trial) -> None:
 
 
 def main() -> None:
+    if "MEMORY" in os.environ:
+        # A state as often as the ranks can agree on one.
+        RankAgreement.look_interval_s = _memory_checkpoints._LEAST_INTERVAL_S = 1e-6
     hparams = {"global_batch_size": SHARD * NUM_WORKERS}
     with pytorch.init(
         hparams=hparams,
@@ -191,7 +204,8 @@ def main() -> None:
     ) as context:
         trial = Trial(context)
         drop_at_restore(trial)
-        pytorch.Trainer(trial, context).fit(
+        trial.trainer = pytorch.Trainer(trial, context)
+        trial.trainer.fit(
             max_length=pytorch.Epoch(3),
             checkpoint_period=CHECKPOINT_EVERY
             if CHECKPOINT_EVERY == "continuous"
@@ -200,6 +214,7 @@ def main() -> None:
             reporting_period=pytorch.Batch(5),
             checkpoint_policy="none",
             aggregation_frequency=int(os.environ.get("WINDOW", "1")),
+            memory_checkpoints=0.99 if "MEMORY" in os.environ else None,
         )
 
 

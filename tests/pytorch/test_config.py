@@ -40,6 +40,9 @@ def test_continuous_checkpoints_become_arguments(
     )
     assert defaults.checkpoint_period == "continuous"
     assert defaults.checkpoint_bytes_per_hour == 20 * 1000**3
+    given = [True, 0.05, 30, None]
+    configs = (resolved(memory_checkpoints=value) for value in given)
+    assert [FitDefaults.from_config(one).memory_checkpoints for one in configs] == given
 
 
 def test_every_older_field_becomes_an_argument(resolved: Callable[..., dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from paceline import train
+from paceline._base.files import temporary_directory
 from paceline._base.journal_files import JournalWriter
 from paceline._base.run_directory import RunInfo, TrialInfo
 from paceline._training.workers.channels import BlockingChannel, DriverLink, FrameKind
@@ -36,7 +37,7 @@ from paceline.storage import (
     DirectoryStorage,
     storage_from,
 )
-from paceline.storage._checkpoint_files import origin_of, temporary_directory
+from paceline.storage._checkpoint_files import origin_of
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -1,9 +1,11 @@
 """Files shared with others: atomic writes, regular files without links, private files, secrets."""
 
 import errno
+import fcntl
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 import zlib
@@ -389,6 +391,55 @@ def open_private(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
         OSError: The file cannot be opened.
     """
     return open(path, mode, buffering, opener=regular_opener)  # the caller closes it
+
+
+# No other directories have this name: a leftover without a held lock is removed.
+_PREFIX = "paceline-locked-"
+# Until it is locked, a directory has another name, so that nobody takes it for a killed one's.
+_NEW_PREFIX = "paceline-new-"
+
+
+@contextmanager
+def temporary_directory(root: Path | None = None) -> Iterator[Path]:
+    """Yield an empty private directory; remove the leftovers of this user's killed processes.
+
+    A process that uses one holds its lock, which the system releases when the process ends.
+
+    Args:
+        root: Where it is made; TMPDIR by default.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    root = Path(tempfile.gettempdir()) if root is None else root
+    remove_leftover_directories(root)
+    new = Path(tempfile.mkdtemp(prefix=_NEW_PREFIX, dir=root))
+    path = new.with_name(new.name.replace(_NEW_PREFIX, _PREFIX, 1))
+    lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # A file system without locks has no leftovers removed.
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.rename(new, path)
+        yield path
+    finally:
+        for each in (new, path):
+            shutil.rmtree(each, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_leftover_directories(root: Path) -> None:
+    """Remove directories of `temporary_directory` whose processes were killed; only this user's."""
+    for path in root.glob(f"{_PREFIX}*"):
+        # Those of other users, and those removed meanwhile, cannot be opened or locked.
+        with suppress(OSError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(lock).st_uid == os.geteuid():
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 TOKEN_PREFIX = "paceline_"  # noqa: S105 - what tokens begin with, no secret

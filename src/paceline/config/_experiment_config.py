@@ -575,6 +575,11 @@ class ExperimentConfig(Section):
         description="How many bytes of continuous checkpoints a trial stores in an hour at most; "
         "null is no limit.",
     )
+    memory_checkpoints: bool | PositiveSeconds | None = Field(
+        default=None,
+        description="Whether a trainer copies its state to shared memory between checkpoints: "
+        "true, seconds, or a share of the time below 1.",
+    )
     scheduling_unit: Count | None = Field(
         default=None, description="Batches between a trainer's reports of training metrics."
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from paceline._base.journal_files import JournalWriter
 from paceline._base.journal_records import CheckpointDeleted, CheckpointStored
@@ -143,6 +144,31 @@ def commit_checkpoint(
     return record
 
 
+def commit_in_memory(
+    storage: CheckpointStorage,
+    journal: JournalWriter,
+    uuid: str,
+    metadata: dict[str, Any],
+    *,
+    num_shards: int,
+) -> None:
+    """Commit a state in memory, remove those before it, and notify the parent.
+
+    Earlier reports are written first, but not forced to disk: a power cut takes the memory too.
+
+    Raises:
+        CheckpointCorruptError: A shard is missing, or two shards disagree about a file.
+        CheckpointWriteError: The manifest cannot be written, or the journal cannot.
+    """
+    if not journal.flush(_RECORD_PATIENCE_S):
+        raise CheckpointWriteError(_cannot_be_recorded(journal, uuid))
+    storage.commit(uuid, metadata, num_shards=num_shards)
+    for earlier in storage.list():
+        if earlier != uuid:
+            storage.delete(earlier)
+    send_run_event("checkpoint", journal)
+
+
 def _cannot_be_recorded(journal: JournalWriter, uuid: str) -> str:
     error = journal.refusal
     is_full = error is None or error.errno in _FULL_ERRORS
@@ -184,22 +210,25 @@ class CheckpointParts:
     whole, or after an hour; then `StoreFailures` decides whether training continues.
 
     Args:
-        run: The run directory, which names the checkpoints being written.
+        run: The run directory, which names the checkpoints being written; None for those in
+            memory, which nobody looks for once it is gone.
         storage: Where the checkpoints are; all ranks must see the same.
         rank: The rank of this process.
         world_size: The number of ranks.
         commit: Called on the chief, in any thread, with the UUID and the metadata of a checkpoint
             whose parts are all there.
+        failures: What decides whether training continues; `StoreFailures` by default.
     """
 
     def __init__(
         self,
-        run: RunDirectory,
+        run: RunDirectory | None,
         storage: CheckpointStorage,
         *,
         rank: int,
         world_size: int,
         commit: Callable[[str, dict[str, Any]], None],
+        failures: StoreFailures | None = None,
     ) -> None:
         self._run = run
         self._storage = storage
@@ -209,11 +238,16 @@ class CheckpointParts:
         self._pending: list[tuple[str, dict[str, Any], int]] = []
         # Checkpoints in order: those before a committed one are lost, as no rank stores them now.
         self._begun: list[str] = []
-        self._failures = StoreFailures()
+        self._failures = failures or StoreFailures()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_closed = False
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory of the storage on this machine, or None."""
+        return self._storage.local_root
 
     @property
     def num_pending(self) -> int:
@@ -227,7 +261,7 @@ class CheckpointParts:
 
     def new_series(self) -> str:
         """Return a UUID from which the UUIDs of checkpoints follow, see `series_uuid`."""
-        return new_run_uuid(self._run)
+        return str(uuid4()) if self._run is None else new_run_uuid(self._run)
 
     @contextmanager
     def store(
@@ -247,7 +281,8 @@ class CheckpointParts:
             CheckpointWriteError: The files cannot be written, for example on a full disk.
         """
         # The commit takes it back; leftovers of a killed group are for others to remove.
-        self._run.note_checkpoint(uuid, self._storage.url, is_part=self._rank != 0)
+        if self._run is not None:
+            self._run.note_checkpoint(uuid, self._storage.url, is_part=self._rank != 0)
         if self._rank == 0:
             with self._changed:
                 self._begun.append(uuid)
@@ -375,15 +410,19 @@ class CheckpointParts:
     def _commit_next(self) -> None:
         uuid, metadata, _ = self._pending[0]
         self._commit(uuid, metadata)
-        self._run.forget_checkpoint(uuid)
+        self._forget(uuid)
         self._pending.pop(0)
         self._failures.note_stored()
         while (lost := self._begun.pop(0)) != uuid:
             # Files that cannot be removed now: a later sweep deletes them.
             with suppress(CheckpointError):
                 self._storage.discard(lost)
-                self._run.forget_checkpoint(lost)
+                self._forget(lost)
         self._changed.notify_all()
+
+    def _forget(self, uuid: str) -> None:
+        if self._run is not None:
+            self._run.forget_checkpoint(uuid)
 
 
 def _lacking(steps_completed: int, missing: Sequence[int]) -> str:

@@ -23,7 +23,9 @@ from paceline.core._arguments import MAX_STEPS, DownloadMode, plain_json
 from paceline.core._attempt_journal import CHECKPOINT, ScriptTimes, record_store_state
 from paceline.core._background_checkpoints import (
     CheckpointParts,
+    StoreFailures,
     commit_checkpoint,
+    commit_in_memory,
     delete_checkpoint,
 )
 from paceline.core._distributed_context import DistributedContext
@@ -155,6 +157,8 @@ class CheckpointContext:
         journal: JournalWriter,
         distributed: DistributedContext,
         latest: str | None,
+        memory: CheckpointStorage | None = None,
+        memory_state: str | None = None,
         times: ScriptTimes,
         on_committed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -162,10 +166,12 @@ class CheckpointContext:
         self._storage = storage
         self._journal = journal
         self._distributed = distributed
-        self._fetching = CheckpointDownload(storage, distributed)
+        self._memory = memory
+        self._memory_state = memory_state
         self._times = times
         self._on_committed = on_committed
         self._committed = [] if latest is None else [latest]
+        self._has_stored = False
         storage.watch(partial(record_store_state, journal, storage.url))
 
     @property
@@ -177,6 +183,20 @@ class CheckpointContext:
     def latest(self) -> str | None:
         """The UUID of the newest checkpoint known to this process, or None."""
         return self._committed[-1] if self._committed else None
+
+    @property
+    def to_resume(self) -> str | None:
+        """The UUID of the newest state: one in memory until this process stores a newer one."""
+        return self.latest if self._has_stored else self._memory_state or self.latest
+
+    def is_in_memory(self, uuid: str) -> bool:
+        """Return whether a UUID is that of the state in memory that this process resumes from."""
+        return uuid == self._memory_state
+
+    def _holding(self, uuid: str) -> CheckpointStorage:
+        if self._memory is not None and self.is_in_memory(uuid):
+            return self._memory
+        return self._storage
 
     @contextmanager
     def store_path(
@@ -287,7 +307,8 @@ class CheckpointContext:
             TypeError: `download_mode` is none, or `selector` is no function.
             ValueError: Ranks of a node that share name different checkpoints.
         """
-        return self._fetching.restore_path(uuid, download_mode, selector)
+        fetching = CheckpointDownload(self._holding(uuid), self._distributed)
+        return fetching.restore_path(uuid, download_mode, selector)
 
     def download(
         self,
@@ -313,7 +334,8 @@ class CheckpointContext:
             TypeError: `download_mode` is none, or `selector` is no function.
             ValueError: Ranks of a node that share give different directories or checkpoints.
         """
-        self._fetching.download(uuid, ckpt_dir, download_mode, selector)
+        fetching = CheckpointDownload(self._holding(uuid), self._distributed)
+        fetching.download(uuid, ckpt_dir, download_mode, selector)
 
     def get_metadata(self, uuid: str) -> dict[str, Any]:
         """Return the metadata stored with a checkpoint.
@@ -321,7 +343,7 @@ class CheckpointContext:
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
         """
-        return self._storage.manifest(uuid).metadata
+        return self._holding(uuid).manifest(uuid).metadata
 
     def delete(self, uuid: str, globs: Sequence[str] | None = None) -> None:
         """Delete a checkpoint, or some of its files.
@@ -394,6 +416,25 @@ class CheckpointContext:
             commit=commit,
         )
 
+    def memory_parts(self, failures: StoreFailures) -> CheckpointParts | None:
+        """Return the background store of states in memory; None if no parent owns such memory.
+
+        Args:
+            failures: What decides whether training continues.
+        """
+        memory, size = self._memory, self._distributed.size
+        if memory is None:
+            return None
+
+        def commit(uuid: str, metadata: dict[str, Any]) -> None:
+            checked = _checked_metadata(metadata)
+            commit_in_memory(memory, self._journal, uuid, checked, num_shards=size)
+
+        rank = self._distributed.rank
+        return CheckpointParts(
+            None, memory, rank=rank, world_size=size, commit=commit, failures=failures
+        )
+
     def _prepare(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         self._check_chief("store")
         return _checked_metadata(metadata)
@@ -430,7 +471,7 @@ class CheckpointContext:
                         storage.discard(uuid)
                 raise
         if not is_chief:
-            self._committed.append(uuid)
+            self._note_committed(uuid)
 
     @contextmanager
     def _noted(self, uuid: str) -> Iterator[None]:
@@ -447,10 +488,14 @@ class CheckpointContext:
         record = commit_checkpoint(
             self._run, self._storage, self._journal, uuid, metadata, num_shards=num_shards
         )
-        self._committed.append(uuid)
+        self._note_committed(uuid)
         self._times.stored(metadata["steps_completed"])
         self._on_committed()
         return record
+
+    def _note_committed(self, uuid: str) -> None:
+        self._committed.append(uuid)
+        self._has_stored = True
 
     def _check_chief(self, verb: str) -> None:
         rank = self._distributed.rank

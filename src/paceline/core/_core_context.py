@@ -26,6 +26,7 @@ from paceline.core._attempt_journal import (
 )
 from paceline.core._checkpoint_context import CheckpointContext
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._memory_states import memory_storage
 from paceline.core._preemption_and_search import (
     ControlFile,
     PreemptContext,
@@ -110,7 +111,7 @@ class Context:
 
         On the chief it follows the checkpoints that are stored.
         """
-        return self.checkpoint.latest
+        return self.checkpoint.to_resume
 
     def alert(self, title: str = "", description: str = "", level: str = "info") -> None:
         """Send an alert to the users; any rank may call, from any thread.
@@ -179,7 +180,7 @@ class Context:
             parts.lock.close()
             is_told = error is None and outcome is Outcome.PREEMPTED
             ending = "preempted" if is_told else ending_of(error)
-            parts.feedback.end(ending, self.checkpoint.storage.url, self.latest_checkpoint)
+            parts.feedback.end(ending, self.checkpoint.storage.url, self.checkpoint.latest)
         if isinstance(error, InvalidHP):
             # Last, as all workers are ended for it.
             send_run_event("invalid_hp", parts.journal, text_of(error))
@@ -372,6 +373,8 @@ def _open_core_context(
                 journal=journal,
                 distributed=distributed,
                 latest=opened.latest_checkpoint,
+                memory=memory_storage(opened.info.run_id),
+                memory_state=opened.memory_state,
                 times=times,
                 on_committed=tensorboard.upload_quietly,
             ),

@@ -30,6 +30,7 @@ from paceline.core._heartbeats_and_live_reports import (
     reporting,
     sending_heartbeats,
 )
+from paceline.core._memory_states import newest_in_memory
 from paceline.core._read_runs import (
     RUNS_DIRECTORY,
     History,
@@ -345,7 +346,10 @@ _NO_CHECKPOINT = "access-test"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
-    """Run opened or created by the chief, as sent to all ranks."""
+    """Run opened or created by the chief, as sent to all ranks.
+
+    `memory_state` is a state in memory that is newer than `latest_checkpoint`. The steps are its.
+    """
 
     path: Path
     info: RunInfo
@@ -356,6 +360,7 @@ class OpenedRun:
     steps_completed: int
     completed_length: int = 0
     last_steps: dict[str, int] = field(default_factory=dict)
+    memory_state: str | None = None
 
 
 def next_run_number() -> int:
@@ -478,6 +483,7 @@ def open_attempt_run(path: Path, seed: int | None) -> OpenedRun:
     )
     if uuid is None:
         uuid, steps = info.latest_checkpoint, info.steps_completed
+    state, steps = newest_in_memory(info.run_id, steps)
     return OpenedRun(
         path=path,
         info=info,
@@ -489,6 +495,7 @@ def open_attempt_run(path: Path, seed: int | None) -> OpenedRun:
         steps_completed=steps,
         completed_length=history.completed_length,
         last_steps=_steps_up_to(history, steps),
+        memory_state=state,
     )
 
 
@@ -601,6 +608,7 @@ def _place_resumed(
     if not history.checkpoints:
         _warn_unknown_checkpoints(run, place)
     uuid, steps = newest_whole_checkpoint(place, history, being_deleted=being_deleted)
+    state, steps = newest_in_memory(info.run_id, steps)
     return OpenedRun(
         path=run.path,
         info=info,
@@ -611,6 +619,7 @@ def _place_resumed(
         steps_completed=steps,
         completed_length=history.completed_length,
         last_steps=_steps_up_to(history, steps),
+        memory_state=state,
     )
 
 

@@ -45,6 +45,8 @@ def is_unfinished(ending: str) -> bool:
 
 def resumed_from(opened: OpenedRun) -> str:
     """Return where a run resumes, in words; nothing for a new one."""
+    if opened.memory_state is not None:
+        return f"resumes at step {opened.steps_completed} from memory"
     if opened.latest_checkpoint is not None:
         return f"resumes at step {opened.steps_completed} from {opened.latest_checkpoint}"
     return "resumes without a checkpoint" if opened.attempt else ""

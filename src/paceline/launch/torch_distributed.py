@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from paceline._base.arguments_and_errors import CollectiveMismatchError
 from paceline._base.gpus import num_visible_gpus
 from paceline._base.process_and_network import LOOPBACK, PortReservation, num_cores
+from paceline._base.run_memory import run_memory
 from paceline._training.workers.failures_and_restarts import (
     OUTPUT_IS,
     NodesDifferError,
@@ -262,7 +263,9 @@ def _run_workers(
     workers = Workers(limits, make_pool, hint=LAUNCH_HINT)
     runner = LaunchRun(workers, policy, nodes)
     try:
-        runner.run(lambda: workers.pool.program)
+        with run_memory(is_wanted=restarts > 0 and nodes is None) as memory:
+            variables |= memory
+            runner.run(lambda: workers.pool.program)
     except (CollectiveMismatchError, WorkerFailedError) as error:
         logger.error("%s", error)
         # Readers of the runner's report do not see the output beside it.

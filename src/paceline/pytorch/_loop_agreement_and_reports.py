@@ -83,6 +83,12 @@ class LoopHooks(Protocol):
     def wants_save(self) -> bool:
         """Tell whether this rank wants a checkpoint now, where they follow each other."""
 
+    def memory_wish(self) -> "RankWish":
+        """Return this rank's wish for states in memory: NONE, KEEP or DROP."""
+
+    def serve_memory(self, wish: "RankWish") -> None:
+        """Save the state to memory (KEEP), or give the memory up (DROP); collective."""
+
     def look(self, position: Position) -> None:
         """Raise errors of background work, and show progress; called periodically."""
 
@@ -91,10 +97,17 @@ class RankWish(IntEnum):
     """Request of a rank to all ranks; the largest of several requests wins."""
 
     NONE = 0
-    SAVE = 1
-    STOP = 2
-    PREEMPT = 3
-    INTERRUPT = 4
+    KEEP = 1
+    DROP = 2
+    SAVE = 3
+    STOP = 4
+    PREEMPT = 5
+    INTERRUPT = 6
+
+    @property
+    def is_of_states(self) -> bool:
+        """Whether the state is saved, or its memory given up, and training continues."""
+        return RankWish.NONE < self < RankWish.STOP
 
     @property
     def stop_reason(self) -> StopReason | None:
@@ -174,17 +187,18 @@ class RankAgreement:
             self._wish = self._own_wish()
             if self._saves_continuously and not self._wish and self._hooks.wants_save():
                 self._wish = RankWish.SAVE
+            self._wish = self._wish or self._hooks.memory_wish()
         wish = max(self._wish, RankWish.STOP if stepper.is_stop_requested else RankWish.NONE)
         if not self._is_alone:
-            is_told = wish is RankWish.SAVE and self._is_save_told
-            self._is_save_told = wish is RankWish.SAVE
+            is_told = wish.is_of_states and self._is_save_told
+            self._is_save_told = wish.is_of_states
             if wish and not is_told:
                 stepper.signal.tell(1.0)
             if not stepper.signal.hear():
                 return RankWish.NONE
             # All ranks have heard that one of them wants something; now they learn the wish.
             wish = max(self._core.distributed.allgather(wish))
-        if wish is RankWish.SAVE:
+        if wish.is_of_states:
             self._wish, self._is_save_told = RankWish.NONE, False
         return wish
 

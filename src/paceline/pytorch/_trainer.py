@@ -32,6 +32,7 @@ from paceline._training.engine.schedules import (
 )
 from paceline._training.engine.step_replay import StepReplay
 from paceline.core._read_runs import MetricsRow, read_metrics
+from paceline.pytorch._memory_checkpoints import checked_memory
 from paceline.pytorch._training_checkpoints import (
     CONTINUOUS,
     ContinuousPeriod,
@@ -58,6 +59,7 @@ class FitDefaults:
 
     checkpoint_period: TrainUnit | ContinuousPeriod | None = None
     checkpoint_bytes_per_hour: int | None = None
+    memory_checkpoints: bool | float | None = None
     validation_period: TrainUnit | None = None
     reporting_period: TrainUnit | None = None
     aggregation_frequency: int | None = None
@@ -79,6 +81,7 @@ class FitDefaults:
         return cls(
             checkpoint_period=CONTINUOUS if period == CONTINUOUS else unit_of(period),
             checkpoint_bytes_per_hour=config.get("checkpoint_bytes_per_hour"),
+            memory_checkpoints=config.get("memory_checkpoints"),
             validation_period=unit_of(config.get("min_validation_period")),
             reporting_period=unit_of(config.get("scheduling_unit")),
             aggregation_frequency=optimizations.get("aggregation_frequency"),
@@ -437,6 +440,7 @@ class Trainer:
         keep_age: float | str | None = None,
         keep_bytes: int | str | None = None,
         checkpoint_bytes_per_hour: int | str | None = None,
+        memory_checkpoints: bool | float | None = None,
         stop_on_nan: bool = True,
         verify_steps: int | None = None,
         on_mismatch: str = "stop",
@@ -481,6 +485,9 @@ class Trainer:
                 one never.
             checkpoint_bytes_per_hour: How many bytes of "continuous" checkpoints to store in an
                 hour at most, as with `keep_bytes`; no limit by default.
+            memory_checkpoints: Whether to copy the state to shared memory between checkpoints, for
+                workers that are lost and started again: True for at most 2 % of the time, a number
+                below 1 for another share of it, or seconds. See docs/checkpoints.md.
             stop_on_nan: Whether to stop when the training loss is NaN or infinite, as found when
                 metrics are reported and before a checkpoint is stored. Losses are the metrics of
                 `train_batch` with "loss" in their names, or all of them if none does. With a
@@ -508,6 +515,7 @@ class Trainer:
         budget = checked_budget(
             checkpoint_bytes_per_hour, defaults.checkpoint_bytes_per_hour, period
         )
+        every = checked_memory(first_argument(memory_checkpoints, defaults.memory_checkpoints))
         is_test = test_mode or is_test_mode()
         searcher = searcher_of(self._context.get_experiment_config())
         given_length = checked_unit("max_length", max_length)
@@ -552,6 +560,7 @@ class Trainer:
         training.best_validation = best_validation
         training.checkpoints.keep(best_validation, rules)
         training.checkpoints.pace(budget)
+        training.keep_in_memory(None if is_test else every)
         training.loop.means.stop_on_nan = stop_on_nan
         training.loop.timeline.window = self._window(defaults, profiling_enabled)
         training.loop.replay = self._replay(verify_steps, on_mismatch)

@@ -18,6 +18,7 @@ from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSav
 from paceline.core._core_context import Context
 from paceline.core._read_runs import newest_run_named, read_checkpoints, restorable_checkpoint
 from paceline.core._run_storage import failing_together
+from paceline.pytorch._memory_checkpoints import MemoryCheckpoints
 from paceline.storage._checkpoint_files import CheckpointWriteError, series_uuid
 from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules
 from paceline.storage._storage_by_url import checkpoint_at
@@ -127,12 +128,14 @@ class TrainingCheckpoints:
         uuids: Checkpoints of the present call of `fit`, oldest first, as far as this rank knows.
         latest: The newest there is, also from before; empty without one.
         continuous: When the next one of continuous checkpoints begins.
+        memory: The saver of states to memory between checkpoints, or None.
     """
 
     def __init__(self, core: Context, on_stored: Callable[[str], None]) -> None:
         self.uuids: list[str] = []
         self.latest = ""
         self.continuous = ContinuousSaves()
+        self.memory: MemoryCheckpoints | None = None
         self._core = core
         self._distributed = core.distributed
         self._on_stored = on_stored
@@ -264,6 +267,9 @@ class TrainingCheckpoints:
         Args:
             error: The error that ended the training, if it failed.
         """
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.finish(error)
         try:
             # A second Ctrl-C means now: an unfinished checkpoint stays without a manifest.
             if self._num_saves and not isinstance(error, KeyboardInterrupt):

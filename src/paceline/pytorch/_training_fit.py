@@ -24,6 +24,7 @@ from paceline._training.engine.schedules import (
 )
 from paceline.core._core_context import Context
 from paceline.core._run_feedback import ending_of
+from paceline.pytorch._loop_agreement_and_reports import RankWish
 from paceline.pytorch._training_checkpoints import TrainingCheckpoints
 from paceline.pytorch._training_loop import DrivenLoop, TrainingLoop
 
@@ -98,7 +99,7 @@ class LengthProgress:
         self.update(self._loop.position)
         display, self._display = self._display, None
         context, ending = self._context, self._ending(error)
-        storage, latest = context.checkpoint.storage.url, context.latest_checkpoint
+        storage, latest = context.checkpoint.storage.url, context.checkpoint.latest
         display.end(ending, *context.feedback.details(ending, storage, latest))
 
     def note(self, text: str) -> None:
@@ -430,6 +431,11 @@ class TrainingFit(ABC):
     def wants_save(self) -> bool:
         """Return whether the next continuous checkpoint is due, from this rank's view."""
         return self.checkpoints.wants_next()
+
+    def memory_wish(self) -> RankWish:
+        """Return this rank's wish for states in memory."""
+        memory = self.checkpoints.memory
+        return RankWish.NONE if memory is None else memory.wish()
 
     def look(self, position: Position) -> None:
         """Raise the error of a failed checkpoint, and show progress."""

@@ -395,8 +395,11 @@ class TrainingLoop:
         return wants_checkpoint
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self, *, in_memory: bool = False) -> Iterator[None]:
         """Check losses and ranks before a block that saves this position; account its time.
+
+        Args:
+            in_memory: Whether it is saved in memory only, so that it must still be stored.
 
         Raises:
             NonFiniteError: The loss was not finite and training is to stop then.
@@ -407,8 +410,9 @@ class TrainingLoop:
         began = time.perf_counter()
         with self.storing():
             yield
-        self.last_checkpoint = self.position
-        self._agreement.note_saved(self.position)
+        if not in_memory:
+            self.last_checkpoint = self.position
+            self._agreement.note_saved(self.position)
         self._account.stored(self.position.batches, self._throughput.all_data_wait_s)
         if self.timeline.window.enabled:
             self.timeline.note_stall(self.position.batches, time.perf_counter() - began)
@@ -434,6 +438,8 @@ class TrainingLoop:
         wish = self._agreement.after_batch(self.position)
         if wish is RankWish.SAVE and not is_at_end:
             self._loop_hooks.save()
+        elif wish.is_of_states and not is_at_end:
+            self._loop_hooks.serve_memory(wish)
         return wish.stop_reason
 
 

@@ -52,7 +52,8 @@ from paceline.data._order_and_random_generators import (
     worker_shards,
 )
 from paceline.data._sharded_loader import ShardedData
-from paceline.pytorch._loop_agreement_and_reports import LoopHooks
+from paceline.pytorch._loop_agreement_and_reports import LoopHooks, RankWish
+from paceline.pytorch._memory_checkpoints import begin_memory
 from paceline.pytorch._training_checkpoints import EarlierState
 from paceline.pytorch._training_fit import TrainingFit
 from paceline.pytorch._training_loop import DrivenLoop, TrainingLoop
@@ -564,6 +565,9 @@ class ResumableTraining(TrainingFit, LoopHooks):
         data = self._build_data()
         self.has_schedulers = bool(parts.lr_schedulers)
         self.loop = parts.loop = DrivenLoop(self._core, self, data, stepper, position)
+        if uuid is not None and self._core.checkpoint.is_in_memory(uuid):
+            # The state must still be stored, for example if training is preempted here.
+            self.loop.last_checkpoint = None
         self.loop.means.max_in_a_row = 1 if stepper.scaler is None else MAX_SKIPPED_STEPS
         schedulers = [entry.scheduler for entry in parts.lr_schedulers]
         self._state = self.state_type(
@@ -751,6 +755,21 @@ class ResumableTraining(TrainingFit, LoopHooks):
                 parts, self._begin_part(), self._checkpoint_written, reads_files=reads_files
             )
 
+    def keep_in_memory(self, every: float | None) -> None:
+        """Save states to memory between checkpoints; see `MemoryCheckpoints`."""
+        self.checkpoints.memory = begin_memory(self._core, every)
+
+    def serve_memory(self, wish: RankWish) -> None:
+        """Save the state to memory unless this position is stored, or give the memory up."""
+        memory = self.checkpoints.memory
+        assert memory is not None
+        if wish is RankWish.DROP:
+            memory.drop()
+            self.checkpoints.memory = None
+        elif self.loop.last_checkpoint != self.loop.position:
+            with memory.paced(), self.loop.saving(in_memory=True):
+                memory.save(self._captured(), self._metadata(), self._checkpoint_written)
+
     def _captured(self) -> dict[str, Any]:
         """Return the parts of a checkpoint that this rank stores."""
         is_chief = self._core.distributed.rank == 0
@@ -761,12 +780,14 @@ class ResumableTraining(TrainingFit, LoopHooks):
 
     def _begin_part(self) -> Destination:
         """Begin this rank's part of a checkpoint; return where the captured state goes."""
-        metadata = {
+        return self.checkpoints.begin_next(self._metadata())
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
             "steps_completed": self.loop.position.batches,
             "num_shards": self._parts.num_shards,
             "seed": self._seed,
         }
-        return self.checkpoints.begin_next(metadata)
 
     def _all_facts(self) -> dict[str, Any]:
         """Return all entries of a checkpoint besides the registered parts' state."""

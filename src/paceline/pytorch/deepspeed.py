@@ -550,6 +550,18 @@ class DeepSpeedTraining(TrialTraining):
             )
         return super().fit(schedule, is_test=is_test, is_validated_first=is_validated_first)
 
+    def keep_in_memory(self, every: float | None) -> None:
+        """Refuse states in memory.
+
+        Raises:
+            ValueError: They are wanted.
+        """
+        if every is not None:
+            raise ValueError(
+                "`memory_checkpoints` must be off with DeepSpeed, whose engines write their own"
+                " files. Hint: set `checkpoint_period`."
+            )
+
     def _read_files(self, path: Path) -> dict[str, Any]:
         parts = super()._read_files(path)
         self._stepper.load(path, parts["training"])

@@ -1,12 +1,9 @@
 """Files of a checkpoint: safe walks, durable writes, digests, and the committing manifest."""
 
 import errno
-import fcntl
 import hashlib
 import os
-import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -778,47 +775,6 @@ def _is_full(root: Path) -> bool:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-# No other directories have this name: a leftover without a held lock is removed.
-_PREFIX = "paceline-locked-"
-# Until it is locked, a directory has another name, so that nobody takes it for a killed one's.
-_NEW_PREFIX = "paceline-new-"
-
-
-@contextmanager
-def temporary_directory() -> Iterator[Path]:
-    """Yield an empty directory below TMPDIR; remove the leftovers of killed processes.
-
-    A process that uses one holds its lock, which the system releases when the process ends.
-    """
-    root = Path(tempfile.gettempdir())
-    _remove_left(root)
-    new = Path(tempfile.mkdtemp(prefix=_NEW_PREFIX))
-    path = new.with_name(new.name.replace(_NEW_PREFIX, _PREFIX, 1))
-    lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        # A file system without locks has no leftovers removed.
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        os.rename(new, path)
-        yield path
-    finally:
-        for each in (new, path):
-            shutil.rmtree(each, ignore_errors=True)
-        os.close(lock)
-
-
-def _remove_left(root: Path) -> None:
-    for path in root.glob(f"{_PREFIX}*"):
-        # Leftovers of other users, or removed meanwhile: both may fail and are skipped.
-        with suppress(OSError):
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)
 
 
 _UUID_DIGEST_BYTES = 6

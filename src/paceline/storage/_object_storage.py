@@ -12,6 +12,7 @@ from uuid import uuid4
 import xxhash
 
 from paceline import faults
+from paceline._base.files import temporary_directory
 from paceline.storage import _checkpoint_files as _durable_files
 from paceline.storage._checkpoint_files import (
     MANIFEST_NAME,
@@ -28,7 +29,6 @@ from paceline.storage._checkpoint_files import (
     done_name,
     encode_with_checksum,
     failing_store_of,
-    temporary_directory,
 )
 from paceline.storage._checkpoint_storage import (
     CheckpointStorage,

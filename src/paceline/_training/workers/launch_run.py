@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from paceline._base.process_and_network import take
+from paceline._base.run_memory import run_memory
 from paceline._training.workers.failures_and_restarts import (
     NodesDifferError,
     RestartDecision,
@@ -406,6 +407,7 @@ def call_in_workers(
     def make_pool() -> LocalPool:
         return LocalPool(
             num_workers,
+            environment=variables,
             grace_s=grace_s,
             heartbeat_timeout_s=heartbeat_timeout_s or _FOR_EVER_S,
             collective_timeout_s=collective_timeout_s,
@@ -416,7 +418,8 @@ def call_in_workers(
     runner = LaunchRun(workers, policy)
     packed = pack_call(function, args, kwargs, SharedBuffers())
     try:
-        return runner.run(lambda: workers.pool.submit_packed(packed))
+        with run_memory(is_wanted=max_restarts > 0) as variables:
+            return runner.run(lambda: workers.pool.submit_packed(packed))
     except Exception as error:
         signum = getattr(error, "signal", None)
         if signum in runner.received and signum != signal.SIGINT:

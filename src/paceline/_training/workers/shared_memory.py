@@ -186,7 +186,7 @@ def _shared_memory_files(num_bytes: int) -> Iterator[int]:
     if directory:
         with suppress(OSError):
             yield _unnamed(directory)
-    if not directory and num_bytes + _SPARE_BYTES <= _available_bytes():
+    if not directory and num_bytes + _SPARE_BYTES <= available_bytes():
         with suppress(OSError):
             yield os.memfd_create("paceline", os.MFD_CLOEXEC)
     # The system can take its pages out of memory.
@@ -205,7 +205,7 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[num_written:], offset + num_written
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Return how much memory this process could still take."""
     with open("/proc/meminfo", encoding="ascii") as file:
         line = next(line for line in file if line.startswith("MemAvailable:"))

@@ -37,9 +37,16 @@ class CheckpointSaver:
     Args:
         rank: This rank, which stores its pieces of sharded tensors as a part ``shard_<rank>``.
         local_size: The ranks of this machine.
+        failures: What decides; `StoreFailures` by default.
+
+    Attributes:
+        processor_s: How long a processor was busy with the newest checkpoint, in seconds.
     """
 
-    def __init__(self, rank: int = 0, local_size: int = 1) -> None:
+    def __init__(
+        self, rank: int = 0, local_size: int = 1, failures: StoreFailures | None = None
+    ) -> None:
+        self.processor_s = 0.0
         self._rank = rank
         self._is_crowded = local_size > 1 and 2 * local_size > num_cores()
         self._copies = HostCopies(is_crowded=self._is_crowded)
@@ -52,7 +59,7 @@ class CheckpointSaver:
         self._is_stored = threading.Event()
         self._is_stored.set()
         self._error: BaseException | None = None
-        self._failures = StoreFailures()
+        self._failures = failures or StoreFailures()
         # Thread end by garbage collection: a saver abandoned by Ctrl-C must leave no thread behind.
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
@@ -72,6 +79,7 @@ class CheckpointSaver:
         destination: Destination,
         write_more: Callable[[Path], None] = lambda path: None,
         sender_for: Callable[[Path], FileSender | None] = lambda path: None,
+        has_room: Callable[[int], bool] = lambda num_bytes: True,
     ) -> None:
         """Copy the state and start storing the copy, as a pair of files per part.
 
@@ -81,10 +89,13 @@ class CheckpointSaver:
                 entered in the thread.
             write_more: Called in the thread with the directory before the commit.
             sender_for: Returns what stores large files of the directory from memory, or None.
+            has_room: Gets the bytes of the copies; if there is no room, they are not stored.
         """
         self.settle()
         began = time.perf_counter()
         self._copies.copy(parts)
+        if not has_room(self._copies.num_bytes):
+            return
         self._head_start_s = _HEAD_START_S
         if self._is_crowded:
             # Other ranks may still be copying, for which they need the cores that storing takes.
@@ -132,6 +143,7 @@ class CheckpointSaver:
         sender_for: Callable[[Path], FileSender | None],
         is_stored: threading.Event,
     ) -> None:
+        began_s = time.thread_time()
         try:
             self._copies.wait()
             self._is_awaited.wait(self._head_start_s)
@@ -145,6 +157,7 @@ class CheckpointSaver:
         except BaseException as error:  # raised in the training thread
             self._error = error
         finally:
+            self.processor_s = time.thread_time() - began_s
             # Set after an error, too: the training thread waits for this event.
             is_stored.set()
 

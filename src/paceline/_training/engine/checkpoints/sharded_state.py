@@ -566,6 +566,11 @@ class HostCopies:
         self._tree: Any = None
         self._events: list[torch.cuda.Event] = []
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the copied tensors."""
+        return self._ends[-1] if self._ends else 0
+
     @torch.no_grad()
     def copy(self, value: Any) -> None:
         """Copy all tensors in `value` into the block, overwriting an earlier copy.

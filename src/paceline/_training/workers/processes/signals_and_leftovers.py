@@ -15,6 +15,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
+from paceline._base.files import remove_leftover_directories
+from paceline._base.run_memory import memory_root
+
 _IS_LINUX = sys.platform == "linux"
 
 
@@ -547,3 +550,4 @@ def _await_end(other: socket.socket, own: socket.socket, group_id: str) -> None:
     # End of file without a byte: the other process was killed within the block.
     if not own.recv(1):
         end_marked(group_id)
+        remove_leftover_directories(memory_root())

@@ -1,0 +1,130 @@
+"""States in memory of the launcher: its workers go on from there, and nothing is left of them."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.core import list_runs
+from paceline.testing._compare_runs import compare_runs, read_run_facts
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+Script = Callable[..., str]
+
+# No checkpoint is stored before the end. Kills are "batch-rank".
+TRAIN = """
+import os, signal, sys, time
+from pathlib import Path
+
+from paceline.pytorch import _memory_checkpoints
+from paceline.pytorch._loop_agreement_and_reports import RankAgreement
+
+RankAgreement.look_interval_s = _memory_checkpoints._LEAST_INTERVAL_S = 1e-6
+
+
+def before_batch(distributed, batch_idx):
+    memory = trainer._training.checkpoints.memory
+    while memory is not None and (memory._saver.is_storing or memory._parts.num_pending):
+        time.sleep(0.001)
+    kill = f"{batch_idx}-{distributed.rank}"
+    if kill in os.environ.get("KILLS", "").split() and not Path(kill).exists():
+        Path(kill).touch()
+        if "CORES" in os.environ:
+            for task in os.listdir(f"/proc/{os.getppid()}/task"):
+                os.sched_setaffinity(int(task), [int(os.environ["CORES"])])
+        os.kill(os.getpid(), signal.SIGKILL)
+    while batch_idx == int(os.environ.get("STAYS_AT", "-1")):
+        time.sleep(0.1)
+
+
+with pytorch.init(hparams={"global_batch_size": 12}, seed=3, name=os.environ["NAME"]) as context:
+    trial = Trial(context)
+    trainer = pytorch.Trainer(trial, context)
+    trainer.fit(
+        max_length=pytorch.Batch(20),
+        reporting_period=pytorch.Batch(1),
+        memory_checkpoints=0.99,
+    )
+    sys.stdout.write(f"weights {[p.tolist() for p in trial.model.parameters()]}\\n")
+"""
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """Return the directory where launchers make their memory."""
+    path = tmp_path / "memory"
+    path.mkdir()
+    return path
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def run_named(root: Path, name: str) -> Path:
+    return next(run.path for run in list_runs(root / "paceline_runs") if run.name == name)
+
+
+def test_workers_that_are_lost_go_on_from_memory_in_the_same_bits(
+    launch: Launch, script: Script, tmp_path: Path, dropout_trial: str, memory: Path
+) -> None:
+    name = script(dropout_trial + TRAIN)
+    options = ["--nproc-per-node=3", "--max-restarts=4", name]
+    variables = {"PACELINE_MEMORY_DIR": str(memory)}
+    assert launch(*options, NAME="straight", **variables).returncode == 0
+    result = launch(*options, NAME="killed", KILLS="7-0 12-2 16-0 16-2", **variables)
+    assert result.returncode == 0, result.stderr
+    straight, killed = (read_run_facts(run_named(tmp_path, n)) for n in ("straight", "killed"))
+    assert compare_runs(straight, killed) == []
+    # The last two are killed at once, or one after the other.
+    starts = [attempt.start_step for attempt in killed.attempts]
+    assert len(starts) in (4, 5)
+    assert all(any(0 <= at - start < 4 for start in starts[1:]) for at in (7, 12, 16))
+    assert killed.checkpoint_steps == [20]
+    assert not [*memory.iterdir()]
+
+
+@pytest.mark.slow
+def test_another_number_of_workers_goes_on_from_memory(
+    launch: Launch, script: Script, tmp_path: Path, dropout_trial: str, memory: Path
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("NOT TESTED: needs two cores")
+    name = script(dropout_trial.replace("dropout = 0.2", "dropout = 0.0") + TRAIN)
+    options = ["--nproc-per-node=1:2", "--max-restarts=1", name]
+    variables = {"PACELINE_MEMORY_DIR": str(memory)}
+    straight = launch(*options, NAME="straight", **variables)
+    changed = launch(*options, NAME="changed", KILLS="12-1", CORES=str(cores[0]), **variables)
+    assert changed.returncode == 0, changed.stderr
+    facts = read_run_facts(run_named(tmp_path, "changed"))
+    assert 0 < facts.attempts[1].start_step <= 12
+
+    def weights(text: str) -> list[float]:
+        found = re.findall(r"weights (.*)", text)[-1]
+        return [float(number) for number in re.findall(r"-?[\d.]+(?:e-?\d+)?", found)]
+
+    assert weights(changed.stdout) == pytest.approx(weights(straight.stdout), rel=1e-3, abs=1e-5)
+
+
+def test_nothing_is_left_of_a_launcher_that_was_killed(
+    start_launcher: Callable[..., "subprocess.Popen[str]"],
+    script: Script,
+    dropout_trial: str,
+    memory: Path,
+) -> None:
+    name = script(dropout_trial + TRAIN)
+    options = ["--nproc-per-node=2", "--max-restarts=1", name]
+    launcher = start_launcher(*options, NAME="n", STAYS_AT="5", PACELINE_MEMORY_DIR=str(memory))
+    wait_until(lambda: bool([*memory.glob("paceline-locked-*/*/*/manifest.json")]))
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    wait_until(lambda: not [*memory.iterdir()])

@@ -8,6 +8,7 @@ from alembic.operations import Operations
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
     Column,
     Connection,
     Float,
@@ -71,7 +72,21 @@ def _add_files_media_and_documents(operations: Operations) -> None:
     operations.create_index("ix_documents_experiment", "documents", ["experiment_id"])
 
 
-STEPS: tuple[Callable[[Operations], None], ...] = (_add_files_media_and_documents,)
+def _add_views(operations: Operations) -> None:
+    operations.create_table(
+        "views",
+        Column("id", Integer, primary_key=True, autoincrement=True),
+        Column("owner", String),
+        Column("name", String, nullable=False),
+        Column("search", Text, nullable=False),
+        Column("is_default", Boolean, nullable=False),
+        Column("version", Integer, nullable=False),
+        Column("changed_at", Float, nullable=False),
+        sqlite_autoincrement=True,
+    )
+
+
+STEPS: tuple[Callable[[Operations], None], ...] = (_add_files_media_and_documents, _add_views)
 
 
 def back_up_before_upgrade(path: Path, version: int) -> Path:

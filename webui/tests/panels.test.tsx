@@ -1,7 +1,7 @@
 import { MantineProvider } from "@mantine/core";
 import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
 import { render, screen } from "@testing-library/react";
-import { afterEach, describe, expect, it, vi } from "vitest";
+import { beforeEach, describe, expect, it, vi } from "vitest";
 
 import { readSeries } from "../src/api/series";
 import { metricLineStyle } from "../src/charts/palette";
@@ -16,24 +16,27 @@ interface Body {
   series: { trial_id: number; name: string }[];
 }
 
-/** A master whose series have one point for each trial: its id. */
-function serveSeries(): Body[] {
-  const bodies: Body[] = [];
-  vi.stubGlobal("fetch", async (request: Request) => {
-    const body = (await request.json()) as Body;
-    bodies.push(body);
-    if (body.series.some(({ name }) => name === "broken"))
-      return Response.json({ code: "x", title: "Broken", detail: "broken" }, { status: 500 });
-    const series = body.series.map(({ trial_id: id, name }) => ({
-      trial_id: id, group: "validation", name, x: [0, 1], y: [id, id + 1], steps: [0, 1],
-      num_points: 2, num_gaps: 0, last_step: 1, is_sampled: false,
-    })); // prettier-ignore
-    return Response.json({ series });
-  });
-  return bodies;
-}
+const bodies: Body[] = [];
 
-afterEach(() => vi.unstubAllGlobals());
+/** A master whose series begin with the id of their trial. */
+vi.mock("../src/api/client", () => ({
+  unwrap: (answer: Promise<unknown>) => answer,
+  api: {
+    POST: (_path: string, { body }: { body: Body }) => {
+      bodies.push(body);
+      if (body.series.some(({ name }) => name === "broken"))
+        return Promise.reject(new Error("broken"));
+      const series = body.series.map(({ trial_id: id }) => ({
+        x: [0, 1], y: [id, id + 1], steps: [0, 1], last_step: 1, is_sampled: false,
+      })); // prettier-ignore
+      return Promise.resolve({ series });
+    },
+  },
+}));
+
+beforeEach(() => {
+  bodies.length = 0;
+});
 
 const wanted = (trialId: number, metric = "loss") => ({
   trialId,
@@ -44,7 +47,6 @@ const wanted = (trialId: number, metric = "loss") => ({
 
 describe("series that several charts ask for at a time", () => {
   it("are one request, and each gets its own", async () => {
-    const bodies = serveSeries();
     const options = { x: "batches", maxPoints: 40 };
     const [one, two, other] = await Promise.all([
       readSeries([wanted(1), wanted(2)], options),
@@ -60,7 +62,6 @@ describe("series that several charts ask for at a time", () => {
   });
 
   it("are several requests where they are very many", async () => {
-    const bodies = serveSeries();
     const many = Array.from({ length: 300 }, (_, i) => wanted(i + 1));
     const found = await Promise.all(
       [1, 2, 3].map(() => readSeries(many, { x: "time", maxPoints: 40 })),
@@ -70,7 +71,6 @@ describe("series that several charts ask for at a time", () => {
   });
 
   it("fail together", async () => {
-    serveSeries();
     const options = { x: "batches", maxPoints: 41 };
     const all = [readSeries([wanted(1, "broken")], options), readSeries([wanted(2)], options)];
     const found = await Promise.allSettled(all);
@@ -80,7 +80,6 @@ describe("series that several charts ask for at a time", () => {
 
 describe("a sparkline", () => {
   it("has the curve of its row, read with those of all others", async () => {
-    const bodies = serveSeries();
     render(
       <MantineProvider>
         <QueryClientProvider client={new QueryClient()}>

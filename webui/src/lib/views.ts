@@ -12,7 +12,8 @@ export function isBare(search: CompareSearch): boolean {
 
 /** Return the view in an address as text, without the stored view that it began from. */
 export function textOf(search: CompareSearch): string {
-  const content = { ...search, saved: undefined, version: undefined };
+  // The router keeps the order of the address, which says nothing.
+  const content = { ...compareSearch(search), saved: undefined, version: undefined };
   return defaultStringifySearch(content).replace(/^\?/, "");
 }
 

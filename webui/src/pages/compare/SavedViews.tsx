@@ -98,7 +98,7 @@ export function SavedViews({ search }: { search: CompareSearch }) {
           )}
         </Menu.Dropdown>
       </Menu>
-      {save.isError && dialog === null && (
+      {save.isError && dialog === null && problemOf(save.error).code !== "view_changed" && (
         <Failure title="Not saved" message={problemOf(save.error).message} />
       )}
       {dialog === "new" && <ViewForm title="Save as a new view" content={content} onClose={close} />}

@@ -103,20 +103,12 @@ def _store(connection: Connection, view_id: int | None, request: NewView, versio
             .where(columns.is_default, columns.id != (view_id or 0))
             .values(is_default=False, version=columns.version + 1)
         )
-    values = {
-        "name": request.name,
-        "search": request.search,
-        "is_default": request.is_default,
-        "version": version,
-        "changed_at": time.time(),
-    }
-    statement = (
-        insert(_views).values(values)
-        if view_id is None
-        else update(_views).where(columns.id == view_id).values(values)
-    )
-    row = connection.execute(statement.returning(*columns)).one()
-    return _view_of(row)
+    values = {**request.model_dump(exclude={"version"}), "version": version}
+    values["changed_at"] = time.time()
+    statement: Any = insert(_views)
+    if view_id is not None:
+        statement = update(_views).where(columns.id == view_id)
+    return _view_of(connection.execute(statement.values(values).returning(*columns)).one())
 
 
 def _view_of(row: Row[Any]) -> View:

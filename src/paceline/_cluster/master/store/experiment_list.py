@@ -457,18 +457,13 @@ def matching_trials(conditions: Sequence[Condition]) -> Select[Any]:
     """
     own = {"best_metric": _best.c.best_metric, "progress": _best.c.progress}
     joined = _best.join(_experiments, _experiments.c.id == _best.c.experiment_id)
-    return (
-        select(_best.c.id)
-        .select_from(joined)
-        .where(
-            *(
-                _compares(one, own[one.column], own[one.column])
-                if one.column in own
-                else _compares(one, _shown_column(one.column), _sortable(one.column))
-                for one in conditions
-            )
-        )
+    held = (
+        _compares(one, own[one.column], own[one.column])
+        if one.column in own
+        else _compares(one, _shown_column(one.column), _sortable(one.column))
+        for one in conditions
     )
+    return select(_best.c.id).select_from(joined).where(*held)
 
 
 def count_rows(connection: Connection, query: ExperimentQuery) -> int:

@@ -154,7 +154,8 @@ def _along_grid(
     own = places[starts]
     gaps = np.setdiff1d(np.arange(own[0], own[-1] + 1), own)
 
-    def along(values: "Floats", join: Callable[["Floats"], "Floats"]) -> "Floats":
+    def along(name: str, join: Callable[["Floats"], "Floats"]) -> "Floats":
+        values = np.stack([getattr(one, name) for one in parts])
         found = np.full((len(parts), len(grid)), np.nan)
         found[:, own] = join(values)
         if len(gaps):
@@ -163,16 +164,7 @@ def _along_grid(
 
     total = np.add.reduceat(sizes, starts)
     return (
-        along(
-            np.stack([one.smoothed for one in parts]),
-            lambda values: np.add.reduceat(values * sizes, starts, axis=1) / total,
-        ),
-        along(
-            np.stack([one.lows for one in parts]),
-            lambda values: np.minimum.reduceat(values, starts, axis=1),
-        ),
-        along(
-            np.stack([one.highs for one in parts]),
-            lambda values: np.maximum.reduceat(values, starts, axis=1),
-        ),
+        along("smoothed", lambda y: np.add.reduceat(y * sizes, starts, axis=1) / total),
+        along("lows", lambda y: np.minimum.reduceat(y, starts, axis=1)),
+        along("highs", lambda y: np.maximum.reduceat(y, starts, axis=1)),
     )

@@ -44,6 +44,8 @@ def measure_webui() -> list[Figure]:
         "wide": ("100 series of 100,000 points, click to paint", "s", 1.5),
         "zoom": ("script time of a frame, zooming and panning, p95", "ms", 12.0),
         "scroll": ("script time of a frame, scrolling 10,000 rows, p95", "ms", 12.0),
+        "grouped": ("1,000 runs in 5 groups of Compare, address to paint", "s", 2.0),
+        "panels": ("first panels of 200 metrics of 50 runs, list to paint", "s", 0.5),
         "tasks": (f"tasks of {_LONG_TASK_MS:.0f} ms and more, of 100 frames", "", 1.0),
     }
     return [
@@ -119,9 +121,28 @@ def _one_round(browser: Any, client: Client, found: dict[str, int]) -> dict[str,
     page.get_by_role("table").get_by_role("link").first.wait_for()
     scrolled, more = _scroll(page)
     measured["scroll"] = _percentile(scrolled, 0.95)
+    group = "group=%5B%22*%22%5D"
+    measured["grouped"] = _compared(page, f"experiments=[{found['grouped']}]&{group}", "loss: 5")
+    measured["panels"] = _compared(page, f"experiments=[{found['many']}]", "layer000: 50")
     measured["tasks"] = 100 * (len(tasks) + len(more)) / (len(frames) + len(scrolled))
     page.context.close()
     return measured
+
+
+def _compared(page: Any, search: str, label: str) -> float:
+    """Go to a comparison within the app; return the seconds until its first panel is painted."""
+    page.goto("/cluster")
+    page.get_by_role("heading", name="Cluster").wait_for()
+    # The code of all pages is there before a person goes on.
+    page.wait_for_timeout(2000)
+    script = """async ([search, label]) => {
+        history.pushState(null, '', `/compare?${search}`);
+        dispatchEvent(new Event('popstate'));
+        return paceline.until(
+            () => document.querySelector(`[role=img][aria-label^="${label}"] canvas`) !== null
+        );
+    }"""
+    return float(page.evaluate(script, [search, label])) / 1000
 
 
 def _painted(page: Any, link: str, label: str) -> float:

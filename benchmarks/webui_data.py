@@ -24,6 +24,7 @@ NUM_LONG = 1_000_000
 NUM_TRIALS = 100
 NUM_EACH = 100_000
 NUM_EXPERIMENTS = 10_000
+NUM_COMPARED, NUM_RATES, NUM_MANY, NUM_METRICS, NUM_POINTS = 1000, 5, 50, 200, 1000
 
 
 def fill_home(path: Path) -> dict[str, int]:
@@ -42,15 +43,32 @@ def fill_home(path: Path) -> dict[str, int]:
         add(long.trial_id, "wave", NUM_LONG)
         wide = register("wide")
         found["wide"] = wide.experiment_id
-        row = {"experiment_id": wide.experiment_id, "state": "COMPLETED", "hparams": {}, "seed": 0,
-               "created_at": 1.0, "ended_at": 2.0, "num_attempts": 1}  # fmt: skip
         for number in range(NUM_TRIALS):
-            values = {**row, "request_id": f"t{number}", "best_metric": number / NUM_TRIALS}
-            reply = connection.execute(insert(tables.trials).values(values))
-            add(int(reply.inserted_primary_key[0]), "loss", NUM_EACH)
+            add(add_trial(wide.experiment_id, number, {}), "loss", NUM_EACH)
+        store_compared()
         connection.execute(update(tables.experiments).values(state="COMPLETED", ended_at=2.0))
 
+    def store_compared() -> None:
+        grouped = register("grouped")
+        found["grouped"] = grouped.experiment_id
+        for number in range(NUM_COMPARED):
+            hparams = {"lr": number % NUM_RATES, "seed": number // NUM_RATES}
+            add(add_trial(grouped.experiment_id, number, hparams), "loss", NUM_POINTS)
+        many = register("many")
+        found["many"] = many.experiment_id
+        for number in range(NUM_MANY):
+            trial = add_trial(many.experiment_id, number, {"seed": number})
+            for metric in range(NUM_METRICS):
+                add(trial, f"layer{metric:03}", NUM_POINTS)
+
     transactions: list[Any] = []
+
+    def add_trial(experiment_id: int, number: int, hparams: dict[str, Any]) -> int:
+        row = {"experiment_id": experiment_id, "state": "COMPLETED", "hparams": hparams, "seed": 0,
+               "created_at": 1.0, "ended_at": 2.0, "num_attempts": 1, "request_id": f"t{number}",
+               "best_metric": number / NUM_TRIALS, "steps_completed": NUM_POINTS}  # fmt: skip
+        reply = transactions[-1].connection.execute(insert(tables.trials).values(row))
+        return int(reply.inserted_primary_key[0])
 
     def register(name: str) -> Any:
         info = RunInfo(run_id=name, name=name, created=1.0, checkpoint_storage="/none")

@@ -31,15 +31,15 @@ from paceline.journal import MetricsReported, StatusReported
 
 REQUESTS = {
     "BulkAction", "ConfigText", "ContinueExperiment", "ContinueTrial", "CreateExperiment",
-    "DrainNode", "EditExperiment", "ForkExperiment", "GroupsRequest", "Login",
-    "MetricNamesRequest", "MoveExperiment", "NewPassword", "NewToken", "PreviewSearch",
+    "DrainNode", "EditExperiment", "EditView", "ForkExperiment", "GroupsRequest", "Login",
+    "MetricNamesRequest", "MoveExperiment", "NewPassword", "NewToken", "NewView", "PreviewSearch",
     "SeriesOf", "SeriesRequest", "SetPool", "Shutdown", "Source",
 }  # fmt: skip
 NEEDED = {
     "config": {}, "password": "long enough", "commit": "0123abc", "action": "pause",
     "experiment_ids": [1], "experiment_id": 1, "text": "", "name": "a", "trial_id": 1,
     "group": "training", "trial_ids": [1], "groups": [[1]],
-    "series": [{"trial_id": 1, "group": "a", "name": "b"}],
+    "series": [{"trial_id": 1, "group": "a", "name": "b"}], "search": "x=time", "version": 1,
 }  # fmt: skip
 MODELS = {
     name: model

@@ -128,6 +128,25 @@ def test_axe_finds_nothing_on_any_page(
     assert problems == {}, json.dumps(problems, indent=2)
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_in_the_dialogs_of_comparisons(
+    master: Any, searched: Any, open_page: Any, find_problems: Any, theme: str
+) -> None:
+    page = open_page(master, f"/compare?experiments=[{searched.id}]", color_scheme=theme)
+    problems = {}
+    for name in ("Metrics and x axis of test_loss", "Views", "Filter"):
+        page.get_by_role("button", name=name, exact=True).click()
+        if name == "Views":
+            page.get_by_role("menuitem", name="Save as a new view").click()
+            expect(page.get_by_role("menu")).to_have_count(0)
+        page.get_by_role("dialog").wait_for()
+        if found := find_problems(page):
+            problems[name] = found
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("dialog")).to_have_count(0)
+    assert problems == {}, json.dumps(problems, indent=2)
+
+
 def test_axe_finds_nothing_where_one_signs_in(
     master: Any, open_page: Any, find_problems: Any
 ) -> None:

@@ -18,6 +18,7 @@ ROUTES = [
     "DELETE /api/v1/nodes/{name}",
     "DELETE /api/v1/pools/{name}",
     "DELETE /api/v1/tokens/{token_id}",
+    "DELETE /api/v1/views/{view_id}",
     "GET    /api/2.0/mlflow-artifacts/artifacts",
     "GET    /api/2.0/mlflow-artifacts/artifacts/{path:path}",
     "GET    /api/2.0/mlflow-artifacts/presigned/{path:path}",
@@ -74,6 +75,7 @@ ROUTES = [
     "GET    /api/v1/trials/{trial_id}/media-steps",
     "GET    /api/v1/trials/{trial_id}/metrics",
     "GET    /api/v1/trials/{trial_id}/time",
+    "GET    /api/v1/views",
     "GET    /artifactsV2/{path:path}",
     "GET    /wandb-files/{trial_id}/{path:path}",
     "HEAD   /api/v1/openapi.json",
@@ -115,6 +117,7 @@ ROUTES = [
     "POST   /api/v1/trials/{trial_id}/continue",
     "POST   /api/v1/trials/{trial_id}/kill",
     "POST   /api/v1/trials/{trial_id}/stop",
+    "POST   /api/v1/views",
     "POST   /files/{entity}/{project}/{run}/file_stream",
     "POST   /graphql",
     "PUT    /api/2.0/mlflow-artifacts/artifacts/{path:path}",
@@ -128,6 +131,7 @@ ROUTES = [
     "PUT    /api/v1/runs/{run_id}",
     "PUT    /api/v1/runs/{run_id}/files/{path:path}",
     "PUT    /api/v1/users/{name}/password",
+    "PUT    /api/v1/views/{view_id}",
     "PUT    /wandb-files/{trial_id}/{path:path}",
 ]
 

@@ -64,7 +64,7 @@ DIGEST = hashlib.sha256(ARCHIVE).hexdigest()
 PARAMETERS: dict[str, Any] = {
     "experiment_id": 1, "trial_id": 1, "attempt_id": 1, "uuid": "u", "path": "f", "name": "admin",
     "digest": DIGEST, "token_id": 1, "run_id": "r1",
-    "node_id": 1,
+    "node_id": 1, "view_id": 1,
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
     "POST /experiments/{experiment_id}/continue": {"experiment_id": 2},
@@ -84,10 +84,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     # One that is being sent.
     "DELETE /attempts/{attempt_id}/checkpoints/{uuid}": {"uuid": "w"},
     "PUT /attempts/{attempt_id}/checkpoints/{uuid}/pieces": {"uuid": "w"},
+    "DELETE /views/{view_id}": {"view_id": 2},
 }
 PIECES = "/attempts/{attempt_id}/checkpoints/{uuid}/pieces"
 FILE = {"digest": hashlib.sha256(b"x").hexdigest(), "media_type": "text/plain", "is_known": False}
 QUERIES: dict[str, dict[str, Any]] = {
+    "DELETE /views/{view_id}": {"version": 1},
     "GET /runs": {"link": "experiments/1/runs/r1"},
     "PUT /attempts/{attempt_id}/files/{path}": FILE,
     "PUT /runs/{run_id}/files/{path}": FILE,
@@ -134,6 +136,8 @@ BODIES: dict[str, Any] = {
     "POST /nodes/{name}/slots/{slot}/drain": {"finish": False},
     "PUT /pools/{name}": {"policy": "priority", "max_slots": 4, "labels": {"gpu": "a100"}},
     "POST /queue/move": {"experiment_id": 1, "to": "front"},
+    "POST /views": {"name": "mine", "search": "x=time"},
+    "PUT /views/{view_id}": {"name": "ours", "search": "x=time", "version": 1},
 }
 
 
@@ -182,6 +186,8 @@ def master(
     assert sent.status_code == 204, sent.text
     served.attempt(1, "logs", entries=[[0, 0.0, 0, "stdout", None, "line"]])
     served.http.post("/tokens", json={"name": "one"})
+    for name in ("first", "second"):
+        served.http.post("/views", json={"name": name, "search": ""})
     session = served.http.post("/nodes", json=NODE).json()
     assert (session["node_id"], session["session"]) == (1, 1)
     served.http.post("/nodes", json=NODE | {"name": "drained"})

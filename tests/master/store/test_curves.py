@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline._cluster.master.store import metric_series
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.metric_rows_and_times import add_metrics, read_series
 from paceline._cluster.master.store.metric_series import (
@@ -12,6 +13,7 @@ from paceline._cluster.master.store.metric_series import (
     Selection,
     cut_curve,
     read_curve,
+    read_curves,
     sample_curve,
 )
 from paceline.journal import MetricsReported
@@ -48,6 +50,27 @@ def test_a_curve_has_the_points_that_rows_have(
         expected = read_series(connection, trial, "training", "loss")
     assert list(zip(curve.steps.tolist(), curve.y.tolist(), strict=True)) == expected
     assert len(expected) == 2000
+
+
+def test_many_curves_are_read_in_bounded_batches_as_each_one_alone(
+    database: Database, add_trial: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = [add_trial(0, 1500), add_trial(0), add_trial(0)]
+    for trial in trials[:2]:
+        rows = [(n, {"loss": float(trial * n), "epoch": n / 10}) for n in range(1, 2500)]
+        store(database, trial, 1, 0, rows)
+    store(database, trials[0], 2, 1500, [(1501, {"loss": -1.0, "epoch": 9.0})])
+    monkeypatch.setattr(metric_series, "_POINTS_AT_ONCE", 1)
+    order = [trials[2], trials[0], trials[1], 10_000]
+    for x in ("batches", "time", "epoch"):
+        with database.read() as connection:
+            selection = Selection(trial_id=0, group="training", key="loss")
+            found = list(read_curves(connection, order, selection, x=x))
+        for trial, (curve, _) in zip(order, found, strict=True):
+            alone = read(database, trial, x=x)
+            assert curve.x.tolist() == alone.x.tolist()
+            assert curve.y.tolist() == alone.y.tolist()
+        assert [len(curve.x) for curve, _ in found] == [0, 1501, 2499, 0]
 
 
 def test_what_is_no_finite_number_is_a_gap(

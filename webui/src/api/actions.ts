@@ -1,7 +1,7 @@
 /** What the pages change. */
 
 import { api, unwrap } from "./client";
-import type { Experiment } from "./types";
+import type { Experiment, View } from "./types";
 
 export type ExperimentAction = "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive";
 
@@ -110,4 +110,27 @@ export function previewSearch(config: Record<string, unknown>) {
 
 export function deleteCheckpoint(uuid: string) {
   return unwrap(api.DELETE("/api/v1/checkpoints/{uuid}", { params: { path: { uuid } } }));
+}
+
+export interface ViewContent {
+  name: string;
+  search: string;
+  is_default: boolean;
+}
+
+export function createView(body: ViewContent): Promise<View> {
+  return unwrap(api.POST("/api/v1/views", { body }));
+}
+
+/** Replace a view; `version` is the one that the change began from. */
+export function replaceView(id: number, body: ViewContent & { version: number }): Promise<View> {
+  return unwrap(api.PUT("/api/v1/views/{view_id}", { params: { path: { view_id: id } }, body }));
+}
+
+export function deleteView({ id, version }: View) {
+  return unwrap(
+    api.DELETE("/api/v1/views/{view_id}", {
+      params: { path: { view_id: id }, query: { version } },
+    }),
+  );
 }

@@ -167,6 +167,8 @@ export interface RunFilter {
   trials?: number[];
   experiments?: number[];
   search?: string;
+  states?: TrialState[];
+  labels?: string[];
   conditions?: Condition[];
 }
 
@@ -183,6 +185,8 @@ export const runsQuery = (filter: RunFilter) =>
               trial: filter.trials?.slice(0, MOST_RUNS),
               experiment: filter.experiments?.slice(0, MOST_RUNS),
               search: filter.search,
+              state: filter.states,
+              label: filter.labels,
               where: filter.conditions?.map((one) => JSON.stringify(one)),
             },
           },
@@ -190,6 +194,27 @@ export const runsQuery = (filter: RunFilter) =>
       ),
     placeholderData: keepPreviousData,
   });
+
+/** Which of some trials are deleted. */
+export const goneQuery = (trialIds: number[]) =>
+  queryOptions({
+    queryKey: keys.comparedGone(trialIds),
+    queryFn: async () => {
+      const query = { trial: trialIds, limit: MOST_RUNS };
+      const { items } = await unwrap(api.GET("/api/v1/trials", { params: { query } }));
+      const there = new Set(items.map(({ id }) => id));
+      return trialIds.filter((id) => !there.has(id));
+    },
+    enabled: trialIds.length > 0,
+  });
+
+/** The saved views of comparisons. */
+export const viewsQuery = queryOptions({
+  queryKey: keys.views(),
+  queryFn: () => unwrap(api.GET("/api/v1/views")),
+  staleTime: 0,
+  refetchOnWindowFocus: true,
+});
 
 /** The numeric metrics of some trials, and how many of them have each. */
 export const namesOfTrialsQuery = (trialIds: number[]) =>

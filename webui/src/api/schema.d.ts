@@ -1225,6 +1225,54 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/views": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Views
+         * @description List the saved views by name.
+         */
+        get: operations["list_views_api_v1_views_get"];
+        put?: never;
+        /**
+         * Create View
+         * @description Save a view under a new name.
+         */
+        post: operations["create_view_api_v1_views_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/views/{view_id}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        /**
+         * Replace View
+         * @description Replace a view's name, search and default, unless it was changed since `version`.
+         */
+        put: operations["replace_view_api_v1_views__view_id__put"];
+        post?: never;
+        /**
+         * Delete View
+         * @description Delete a view, unless it was changed since `version`.
+         */
+        delete: operations["delete_view_api_v1_views__view_id__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/metric-series": {
         parameters: {
             query?: never;
@@ -2181,6 +2229,23 @@ export interface components {
             } | null;
         };
         /**
+         * EditView
+         * @description Request to replace a view; `version` is the one that the change began from.
+         */
+        EditView: {
+            /** Name */
+            name: string;
+            /** Search */
+            search: string;
+            /**
+             * Is Default
+             * @default false
+             */
+            is_default?: boolean;
+            /** Version */
+            version: number;
+        };
+        /**
          * ErrorKind
          * @description Kind of an error by its remedy: wait, fix the code, or repair the installation.
          *
@@ -2396,7 +2461,8 @@ export interface components {
          *
          *     `x`, `x_min`, `x_max` and `smoothing_steps` are those of a request for series, but with "time"
          *     as `x` each trial begins at 0 s. Means and deviations are of the smoothed series; the least and
-         *     the greatest values are of the series as reported.
+         *     the greatest values are of the series as reported. `quantile` asks for that quantile and the
+         *     opposite one of the trials' smoothed values, in place of the least and the greatest value.
          */
         GroupsRequest: {
             /** Group */
@@ -2421,6 +2487,8 @@ export interface components {
             x_max?: number | null;
             /** Smoothing Steps */
             smoothing_steps?: number | null;
+            /** Quantile */
+            quantile?: number | null;
         };
         /**
          * HomeToken
@@ -2831,6 +2899,23 @@ export interface components {
             node?: string | null;
             /** Pool */
             pool?: string | null;
+        };
+        /**
+         * NewView
+         * @description Request for a view of comparisons; `search` is what its address has after the `?`.
+         *
+         *     At most one view is the default, which a comparison without a search opens.
+         */
+        NewView: {
+            /** Name */
+            name: string;
+            /** Search */
+            search: string;
+            /**
+             * Is Default
+             * @default false
+             */
+            is_default?: boolean;
         };
         /**
          * Node
@@ -3714,6 +3799,24 @@ export interface components {
             goodput: number | null;
             /** Until */
             until: number;
+        };
+        /**
+         * View
+         * @description A saved view of comparisons; each change raises `version`.
+         */
+        View: {
+            /** Id */
+            id: number;
+            /** Name */
+            name: string;
+            /** Search */
+            search: string;
+            /** Is Default */
+            is_default: boolean;
+            /** Version */
+            version: number;
+            /** Changed At */
+            changed_at: number;
         };
     };
     responses: never;
@@ -5871,8 +5974,10 @@ export interface operations {
                 experiment?: number[] | null;
                 /** @description In the experiment's name, description or labels, or its id. */
                 search?: string | null;
-                /** @description Conditions on the experiment, as in its list. */
+                /** @description Conditions as in the list of experiments, on each trial itself. */
                 where?: string[] | null;
+                /** @description The experiment has all of these labels. */
+                label?: string[] | null;
                 state?: components["schemas"]["TrialState"][] | null;
             };
             header?: never;
@@ -5955,6 +6060,135 @@ export interface operations {
                 content: {
                     "application/json": components["schemas"]["GroupsReply"];
                 };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_views_api_v1_views_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["View"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    create_view_api_v1_views_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["NewView"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["View"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    replace_view_api_v1_views__view_id__put: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                view_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["EditView"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["View"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    delete_view_api_v1_views__view_id__delete: {
+        parameters: {
+            query: {
+                /** @description The version that the change began from. */
+                version: number;
+            };
+            header?: never;
+            path: {
+                view_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {

@@ -1,19 +1,21 @@
 /** Metric series: what is drawn as curves. */
 
 import { useDebouncedValue } from "@mantine/hooks";
+import { keepPreviousData, queryOptions } from "@tanstack/react-query";
 import { useEffect, useMemo, useRef, useState } from "react";
 
 import { hub } from "../live/hub";
 import {
   type Points,
-  type ReadPoints,
   seriesId,
   type SeriesName,
   SeriesStore,
   type SeriesView,
   type Span,
+  type Wanted,
 } from "../live/seriesStore";
 import { api, unwrap } from "./client";
+import { keys } from "./keys";
 
 export type { SeriesName } from "../live/seriesStore";
 
@@ -39,35 +41,118 @@ const POINTS_OF_VERY_MANY = 200;
 const ZOOM_DELAY_MS = 150;
 const SMOOTHING_DELAY_MS = 150;
 
-function reader(x: string, maxPoints: number): ReadPoints {
-  return async (wanted, span, smoothing) => {
-    const reply = await unwrap(
-      api.POST("/api/v1/metric-series", {
-        body: {
-          x,
-          max_points: maxPoints,
-          x_min: span?.min,
-          x_max: span?.max,
-          smoothing_steps: smoothing,
-          series: wanted.map(({ trialId, group, metric, afterStep }) => ({
-            trial_id: trialId,
-            group,
-            name: metric,
-            after_step: afterStep,
-          })),
-        },
-      }),
-    );
-    return reply.series.map((one): Points => ({
-      xs: one.x,
-      ys: one.y,
-      steps: one.steps,
-      smoothed: one.smoothed ?? [],
-      lastStep: one.last_step,
-      isSampled: one.is_sampled,
-    }));
-  };
+interface SeriesOptions {
+  x: string;
+  maxPoints: number;
+  span?: Span | null;
+  smoothing?: number | null;
 }
+
+interface Asked {
+  wanted: readonly Wanted[];
+  resolve: (found: Points[]) => void;
+  reject: (error: unknown) => void;
+}
+
+const JOINED_WITHIN_MS = 20;
+/** More would keep the first panel waiting for all others. */
+const MOST_JOINED = 400;
+const asked = new Map<string, Asked[]>();
+
+/** Read series; what several charts ask for at a time, in the same way, is one request. */
+export function readSeries(wanted: readonly Wanted[], options: SeriesOptions): Promise<Points[]> {
+  const key = JSON.stringify(options);
+  return new Promise((resolve, reject) => {
+    const known = asked.get(key);
+    if (known !== undefined) {
+      known.push({ wanted, resolve, reject });
+      return;
+    }
+    asked.set(key, [{ wanted, resolve, reject }]);
+    setTimeout(() => {
+      const all = asked.get(key) ?? [];
+      asked.delete(key);
+      for (const part of parts(all)) void sendJoined(part, options);
+    }, JOINED_WITHIN_MS);
+  });
+}
+
+function parts(all: readonly Asked[]): Asked[][] {
+  const found: Asked[][] = [];
+  let numSeries = Infinity;
+  for (const one of all) {
+    numSeries += one.wanted.length;
+    if (numSeries > MOST_JOINED) {
+      found.push([]);
+      numSeries = one.wanted.length;
+    }
+    found.at(-1)?.push(one);
+  }
+  return found;
+}
+
+async function sendJoined(part: readonly Asked[], options: SeriesOptions): Promise<void> {
+  try {
+    const all = await sendSeries(
+      part.flatMap(({ wanted }) => wanted),
+      options,
+    );
+    let from = 0;
+    for (const { wanted, resolve } of part) {
+      resolve(all.slice(from, from + wanted.length));
+      from += wanted.length;
+    }
+  } catch (error) {
+    for (const { reject } of part) reject(error);
+  }
+}
+
+async function sendSeries(
+  wanted: readonly Wanted[],
+  { x, maxPoints, span, smoothing }: SeriesOptions,
+): Promise<Points[]> {
+  const reply = await unwrap(
+    api.POST("/api/v1/metric-series", {
+      body: {
+        x,
+        max_points: maxPoints,
+        x_min: span?.min,
+        x_max: span?.max,
+        smoothing_steps: smoothing,
+        series: wanted.map(({ trialId, group, metric, afterStep }) => ({
+          trial_id: trialId,
+          group,
+          name: metric,
+          after_step: afterStep,
+        })),
+      },
+    }),
+  );
+  return reply.series.map((one): Points => ({
+    xs: one.x,
+    ys: one.y,
+    steps: one.steps,
+    smoothed: one.smoothed ?? [],
+    lastStep: one.last_step,
+    isSampled: one.is_sampled,
+  }));
+}
+
+const SPARK_POINTS = 40;
+
+/** The outline of a metric of a trial, as rows of a table show it. */
+export const sparkQuery = (name: SeriesName) =>
+  queryOptions({
+    queryKey: keys.spark(name.trialId, name.group, name.metric),
+    queryFn: async () => {
+      const [points] = await readSeries([{ ...name, afterStep: -1 }], {
+        x: "batches",
+        maxPoints: SPARK_POINTS,
+      });
+      return { xs: points?.xs ?? [], ys: points?.ys ?? [] };
+    },
+    placeholderData: keepPreviousData,
+  });
 
 /** Return where every point of some series is to be had as CSV, not only those that are drawn. */
 export function csvAddress(names: readonly SeriesName[], x: string): string {
@@ -111,7 +196,13 @@ export function useSeries(
   });
 
   useEffect(() => {
-    const made = new SeriesStore(reader(x, maxPoints), maxPoints, setView, latestSmoothing.current);
+    const made = new SeriesStore(
+      (wanted, span, smoothBy) =>
+        readSeries(wanted, { x, maxPoints, span, smoothing: smoothBy }),
+      maxPoints,
+      setView,
+      latestSmoothing.current,
+    );
     store.current = made;
     made.want(latest.current);
     const leave = [

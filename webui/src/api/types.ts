@@ -45,4 +45,5 @@ export type HparamAxis = Schemas["HparamAxis"];
 export type Loss = Schemas["Loss"];
 export type QueueEntry = Schemas["QueueEntry"];
 export type ClusterNode = Schemas["Node"];
+export type View = Schemas["View"];
 export type Pool = Schemas["Pool"];

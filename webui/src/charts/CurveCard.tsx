@@ -11,7 +11,7 @@ import { Scroll } from "../components/Scroll";
 import { formatDuration } from "../lib/times";
 import type { MetricsSearch } from "../lib/search";
 import { useSearchChange, zoomOf, zoomSearch } from "./ChartControls";
-import { type Curve, numClipped, withAverages } from "./curves";
+import { type Curve, numClipped, type Range, withAverages } from "./curves";
 import { LineChart } from "./LineChart";
 
 const LEGEND_ENTRIES = 8;
@@ -34,12 +34,14 @@ interface CurveCardProps {
   isWaiting?: boolean;
   /** Buttons beside the title. */
   actions?: ReactNode;
+  /** Zooms this chart alone; by default all charts of the page. */
+  onZoom?: (zoom: Range | null) => void;
 }
 
 export function CurveCard(props: CurveCardProps) {
   const { title, curves, series, smoothing, search, syncKey, height, onPick, legendNote, actions } =
     props;
-  const { note, isWaiting = false } = props;
+  const { note, isWaiting = false, onZoom } = props;
   const change = useSearchChange();
   const xName = search.x ?? "batches";
   const shown = useMemo(
@@ -104,7 +106,7 @@ export function CurveCard(props: CurveCardProps) {
           isLogX={search.logx}
           doesClip={search.clip}
           zoom={zoom}
-          onZoom={(next) => change(zoomSearch(next), true)}
+          onZoom={onZoom ?? ((next) => change(zoomSearch(next), true))}
           syncKey={syncKey}
           height={height}
           onPick={onPick}

@@ -36,6 +36,12 @@ export function lineStyle(index: number, isDark: boolean): LineStyle {
   };
 }
 
+/** Return the style of a run's line for the n-th metric of a chart: dashes tell metrics apart. */
+export function metricLineStyle(run: number, metric: number, isDark: boolean): LineStyle {
+  const style = lineStyle(run, isDark);
+  return metric === 0 ? style : { ...style, dash: DASHES[metric % DASHES.length] ?? [] };
+}
+
 /** Return the colour of a share between 0 (the worst) and 1 (the best). */
 export function scaleColor(share: number, isDark = false): string {
   // The end of the scale that fades into the page is left out.

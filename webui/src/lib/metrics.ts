@@ -88,6 +88,21 @@ export function matcher(filter: string): (text: string) => boolean {
   };
 }
 
+/** A longer expression is refused: the browser may need very long for one. */
+const LONGEST_EXPRESSION = 200;
+
+/** Return what a regular expression finds, or what is wrong with it. */
+export function expressionMatcher(expression: string): ((text: string) => boolean) | string {
+  if (expression.length > LONGEST_EXPRESSION)
+    return `A regular expression must have at most ${LONGEST_EXPRESSION} characters, but has ${expression.length}.`;
+  try {
+    const compiled = new RegExp(expression, "i");
+    return (text) => compiled.test(text);
+  } catch (error) {
+    return error instanceof Error ? error.message : String(error);
+  }
+}
+
 /** Return the charts whose title or metrics a filter finds. */
 export function matchingCharts<Chart extends readonly [string, readonly MetricName[]]>(
   charts: readonly Chart[],

@@ -1,11 +1,16 @@
 /** Panels of a comparison: which there are, in which sections, and which a filter finds. */
 
 import { AXES, isProfilerGroup, type MetricName } from "./metrics";
+import type { PanelChange } from "./search";
 
 export interface Panel extends MetricName {
   id: string;
   title: string;
   numTrials: number;
+  /** All that it draws, its own metric first. */
+  metrics: readonly (MetricName & { id: string; title: string })[];
+  /** Its own x axis; undefined for the page's. */
+  x?: string;
 }
 
 export interface Section {
@@ -21,11 +26,32 @@ export function panelsOf(names: readonly (MetricName & { numTrials: number })[])
   const shown = names.filter(({ metric }) => !AXES.has(metric));
   const counts = new Map<string, number>();
   for (const { metric } of shown) counts.set(metric, (counts.get(metric) ?? 0) + 1);
-  return shown.map((name) => ({
-    ...name,
-    id: `${name.group}/${name.metric}`,
-    title: (counts.get(name.metric) ?? 0) > 1 ? `${name.metric} (${name.group})` : name.metric,
-  }));
+  return shown.map((name) => {
+    const id = `${name.group}/${name.metric}`;
+    const title =
+      (counts.get(name.metric) ?? 0) > 1 ? `${name.metric} (${name.group})` : name.metric;
+    return { ...name, id, title, metrics: [{ ...name, id, title }] };
+  });
+}
+
+/** Return panels with further metrics and x axes of their own; what is not there is left out. */
+export function changedPanels(
+  panels: readonly Panel[],
+  changes: Readonly<Record<string, PanelChange>>,
+): Panel[] {
+  const known = new Map(panels.map((one) => [one.id, one]));
+  return panels.map((panel) => {
+    const change = changes[panel.id];
+    if (change === undefined) return panel;
+    const added = [...new Set(change.add)].filter((id) => id !== panel.id);
+    const metrics = [panel, ...added.flatMap((id) => known.get(id) ?? [])];
+    return {
+      ...panel,
+      x: change.x,
+      title: metrics.map(({ title }) => title).join(", "),
+      metrics: metrics.map(({ id, title, group, metric }) => ({ id, title, group, metric })),
+    };
+  });
 }
 
 /** Return the section of a metric: what stands before the first slash, or else its group. */

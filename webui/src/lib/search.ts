@@ -88,6 +88,22 @@ export const trialsSearch = (raw: Raw) =>
     selected: numbers(raw, "selected"),
   });
 
+/** How a panel differs from the others: further metrics in it, and its own x axis. */
+export interface PanelChange {
+  add?: string[];
+  x?: string;
+}
+
+function panelChanges(raw: unknown): Record<string, PanelChange> | undefined {
+  if (typeof raw !== "object" || raw === null || Array.isArray(raw)) return undefined;
+  const found = Object.entries(raw as Record<string, unknown>).flatMap(([id, value]) => {
+    if (typeof value !== "object" || value === null) return [];
+    const change = { add: texts(value as Raw, "add"), x: text(value as Raw, "x") };
+    return change.add === undefined && change.x === undefined ? [] : [[id, change] as const];
+  });
+  return found.length > 0 ? Object.fromEntries(found) : undefined;
+}
+
 /** How curves are drawn: `x` is "batches", "time" or the name of a metric, `q` filters the charts. */
 export const metricsSearch = (raw: Raw) =>
   optional({
@@ -132,7 +148,8 @@ export const logsSearch = (raw: Raw) =>
 
 /**
  * A view of a comparison: which runs (`trials`, `experiments`, `runs` as a text to look for,
- * `where`), how they are listed, and how the panels are arranged.
+ * `state`, `labels`, `where`), how they are listed, and how the panels are arranged. `saved` is the
+ * stored view that it began from, 0 for none, and `version` the version of that.
  */
 export const compareSearch = (raw: Raw) =>
   optional({
@@ -141,8 +158,10 @@ export const compareSearch = (raw: Raw) =>
     experiments: numbers(raw, "experiments"),
     runs: text(raw, "runs"),
     where: conditions(raw.where),
+    state: oneOf(raw, "state", TRIAL_STATES),
+    labels: texts(raw, "labels"),
     group: texts(raw, "group"),
-    spread: oneOf(raw, "spread", ["std", "none"] as const),
+    spread: oneOf(raw, "spread", ["std", "quartiles", "deciles", "none"] as const),
     sort: text(raw, "sort"),
     first: number(raw, "first"),
     on: texts(raw, "on"),
@@ -152,6 +171,10 @@ export const compareSearch = (raw: Raw) =>
     pinned: texts(raw, "pinned"),
     hidden: texts(raw, "hidden"),
     folded: texts(raw, "folded"),
+    re: flag(raw, "re"),
+    panels: panelChanges(raw.panels),
+    saved: number(raw, "saved"),
+    version: number(raw, "version"),
     view: oneOf(raw, "view", ["differences", "media"] as const),
     all: flag(raw, "all"),
     media: text(raw, "media"),

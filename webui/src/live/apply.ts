@@ -47,6 +47,7 @@ export function staleAfter(event: LiveEvent): QueryKey[] {
     case "validation":
       return [
         ...ofTrial,
+        ...(trial === null ? [] : [keys.spark(trial)]),
         keys.experiment(experiment),
         keys.search(experiment),
         keys.hyperparameters(experiment),

@@ -2,28 +2,32 @@
 
 import { SegmentedControl, Text } from "@mantine/core";
 import { useThrottledCallback } from "@mantine/hooks";
-import { useQuery, useQueryClient } from "@tanstack/react-query";
+import { useQueries, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useSearch } from "@tanstack/react-router";
 import { useMemo } from "react";
 
 import { keys } from "../api/keys";
-import { MOST_RUNS, runsQuery } from "../api/queries";
+import { problemOf } from "../api/problem";
+import { experimentQuery, goneQuery, MOST_RUNS, runsQuery } from "../api/queries";
 import { useSearchChange } from "../charts/ChartControls";
 import { Empty, Failure, ProblemView, Waiting } from "../components/Feedback";
 import { PageHead } from "../components/PageHead";
-import { namesOf, type Row, rowsOf, runsOf, sorted, switchedOn } from "../lib/runs";
+import { namesOf, type Row, rowsOf, type Run, runsOf, sorted, switchedOn } from "../lib/runs";
+import type { CompareSearch } from "../lib/search";
 import { useTitle } from "../lib/title";
 import { useEvents } from "../live/useLive";
 import classes from "./compare/Compare.module.css";
 import { Differences } from "./compare/Differences";
 import { Panels } from "./compare/Panels";
 import { FIRST_ON, RunList } from "./compare/RunList";
+import { SavedViews } from "./compare/SavedViews";
 import { CompareMedia } from "./CompareMedia";
 
 /** What a comparison shows of many runs need not change with each report. */
 const LIVE_MS = 5000;
 const MOST_NAMED = 10;
 const NOTHING: string[] = [];
+const NOBODY: number[] = [];
 
 export function Compare() {
   useTitle("Compare");
@@ -34,6 +38,8 @@ export function Compare() {
       trials: search.trials,
       experiments: search.experiments,
       search: search.runs,
+      states: search.state && [search.state],
+      labels: search.labels,
       conditions: search.where,
     }),
   );
@@ -50,18 +56,13 @@ export function Compare() {
   }, [runs, group, sort, base, top]);
   const chosen = useMemo(() => switchedOn(rows, first, on, off), [rows, first, on, off]);
   const shown = useMemo(() => rows.filter(({ key }) => chosen.has(key)), [rows, chosen]);
-  const there = new Set(runs.map(({ id }) => id));
-  const gone = search.runs
-    ? []
-    : (search.trials ?? []).slice(0, MOST_RUNS).filter((id) => !there.has(id));
+  const gone = useGone(search, runs, list.isSuccess && !list.isPlaceholderData);
   const view = search.view ?? "charts";
   return (
     <>
-      <PageHead title="Compare trials" />
+      <PageHead title="Compare trials" actions={<SavedViews search={search} />} />
       {list.isError && <ProblemView error={list.error} onRetry={() => void list.refetch()} />}
-      {list.isSuccess && !list.isPlaceholderData && gone.length > 0 && (
-        <Failure title="Not here any more" message={`There is no trial ${listed(gone)}.`} />
-      )}
+      {gone !== "" && <Failure title="Not here any more" message={gone} />}
       {list.isPending && <Waiting what="runs" />}
       {list.isSuccess && (
         <div className={classes.workspace}>
@@ -104,7 +105,7 @@ export function Compare() {
             )}
             {shown.length > 0 && (
               <Text size="xs" c="dimmed" mt="md">
-                This view is in the address: copy it to share or keep it.
+                This view is in the address: copy it to share it, or save it as a view.
               </Text>
             )}
           </section>
@@ -112,6 +113,29 @@ export function Compare() {
       )}
     </>
   );
+}
+
+/** Return a sentence about the runs that a view names and that are deleted. */
+function useGone(search: CompareSearch, runs: readonly Run[], isRead: boolean): string {
+  const { trials = [], experiments = [], on = [], top = [], base = "", group } = search;
+  const there = new Set(runs.map(({ id }) => id));
+  const rows = group === undefined ? [...on, ...top, base] : [];
+  const named = [...trials, ...rows.map(Number).filter((id) => Number.isInteger(id) && id > 0)];
+  const missing = [...new Set(named)].filter((id) => !there.has(id)).slice(0, MOST_RUNS);
+  // A filter may leave them out as well.
+  const gone = useQuery(goneQuery(isRead ? missing : NOBODY)).data ?? NOBODY;
+  const known = new Set(runs.map(({ experimentId }) => experimentId));
+  const unknown = experiments.filter((id) => !known.has(id)).slice(0, MOST_RUNS);
+  const answers = useQueries({
+    queries: (isRead ? unknown : NOBODY).map((id) => experimentQuery(id)),
+  });
+  const deleted = unknown.filter((_, i) => problemOf(answers[i]?.error).status === 404);
+  return [
+    gone.length > 0 ? `There is no trial ${listed(gone)}.` : "",
+    deleted.length > 0 ? `There is no experiment ${listed(deleted)}.` : "",
+  ]
+    .filter(Boolean)
+    .join(" ");
 }
 
 /** Return the runs of rows with their names. */

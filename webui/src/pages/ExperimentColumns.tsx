@@ -46,16 +46,20 @@ export function columnTitle(id: string): string {
   return kind === "hparam" ? name : `${name.slice(name.indexOf("/") + 1)} (${kind})`;
 }
 
+/** What a filter of runs compares: each trial stands for itself. */
+const FIELDS_OF_TRIALS = ["best_metric", "metric", "progress", "searcher", "name", "description"];
+const OWNERS = { columns: "of the best trial", filter: "of any trial", trials: "of the run" };
+
 /** A column shows values of the best trial; a filter on a hyperparameter looks at every trial. */
-function useColumnNames(use: "columns" | "filter") {
+function useColumnNames(use: keyof typeof OWNERS) {
   const { hparams = [], metrics = [] } = useQuery(columnsQuery).data ?? {};
   return [
     {
-      group: `Hyperparameters of ${use === "filter" ? "any" : "the best"} trial`,
+      group: `Hyperparameters ${OWNERS[use]}`,
       items: hparams.map((name) => ({ value: `hparam:${name}`, label: name })),
     },
     {
-      group: "Metrics of the best trial",
+      group: `Metrics ${OWNERS[use === "trials" ? use : "columns"]}`,
       items: metrics.flatMap(({ group, name }) =>
         SUMMARIES.map((summary) => ({
           value: `${summary}:${group}/${name}`,
@@ -145,9 +149,11 @@ function ColumnOrder({ chosen, onChange }: ColumnChoiceProps) {
 interface ConditionChoiceProps {
   chosen: readonly Condition[];
   onChange: (conditions: Condition[]) => void;
+  /** What the list has: experiments, or trials that each stand for themselves. */
+  of?: "experiments" | "trials";
 }
 
-export function ConditionChoice({ chosen, onChange }: ConditionChoiceProps) {
+export function ConditionChoice({ chosen, onChange, of = "experiments" }: ConditionChoiceProps) {
   return (
     <>
       <Popover trapFocus>
@@ -157,7 +163,7 @@ export function ConditionChoice({ chosen, onChange }: ConditionChoiceProps) {
           </Button>
         </Popover.Target>
         <Popover.Dropdown aria-label="A condition on a column">
-          <ConditionForm onAdd={(condition) => onChange([...chosen, condition])} />
+          <ConditionForm of={of} onAdd={(condition) => onChange([...chosen, condition])} />
         </Popover.Dropdown>
       </Popover>
       {chosen.map((condition, i) => (
@@ -166,29 +172,36 @@ export function ConditionChoice({ chosen, onChange }: ConditionChoiceProps) {
           size="md"
           withRemoveButton
           removeButtonProps={{
-            "aria-label": `Remove the filter ${textOf(condition)}`,
+            "aria-label": `Remove the filter ${textOf(condition, of)}`,
             "aria-hidden": false,
             tabIndex: 0,
           }}
           onRemove={() => onChange(chosen.filter((_, other) => other !== i))}
         >
-          {textOf(condition)}
+          {textOf(condition, of)}
         </Pill>
       ))}
     </>
   );
 }
 
-function textOf([column, operator, value]: Condition): string {
+function textOf([column, operator, value]: Condition, of: "experiments" | "trials"): string {
   const name = columnTitle(column);
-  const where = column.startsWith("hparam:") ? " in any trial" : "";
+  const where = column.startsWith("hparam:") && of === "experiments" ? " in any trial" : "";
   if (operator === "empty" && where !== "") return `${name} is empty in every trial`;
   const comparison = value === undefined ? `is ${operator}` : `${operator} ${String(value)}`;
   return `${name} ${comparison}${where}`;
 }
 
-function ConditionForm({ onAdd }: { onAdd: (condition: Condition) => void }) {
-  const names = useColumnNames("filter");
+interface ConditionFormProps {
+  of: "experiments" | "trials";
+  onAdd: (condition: Condition) => void;
+}
+
+function ConditionForm({ of, onAdd }: ConditionFormProps) {
+  const names = useColumnNames(of === "trials" ? "trials" : "filter");
+  const fields =
+    of === "trials" ? FIELDS.filter(({ value }) => FIELDS_OF_TRIALS.includes(value)) : FIELDS;
   const [column, setColumn] = useState("best_metric");
   const [operator, setOperator] = useState<Operator>("<");
   const [typed, setTyped] = useState("");
@@ -209,7 +222,7 @@ function ConditionForm({ onAdd }: { onAdd: (condition: Condition) => void }) {
           size="xs"
           searchable
           allowDeselect={false}
-          data={[{ group: "Experiment", items: FIELDS }, ...names]}
+          data={[{ group: of === "trials" ? "Run" : "Experiment", items: fields }, ...names]}
           limit={CHOICES_SHOWN}
           value={column}
           onChange={(value) => value && setColumn(value)}

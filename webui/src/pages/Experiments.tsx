@@ -19,6 +19,7 @@ import { Empty, ProblemView, Waiting } from "../components/Feedback";
 import { LinkButton, RowLink } from "../components/links";
 import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
+import { Sparkline } from "../components/Sparkline";
 import { StateBadge } from "../components/StateBadge";
 import { formatBytes, formatNumber, formatValue, plural, toNumber } from "../lib/numbers";
 import type { Condition } from "../lib/conditions";
@@ -235,6 +236,12 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
       isNumeric: true,
       isSortable: true,
       cell: (one) => formatNumber(toNumber(one.best_metric)),
+    },
+    {
+      id: "curve",
+      title: "Curve",
+      width: 92,
+      cell: (one) => <Sparkline trialId={one.best_trial_id} metric={shownMetric(one)} />,
     },
     {
       id: "metric",

@@ -223,7 +223,8 @@ class GroupsRequest(Request):
 
     `x`, `x_min`, `x_max` and `smoothing_steps` are those of a request for series, but with "time"
     as `x` each trial begins at 0 s. Means and deviations are of the smoothed series; the least and
-    the greatest values are of the series as reported.
+    the greatest values are of the series as reported. `quantile` asks for that quantile and the
+    opposite one of the trials' smoothed values, in place of the least and the greatest value.
     """
 
     group: str
@@ -236,6 +237,7 @@ class GroupsRequest(Request):
     x_min: float | None = None
     x_max: float | None = None
     smoothing_steps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    quantile: float | None = Field(default=None, gt=0, lt=0.5)
 
     @model_validator(mode="after")
     def _check_size(self) -> "GroupsRequest":

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import (
     Field,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -366,6 +367,41 @@ class SignInLink(Message):
 
     url: str
     expires_at: float
+
+
+class NewView(Request):
+    """Request for a view of comparisons; `search` is what its address has after the `?`.
+
+    At most one view is the default, which a comparison without a search opens.
+    """
+
+    name: str = Field(min_length=1, max_length=200)
+    search: str = Field(max_length=60_000)
+    is_default: bool = False
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not name.strip() or not name.isprintable():
+            raise ValueError(f"The name of a view must be a printable text, but got {name!r}.")
+        return name.strip()
+
+
+class EditView(NewView):
+    """Request to replace a view; `version` is the one that the change began from."""
+
+    version: int = Field(ge=1, le=2**62)
+
+
+class View(Message):
+    """A saved view of comparisons; each change raises `version`."""
+
+    id: int
+    name: str
+    search: str
+    is_default: bool
+    version: int
+    changed_at: float
 
 
 class Event(Message):

@@ -11,9 +11,9 @@ import { namesOfTrialsQuery } from "../../api/queries";
 import { ChartControls, useSearchChange } from "../../charts/ChartControls";
 import { ChartFilter } from "../../charts/ChartFilter";
 import { Empty, ProblemView, Waiting } from "../../components/Feedback";
-import { matcher, xChoices } from "../../lib/metrics";
+import { expressionMatcher, matcher, xChoices } from "../../lib/metrics";
 import { plural } from "../../lib/numbers";
-import { type Panel, panelsOf, type Section, sectionsOf } from "../../lib/panels";
+import { changedPanels, type Panel, panelsOf, type Section, sectionsOf } from "../../lib/panels";
 import type { Row, Run } from "../../lib/runs";
 import type { CompareSearch } from "../../lib/search";
 import classes from "./Compare.module.css";
@@ -37,6 +37,7 @@ export function Panels({ rows, runs, search }: PanelsProps) {
   const ids = useMemo(() => runs.map(({ id }) => id).sort((a, b) => a - b), [runs]);
   const names = useQuery(namesOfTrialsQuery(ids));
   const { pinned = NOTHING, hidden = NOTHING, folded = NOTHING, q = "" } = search;
+  const { panels: changes, re: isExpression = false } = search;
   const known = useMemo(
     () =>
       (names.data ?? []).map(({ group, name, num_trials: numTrials }) => ({
@@ -46,11 +47,18 @@ export function Panels({ rows, runs, search }: PanelsProps) {
       })),
     [names.data],
   );
-  const panels = useMemo(() => panelsOf(known), [known]);
+  const choices = useMemo(() => panelsOf(known), [known]);
+  const panels = useMemo(() => changedPanels(choices, changes ?? {}), [choices, changes]);
+  const found = useMemo(() => (isExpression ? expressionMatcher(q) : matcher(q)), [isExpression, q]);
+  const problem = typeof found === "string" ? found : undefined;
   const matching = useMemo(() => {
-    const isFound = matcher(q);
-    return q === "" ? panels : panels.filter(({ id, title }) => isFound(`${title}\n${id}`));
-  }, [panels, q]);
+    if (q === "" || typeof found === "string") return panels;
+    return panels.filter(({ title, metrics }) =>
+      isExpression
+        ? metrics.some(({ id, metric }) => found(metric) || found(id))
+        : found([title, ...metrics.map(({ id }) => id)].join("\n")),
+    );
+  }, [panels, q, found, isExpression]);
   const sections = useMemo(
     () => sectionsOf(matching, { pinned, hidden, folded }),
     [matching, pinned, hidden, folded],
@@ -66,7 +74,12 @@ export function Panels({ rows, runs, search }: PanelsProps) {
     <>
       <ChartControls search={search} xNames={xNames} />
       <Group gap="xs" align="flex-start">
-        <ChartFilter value={q} numShown={matching.length} numAll={panels.length} />
+        <ChartFilter
+          value={q}
+          numShown={matching.length}
+          numAll={panels.length}
+          {...{ isExpression, problem }}
+        />
         {numHidden > 0 && (
           <Button size="xs" variant="default" onClick={() => change({ hidden: undefined })}>
             Show {plural(numHidden, "hidden panel")}
@@ -75,10 +88,12 @@ export function Panels({ rows, runs, search }: PanelsProps) {
       </Group>
       {matching.length === 0 && (
         <Empty title="No metric matches">
-          Each word must be in the name; * stands for anything, a|b for either.
+          {isExpression
+            ? "The regular expression must match a part of the name."
+            : "Each word must be in the name; * stands for anything, a|b for either."}
         </Empty>
       )}
-      <PanelRows sections={sections} rows={rows} search={search} />
+      <PanelRows {...{ sections, rows, search, xNames }} known={choices} />
     </>
   );
 }
@@ -102,9 +117,11 @@ interface PanelRowsProps {
   sections: readonly Section[];
   rows: readonly Row[];
   search: CompareSearch;
+  known: readonly Panel[];
+  xNames: readonly string[];
 }
 
-function PanelRows({ sections, rows, search }: PanelRowsProps) {
+function PanelRows({ sections, rows, search, known, xNames }: PanelRowsProps) {
   const { ref: sizer, width } = useElementSize();
   const place = useRef<HTMLDivElement>(null);
   const [top, setTop] = useState(0);
@@ -150,7 +167,7 @@ function PanelRows({ sections, rows, search }: PanelRowsProps) {
               ) : (
                 <SimpleGrid cols={numColumns} spacing={ROW_GAP}>
                   {line.panels.map((panel) => (
-                    <MetricPanel key={panel.id} panel={panel} rows={rows} search={search} />
+                    <MetricPanel key={panel.id} {...{ panel, rows, search, known, xNames }} />
                   ))}
                 </SimpleGrid>
               )}

@@ -8,6 +8,7 @@ import {
   Menu,
   MultiSelect,
   Select,
+  TagsInput,
   Text,
   TextInput,
   useComputedColorScheme,
@@ -21,6 +22,7 @@ import { manyChoices, useSearchChange } from "../../charts/ChartControls";
 import { lineStyle } from "../../charts/palette";
 import { LineMark } from "../../charts/CurveCard";
 import { RowLink } from "../../components/links";
+import type { Condition } from "../../lib/conditions";
 import { plural } from "../../lib/numbers";
 import {
   ALL_BUT_SEED,
@@ -32,7 +34,8 @@ import {
   valueOf,
   withDifference,
 } from "../../lib/runs";
-import type { CompareSearch } from "../../lib/search";
+import { type CompareSearch, TRIAL_STATES } from "../../lib/search";
+import { ConditionChoice } from "../ExperimentColumns";
 import classes from "./Compare.module.css";
 
 /** So many rows are switched on at first. */
@@ -56,6 +59,7 @@ export function RunList({ rows, runs, total, shown, search }: RunListProps) {
   return (
     <section className={classes.runs} aria-label="Runs">
       <RunSearch value={search.runs ?? ""} />
+      <RunFilters search={search} />
       <Controls runs={runs} search={search} />
       <Group gap="xs" my={6} justify="space-between" wrap="nowrap">
         <Group gap="xs" wrap="nowrap">
@@ -93,7 +97,8 @@ export function RunList({ rows, runs, total, shown, search }: RunListProps) {
   );
 }
 
-const NARROWED = { trials: undefined, experiments: undefined, where: undefined };
+const NO_CONDITIONS: readonly Condition[] = [];
+const NARROWED = { trials: undefined, experiments: undefined };
 const SWITCHES = { first: undefined, on: undefined, off: undefined };
 const OF_ROWS = { ...SWITCHES, top: undefined, base: undefined };
 
@@ -114,6 +119,46 @@ function RunSearch({ value }: { value: string }) {
         tell(event.currentTarget.value);
       }}
     />
+  );
+}
+
+/** Choosing runs by state, label, hyperparameters and metrics. */
+function RunFilters({ search }: { search: CompareSearch }) {
+  const change = useSearchChange();
+  return (
+    <>
+      <Group gap={6} mb={6}>
+        <Select
+          aria-label="State of the runs"
+          placeholder="Any state"
+          size="xs"
+          flex={1}
+          clearable
+          data={TRIAL_STATES.map((state) => ({
+            value: state,
+            label:
+              state === "ACTIVE"
+                ? "Queued, running"
+                : state.charAt(0) + state.slice(1).toLowerCase(),
+          }))}
+          value={search.state ?? null}
+          onChange={(state) => change({ state: state ?? undefined })}
+        />
+        <ConditionChoice
+          of="trials"
+          chosen={search.where ?? NO_CONDITIONS}
+          onChange={(where) => change({ where: where.length > 0 ? where : undefined })}
+        />
+      </Group>
+      <TagsInput
+        aria-label="Labels of the runs"
+        placeholder={search.labels === undefined ? "All of these labels" : undefined}
+        size="xs"
+        mb={6}
+        value={search.labels ?? []}
+        onChange={(labels) => change({ labels: labels.length > 0 ? labels : undefined })}
+      />
+    </>
   );
 }
 
@@ -162,6 +207,8 @@ function Controls({ runs, search }: { runs: readonly Run[]; search: CompareSearc
             flex={1}
             data={[
               { value: "range", label: "Min to max" },
+              { value: "quartiles", label: "25 to 75 %" },
+              { value: "deciles", label: "10 to 90 %" },
               { value: "std", label: "± std" },
               { value: "none", label: "Mean only" },
             ]}

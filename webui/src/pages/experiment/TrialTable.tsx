@@ -4,6 +4,7 @@ import type { Experiment, Trial } from "../../api/types";
 import { Lasted } from "../../components/Ago";
 import { type Column, DataTable, type Sort, widthFor } from "../../components/DataTable";
 import { RowLink } from "../../components/links";
+import { Sparkline } from "../../components/Sparkline";
 import { StateBadge } from "../../components/StateBadge";
 import { differing, flatten } from "../../lib/flatten";
 import { formatNumber, formatValue, toNumber } from "../../lib/numbers";
@@ -62,6 +63,12 @@ function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<
       isNumeric: true,
       isSortable: true,
       cell: (trial) => formatNumber(toNumber(trial.latest_metric)),
+    },
+    {
+      id: "curve",
+      title: "Curve",
+      width: 92,
+      cell: (trial) => <Sparkline trialId={trial.id} metric={metric} />,
     },
   ];
   return [

@@ -61,6 +61,7 @@ from paceline._cluster.master.api.trial_and_series_routes import (
     series_router,
     trial_router,
 )
+from paceline._cluster.master.api.view_routes import view_router
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.trackers.mlflow_routes import mlflow_router
 from paceline._cluster.master.trackers.wandb_routes import wandb_router
@@ -169,6 +170,7 @@ _ROUTERS = (
     experiment_router,
     trial_list_router,
     comparison_router,
+    view_router,
     series_router,
     series_csv_router,
     trial_router,

@@ -1,11 +1,12 @@
 """What comparisons of many trials read: trials of any experiments, metric names, groups."""
 
+from itertools import chain
 from typing import Annotated
 
 import msgspec
 import numpy as np
 from fastapi import Query, Response
-from sqlalchemy import Connection, distinct, func, select
+from sqlalchemy import distinct, func, select
 
 from paceline._cluster.master.api.list_routes import list_condition
 from paceline._cluster.master.api.readers import ReadingRoute
@@ -18,10 +19,11 @@ from paceline._cluster.master.store.experiment_list import (
     encode_experiments,
     encode_trials,
     matching_ids,
+    matching_trials,
     rows_of,
 )
-from paceline._cluster.master.store.group_curves import Spread, spread_of
-from paceline._cluster.master.store.metric_series import Curve, Selection, read_curve, smooth_at
+from paceline._cluster.master.store.group_curves import CurvePart, part_of, spread_of
+from paceline._cluster.master.store.metric_series import Curve, Selection, read_curves, smooth_at
 from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
 from paceline._cluster.messages.experiment_models import (
     CountedName,
@@ -49,7 +51,14 @@ def list_all_trials(
     ] = None,
     where: Annotated[
         list[str] | None,
-        Query(max_length=100, description="Conditions on the experiment, as in its list."),
+        Query(
+            max_length=100,
+            description="Conditions as in the list of experiments, on each trial itself.",
+        ),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        Query(max_length=100, description="The experiment has all of these labels."),
     ] = None,
     state: Annotated[list[TrialState] | None, Query()] = None,
 ) -> Response:
@@ -69,11 +78,12 @@ def list_all_trials(
     with records.database.read() as connection:
         try:
             query = ExperimentQuery(
-                search=search,
-                conditions=[list_condition(text) for text in where or ()],
-                is_archived=None if is_named else False,
+                search=search, labels=label or (), is_archived=None if is_named else False
             )
             conditions.append(trials.experiment_id.in_(matching_ids(query)))
+            if where:
+                met = matching_trials([list_condition(text) for text in where])
+                conditions.append(trials.id.in_(met))
         except ValueError as error:
             raise ApiError(422, "invalid_request", str(error)) from error
         found = select(*LISTED_TRIAL_COLUMNS).where(*conditions).order_by(trials.id.desc())
@@ -109,32 +119,30 @@ def count_metric_names(request: MetricNamesRequest, master: MasterOf) -> list[Co
 @comparison_router.post("/metric-groups", response_model=GroupsReply)
 def read_metric_groups(request: GroupsRequest, master: MasterOf) -> Response:
     """Read a metric of groups of trials: the mean of each group and its spread, with extremes."""
+    trial_ids = list(dict.fromkeys(chain.from_iterable(request.groups)))
+    wanted = Selection(trial_id=0, group=request.group, key=request.name)
     with master.database.read() as connection:
-        spreads = [_read_spread(connection, group, request) for group in request.groups]
-    groups = [
-        {
-            **{
-                name: getattr(one, name).tolist()
-                for name in ("x", "means", "deviations", "lows", "highs", "counts")
-            },
-            "num_trials": one.num_curves,
+        curves = read_curves(connection, trial_ids, wanted, x=request.x)
+        parts = {
+            trial_id: _part_for(curve, request)
+            for trial_id, (curve, _) in zip(trial_ids, curves, strict=True)
         }
-        for one in spreads
-    ]
+    groups = []
+    for group in request.groups:
+        members = [parts[trial_id] for trial_id in dict.fromkeys(group)]
+        one = spread_of(members, request.max_points, request.quantile)
+        names = ("x", "means", "deviations", "lows", "highs", "counts")
+        lists = {name: getattr(one, name).tolist() for name in names}
+        groups.append({**lists, "num_trials": one.num_curves})
     return Response(msgspec.json.encode({"groups": groups}), media_type="application/json")
 
 
-def _read_spread(connection: Connection, group: list[int], request: GroupsRequest) -> Spread:
-    curves = []
-    for trial_id in dict.fromkeys(group):
-        selection = Selection(trial_id=trial_id, group=request.group, key=request.name)
-        curve, _ = read_curve(connection, selection, x=request.x)
-        if request.x == "time" and len(curve.x):
-            curve = Curve(curve.x - curve.x[0], curve.y, curve.steps)
-        smoothed = curve.y
-        if request.smoothing_steps is not None:
-            order = np.argsort(curve.steps, kind="stable")
-            whole = Curve(curve.x[order], curve.y[order], curve.steps[order])
-            smoothed = smooth_at(whole, curve.steps, request.smoothing_steps)
-        curves.append((curve, smoothed))
-    return spread_of(curves, request.max_points, request.x_min, request.x_max)
+def _part_for(curve: Curve, request: GroupsRequest) -> CurvePart:
+    if request.x == "time" and len(curve.x):
+        curve = Curve(curve.x - curve.x[0], curve.y, curve.steps)
+    smoothed = curve.y
+    if request.smoothing_steps is not None:
+        order = np.argsort(curve.steps, kind="stable")
+        whole = Curve(curve.x[order], curve.y[order], curve.steps[order])
+        smoothed = smooth_at(whole, curve.steps, request.smoothing_steps)
+    return part_of(curve, smoothed, request.max_points, request.x_min, request.x_max)

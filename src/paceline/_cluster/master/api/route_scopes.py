@@ -88,6 +88,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /trials/{trial_id}/media-steps",
         "GET /trials/{trial_id}/metrics",
         "GET /trials/{trial_id}/time",
+        "GET /views",
         "HEAD /openapi.json",
         "POST /check-config",
         "POST /logout",
@@ -99,6 +100,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
     RouteScope.SUBMIT: (
         "DELETE /checkpoints/{uuid}",
         "DELETE /experiments/{experiment_id}",
+        "DELETE /views/{view_id}",
         "PATCH /experiments/{experiment_id}",
         "POST /bulk-actions",
         "POST /experiments",
@@ -109,7 +111,9 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "POST /trials/{trial_id}/continue",
         "POST /trials/{trial_id}/kill",
         "POST /trials/{trial_id}/stop",
+        "POST /views",
         "PUT /contexts/{digest}",
+        "PUT /views/{view_id}",
     ),
     # A run is known by its id, a random text that only its directory and readers have.
     RouteScope.REPORT: (

@@ -4,9 +4,9 @@ import asyncio
 import csv
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, repeat
 from typing import Annotated, Any
 from urllib.parse import unquote
 
@@ -53,7 +53,7 @@ from paceline._cluster.master.store.metric_rows_and_times import iter_points, re
 from paceline._cluster.master.store.metric_series import (
     Selection,
     cut_curve,
-    read_curve,
+    read_curves,
     sample_curve,
     smooth_at,
     tagged,
@@ -68,7 +68,6 @@ from paceline._cluster.messages.experiment_models import (
     MetricRow,
     Page,
     RungArrival,
-    SeriesOf,
     SeriesReply,
     SeriesRequest,
     Trial,
@@ -230,7 +229,7 @@ def read_metric_series(request: SeriesRequest, master: MasterOf) -> Response:
     With `smoothing_steps` each point also has the moving average of the whole series up to it.
     """
     with master.database.read() as connection:
-        found = [_read_series(connection, one, request) for one in request.series]
+        found = _read_all_series(connection, request)
     # Straight to bytes: a model would look at each of a hundred thousand points.
     return Response(msgspec.json.encode({"series": found}), media_type="application/json")
 
@@ -249,35 +248,54 @@ def list_metric_names(
     return Page(items=items, next_cursor=more)
 
 
+def _read_all_series(connection: Connection, request: SeriesRequest) -> list[dict[str, object]]:
+    wanted = [
+        (one, Selection(trial_id=0, group=one.group, key=one.name, after_step=one.after_step))
+        for one in request.series
+    ]
+    trials: dict[Selection, dict[int, None]] = {}
+    for one, selection in wanted:
+        trials.setdefault(selection, {})[one.trial_id] = None
+    found: dict[tuple[int, Selection], dict[str, object]] = {}
+    for selection, ids in trials.items():
+        answers = _read_series(connection, list(ids), selection, request)
+        found |= {(trial_id, selection): next(answers) for trial_id in ids}
+    return [
+        {"trial_id": one.trial_id, "group": one.group, "name": one.name}
+        | found[one.trial_id, selection]
+        for one, selection in wanted
+    ]
+
+
 def _read_series(
-    connection: Connection, wanted: SeriesOf, request: SeriesRequest
-) -> dict[str, object]:
-    selection = Selection(
-        trial_id=wanted.trial_id, group=wanted.group, key=wanted.name, after_step=wanted.after_step
-    )
-    whole, last_step = read_curve(connection, selection, x=request.x)
-    curve = cut_curve(whole, request.x_min, request.x_max)
-    shown = sample_curve(curve, request.max_points)
-    smoothed = {}
-    if request.smoothing_steps is not None:
-        # Average over the whole series, even if only a part is shown: earlier points count as well.
-        series, everything = whole, replace(selection, after_step=-1)
-        if request.x != "batches" or selection != everything:
-            series, _ = read_curve(connection, everything)
-        smoothed["smoothed"] = _with_gaps(smooth_at(series, shown.steps, request.smoothing_steps))
-    return {
-        "trial_id": wanted.trial_id,
-        "group": wanted.group,
-        "name": wanted.name,
-        "x": shown.x.tolist(),
-        "y": _with_gaps(shown.y),
-        "steps": shown.steps.tolist(),
-        "num_points": len(curve.x),
-        "num_gaps": int(np.count_nonzero(~np.isfinite(curve.y))),
-        "last_step": last_step,
-        "is_sampled": len(shown.x) < len(curve.x),
-        **smoothed,
-    }
+    connection: Connection, trial_ids: list[int], selection: Selection, request: SeriesRequest
+) -> Iterator[dict[str, object]]:
+    wholes = read_curves(connection, trial_ids, selection, x=request.x)
+    # Average over the whole series, even if only a part is shown: earlier points count as well.
+    everything: Iterable[Any] = repeat(None)
+    if request.smoothing_steps is not None and (
+        request.x != "batches" or selection.after_step >= 0
+    ):
+        everything = read_curves(connection, trial_ids, replace(selection, after_step=-1))
+    for (whole, last_step), series in zip(wholes, everything, strict=False):
+        curve = cut_curve(whole, request.x_min, request.x_max)
+        shown = sample_curve(curve, request.max_points)
+        smoothed = {}
+        if request.smoothing_steps is not None:
+            means = smooth_at(
+                whole if series is None else series[0], shown.steps, request.smoothing_steps
+            )
+            smoothed["smoothed"] = _with_gaps(means)
+        yield {
+            "x": shown.x.tolist(),
+            "y": _with_gaps(shown.y),
+            "steps": shown.steps.tolist(),
+            "num_points": len(curve.x),
+            "num_gaps": int(np.count_nonzero(~np.isfinite(curve.y))),
+            "last_step": last_step,
+            "is_sampled": len(shown.x) < len(curve.x),
+            **smoothed,
+        }
 
 
 def _with_gaps(values: NDArray[np.float64]) -> list[float | None]:

@@ -447,6 +447,25 @@ def matching_ids(query: ExperimentQuery) -> Select[Any]:
     return _joined(select(_experiments.c.id), query)
 
 
+def matching_trials(conditions: Sequence[Condition]) -> Select[Any]:
+    """Return the query for the ids of all trials that meet conditions, in no order.
+
+    Columns of the best trial are the trial's own, those of its experiment stay.
+
+    Raises:
+        ValueError: A column is unknown.
+    """
+    own = {"best_metric": _best.c.best_metric, "progress": _best.c.progress}
+    joined = _best.join(_experiments, _experiments.c.id == _best.c.experiment_id)
+    held = (
+        _compares(one, own[one.column], own[one.column])
+        if one.column in own
+        else _compares(one, _shown_column(one.column), _sortable(one.column))
+        for one in conditions
+    )
+    return select(_best.c.id).select_from(joined).where(*held)
+
+
 def count_rows(connection: Connection, query: ExperimentQuery) -> int:
     """Return how many experiments a query lists."""
     if not (query.search or query.labels or query.conditions):

@@ -4,8 +4,8 @@ import heapq
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass, field, replace
+from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ColumnElement, Connection, and_, case, func, or_, select
@@ -127,14 +127,15 @@ class Selection:
         condition = and_(series.trial_id == self.trial_id, series.group == self.group)
         if self.key is not None:
             condition = and_(condition, series.key == self.key)
-        return and_(condition, self._overlap(series))
+        return and_(condition, self.overlaps(series))
 
     def chunks(self) -> ColumnElement[bool]:
         """Return the SQL condition for chunks possibly holding selected points."""
         ids = select(tables.series.c.id).where(self.series())
-        return and_(tables.chunks.c.series_id.in_(ids), self._overlap(tables.chunks.c))
+        return and_(tables.chunks.c.series_id.in_(ids), self.overlaps(tables.chunks.c))
 
-    def _overlap(self, columns: Any) -> ColumnElement[bool]:
+    def overlaps(self, columns: Any) -> ColumnElement[bool]:
+        """Return the SQL condition for a series or chunk possibly holding selected steps."""
         condition: ColumnElement[bool] = columns.last_step > self.after_step
         if self.up_to_step is not None:
             condition = and_(condition, columns.first_step <= self.up_to_step)
@@ -143,17 +144,24 @@ class Selection:
 
 def visible_series_limits(connection: Connection, trial_id: int) -> dict[int, int | None]:
     """Return the last visible step of each attempt; None where nothing is superseded."""
-    rows = connection.execute(
-        select(tables.attempts.c.number, tables.attempts.c.resumed_steps)
-        .where(tables.attempts.c.trial_id == trial_id, tables.attempts.c.started_at.is_not(None))
-        .order_by(tables.attempts.c.number.desc())
+    return _limits_of_trials(connection, [trial_id]).get(trial_id, {})
+
+
+def _limits_of_trials(
+    connection: Connection, trial_ids: Iterable[int]
+) -> dict[int, dict[int, int | None]]:
+    attempts = tables.attempts.c
+    query = (
+        select(attempts.trial_id, attempts.number, attempts.resumed_steps)
+        .where(attempts.trial_id.in_(many_ids()), attempts.started_at.is_not(None))
+        .order_by(attempts.trial_id, attempts.number.desc())
     )
-    limits: dict[int, int | None] = {}
-    limit: int | None = None
-    for number, resumed_steps in rows:
-        limits[number] = limit
+    limits: dict[int, dict[int, int | None]] = {}
+    lowest: dict[int, int] = {}
+    for trial_id, number, resumed in connection.execute(query, ids_parameter(trial_ids)).all():
+        limits.setdefault(trial_id, {})[number] = lowest.get(trial_id)
         # Each attempt hides the earlier attempts' points beyond the step it resumed from.
-        limit = resumed_steps if limit is None else min(limit, resumed_steps)
+        lowest[trial_id] = min(resumed, lowest.get(trial_id, resumed))
     return limits
 
 
@@ -301,8 +309,10 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Integers = NDArray[np.int64]
+    _Arrays = tuple[Integers, Floats, Floats]
 
 _COLUMNS = ["kind", "steps", "value_bytes"]
+_POINTS_AT_ONCE = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,27 +335,49 @@ def read_curve(
         x: "batches", "time" (seconds since the epoch), or a metric of the same group, whose value
             at the same step counts; points without one are left out.
     """
+    return next(read_curves(connection, [selection.trial_id], selection, x=x))
+
+
+def read_curves(
+    connection: Connection, trial_ids: Sequence[int], selection: Selection, *, x: str = "batches"
+) -> Iterator[tuple[Curve, int]]:
+    """Yield a metric's points and newest step of each trial, like `read_curve`.
+
+    A few queries serve all trials, and only a bounded number of points is in memory at once.
+
+    Args:
+        connection: Where to read.
+        trial_ids: Distinct trials; the curves come in their order.
+        selection: One metric, with its `key`; its own trial does not count.
+        x: As for `read_curve`.
+    """
+    has_others = x not in ("batches", "time")
+    found = _read_series_arrays(connection, trial_ids, selection, has_times=x == "time")
+    others: Iterable[_Arrays | None] = (
+        _read_series_arrays(connection, trial_ids, replace(selection, key=x, up_to_step=None))
+        if has_others
+        else repeat(None)
+    )
+    for arrays, other in zip(found, others, strict=False):
+        steps = arrays[0]
+        last_step = int(steps[-1]) if len(steps) else selection.after_step
+        yield _curve_along(arrays, other, is_by_time=x == "time"), last_step
+
+
+def _curve_along(arrays: "_Arrays", other: "_Arrays | None", *, is_by_time: bool) -> Curve:
     import numpy as np
 
-    steps, values, times = _read_series_arrays(connection, selection, has_times=x == "time")
-    last_step = int(steps[-1]) if len(steps) else selection.after_step
-    if x == "batches":
-        return Curve(steps.astype(np.float64), values, steps), last_step
-    if x == "time":
-        along = times
-    else:
-        other = Selection(
-            trial_id=selection.trial_id, group=selection.group, key=x,
-            after_step=selection.after_step,
-        )  # fmt: skip
-        other_steps, other_values, _ = _read_series_arrays(connection, other)
-        _, own, others = np.intersect1d(steps, other_steps, True, True)
-        steps, values, along = steps[own], values[own], other_values[others]
+    steps, values, along = arrays
+    if other is not None:
+        _, own, others = np.intersect1d(steps, other[0], True, True)
+        steps, values, along = steps[own], values[own], other[1][others]
+    elif not is_by_time:
+        return Curve(steps.astype(np.float64), values, steps)
     usable = np.isfinite(along)
     if not usable.all():
         steps, values, along = steps[usable], values[usable], along[usable]
     order = np.argsort(along, kind="stable")
-    return Curve(along[order], values[order], steps[order]), last_step
+    return Curve(along[order], values[order], steps[order])
 
 
 def cut_curve(curve: Curve, low: float | None, high: float | None) -> Curve:
@@ -384,51 +416,91 @@ def sample_curve(curve: Curve, max_points: int) -> Curve:
 
 
 def _read_series_arrays(
-    connection: Connection, selection: Selection, *, has_times: bool = False
-) -> "tuple[Integers, Floats, Floats]":
-    """Return steps, values and times (else no numbers) in step order, each step once."""
+    connection: Connection,
+    trial_ids: Sequence[int],
+    selection: Selection,
+    *,
+    has_times: bool = False,
+) -> "Iterator[_Arrays]":
+    """Yield steps, values and times (else no numbers) of each trial, each step once, in order."""
+    series = tables.series.c
+    query = (
+        select(series.id, series.trial_id, series.attempt, series.num_points)
+        .where(
+            series.trial_id.in_(many_ids()),
+            series.group == selection.group,
+            series.key == selection.key,
+            selection.overlaps(series),
+        )
+        .order_by(series.trial_id, series.attempt)
+    )
+    rows = connection.execute(query, ids_parameter(trial_ids)).all()
+    of_trials = {key: list(own) for key, own in groupby(rows, lambda row: row.trial_id)}
+    limits = _limits_of_trials(connection, of_trials)
+    columns = [*_COLUMNS, "times"] if has_times else _COLUMNS
+    for batch in _bounded_batches(trial_ids, of_trials):
+        ids = [row.id for trial_id in batch for row in of_trials.get(trial_id, ())]
+        pieces = _load_arrays(connection, ids, selection, columns)
+        for trial_id in batch:
+            own = [(row.attempt, pieces.pop(row.id)) for row in of_trials.get(trial_id, ())]
+            yield _join_arrays(own, limits.get(trial_id, {}), selection.after_step)
+
+
+def _bounded_batches(
+    trial_ids: Sequence[int], of_trials: Mapping[int, list[Any]]
+) -> Iterator[list[int]]:
+    batch: list[int] = []
+    num_points = 0
+    for trial_id in trial_ids:
+        batch.append(trial_id)
+        num_points += sum(row.num_points for row in of_trials.get(trial_id, ()))
+        if num_points >= _POINTS_AT_ONCE:
+            yield batch
+            batch, num_points = [], 0
+    if batch:
+        yield batch
+
+
+def _load_arrays(
+    connection: Connection, ids: list[int], selection: Selection, columns: list[str]
+) -> "dict[int, list[_Arrays]]":
+    """Return the chunks and then the tail of each series, decoded."""
+    pieces: dict[int, list[_Arrays]] = {}
+    for table, key in ((tables.chunks, "series_id"), (tables.series, "id")):
+        query = select(table.c.id, table.c[key], *[table.c[name] for name in columns]).where(
+            table.c[key].in_(many_ids()), selection.overlaps(table.c)
+        )
+        # SQLite would copy the points to sort them.
+        rows = sorted(connection.execute(query, ids_parameter(ids)).all(), key=lambda row: row[0])
+        for _, series_id, *encoded in rows:
+            pieces.setdefault(series_id, []).append(_decode_series(*encoded))
+    return pieces
+
+
+def _join_arrays(
+    parts: "list[tuple[int, list[_Arrays]]]", limits: Mapping[int, int | None], after_step: int
+) -> "_Arrays":
     import numpy as np
 
-    limits = visible_series_limits(connection, selection.trial_id)
-    columns = [*_COLUMNS, "times"] if has_times else _COLUMNS
-    series = tables.series.c
-    query = select(series.id, series.attempt, series.num_points, *[series[c] for c in columns])
-    parts = []
-    for row in connection.execute(query.where(selection.series()).order_by(series.attempt)).all():
-        tail = [row._mapping[name] for name in columns]
-        own = [_decode_series(*tail)]
-        # More points than the tail holds: the others lie in chunks.
-        if row.num_points * POINT_BYTES > len(row.steps):
-            own = [*_series_chunks(connection, selection, row.id, columns), *own]
-        steps, values, times = (np.concatenate(column) for column in zip(*own, strict=True))
-        limit = limits.get(row.attempt)
-        wanted = steps > selection.after_step
+    visible = []
+    for attempt, pieces in parts:
+        steps, values, times = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        limit = limits.get(attempt)
+        wanted = steps > after_step
         if limit is not None:
             wanted &= steps <= limit
-        parts.append((steps[wanted], values[wanted], times[wanted] if has_times else times))
-    if not parts:
+        visible.append((steps[wanted], values[wanted], times[wanted] if len(times) else times))
+    if not visible:
         return np.empty(0, np.int64), np.empty(0), np.empty(0)
-    steps, values, times = (np.concatenate(column) for column in zip(*parts, strict=True))
+    steps, values, times = (np.concatenate(column) for column in zip(*visible, strict=True))
     if not (steps[1:] > steps[:-1]).all():
         # Duplicates at the same step: the first report of the earliest attempt counts.
         steps, index = np.unique(steps, return_index=True)
-        values, times = values[index], times[index] if has_times else times
+        values, times = values[index], times[index] if len(times) else times
     return steps, values, times
 
 
-def _series_chunks(
-    connection: Connection, selection: Selection, series_id: int, columns: list[str]
-) -> "list[tuple[Integers, Floats, Floats]]":
-    chunks = tables.chunks.c
-    query = select(*[chunks[c] for c in columns]).where(
-        chunks.series_id == series_id, chunks.last_step > selection.after_step
-    )
-    return [_decode_series(*row) for row in connection.execute(query.order_by(chunks.id)).all()]
-
-
-def _decode_series(
-    kind: str, steps: bytes, value_bytes: bytes, times: bytes = b""
-) -> "tuple[Integers, Floats, Floats]":
+def _decode_series(kind: str, steps: bytes, value_bytes: bytes, times: bytes = b"") -> "_Arrays":
     import numpy as np
 
     if kind == FLOATS:

@@ -41,7 +41,7 @@ LASTING = {
     "tokens": ("revoked_at",),
 }  # fmt: skip
 # Recorded whole, with users and tokens: they are few, and their rows are deleted.
-OF_CLUSTER = ("nodes", "pools", "drained_slots")
+OF_CLUSTER = ("nodes", "pools", "drained_slots", "views")
 # Recorded when their attempt ends.
 OF_ATTEMPTS = ("time_marks", "journal_marks", "series", "chunks", "media", "run_files")
 # All tables of which rows are recorded; an environment with the first attempt that ends in it.

@@ -218,8 +218,23 @@ documents = Table(
     sqlite_with_rowid=False,
 )
 
+# Saved views of comparisons: `search` is what their address has after the `?`. All users share the
+# views without an owner.
+views = Table(
+    "views",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("owner", String),
+    Column("name", String, nullable=False),
+    Column("search", Text, nullable=False),
+    Column("is_default", Boolean, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("changed_at", Float, nullable=False),
+    # Ids stand in links.
+    sqlite_autoincrement=True,
+)
 
-SCHEMA_VERSION = 15
+SCHEMA_VERSION = 16
 FIRST_SCHEMA_VERSION = 13
 """Schema version of the first release: no later one takes an older database."""
 
@@ -549,4 +564,5 @@ __all__ = [
     "trials",
     "unrecorded",
     "users",
+    "views",
 ]

@@ -82,9 +82,24 @@ def _add_backfill_and_waiting_trials(operations: Operations) -> None:
         operations.add_column(table, Column(name, Boolean, nullable=False, server_default=false()))
 
 
+def _add_views(operations: Operations) -> None:
+    operations.create_table(
+        "views",
+        Column("id", Integer, primary_key=True, autoincrement=True),
+        Column("owner", String),
+        Column("name", String, nullable=False),
+        Column("search", Text, nullable=False),
+        Column("is_default", Boolean, nullable=False),
+        Column("version", Integer, nullable=False),
+        Column("changed_at", Float, nullable=False),
+        sqlite_autoincrement=True,
+    )
+
+
 STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_files_media_and_documents,
     _add_backfill_and_waiting_trials,
+    _add_views,
 )
 
 

@@ -1,0 +1,217 @@
+"""Compare: several metrics in a panel, own axes, filters, saved views, curves in lists."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline._cluster.messages.master_models import View
+
+expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
+
+SWEEP = """
+import paceline
+
+with paceline.core.init() as context:
+    hparams = paceline.get_cluster_info().trial.hparams
+    for step in range(1, 6):
+        loss = hparams["lr"] / step + hparams["seed"] / 100
+        metrics = {"test_loss": loss, "accuracy": 1 - loss, "epoch": step / 2}
+        context.train.report_validation_metrics(step, metrics)
+"""
+
+
+@pytest.fixture(scope="module")
+def sweep(master: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return an ended experiment of six trials."""
+    code = tmp_path_factory.mktemp("sweep")
+    (code / "train.py").write_text(SWEEP)
+    hparams = {
+        name: {"type": "categorical", "vals": values}
+        for name, values in (("lr", [0.1, 0.2]), ("seed", [0, 1, 2]))
+    }
+    searcher = {"name": "grid", "metric": "test_loss"}
+    experiment = master.create(
+        code, name="swept", hyperparameters=hparams, searcher=searcher, labels=["tuned"]
+    )
+    assert experiment.wait(0.1).value == "COMPLETED"
+    return experiment
+
+
+def views_of(master: Any) -> list[View]:
+    found: list[View] = master.client._session.get("views", list[View])
+    return found
+
+
+@pytest.fixture
+def clean_views(master: Any) -> Iterator[None]:
+    """Leave no view: a default one would be opened by other tests."""
+    yield
+    for view in views_of(master):
+        query = {"version": view.version}
+        master.client._session.send("DELETE", f"views/{view.id}", params=query)
+
+
+def test_a_panel_has_several_metrics_and_an_x_axis_of_its_own(
+    master: Any, sweep: Any, open_page: Any
+) -> None:
+    page = open_page(master, f"/compare?experiments=[{sweep.id}]")
+    expect(page.get_by_role("img", name="accuracy: 6 lines")).to_be_visible()
+    page.get_by_role("button", name="Metrics and x axis of accuracy").click()
+    dialog = page.get_by_role("dialog", name="Panel accuracy")
+    dialog.get_by_role("combobox", name="Further metrics").click()
+    page.get_by_role("option", name="test_loss").click()
+    dialog.get_by_role("combobox", name="X axis").click()
+    page.get_by_role("option", name="epoch").click()
+    dialog.get_by_role("button", name="Done").click()
+    expect(dialog).to_have_count(0)
+    chart = page.get_by_role("img", name="accuracy, test_loss: 12 lines")
+    expect(chart).to_be_visible()
+    # What the cursor tells is along the panel's own axis.
+    chart.hover()
+    own = page.get_by_role("region", name="accuracy, test_loss")
+    expect(own.get_by_text("epoch", exact=False).first).to_be_visible()
+    page.mouse.move(5, 5)
+    # A zoom along it leaves the other panels as they are.
+    box = chart.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 60, steps=5)
+    page.mouse.up()
+    expect(page.get_by_role("button", name="Show all")).to_have_count(0)
+    page.reload()
+    expect(page.get_by_role("img", name="accuracy, test_loss: 12 lines")).to_be_visible()
+    page.get_by_role("combobox", name="Group by").click()
+    page.get_by_role("option", name="Everything but the seed").click()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("img", name="accuracy, test_loss: 4 lines")).to_be_visible()
+    page.get_by_role("combobox", name="Spread").click()
+    page.get_by_role("option", name="25 to 75 %").click()
+    expect(page.get_by_role("img", name="accuracy, test_loss: 4 lines")).to_be_visible()
+    alone = page.get_by_role("region", name="test_loss", exact=True)
+    alone.get_by_role("img", name="test_loss: 2 lines").hover(position={"x": 270, "y": 100})
+    # Quartiles of lr 0.2 at batch 5 among 0.04, 0.05 and 0.06.
+    expect(alone.get_by_text("0.045 to 0.055, 3 runs")).to_be_visible()
+
+
+def test_the_panel_search_takes_regular_expressions(
+    master: Any, sweep: Any, open_page: Any
+) -> None:
+    page = open_page(master, f"/compare?experiments=[{sweep.id}]")
+    expect(page.get_by_text("2 charts", exact=True)).to_be_visible()
+    page.get_by_role("switch", name="Regular expression").click()
+    search = page.get_by_role("textbox", name="Filter the metrics")
+    search.fill("^(test_)?loss$")
+    expect(page.get_by_text("1 of 2 charts", exact=True)).to_be_visible()
+    search.fill("loss(")
+    expect(page.get_by_text("Invalid regular expression")).to_be_visible()
+    # Nothing is hidden by what cannot be read.
+    expect(page.get_by_text("2 charts", exact=True)).to_be_visible()
+
+
+def test_runs_are_chosen_by_state_label_hyperparameter_and_metric(
+    master: Any, sweep: Any, open_page: Any
+) -> None:
+    page = open_page(master, f"/compare?experiments=[{sweep.id}]")
+    expect(page.get_by_text("6 of 6 runs shown")).to_be_visible()
+    page.get_by_role("button", name="Filter", exact=True).click()
+    page.get_by_role("combobox", name="Column", exact=True).fill("seed")
+    page.get_by_role("option", name="seed", exact=True).click()
+    page.get_by_role("combobox", name="Comparison").click()
+    page.get_by_role("option", name="=", exact=True).click()
+    page.get_by_role("textbox", name="Value").fill("2")
+    page.get_by_role("button", name="Add the filter").click()
+    # Each run by its own value, not all of an experiment that has one.
+    expect(page.get_by_text("2 of 2 runs shown")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.get_by_role("combobox", name="State of the runs").click()
+    page.get_by_role("option", name="Error", exact=True).click()
+    expect(page.get_by_text("No run is found.")).to_be_visible()
+    page.get_by_role("combobox", name="State of the runs").click()
+    page.get_by_role("option", name="Completed", exact=True).click()
+    expect(page.get_by_text("2 of 2 runs shown")).to_be_visible()
+    labels = page.get_by_role("combobox", name="Labels of the runs")
+    labels.fill("tuned")
+    labels.press("Enter")
+    expect(page.get_by_text("2 of 2 runs shown")).to_be_visible()
+    page.reload()
+    expect(page.get_by_text("2 of 2 runs shown")).to_be_visible()
+    page.get_by_role("button", name="Remove the filter seed = 2", exact=True).click()
+    expect(page.get_by_text("6 of 6 runs shown")).to_be_visible()
+
+
+@pytest.mark.usefixtures("clean_views")
+def test_a_view_is_saved_opened_by_default_and_not_overwritten_unasked(
+    master: Any, sweep: Any, open_page: Any
+) -> None:
+    mine = open_page(master, f"/compare?experiments=[{sweep.id}]&x=time")
+    mine.get_by_role("button", name="Views").click()
+    mine.get_by_role("menuitem", name="Save as a new view").click()
+    dialog = mine.get_by_role("dialog", name="Save as a new view")
+    dialog.get_by_role("textbox", name="Name").fill("over time")
+    dialog.get_by_role("switch", name="Compare opens this view by default").click()
+    dialog.get_by_role("button", name="Save the view").click()
+    expect(mine.get_by_role("button", name="over time", exact=True)).to_be_visible()
+
+    theirs = open_page(master, "/compare")
+    expect(theirs.get_by_role("button", name="over time", exact=True)).to_be_visible()
+    expect(theirs.get_by_text("6 of 6 runs shown")).to_be_visible()
+    expect(theirs.get_by_role("combobox", name="X axis")).to_have_value("Time")
+    theirs.get_by_role("switch", name="Log scale").click()
+    theirs.get_by_role("button", name="Save", exact=True).click()
+    expect(theirs.get_by_role("button", name="over time", exact=True)).to_be_visible()
+
+    mine.get_by_role("switch", name="Clip outliers").click()
+    expect(mine.get_by_role("button", name="over time (changed)")).to_be_visible()
+    mine.get_by_role("button", name="Save", exact=True).click()
+    conflict = mine.get_by_role("dialog", name="This view was changed elsewhere")
+    conflict.get_by_role("button", name="Save mine under another name").click()
+    dialog = mine.get_by_role("dialog", name="Save as a new view")
+    dialog.get_by_role("textbox", name="Name").fill("over time")
+    dialog.get_by_role("button", name="Save the view").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("The name of a view must be new")
+    dialog.get_by_role("textbox", name="Name").fill("clipped")
+    dialog.get_by_role("button", name="Save the view").click()
+    expect(mine.get_by_role("button", name="clipped", exact=True)).to_be_visible()
+
+    views = {one.name: one for one in views_of(master)}
+    assert sorted(views) == ["clipped", "over time"]
+    assert "log=true" in views["over time"].search
+    assert "clip=true" in views["clipped"].search
+    # A link to a view is short.
+    mine.goto(f"/compare?saved={views['over time'].id}")
+    expect(mine.get_by_role("switch", name="Log scale")).to_be_checked()
+    mine.get_by_role("button", name="over time", exact=True).click()
+    mine.get_by_role("menuitem", name="Delete this view").click()
+    mine.get_by_role("button", name="Delete it").click()
+    expect(mine.get_by_role("button", name="Views", exact=True)).to_be_visible()
+    theirs.reload()
+    expect(theirs.get_by_text("This view is deleted")).to_be_visible()
+
+
+def test_a_view_says_which_of_its_runs_are_deleted(master: Any, sweep: Any, open_page: Any) -> None:
+    trial = sweep.trials()[0].id
+    page = open_page(
+        master, f"/compare?experiments=[{sweep.id},999998]&top=[%22{trial}%22,%22999999%22]"
+    )
+    alert = page.get_by_role("alert")
+    expect(alert).to_contain_text("There is no trial 999999. There is no experiment 999998.")
+    expect(page.get_by_text("6 of 6 runs shown")).to_be_visible()
+
+
+def test_lists_draw_the_curve_of_the_searched_metric_in_joined_requests(
+    master: Any, sweep: Any, open_page: Any
+) -> None:
+    page = open_page(master, "/")
+    asked: list[Any] = []
+    page.on(
+        "request",
+        lambda one: asked.append(one.post_data_json) if "/metric-series" in one.url else None,
+    )
+    page.goto(f"/experiments/{sweep.id}/trials")
+    expect(page.get_by_role("img", name="test_loss from")).to_have_count(6)
+    # All rows are drawn at a time, so one request has what they need.
+    assert sum(len(one["series"]) for one in asked) == 6
+    assert len(asked) < 6
+    page.goto("/experiments?q=swept")
+    expect(page.get_by_role("img", name="test_loss from 0.1 to 0.02")).to_be_visible()

@@ -1,0 +1,61 @@
+/** Dialog of a panel: further metrics in it, and its own x axis. */
+
+import { Button, Group, Modal, MultiSelect, Select, Stack } from "@mantine/core";
+
+import { CHOICES_SHOWN, manyChoices, useSearchChange } from "../../charts/ChartControls";
+import type { Panel } from "../../lib/panels";
+import type { PanelChange } from "../../lib/search";
+
+interface PanelDialogProps {
+  panel: Panel;
+  known: readonly Panel[];
+  xNames: readonly string[];
+  changes: Readonly<Record<string, PanelChange>>;
+  onClose: () => void;
+}
+
+export function PanelDialog({ panel, known, xNames, changes, onClose }: PanelDialogProps) {
+  const change = useSearchChange();
+  const { [panel.id]: own = {}, ...others } = changes;
+  const tell = (next: PanelChange) => {
+    const isSame = next.add === undefined && next.x === undefined;
+    const panels = isSame ? others : { ...others, [panel.id]: next };
+    change({ panels: Object.keys(panels).length > 0 ? panels : undefined });
+  };
+  const xData = [
+    { value: "", label: "As on the page" },
+    { value: "batches", label: "Batches" },
+    { value: "time", label: "Time" },
+    ...xNames.map((name) => ({ value: name, label: name })),
+  ];
+  return (
+    <Modal opened onClose={onClose} title={`Panel ${panel.metrics[0]?.title}`} centered>
+      <Stack>
+        <MultiSelect
+          label="Further metrics"
+          data={known
+            .filter(({ id }) => id !== panel.id)
+            .map(({ id, title }) => ({ value: id, label: title }))}
+          searchable
+          limit={CHOICES_SHOWN}
+          value={panel.metrics.slice(1).map(({ id }) => id)}
+          onChange={(add) => tell({ ...own, add: add.length > 0 ? add : undefined })}
+          nothingFoundMessage="No such metric"
+        />
+        <Select
+          label="X axis"
+          data={xData}
+          {...manyChoices(xData.length)}
+          value={own.x ?? ""}
+          allowDeselect={false}
+          onChange={(x) => tell({ ...own, x: x || undefined })}
+        />
+        <Group justify="flex-end">
+          <Button onClick={onClose} data-autofocus>
+            Done
+          </Button>
+        </Group>
+      </Stack>
+    </Modal>
+  );
+}

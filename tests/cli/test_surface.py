@@ -56,6 +56,7 @@ COMMANDS = {
     "notify": ["list", "test"],
     "pool": ["list", "reset", "set"],
     "preview-search": [],
+    "project": ["create", "list", "members"],
     "restore": [],
     "run": [],
     "runner": ["drain", "forget", "list", "resume"],
@@ -69,7 +70,7 @@ COMMANDS = {
         *("metrics", "stop", "time"),
     ],
     "up": [],
-    "user": ["set-password"],
+    "user": ["add", "list", "remove", "role", "set-password"],
     "verify-resume": [],
     "version": [],
 }

@@ -46,3 +46,5 @@ export type Loss = Schemas["Loss"];
 export type QueueEntry = Schemas["QueueEntry"];
 export type ClusterNode = Schemas["Node"];
 export type Pool = Schemas["Pool"];
+export type User = Schemas["User"];
+export type Role = Schemas["Role"];

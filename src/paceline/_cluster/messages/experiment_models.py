@@ -283,7 +283,8 @@ class Source(Request):
 class CreateExperiment(Request):
     """Request for a new experiment; `context_digest` names a previously uploaded context.
 
-    `source` is where the context was taken from.
+    `source` is where the context was taken from. `project` None takes `Default`, or else the first
+    project in which the sender is an editor.
     """
 
     config: dict[str, Any]
@@ -291,6 +292,7 @@ class CreateExperiment(Request):
     context_digest: str | None = None
     activate: bool = True
     source: Source | None = None
+    project: str | None = Field(default=None, max_length=64)
 
 
 class ContinueTrial(Request):
@@ -347,6 +349,8 @@ class Experiment(Message):
     num_records_lost: int = 0
     notes: str = ""
     notes_version: str = ""
+    owner: str = "admin"
+    project: str = "Default"
     values: dict[str, Any] = {}
 
     @computed_field  # type: ignore[prop-decorator] # mypy takes no decorator above a property
@@ -360,7 +364,7 @@ class EditExperiment(Request):
     """Changes to an experiment; omitted and null fields stay unchanged.
 
     `max_slots` 0 removes the limit. With the `notes_version` that an edit of the notes began from,
-    the change is refused if someone else has changed them since.
+    the change is refused if someone else has changed them since. `project` moves the experiment.
     """
 
     name: str | None = Field(default=None, min_length=1, max_length=1000)
@@ -371,6 +375,7 @@ class EditExperiment(Request):
     priority: int | None = Field(default=None, ge=1, le=99)
     weight: float | None = Field(default=None, gt=0, le=1_000_000)
     max_slots: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    project: str | None = Field(default=None, max_length=64)
 
 
 class ForkExperiment(Request):

@@ -1,5 +1,6 @@
 """Each route for each role: who sees, who changes, and for whom an object is not there."""
 
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ SEE, CHANGE, MANAGE = ROLES[:4], ROLES[:3], ROLES[:2]
 QUERIES = {
     "GET /checkpoints": f"prefix={UUID}",
     "GET /metric-series.csv": "series=1/training/loss",
-    "GET /queue": "trial_id=2",
+    "GET /queue": "trial_id=3",
     "GET /runs": f"link=experiments/1/runs/{RUN}",
     "GET /trials": "trial=1&experiment=1",
     "GET /trials/{trial_id}/media": "name=picture",
@@ -29,7 +30,7 @@ QUERIES = {
 BODIES: dict[str, Any] = {
     "PATCH /experiments/{experiment_id}": {"description": "changed"},
     "PATCH /users/{name}": {"is_admin": False},
-    "POST /bulk-actions": {"action": "pause", "experiment_ids": [1]},
+    "POST /bulk-actions": {"action": "unarchive", "experiment_ids": [1]},
     "POST /check-config": {"text": "a: 1"},
     "POST /login": {"user": "nobody", "password": "wrong"},
     "POST /login-token": {"user": "nobody", "password": "wrong", "name": "n"},
@@ -120,6 +121,7 @@ def lab(serve_master: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFa
 
 def fill(served: Any) -> None:
     post = served.http.post
+    assert post("/tokens", json={"name": "first", "scope": "read"}).json()["id"] == 1
     assert post("/projects", json={"name": "lab"}).status_code == 201
     for role in ROLES[1:]:
         # Strangers are editors elsewhere.
@@ -166,7 +168,7 @@ def fill(served: Any) -> None:
         media = {"group": "training", "name": "picture", "kind": "image", "attempt": 1}
         transaction.connection.execute(
             insert(tables.media).values(
-                trial_id=1, experiment_id=1, steps_completed=1, time=1.0, files=["f"], **media
+                trial_id=1, experiment_id=1, steps_completed=1, time=1.0, files=[], **media
             )
         )
 
@@ -178,7 +180,7 @@ def run_body() -> dict[str, Any]:
     info = {
         "run_id": RUN, "name": SECRET, "created": 1.0, "checkpoint_storage": "",
     }  # fmt: skip
-    return {"info": info, "directory": "", "batches": []}
+    return {"info": info, "path": ""}
 
 
 def sent(lab: Any, role: str, route: str, **more: Any) -> httpx2.Response:

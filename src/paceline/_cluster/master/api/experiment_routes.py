@@ -53,7 +53,7 @@ from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.experiment_list import Order
 from paceline._cluster.master.store.reach import (
     NotAllowedError,
-    check_seen,
+    check_object,
     creating_in,
     current_reach,
     note_object,
@@ -350,7 +350,7 @@ async def _act_on_experiment(
     job = action_of(master, action)
 
     def checked_job(transaction: Transaction) -> None:
-        check_seen(transaction.connection, experiment_id)
+        check_object(transaction.connection, "experiment_id", experiment_id, changes=True)
         job(transaction, experiment_id)
 
     await write_rows(master, checked_job)
@@ -359,7 +359,7 @@ async def _act_on_experiment(
 
 async def _delete_experiment(master: Master, experiment_id: int) -> list[str]:
     def job(transaction: Transaction) -> Leftovers:
-        check_seen(transaction.connection, experiment_id)
+        check_object(transaction.connection, "experiment_id", experiment_id, changes=True)
         return delete_experiment(transaction, master.changes, experiment_id)
 
     leftovers = await write_rows(master, job)

@@ -32,7 +32,7 @@ from paceline._cluster.master.scheduling.schedule import decide
 from paceline._cluster.master.starters.pool_runners import PoolRunners
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.reach import check_seen, note_object
+from paceline._cluster.master.store.reach import check_object, note_object
 from paceline._cluster.messages.master_models import (
     DrainNode,
     MoveExperiment,
@@ -231,8 +231,9 @@ async def move_in_queue(request: MoveExperiment, master: MasterOf) -> None:
         )
 
     def job(transaction: Transaction) -> None:
-        named = (request.experiment_id, request.ahead_of, request.behind)
-        check_seen(transaction.connection, *named)
+        for one in (request.ahead_of, request.behind):
+            check_object(transaction.connection, "experiment_id", one)
+        check_object(transaction.connection, "experiment_id", request.experiment_id, changes=True)
         note_object(f"experiment {request.experiment_id}")
         move_experiment(
             transaction,

@@ -21,7 +21,7 @@ from paceline._cluster.master.home_directory import SecretStore, text_to_store
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.reach import check_object_seen, note_object
+from paceline._cluster.master.store.reach import check_object, note_object
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 from paceline.config._environment_and_secrets import reveal_secrets, without_secrets
@@ -437,7 +437,7 @@ class Commands:
         trial_id: int | None = searcher.get("source_trial_id")
         uuid = searcher.get("source_checkpoint_uuid")
         for kind, key in (("trial_id", trial_id), ("uuid", uuid)):
-            check_object_seen(connection, kind, key)
+            check_object(connection, kind, key)
         if trial_id is not None:
             searcher["source_checkpoint_uuid"] = self._latest_of(connection, trial_id)
             searcher["source_trial_id"] = None

@@ -26,7 +26,7 @@ from paceline._cluster.master.experiments.unmanaged_runs import (
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.reach import sees_document
+from paceline._cluster.master.store.reach import NotAllowedError, sees_document
 from paceline._cluster.messages.runner_messages import RunBatch
 from paceline._cluster.messages.states import AttemptState
 
@@ -311,7 +311,10 @@ def change_document(
     if after is None:
         connection.execute(delete(documents).where(*place))
     elif before is None:
-        if connection.execute(select(documents.c.name).where(*place)).first() is not None:
+        hidden = connection.execute(select(documents.c.experiment_id).where(*place)).first()
+        if hidden is not None and hidden.experiment_id is not None:
+            raise NotAllowedError("such object", is_hidden=True)
+        if hidden is not None:
             raise RefusedError(
                 "name_taken",
                 f"The name {name!r} must not be in use in another project, but is. Hint: choose"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import StatementError
 
 DEFAULT_PROJECT = 1
 """Id of the project `Default`."""
@@ -186,40 +186,36 @@ def changing_only(connection: Connection, reach: Reach | None) -> Iterator[None]
             names.append(name)
     try:
         yield
-    except IntegrityError as error:
+    except StatementError as error:
+        if isinstance(error.orig, NotAllowedError):
+            raise error.orig from None  # by the default of a column
         text = str(error.orig)
-        if text in (_HIDDEN, _FIXED):
-            is_hidden = text == _HIDDEN
-            raise NotAllowedError("such object" if is_hidden else "the object",
-                                  is_hidden=is_hidden) from None  # fmt: skip
-        raise
+        if text not in (_HIDDEN, _FIXED):
+            raise
+        what = "such object" if text == _HIDDEN else "the object"
+        raise NotAllowedError(what, is_hidden=text == _HIDDEN) from None
     # A failed job takes its savepoint back, and the triggers with it.
     for name in names:
         connection.exec_driver_sql(f"DROP TRIGGER temp.{name}")
 
 
-def check_seen(connection: Connection, *experiment_ids: int | None) -> None:
-    """Check that the sender sees experiments which a write job reads, of those that are given.
+def check_object(connection: Connection, kind: str, key: Any, *, changes: bool = False) -> None:
+    """Check that the sender sees, or may change, an object that a body names, if it does.
 
     Raises:
-        NotAllowedError: The sender does not.
-    """
-    for experiment_id in experiment_ids:
-        check_object_seen(connection, "experiment_id", experiment_id)
-
-
-def check_object_seen(connection: Connection, kind: str, key: Any) -> None:
-    """Check that the sender sees an object that a request names in its body, if it does.
-
-    Raises:
-        NotAllowedError: The sender does not.
+        NotAllowedError: The sender does not, or may not.
     """
     reach = current_reach()
     if reach is None or reach.sees is None or key is None:
         return
     project = project_of(connection, kind, key)
-    if project is not None and project not in reach.sees:
-        raise NotAllowedError(f"{KINDS[kind]} {key}", is_hidden=True)
+    if project is None:
+        return
+    what = f"{KINDS[kind]} {key}"
+    if project not in reach.sees:
+        raise NotAllowedError(what, is_hidden=True)
+    if changes and project not in (reach.changes or ()):
+        raise NotAllowedError(f"the {what}", is_hidden=False)
 
 
 def sees_document(connection: Connection, experiment_id: int | None, project: int) -> bool:

@@ -15,6 +15,7 @@ from paceline.cli._backup_and_home_commands import backup
 from paceline.cli._options_and_errors import CommandError
 
 COMMANDS = {
+    "audit": [],
     "backup": [],
     "checkpoint": ["delete", "describe", "download", "export", "list"],
     "doctor": [],

@@ -10,8 +10,10 @@ import httpx2
 import pytest
 from sqlalchemy import select
 
+from paceline._cluster.master.api.list_routes import list_experiments
+from paceline._cluster.master.api.readers import _answer, _Records
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.store.database import Database, DatabaseReader
 from paceline._cluster.master.store.reach import Reach, acting
 from paceline._cluster.master.upkeep.home_backup import Backup
 from paceline._cluster.master.upkeep.home_restore import restore
@@ -227,6 +229,18 @@ def test_a_restricted_read_leaves_no_trace_for_others(master: Any) -> None:
                 assert len(connection.execute(count).all()) == 1
     with master.core.database.read() as connection:
         assert len(connection.execute(count).all()) == 1
+
+
+def test_the_second_process_reads_within_the_reach(master: Any) -> None:
+    master.create()
+    records = _Records(DatabaseReader(master.core.database.path))
+    try:
+        for sees, total in ((frozenset(), 0), (frozenset({1}), 1), (None, 1)):
+            answer = _answer(records, list_experiments, {}, Reach("x", sees, sees))
+            assert answer is not None
+            assert json.loads(answer.body)["total"] == total
+    finally:
+        records.database.close()
 
 
 def test_an_older_home_belongs_to_the_first_administrator(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ class Guard:
         """Have a request answered within the reach of its sender, and note what changes."""
         identity: AccessIdentity | None = scope["paceline.identity"]
         reach = None if identity is None else identity.reach
-        if identity is None or not self._scopes.access(scope["method"], scope["path"]).is_audited:
+        if identity is None or not scope["paceline.access"].is_audited:
             with acting(reach):
                 await self._app(scope, receive, send)
             return
@@ -221,6 +221,7 @@ class Guard:
         identity = found if isinstance(found, AccessIdentity) else None
         scope["paceline.identity"] = identity
         access = self._scopes.access(scope["method"], scope["path"])
+        scope["paceline.access"] = access
         is_admitted = identity is not None and scope["paceline.connection"].admit()
         if access.scope is RouteScope.PUBLIC:
             return None

@@ -274,7 +274,7 @@ def test_a_backup_keeps_users_projects_and_roles(master: Any, add: Any, tmp_path
     database = Database(restored / "master.sqlite")
     try:
         users = Users(database, lambda: None)
-        [admin, ada] = users.all()
+        [ada, _] = users.all()
         assert (ada.name, ada.is_active, ada.has_password) == ("ada", True, False)
         assert json.loads(users.members("Default")[0].model_dump_json()) == {
             "user": "ada", "role": "viewer",

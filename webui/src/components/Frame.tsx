@@ -14,7 +14,7 @@ import {
   IconSun,
   IconUsers,
 } from "@tabler/icons-react";
-import { useMutation, useQuery } from "@tanstack/react-query";
+import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { Link, Outlet, useRouterState } from "@tanstack/react-router";
 
 import { masterQuery, sessionQuery } from "../api/queries";
@@ -198,7 +198,15 @@ function ThemeMenu() {
 }
 
 function SignOut() {
-  const leave = useMutation({ mutationFn: signOut, onSuccess: noteSignOut });
+  const client = useQueryClient();
+  const leave = useMutation({
+    mutationFn: signOut,
+    onSuccess: () => {
+      noteSignOut();
+      // The next user may not see it.
+      client.clear();
+    },
+  });
   return (
     <Tooltip label="Sign out">
       <ActionIcon

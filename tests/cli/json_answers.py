@@ -21,15 +21,19 @@ from paceline._cluster.messages.experiment_models import (
     TrialTime,
 )
 from paceline._cluster.messages.master_models import (
+    AuditEntry,
     CreatedToken,
     MasterStatus,
+    Member,
     Node,
     NotifyChannel,
     NotifyTest,
     Pool,
+    Project,
     QueueEntry,
     Slot,
     Token,
+    User,
 )
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "cli.schema.json"
@@ -39,6 +43,12 @@ class ExperimentResult(Experiment):
     """An experiment and its best trial."""
 
     best_trial: Trial | None
+
+
+class AddedUser(User):
+    """A new user, and a link to sign in."""
+
+    sign_in_url: str
 
 
 class Status(MasterStatus):
@@ -115,7 +125,17 @@ COMMANDS: dict[str, Any] = {
         damaged=list[str], num_lost_checkpoints=int, **ACCESS,
     )
     | record("RestoredCopy", backup=str, home=str, set_aside=str, **ACCESS),
-    "login": record("SignIn", sign_in_url=str, has_web_ui=bool),
+    "login": record("SignIn", sign_in_url=str, has_web_ui=bool) | CreatedToken,
+    "audit": list[AuditEntry],
+    "project create": Project,
+    "project list": list[Project],
+    "project members": list[Member],
+    "user add": AddedUser,
+    "user list": list[User],
+    "user remove": record("RemovedUser", user=str),
+    "user role": record(
+        "UserRole", user=str, project=str, role=str | None, is_admin=bool | None
+    ),
     "sync": list[SYNCED],
     "import": record(
         "Import", kind=str, into=str, runs=list[IMPORTED], problems=list[str]
@@ -204,7 +224,7 @@ COMMANDS: dict[str, Any] = {
     "token list": list[Token],
     "token revoke": Token,
     "token renew-home": record("RenewedHome", home=str),
-    "user set-password": record("User", user=str),
+    "user set-password": record("SetPassword", user=str),
     "examples list": list[record("Example", name=str)],  # type: ignore[misc]
     "examples copy": record("CopiedExample", name=str, path=str),
     "home check": HOME_CHECK,

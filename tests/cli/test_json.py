@@ -150,6 +150,14 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("token revoke", "ci")["name"] == "ci"
     run("token renew-home")
     assert run("user set-password", "--password", "long enough")["user"] == "admin"
+    assert run("user add", "ada", "--role", "none")["sign_in_url"].startswith("http")
+    assert run("project create", "vision")["role"] == "admin"
+    assert run("user role", "ada", "viewer", "--project", "vision")["role"] == "viewer"
+    assert run("project members", "vision") == [{"user": "ada", "role": "viewer"}]
+    assert [one["name"] for one in run("project list")] == ["Default", "vision"]
+    assert run("user remove", "ada")["user"] == "ada"
+    assert [one["is_active"] for one in run("user list")] == [False, True]
+    assert run("audit")[0]["action"] == "DELETE /users/ada"
     assert run("login")["sign_in_url"].startswith("http")
     assert run("status")["num_slots"] == 2
     assert not run("up", "--detach")["is_new"]

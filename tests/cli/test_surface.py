@@ -15,6 +15,7 @@ from paceline.cli._backup_and_home_commands import backup
 from paceline.cli._options_and_errors import CommandError
 
 COMMANDS = {
+    "audit": [],
     "backup": [],
     "checkpoint": ["delete", "describe", "download", "export", "list"],
     "doctor": [],
@@ -56,6 +57,7 @@ COMMANDS = {
     "notify": ["list", "test"],
     "pool": ["list", "reset", "set"],
     "preview-search": [],
+    "project": ["create", "list", "members"],
     "restore": [],
     "run": [],
     "runner": ["drain", "forget", "list", "resume"],
@@ -69,7 +71,7 @@ COMMANDS = {
         *("metrics", "stop", "time"),
     ],
     "up": [],
-    "user": ["set-password"],
+    "user": ["add", "list", "remove", "role", "set-password"],
     "verify-resume": [],
     "version": [],
 }

@@ -781,7 +781,7 @@ def test_a_poll_of_an_idle_node_asks_the_database_once(
     box.headers = token_of("big", pool="big")
     box.register()
     version = box.work()["version"]
-    with count_reads(master.core.database._reader_engine) as reads:
+    with count_reads(master.core.database._reader._engine) as reads:
         answered = box.work(after=version, wait_s=0.05)
     assert answered["version"] == version
     # The other one begins the transaction.

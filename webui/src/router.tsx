@@ -195,6 +195,12 @@ const cluster = createRoute({
   component: lazyPage(() => import("./pages/Cluster"), "Cluster"),
 });
 
+const users = createRoute({
+  getParentRoute: () => root,
+  path: "/users",
+  component: lazyPage(() => import("./pages/Users"), "Users"),
+});
+
 const routeTree = root.addChildren([
   home,
   signIn,
@@ -221,6 +227,7 @@ const routeTree = root.addChildren([
   ]),
   compare,
   cluster,
+  users,
 ]);
 
 export const router = createRouter({

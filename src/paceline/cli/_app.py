@@ -45,7 +45,13 @@ from paceline.cli._runner_and_pool_commands import pool_app, runner_app
 from paceline.cli._runs_commands import runs_app, sync
 from paceline.cli._slot_and_job_commands import queue_app, slot_app
 from paceline.cli._trial_commands import trial_app
-from paceline.cli._user_and_token_commands import login, token_app, user_app
+from paceline.cli._user_and_token_commands import (
+    audit,
+    login,
+    project_app,
+    token_app,
+    user_app,
+)
 from paceline.cli._verify_resume_command import verify_resume
 
 examples_app = CommandGroup(help="List and copy the examples of Paceline.")
@@ -168,6 +174,7 @@ app.command("status")(status)
 app.command("backup")(backup)
 app.command("restore")(restore)
 app.command("login")(login)
+app.command("audit", is_list=True)(audit)
 app.command("init")(init)
 app.command("doctor", is_list=True)(doctor)
 app.command("sync")(sync)
@@ -189,6 +196,7 @@ for _name, _short, _group in (
     ("runs", None, runs_app),
     ("token", None, token_app),
     ("user", None, user_app),
+    ("project", None, project_app),
     ("examples", None, examples_app),
     ("home", None, home_app),
 ):

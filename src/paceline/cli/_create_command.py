@@ -1,7 +1,8 @@
 """Commands `paceline experiment create` and `preview-search`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +31,6 @@ from paceline.cli._options_and_errors import (
 )
 
 if TYPE_CHECKING:
-    from paceline.client._client import Client
     from paceline.client._experiment_and_trial import Experiment
     from paceline.config._experiment_config import ExperimentConfig
     from paceline.search._search import Preview
@@ -75,6 +75,9 @@ def create(
     ] = False,
     logs: AllLogs = False,
     key: RequestKey = None,
+    project: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Project. Default: your first one.")
+    ] = None,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
@@ -93,7 +96,8 @@ def create(
     if local:
         from paceline.cli._local_trial import run_locally
 
-        given = {"--paused": paused, "--json": json, "--start-master": start_master, "--key": key}
+        given = {"--paused": paused, "--json": json, "--start-master": start_master, "--key": key,
+                 "--project": project}  # fmt: skip
         _refuse_with_local(given)
         place = directory or Path()
         raise typer.Exit(run_locally(checked, place, resume=resume, is_test=test))
@@ -102,7 +106,8 @@ def create(
         with _master_to_submit_to(start_master):
             submitted = config.read_text(encoding="utf-8")
             before = newest_before(client, key)
-            experiment = _submit_experiment(client, checked, submitted, directory, paused, key)
+            send = partial(client.create_experiment, key=key, project=project)
+            experiment = _submit_experiment(send, checked, submitted, directory, paused)
         text = f"{created_text(experiment, before)}."
         print_created(experiment, client, text, is_followed=follow, all_logs=logs)
 
@@ -128,17 +133,14 @@ def _refuse_with_local(given: Mapping[str, object]) -> None:
 
 
 def _submit_experiment(
-    client: "Client",
+    send: "Callable[..., Experiment]",
     config: "ExperimentConfig",
     submitted: str,
     directory: Path | None,
     paused: bool,
-    key: str | None,
 ) -> "Experiment":
 
-    experiment = client.create_experiment(
-        config, directory, not paused, submitted_config=submitted, key=key
-    )
+    experiment = send(config, directory, not paused, submitted_config=submitted)
     for warning in experiment.data.warnings:
         if warning not in config.warnings:
             print_warning(warning)

@@ -246,13 +246,19 @@ def list_experiments(
             " as 2026-11-30 or 2026-11-30T09:00.",
         ),
     ] = None,
+    owner: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show only those of this user.")
+    ] = None,
+    project: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show only those in this project.")
+    ] = None,
 ) -> None:
     """List experiments, newest first."""
 
     with connect() as client:
         where: list[tuple[str, str, Any]] = [] if name is None else [("name", "contains", name)]
         where += [] if since is None else [("created_at", ">=", _moment(since))]
-        filters = {"labels": labels or (), "where": where}
+        filters = {"labels": labels or (), "where": where, "owner": owner, "project": project}
         found = _listed(client, state, limit, "only" if archived else "no", filters)
     print_list(
         found,
@@ -271,7 +277,7 @@ def list_experiments(
         ],
         right=["ID", "Progress", "Trials", "Best metric"],
         shortened=["Name"],
-        empty=_nothing_listed(state, is_filtered=bool(where or labels)),
+        empty=_nothing_listed(state, is_filtered=bool(where or labels or owner or project)),
     )
 
 

@@ -1,5 +1,6 @@
 """Commands `paceline login`, `user` and `token`."""
 
+import platform
 import re
 import sys
 import time
@@ -10,7 +11,7 @@ import typer
 from paceline.cli._command_classes import CommandGroup
 from paceline.cli._completions import complete_token
 from paceline.cli._console_output import format_moment, print_answer, print_list
-from paceline.cli._options_and_errors import CommandError, connect
+from paceline.cli._options_and_errors import CommandError, Limit, chosen_master, connect
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Token
@@ -34,9 +35,9 @@ def create(
     scope: Annotated[
         Literal["read", "submit", "admin", "runner", "report"],
         typer.Option(
-            help="Permissions of the token. `read`: read everything. `submit`: also submit and"
-            " change experiments. `admin`: everything. `runner`: only run the attempts of one node."
-            " `report`: only report runs without a master.",
+            help="Permissions of the token, within those of its user. `read`: read everything."
+            " `submit`: also submit and change experiments. `admin`: everything. `runner`: only run"
+            " the attempts of one node. `report`: only report runs without a master.",
         ),
     ] = "read",
     expires: Annotated[
@@ -59,6 +60,9 @@ def create(
             help="Of the scope `runner`: the only pool that its nodes may be in. Default: any.",
         ),
     ] = None,
+    user: Annotated[
+        str | None, typer.Option(metavar="NAME", help="User as whom it acts. Default: you.")
+    ] = None,
 ) -> None:
     """Make a token and print its secret. The secret is not shown again."""
 
@@ -66,7 +70,7 @@ def create(
     try:
         with connect() as client:
             token = client.create_token(
-                name, scope, expires_in_s=expires_in_s, node=node, pool=pool
+                name, scope, expires_in_s=expires_in_s, node=node, pool=pool, user=user
             )
     except ValueError as error:
         raise CommandError(str(error)) from error
@@ -161,20 +165,198 @@ def _token_state(revoked_at: float | None, expires_at: float | None, now: float)
     return "expired" if expires_at is not None and expires_at <= now else "valid"
 
 
-user_app = CommandGroup(help="Manage the password of the web UI.")
+user_app = CommandGroup(help="Manage users, their passwords and roles.")
+project_app = CommandGroup(help="Manage projects and their members.")
+
+UserName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the user.")]
+ProjectName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the project.")]
 
 
-def login() -> None:
-    """Print a sign-in link for the web UI. The link works once."""
+def login(
+    user: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Ask for this user's password and print a token."),
+    ] = None,
+    password: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="With `--user`: the password. Default: asks for it."),
+    ] = None,
+) -> None:
+    """Print a sign-in link for the web UI, which works once, or a token for a user."""
     from paceline.cli._master_process import NO_WEB_UI, sign_in_link
     from paceline.client._http_session import home_directory, read_master_file
 
+    if user is not None:
+        _print_token_of(user, password or _ask_password(is_new=False))
+        return
     with connect() as client:
         has_web_ui = client.master().has_web_ui
         if not has_web_ui:
             typer.echo(NO_WEB_UI, err=True)
         link = sign_in_link(client, read_master_file(home_directory()))
     print_answer({"sign_in_url": link, "has_web_ui": has_web_ui}, link)
+
+
+def _print_token_of(user: str, password: str) -> None:
+    from paceline.client._client import Client
+
+    words = (user, platform.node()[:20], time.strftime("%Y%m%d-%H%M%S"))
+    name = re.sub("[^A-Za-z0-9_.-]", "-", ".".join(words))[-64:]
+    # The password opens the route: a home with a token is on the master's machine only.
+    with Client(chosen_master.get(), "none") as client:
+        token = client.log_in(user, password, name=name)
+    print_answer(token, token.secret)
+    typer.echo(f"The token {token.name} acts as {user}. {_USE}", err=True)
+
+
+def _ask_password(*, is_new: bool) -> str:
+    if not sys.stdin.isatty():
+        raise CommandError("`--password` must be given without a terminal to ask for it.")
+    return str(typer.prompt("Password", hide_input=True, confirmation_prompt=is_new, err=True))
+
+
+@user_app.command("add")
+def add_user(
+    name: UserName,
+    role: Annotated[
+        Literal["viewer", "editor", "admin", "none"],
+        typer.Option(help="Role in the project Default."),
+    ] = "editor",
+    admin: Annotated[bool, typer.Option("--admin", help="See and change everything.")] = False,
+    service: Annotated[bool, typer.Option("--service", help="A program, not a person.")] = False,
+) -> None:
+    """Add a user and print a sign-in link for the user. A removed user comes back."""
+
+    try:
+        with connect() as client:
+            added = client.add_user(
+                name, role=None if role == "none" else role, is_admin=admin, is_service=service
+            )
+            link = client.sign_in_link(user=name)
+    except ValueError as error:
+        raise CommandError(
+            "`NAME` must be up to 64 letters, digits, dots, hyphens and underscores, but got"
+            f" {name!r}."
+        ) from error
+    print_answer({**added.model_dump(), "sign_in_url": link}, f"The user {name} is added. {link}")
+
+
+@user_app.command("list", is_list=True)
+def list_users() -> None:
+    """List the users, with those that were removed."""
+
+    with connect() as client:
+        users = client.list_users()
+    print_list(
+        users,
+        ["Name", "Rights", "Password", "State"],
+        [
+            (
+                one.name,
+                "administrator" if one.is_admin else "by project",
+                "yes" if one.has_password else "no",
+                "removed" if not one.is_active else "service" if one.is_service else "active",
+            )
+            for one in users
+        ],
+    )
+
+
+@user_app.command("remove")
+def remove_user(name: UserName) -> None:
+    """Remove a user. Tokens and sign-ins end. Experiments stay, and trials continue."""
+
+    with connect() as client:
+        client.remove_user(name)
+    print_answer({"user": name}, f"The user {name} is removed.")
+
+
+@user_app.command("role")
+def set_role(
+    name: UserName,
+    role: Annotated[
+        Literal["viewer", "editor", "admin", "none"] | None,
+        typer.Argument(metavar="ROLE", help="viewer, editor, admin or none."),
+    ] = None,
+    project: Annotated[str, typer.Option(metavar="NAME", help="Project.")] = "Default",
+    admin: Annotated[
+        bool | None,
+        typer.Option("--admin/--no-admin", help="Administrator of the master, or not."),
+    ] = None,
+) -> None:
+    """Set the role of a user in a project, or make the user an administrator."""
+
+    if (role is None) == (admin is None):
+        raise CommandError("Either `ROLE` or `--admin`/`--no-admin` must be given.")
+    with connect() as client:
+        if role is not None:
+            client.set_role(name, None if role == "none" else role, project=project)
+            text = f"The role of {name} in {project} is {role}."
+        else:
+            client.set_admin(name, bool(admin))
+            text = f"The user {name} is {'an' if admin else 'no'} administrator."
+    print_answer({"user": name, "project": project, "role": role, "is_admin": admin}, text)
+
+
+@project_app.command("create")
+def create_project(name: ProjectName) -> None:
+    """Create a project without members. Administrators see it."""
+
+    try:
+        with connect() as client:
+            project = client.create_project(name)
+    except ValueError as error:
+        raise CommandError(
+            "`NAME` must begin with a letter or digit and have up to 64 letters, digits, spaces,"
+            f" dots, hyphens and underscores, but got {name!r}."
+        ) from error
+    print_answer(project, f"The project {name} is created.")
+
+
+@project_app.command("list", is_list=True)
+def list_projects() -> None:
+    """List the projects, with your role in each."""
+
+    with connect() as client:
+        projects = client.list_projects()
+    print_list(projects, ["Name", "Role"], [(one.name, one.role.value) for one in projects])
+
+
+@project_app.command("members", is_list=True)
+def list_members(name: ProjectName) -> None:
+    """List the members of a project and their roles."""
+
+    with connect() as client:
+        members = client.list_members(name)
+    print_list(members, ["User", "Role"], [(one.user, one.role.value) for one in members])
+
+
+def audit(
+    user: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show only requests of this user.")
+    ] = None,
+    limit: Limit = 20,
+) -> None:
+    """List who changed what, newest first."""
+
+    with connect() as client:
+        entries = client.audit(user=user, limit=limit)
+    print_list(
+        entries,
+        ["Time", "User", "Token", "Request", "Objects", "Status"],
+        [
+            (
+                format_moment(one.time),
+                one.user,
+                one.token or "browser",
+                one.action,
+                ", ".join(one.objects),
+                one.status,
+            )
+            for one in entries
+        ],
+        right=["Status"],
+    )
 
 
 @user_app.command("set-password")
@@ -186,16 +368,12 @@ def set_password(
             help="Password, at least 8 characters. By default the command asks for it.",
         ),
     ] = None,
-    user: Annotated[
-        str, typer.Option(metavar="NAME", help="Name of the user. The only user is `admin`.")
-    ] = "admin",
+    user: Annotated[str, typer.Option(metavar="NAME", help="Name of the user.")] = "admin",
 ) -> None:
     """Set the password for the web UI. This ends all sign-ins of the user."""
 
     if password is None:
-        if not sys.stdin.isatty():
-            raise CommandError("`--password` must be given without a terminal to ask for it.")
-        password = typer.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
+        password = _ask_password(is_new=True)
     try:
         with connect() as client:
             client.set_password(password, user=user)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
 
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._code_and_run_uploads import pack_context
@@ -24,18 +25,22 @@ from paceline.client._http_session import (
 if TYPE_CHECKING:
     from paceline._cluster.messages.experiment_models import SearchPreview, Source
     from paceline._cluster.messages.master_models import (
+        AuditEntry,
         CreatedToken,
         Event,
         MasterInfo,
         MasterStatus,
+        Member,
         Node,
         NotifyChannel,
         NotifyTest,
         Policy,
         Pool,
+        Project,
         QueueEntry,
         Slot,
         Token,
+        User,
     )
     from paceline.config._experiment_config import ExperimentConfig
 
@@ -264,11 +269,105 @@ class Client(ClusterClient):
         body = Shutdown(keep_trials=keep_trials, timeout_s=timeout_s).model_dump_json().encode()
         self._session.send("POST", "master/shutdown", content=body)
 
-    def sign_in_link(self) -> str:
-        """Return a link to sign a browser in, usable once."""
+    def sign_in_link(self, *, user: str | None = None) -> str:
+        """Return a link to sign a browser in as a user, by default this client's, usable once."""
         from paceline._cluster.messages.master_models import SignInLink
 
-        return self._session.call("POST", "sign-in-links", SignInLink).url
+        query = "" if user is None else f"?user={quote(user, safe='')}"
+        return self._session.call("POST", f"sign-in-links{query}", SignInLink).url
+
+    def add_user(
+        self,
+        name: str,
+        *,
+        role: Literal["viewer", "editor", "admin"] | None = "editor",
+        is_admin: bool = False,
+        is_service: bool = False,
+    ) -> "User":
+        """Add a user; one that was removed comes back.
+
+        Args:
+            name: The name: letters, digits, ``_``, ``.`` and ``-``.
+            role: The role in the project `Default`; None for none.
+            is_admin: Whether the user sees and changes everything.
+            is_service: Whether it is a program.
+
+        Raises:
+            ValueError: The name is none.
+            ApiError: The master refused; `name_taken` if another user has it.
+        """
+        from paceline._cluster.messages.master_models import NewUser, User
+
+        fields = {"role": role, "is_admin": is_admin, "is_service": is_service}
+        body = NewUser.model_validate({"name": name, **fields})
+        return self._session.call("POST", "users", User, body=body)
+
+    def list_users(self) -> "list[User]":
+        """Return the users by name, with those that were removed."""
+        from paceline._cluster.messages.master_models import User
+
+        return self._session.get("users", list[User])
+
+    def remove_user(self, name: str) -> None:
+        """Remove a user: tokens and sign-ins end, experiments and their trials stay."""
+        self._session.send("DELETE", f"users/{quote(name, safe='')}")
+
+    def set_admin(self, name: str, is_admin: bool) -> None:
+        """Make a user an administrator, or take that right."""
+        body = json.dumps({"is_admin": is_admin}).encode()
+        self._session.send("PATCH", f"users/{quote(name, safe='')}", content=body)
+
+    def set_role(
+        self,
+        name: str,
+        role: Literal["viewer", "editor", "admin"] | None,
+        *,
+        project: str = "Default",
+    ) -> None:
+        """Give a user a role in a project; None for none."""
+        path = f"projects/{quote(project, safe='')}/members/{quote(name, safe='')}"
+        self._session.send("PUT", path, content=json.dumps({"role": role}).encode())
+
+    def create_project(self, name: str) -> "Project":
+        """Create a project without members."""
+        from paceline._cluster.messages.master_models import NewProject, Project
+
+        body = NewProject.model_validate({"name": name})
+        return self._session.call("POST", "projects", Project, body=body)
+
+    def list_projects(self) -> "list[Project]":
+        """Return the projects that the user sees, with the user's roles."""
+        from paceline._cluster.messages.master_models import Project
+
+        return self._session.get("projects", list[Project])
+
+    def list_members(self, project: str) -> "list[Member]":
+        """Return the members of a project and their roles, by name."""
+        from paceline._cluster.messages.master_models import Member
+
+        return self._session.get(f"projects/{quote(project, safe='')}/members", list[Member])
+
+    def audit(self, *, user: str | None = None, limit: int = 100) -> "list[AuditEntry]":
+        """Return who changed what, the newest first; of one user if given."""
+        from paceline._cluster.messages.master_models import AuditEntry
+
+        return self._session.get("audit", list[AuditEntry], user=user, limit=limit)
+
+    def log_in(self, user: str, password: str, *, name: str) -> "CreatedToken":
+        """Make a token for all that a user may do, by the user's password.
+
+        Args:
+            user: The user.
+            password: The user's password.
+            name: The token's name.
+
+        Raises:
+            ApiError: The password is wrong, or `name_taken` if a token of that name is valid.
+        """
+        from paceline._cluster.messages.master_models import CreatedToken, LoginForToken
+
+        body = LoginForToken(user=user, password=password, name=name)
+        return self._session.call("POST", "login-token", CreatedToken, body=body)
 
     def set_password(self, password: str, *, user: str = "admin") -> None:
         """Give a user a password for the web UI and end the user's sign-ins.
@@ -291,6 +390,7 @@ class Client(ClusterClient):
         expires_in_s: float | None = 90 * 24 * 3600.0,
         node: str | None = None,
         pool: str | None = None,
+        user: str | None = None,
     ) -> "CreatedToken":
         """Make a token; its `secret` cannot be read again.
 
@@ -301,6 +401,7 @@ class Client(ClusterClient):
             expires_in_s: Seconds until it expires; None for never.
             node: The only node that it registers, of a token of the scope `runner`; None for any.
             pool: The only pool that its nodes may be in; None for any.
+            user: The user as whom it acts; by default this client's.
 
         Raises:
             ValueError: An argument cannot be, or `node` or `pool` are given with another scope.
@@ -313,7 +414,12 @@ class Client(ClusterClient):
         )
 
         body = make_new_token(
-            name=name, scope=TokenScope(scope), expires_in_s=expires_in_s, node=node, pool=pool
+            name=name,
+            scope=TokenScope(scope),
+            expires_in_s=expires_in_s,
+            node=node,
+            pool=pool,
+            user=user,
         )
         return self._session.call("POST", "tokens", CreatedToken, body=body)
 
@@ -357,6 +463,7 @@ class Client(ClusterClient):
         overrides: Sequence[str] = (),
         submitted_config: str | None = None,
         key: str | None = None,
+        project: str | None = None,
     ) -> Experiment:
         """Check a configuration, send the code and create an experiment.
 
@@ -368,6 +475,8 @@ class Client(ClusterClient):
             submitted_config: The text to show as submitted; by default the file's text.
             key: A key of your own: a call that is repeated with it within a day returns the
                 experiment of the first call.
+            project: The project; by default `Default`, or else the first one in which the user is
+                an editor.
 
         Raises:
             ConfigError: The configuration is wrong.
@@ -388,6 +497,7 @@ class Client(ClusterClient):
             context_digest=digest,
             activate=activate,
             source=None if model_dir is None else _git_source_of(Path(model_dir)),
+            project=project,
         )
         data = self._session.call(
             "POST", "experiments", ExperimentData, body=body, key=checked_key(key)
@@ -421,6 +531,8 @@ class Client(ClusterClient):
         archived: Literal["no", "only", "all"] = "no",
         labels: Sequence[str] = (),
         where: Sequence[Sequence[Any]] = (),
+        owner: str | None = None,
+        project: str | None = None,
     ) -> list[Experiment]:
         """Return experiments, the newest first.
 
@@ -431,6 +543,8 @@ class Client(ClusterClient):
             labels: Only those with all of these labels.
             where: Only those that meet all of these conditions, each a column, an operator and a
                 value, such as ``("name", "contains", "mnist")`` or ``("created_at", ">=", 1.7e9)``.
+            owner: Only those of this user.
+            project: Only those in this project.
         """
         from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
@@ -441,6 +555,8 @@ class Client(ClusterClient):
             state=state,
             archived=archived,
             label=list(labels) or None,
+            owner=owner,
+            project=project,
             where=[json.dumps(list(condition)) for condition in where] or None,
         )
         return [Experiment(self._session, data) for data in pages]

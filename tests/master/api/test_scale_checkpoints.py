@@ -64,7 +64,7 @@ def test_a_page_of_checkpoints_reads_its_own_rows_and_no_metrics(
 ) -> None:
     master.create()
     add_checkpoints(master, {step: float(step) for step in range(NUM_CHECKPOINTS)})
-    with count_reads(master.core.database._reader_engine) as reads:
+    with count_reads(master.core.database._reader._engine) as reads:
         reply = master.http.get(
             "/experiments/1/checkpoints", params={"limit": 5, "sort_by": sort_by}
         )

@@ -111,7 +111,7 @@ def pages(master: Any, path: str, limit: int, between: Any = None) -> Iterator[l
 
 
 def test_no_list_reads_a_table_as_a_whole_or_sorts_one(stored: Any) -> None:
-    engine = stored.core.database._reader_engine
+    engine = stored.core.database._reader._engine
     asked: list[tuple[str, Any]] = []
 
     def note(_c: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:

@@ -22,7 +22,7 @@ def test_a_trial_shows_the_first_metrics_each_group_and_the_searched_one(
     master: Any, count_reads: Any
 ) -> None:
     report_names(master, 3 * MAX_NAMES)
-    with count_reads(master.core.database._reader_engine) as reads:
+    with count_reads(master.core.database._reader._engine) as reads:
         trial = master.http.get("/trials/1").json()
     assert trial["has_more_metrics"]
     summary = trial["summary"]

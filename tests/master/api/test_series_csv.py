@@ -72,7 +72,7 @@ def test_little_is_read_for_the_first_rows(reported: Any, count_reads: Any) -> N
     database.write(
         lambda transaction: store_columns(transaction.connection, 1, 1, columns)
     ).result()
-    with count_reads(database._reader_engine) as reads:
+    with count_reads(database._reader._engine) as reads:
         lines = _csv_lines(
             reported.core, [("1/training/x", _csv_selection("1/training/x"))], "batches"
         )

@@ -47,7 +47,7 @@ def test_the_first_points_are_there_before_the_rest_is_read(
     for start in range(0, 64 * CHUNK, 4 * CHUNK):
         store(database, trial, range(start, start + 4 * CHUNK), 0.5)
     store(database, trial, range(64 * CHUNK, 64 * CHUNK + 9), 0.5, 2, 64 * CHUNK)
-    with count_reads(database._reader_engine) as reads, database.read() as connection:
+    with count_reads(database._reader._engine) as reads, database.read() as connection:
         points = iter_points(connection, selection(trial, after=99))
         assert [step for step, _, _ in islice(points, 10)] == list(range(100, 110))
         assert reads.num_bytes <= 4 * CHUNK_BYTES

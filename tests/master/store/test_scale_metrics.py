@@ -59,7 +59,7 @@ def long_trial(database: Database, add_trial: AddTrial) -> int:
 def test_a_page_of_metrics_reads_the_chunks_it_lies_in_and_no_more(
     database: Database, long_trial: int, count_reads: Any, after: int, limit: int
 ) -> None:
-    with count_reads(database._reader_engine) as reads, database.read() as connection:
+    with count_reads(database._reader._engine) as reads, database.read() as connection:
         rows = read_rows(connection, long_trial, "training", after_step=after, limit=limit)
     expected = range(after + 1, after + 1 + limit)
     assert [(row.step, row.metrics) for row in rows] == [
@@ -77,7 +77,7 @@ def test_a_page_does_not_read_what_a_later_attempt_superseded(
     for start in range(0, 32 * CHUNK, 4 * CHUNK):
         store(database, trial_id, [report(step, x=1.0) for step in range(start, start + 4 * CHUNK)])
     store(database, trial_id, [report(11, x=2.0)], attempt=2, resumed_steps=10)
-    with count_reads(database._reader_engine) as reads, database.read() as connection:
+    with count_reads(database._reader._engine) as reads, database.read() as connection:
         rows = read_rows(connection, trial_id, "training")
     assert [(row.step, row.attempt) for row in rows] == [*[(n, 1) for n in range(11)], (11, 2)]
     assert reads.num_bytes <= 2.5 * CHUNK_BYTES
@@ -115,7 +115,7 @@ def test_a_batch_that_repeats_old_steps_reads_what_is_known_once(
 def test_a_metric_at_a_step_is_read_from_its_chunk(
     database: Database, long_trial: int, count_reads: Any
 ) -> None:
-    with count_reads(database._reader_engine) as reads, database.read() as connection:
+    with count_reads(database._reader._engine) as reads, database.read() as connection:
         assert metric_at(connection, long_trial, "training", "x", 3333) == 3333 / 2
         assert metric_at(connection, long_trial, "training", "z", 3333) is None
         assert metric_at(connection, long_trial, "training", "x", 10**9) is None

@@ -50,7 +50,8 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
              for name in ("big", "gone")]  # fmt: skip
     slots = [{"node_id": 0, "slot": 1}, {"node_id": 4, "slot": 0}, {"node_id": 4, "slot": 2}]
     token = {"id": 3, "name": "box", "scope": "runner", "digest": "d", "created_at": 1.0,
-             "expires_at": None, "revoked_at": None, "node": "box", "pool": "big"}  # fmt: skip
+             "expires_at": None, "revoked_at": None, "node": "box", "pool": "big",
+             "user": "eve"}  # fmt: skip
     wanted = {
         tables.tokens: [token],
         tables.nodes: [node | {"token_id": 3}],

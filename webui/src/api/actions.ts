@@ -1,7 +1,7 @@
 /** What the pages change. */
 
 import { api, unwrap } from "./client";
-import type { Experiment, View } from "./types";
+import type { Experiment, Role, View } from "./types";
 
 export type ExperimentAction = "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive";
 
@@ -23,6 +23,25 @@ export async function actOnAll(
       if (error) failures.push(`Experiment ${id}: ${error}`);
   }
   return failures;
+}
+
+export function addUser(name: string, role: Role | null) {
+  return unwrap(api.POST("/api/v1/users", { body: { name, role } }));
+}
+
+export function removeUser(name: string) {
+  return unwrap(api.DELETE("/api/v1/users/{name}", { params: { path: { name } } }));
+}
+
+export function setAdmin(name: string, isAdmin: boolean) {
+  const params = { path: { name } };
+  return unwrap(api.PATCH("/api/v1/users/{name}", { params, body: { is_admin: isAdmin } }));
+}
+
+/** Return a link that signs a user in, once. */
+export async function signInLink(user: string): Promise<string> {
+  const params = { query: { user } };
+  return (await unwrap(api.POST("/api/v1/sign-in-links", { params }))).url;
 }
 
 export function deleteExperiment(id: number) {

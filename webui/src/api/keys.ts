@@ -3,6 +3,8 @@
 export const keys = {
   master: () => ["master"] as const,
   status: () => ["status"] as const,
+  session: () => ["session"] as const,
+  users: () => ["users"] as const,
   link: (link: string) => ["link", link] as const,
   slots: () => ["slots"] as const,
   experiments: () => ["experiments"] as const,

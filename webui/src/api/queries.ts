@@ -21,6 +21,17 @@ export const masterQuery = queryOptions({
   },
 });
 
+/** Who is signed in, and whether there are other users. */
+export const sessionQuery = queryOptions({
+  queryKey: keys.session(),
+  queryFn: () => unwrap(api.GET("/api/v1/session")),
+});
+
+export const usersQuery = queryOptions({
+  queryKey: keys.users(),
+  queryFn: () => unwrap(api.GET("/api/v1/users")),
+});
+
 export const linkQuery = (link: string) =>
   queryOptions({
     queryKey: keys.link(link),
@@ -42,6 +53,7 @@ export interface ExperimentFilter {
   states?: ExperimentState[];
   search?: string;
   isArchived?: boolean;
+  owner?: string;
   columns?: string[];
   conditions?: Condition[];
   sortBy?: string;
@@ -63,6 +75,7 @@ export const experimentsQuery = (filter: ExperimentFilter) =>
               state: filter.states,
               search: filter.search,
               archived: filter.isArchived ? "only" : "no",
+              owner: filter.owner,
               column: filter.columns,
               where: filter.conditions?.map((one) => JSON.stringify(one)),
               sort_by: filter.sortBy,

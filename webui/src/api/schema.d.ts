@@ -476,6 +476,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/login-token": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Log In For Token
+         * @description Make a token for all that a user may do, with the user's password.
+         */
+        post: operations["log_in_for_token_api_v1_login_token_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/sign-in": {
         parameters: {
             query?: never;
@@ -507,7 +527,7 @@ export interface paths {
         put?: never;
         /**
          * Create Sign In Link
-         * @description Create a single-use link to sign a browser in.
+         * @description Create a single-use link to sign a browser in as a user.
          */
         post: operations["create_sign_in_link_api_v1_sign_in_links_post"];
         delete?: never;
@@ -567,7 +587,8 @@ export interface paths {
          * List Tokens
          * @description List the tokens, the newest first; without the home's own and those of attempts.
          *
-         *     A token that was revoked or has expired is listed for 90 days.
+         *     A token that was revoked or has expired is listed for 90 days. Administrators see all, others
+         *     their own.
          */
         get: operations["list_tokens_api_v1_tokens_get"];
         put?: never;
@@ -615,6 +636,138 @@ export interface paths {
          * @description Put another token in place of the home's; needs a token itself.
          */
         put: operations["renew_home_token_api_v1_home_token_put"];
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/users": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Users
+         * @description List the users by name, with those that were removed.
+         */
+        get: operations["list_users_api_v1_users_get"];
+        put?: never;
+        /**
+         * Add User
+         * @description Add a user, without a password; one that was removed before comes back.
+         */
+        post: operations["add_user_api_v1_users_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/users/{name}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        post?: never;
+        /**
+         * Remove User
+         * @description Remove a user: tokens and sign-ins end, experiments and their trials stay.
+         */
+        delete: operations["remove_user_api_v1_users__name__delete"];
+        options?: never;
+        head?: never;
+        /**
+         * Change User
+         * @description Make a user an administrator, or take that right.
+         */
+        patch: operations["change_user_api_v1_users__name__patch"];
+        trace?: never;
+    };
+    "/api/v1/projects": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Projects
+         * @description List the projects that the sender sees, with the sender's role.
+         */
+        get: operations["list_projects_api_v1_projects_get"];
+        put?: never;
+        /**
+         * Create Project
+         * @description Create a project without members; administrators see it.
+         */
+        post: operations["create_project_api_v1_projects_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/projects/{project}/members": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Members
+         * @description List the members of a project by name; administrators of the master are none.
+         */
+        get: operations["list_members_api_v1_projects__project__members_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/projects/{project}/members/{name}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        /**
+         * Set Role
+         * @description Give a user a role in a project, or none; for the project's administrators.
+         */
+        put: operations["set_role_api_v1_projects__project__members__name__put"];
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/audit": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Audit
+         * @description List who changed what, the newest first.
+         */
+        get: operations["list_audit_api_v1_audit_get"];
+        put?: never;
         post?: never;
         delete?: never;
         options?: never;
@@ -1954,6 +2107,28 @@ export interface components {
          */
         AttemptState: "PENDING" | "RUNNING" | "ENDED";
         /**
+         * AuditEntry
+         * @description A request that changes something: who sent it, by which token, and its objects.
+         *
+         *     `token` is None for a browser. `action` is method and route, `status` is that of the answer.
+         */
+        AuditEntry: {
+            /** Id */
+            id: number;
+            /** Time */
+            time: number;
+            /** User */
+            user: string;
+            /** Token */
+            token: string | null;
+            /** Action */
+            action: string;
+            /** Objects */
+            objects: string[];
+            /** Status */
+            status: number;
+        };
+        /**
          * BulkAction
          * @description Request to apply an action to several experiments.
          */
@@ -2135,7 +2310,8 @@ export interface components {
          * CreateExperiment
          * @description Request for a new experiment; `context_digest` names a previously uploaded context.
          *
-         *     `source` is where the context was taken from.
+         *     `source` is where the context was taken from. `project` None takes `Default`, or else the first
+         *     project in which the sender is an editor.
          */
         CreateExperiment: {
             /** Config */
@@ -2152,6 +2328,8 @@ export interface components {
              */
             activate?: boolean;
             source?: components["schemas"]["Source"] | null;
+            /** Project */
+            project?: string | null;
         };
         /**
          * CreatedToken
@@ -2173,6 +2351,11 @@ export interface components {
             node?: string | null;
             /** Pool */
             pool?: string | null;
+            /**
+             * User
+             * @default admin
+             */
+            user?: string;
             /** Secret */
             secret: string;
         };
@@ -2205,6 +2388,8 @@ export interface components {
          *     `max_slots` 0 removes the limit. `limits` has new limits of the search by their names in the
          *     config, null to remove one. With the `notes_version` that an edit of the notes began from,
          *     the change is refused if someone else has changed them since.
+         *     `max_slots` 0 removes the limit. With the `notes_version` that an edit of the notes began from,
+         *     the change is refused if someone else has changed them since. `project` moves the experiment.
          */
         EditExperiment: {
             /** Name */
@@ -2244,6 +2429,8 @@ export interface components {
             is_default?: boolean;
             /** Version */
             version: number;
+            /** Project */
+            project?: string | null;
         };
         /**
          * ErrorKind
@@ -2383,6 +2570,15 @@ export interface components {
              * @default []
              */
             limits?: components["schemas"]["SearchLimit"][];
+             * Owner
+             * @default admin
+             */
+            owner?: string;
+            /**
+             * Project
+             * @default Default
+             */
+            project?: string;
             /**
              * Values
              * @default {}
@@ -2620,6 +2816,26 @@ export interface components {
             password: string;
         };
         /**
+         * LoginForToken
+         * @description A user's name and password, and the name of the token to be made.
+         */
+        LoginForToken: {
+            /**
+             * User
+             * @default admin
+             */
+            user?: string;
+            /** Password */
+            password: string;
+            /** Name */
+            name: string;
+            /**
+             * Expires In S
+             * @default 7776000
+             */
+            expires_in_s?: number;
+        };
+        /**
          * Loss
          * @description Consequences of deleting an experiment; `obstacle` is the reason if deletion is refused.
          */
@@ -2797,6 +3013,15 @@ export interface components {
             kind: string;
         };
         /**
+         * Member
+         * @description A user's role in a project.
+         */
+        Member: {
+            /** User */
+            user: string;
+            role: components["schemas"]["Role"];
+        };
+        /**
          * MetricName
          * @description Metric name within its group, for example `loss` in `validation`.
          */
@@ -2879,11 +3104,26 @@ export interface components {
             password: string;
         };
         /**
+         * NewProject
+         * @description A project to be created.
+         */
+        NewProject: {
+            /** Name */
+            name: string;
+        };
+        /**
+         * NewRole
+         * @description The role that a user is to have in a project; None for none.
+         */
+        NewRole: {
+            role: components["schemas"]["Role"] | null;
+        };
+        /**
          * NewToken
          * @description Request for a token; `expires_in_s` (seconds) None makes a token without expiry.
          *
          *     One of the scope `runner` registers only the node `node`, and only nodes in the pool `pool`, if
-         *     these are given.
+         *     these are given. It acts as `user`, by default the sender.
          */
         NewToken: {
             /** Name */
@@ -2899,6 +3139,28 @@ export interface components {
             node?: string | null;
             /** Pool */
             pool?: string | null;
+            /** User */
+            user?: string | null;
+        };
+        /**
+         * NewUser
+         * @description A user to be added, with a role in the project `Default`; None for no role there.
+         */
+        NewUser: {
+            /** Name */
+            name: string;
+            /** @default editor */
+            role?: components["schemas"]["Role"] | null;
+            /**
+             * Is Admin
+             * @default false
+             */
+            is_admin?: boolean;
+            /**
+             * Is Service
+             * @default false
+             */
+            is_service?: boolean;
         };
         /**
          * NewView
@@ -3165,6 +3427,17 @@ export interface components {
             detail: string;
         };
         /**
+         * Project
+         * @description A project, and the role of the sender in it.
+         */
+        Project: {
+            /** Id */
+            id: number;
+            /** Name */
+            name: string;
+            role: components["schemas"]["Role"];
+        };
+        /**
          * QueueEntry
          * @description Trial waiting for slots, listed in scheduling order, with the reason for the wait.
          *
@@ -3208,6 +3481,14 @@ export interface components {
             /** Weight */
             weight?: number | null;
         };
+        /**
+         * Role
+         * @description Role of a user in a project; each includes the earlier ones.
+         *
+         *     A `viewer` sees what is in the project, an `editor` changes it, an `admin` chooses the members.
+         * @enum {string}
+         */
+        Role: "viewer" | "editor" | "admin";
         /**
          * RunFile
          * @description File of a trial: its path, its SHA-256 in hex, its size in bytes.
@@ -3432,15 +3713,24 @@ export interface components {
          * Session
          * @description Who is signed in, None for nobody; `has_password` says whether a password could sign in.
          *
-         *     `scope` is "read", "submit", "admin", or "attempt" for the token of one attempt.
+         *     `scope` is "read", "submit", "user" for all that a user may do who is no administrator, "admin",
+         *     or "attempt" for the token of one attempt. `user` is the name of a token if one was sent, and
+         *     `owner` the user for whom the sender acts. `is_shared` says that there are several users.
          */
         Session: {
             /** User */
             user: string | null;
+            /** Owner */
+            owner?: string | null;
             /** Has Password */
             has_password: boolean;
             /** Scope */
             scope?: string | null;
+            /**
+             * Is Shared
+             * @default false
+             */
+            is_shared?: boolean;
         };
         /**
          * SetPool
@@ -3508,7 +3798,8 @@ export interface components {
          * @description Schedulable device and its current user; `id` counts the slots of its node.
          *
          *     A drained one gets no attempts; one that it has may still be leaving. `memory_bytes` is the
-         *     memory of a GPU, None if it is unknown.
+         *     memory of a GPU, None if it is unknown. One that `is_used` without a trial has one of a project
+         *     that the sender does not see.
          */
         Slot: {
             /** Id */
@@ -3538,6 +3829,11 @@ export interface components {
             experiment_id: number | null;
             /** Attempt Id */
             attempt_id: number | null;
+            /**
+             * Is Used
+             * @default false
+             */
+            is_used?: boolean;
         };
         /**
          * Source
@@ -3565,7 +3861,7 @@ export interface components {
          * Token
          * @description A token without its secret; times are in seconds since the epoch.
          *
-         *     `node` and `pool` are the only ones that it registers, None for any.
+         *     `node` and `pool` are the only ones that it registers, None for any. It acts as `user`.
          */
         Token: {
             /** Id */
@@ -3583,6 +3879,11 @@ export interface components {
             node?: string | null;
             /** Pool */
             pool?: string | null;
+            /**
+             * User
+             * @default admin
+             */
+            user?: string;
         };
         /**
          * TokenScope
@@ -3817,6 +4118,30 @@ export interface components {
             version: number;
             /** Changed At */
             changed_at: number;
+         * User
+         * @description A user; one that was removed is not active, and stays the owner of experiments.
+         *
+         *     An administrator sees and changes everything. `is_service` is a program's.
+         */
+        User: {
+            /** Name */
+            name: string;
+            /** Is Admin */
+            is_admin: boolean;
+            /** Is Active */
+            is_active: boolean;
+            /** Is Service */
+            is_service: boolean;
+            /** Has Password */
+            has_password: boolean;
+        };
+        /**
+         * UserChange
+         * @description Whether a user is to be an administrator.
+         */
+        UserChange: {
+            /** Is Admin */
+            is_admin: boolean;
         };
     };
     responses: never;
@@ -4730,6 +5055,39 @@ export interface operations {
             };
         };
     };
+    log_in_for_token_api_v1_login_token_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["LoginForToken"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CreatedToken"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     follow_sign_in_link_api_v1_sign_in_get: {
         parameters: {
             query: {
@@ -4761,7 +5119,10 @@ export interface operations {
     };
     create_sign_in_link_api_v1_sign_in_links_post: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description By default the sender. */
+                user?: string | null;
+            };
             header?: never;
             path?: never;
             cookie?: never;
@@ -4955,6 +5316,292 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["HomeToken"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_users_api_v1_users_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["User"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    add_user_api_v1_users_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["NewUser"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["User"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    remove_user_api_v1_users__name__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    change_user_api_v1_users__name__patch: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["UserChange"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_projects_api_v1_projects_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Project"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    create_project_api_v1_projects_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["NewProject"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Project"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_members_api_v1_projects__project__members_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                project: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Member"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    set_role_api_v1_projects__project__members__name__put: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                project: string;
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["NewRole"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_audit_api_v1_audit_get: {
+        parameters: {
+            query?: {
+                /** @description At most so many items. */
+                limit?: number;
+                /** @description Only older ones. */
+                before?: number | null;
+                user?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AuditEntry"][];
                 };
             };
             /** @description What was wrong, with a `code`. */
@@ -5254,6 +5901,10 @@ export interface operations {
                 /** @description Has all of these labels. */
                 label?: string[] | null;
                 archived?: "no" | "only" | "all";
+                /** @description Of this user. */
+                owner?: string | null;
+                /** @description In this project. */
+                project?: string | null;
                 /** @description Conditions, each as JSON: `["last:validation/loss", "<", 0.5]`. One on `hparam:NAME` holds if any trial meets it; other columns are of the best trial. */
                 where?: string[] | null;
                 /** @description Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`. */

@@ -47,3 +47,5 @@ export type QueueEntry = Schemas["QueueEntry"];
 export type ClusterNode = Schemas["Node"];
 export type View = Schemas["View"];
 export type Pool = Schemas["Pool"];
+export type User = Schemas["User"];
+export type Role = Schemas["Role"];

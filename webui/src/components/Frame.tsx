@@ -12,11 +12,12 @@ import {
   IconMoon,
   IconServer2,
   IconSun,
+  IconUsers,
 } from "@tabler/icons-react";
-import { useMutation, useQuery } from "@tanstack/react-query";
+import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { Link, Outlet, useRouterState } from "@tanstack/react-router";
 
-import { masterQuery } from "../api/queries";
+import { masterQuery, sessionQuery } from "../api/queries";
 import { noteSignOut, useSession } from "../api/session";
 import { signOut } from "../api/signIn";
 import { slotsInWords } from "../lib/cluster";
@@ -122,13 +123,17 @@ export function Frame() {
   );
 }
 
+const USERS = { to: "/users", label: "Users", Icon: IconUsers } as const;
+
 function Navigation({ className, label }: { className: string | undefined; label: string }) {
+  const session = useQuery(sessionQuery).data;
+  const pages = session?.is_shared && session.scope === "admin" ? [...PAGES, USERS] : PAGES;
   const path = useRouterState({ select: (state) => state.location.pathname });
   // Trials belong to experiments.
   const isWithin = (to: string) => to === "/experiments" && /^\/(trials\/|new$)/.test(path);
   return (
     <nav aria-label={label} className={className}>
-      {PAGES.map(({ to, label: name, Icon }) => (
+      {pages.map(({ to, label: name, Icon }) => (
         <Link
           key={to}
           to={to}
@@ -193,7 +198,15 @@ function ThemeMenu() {
 }
 
 function SignOut() {
-  const leave = useMutation({ mutationFn: signOut, onSuccess: noteSignOut });
+  const client = useQueryClient();
+  const leave = useMutation({
+    mutationFn: signOut,
+    onSuccess: () => {
+      noteSignOut();
+      // The next user may not see it.
+      client.clear();
+    },
+  });
   return (
     <Tooltip label="Sign out">
       <ActionIcon

@@ -15,7 +15,8 @@ export interface ShownNode {
 }
 
 export function slotState(slot: Slot): SlotState {
-  const isUsed = slot.trial_id !== null;
+  // By a trial of another project, if no trial is named.
+  const isUsed = slot.is_used === true || slot.trial_id !== null;
   if (slot.is_drained) return isUsed ? "draining" : "drained";
   return isUsed ? "in use" : "free";
 }

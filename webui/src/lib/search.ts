@@ -72,6 +72,7 @@ export const experimentsSearch = (raw: Raw) =>
     columns: texts(raw, "columns"),
     where: conditions(raw.where),
     archived: flag(raw, "archived"),
+    all: flag(raw, "all"),
   });
 
 export const newExperimentSearch = (raw: Raw) =>

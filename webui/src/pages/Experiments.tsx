@@ -2,14 +2,14 @@ import { Button, Group, Menu, Select, Switch, Text, TextInput } from "@mantine/c
 import { useDebouncedCallback } from "@mantine/hooks";
 import { notifications } from "@mantine/notifications";
 import { IconSearch } from "@tabler/icons-react";
-import { useInfiniteQuery, useMutation, useQueryClient } from "@tanstack/react-query";
+import { useInfiniteQuery, useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useSearch } from "@tanstack/react-router";
 import { useCallback, useMemo, useState } from "react";
 
 import { actOnAll, type ExperimentAction } from "../api/actions";
 import { keys } from "../api/keys";
 import { problemOf } from "../api/problem";
-import { experimentsQuery } from "../api/queries";
+import { experimentsQuery, sessionQuery } from "../api/queries";
 import type { Experiment } from "../api/types";
 import { useSearchChange } from "../charts/ChartControls";
 import { Ago, Lasted } from "../components/Ago";
@@ -38,11 +38,15 @@ export function Experiments() {
   const change = useSearchChange();
   const [selected, setSelected] = useState(new Set<string>());
   const extra = search.columns ?? NO_COLUMNS;
+  const session = useQuery(sessionQuery);
+  const isShared = session.data?.is_shared === true;
+  const owner = isShared && !search.all ? (session.data?.owner ?? undefined) : undefined;
   const list = useInfiniteQuery(
     experimentsQuery({
       states: search.state && [search.state],
       search: search.q,
       isArchived: search.archived,
+      owner,
       columns: search.columns,
       conditions: search.where,
       sortBy: search.sort,
@@ -55,7 +59,7 @@ export function Experiments() {
   }, [hasNextPage, isFetching, fetchNextPage]);
   const rows = useMemo(() => list.data?.pages.flatMap((page) => page.items) ?? NONE, [list.data]);
   const total = list.data?.pages[0]?.total ?? rows.length;
-  const columns = useMemo(() => columnsFor(extra), [extra]);
+  const columns = useMemo(() => columnsFor(extra, isShared), [extra, isShared]);
   const selectAll = useMutation({
     mutationFn: async () => {
       let answer = await fetchNextPage();
@@ -110,6 +114,14 @@ export function Experiments() {
           checked={search.archived === true}
           onChange={(event) => change({ archived: event.currentTarget.checked || undefined })}
         />
+        {isShared && (
+          <Switch
+            size="sm"
+            label="Mine"
+            checked={!search.all}
+            onChange={(event) => change({ all: !event.currentTarget.checked || undefined })}
+          />
+        )}
         <Text size="sm" c="dimmed" role="status">
           {list.isSuccess && plural(total, "experiment")}
           {selected.size > 0 && `, ${selected.size.toLocaleString("en")} selected`}
@@ -144,7 +156,7 @@ export function Experiments() {
       {list.isPending && <Waiting what="experiments" />}
       {list.isError && <ProblemView error={list.error} onRetry={() => void list.refetch()} />}
       {list.isSuccess && rows.length === 0 && (
-        <NothingHere isFiltered={Boolean(search.q ?? search.state ?? search.where)} />
+        <NothingHere isFiltered={Boolean(search.q ?? search.state ?? search.where ?? owner)} />
       )}
       {rows.length > 0 && (
         <DataTable
@@ -198,7 +210,15 @@ function NameSearch({ value, onChange }: { value: string; onChange: (value: stri
   );
 }
 
-function columnsFor(extra: readonly string[]): Column<Experiment>[] {
+const OWNER: Column<Experiment> = {
+  id: "owner",
+  title: "Owner",
+  width: 96,
+  isSortable: true,
+  cell: (one) => one.owner,
+};
+
+function columnsFor(extra: readonly string[], isShared: boolean): Column<Experiment>[] {
   const fixed: Column<Experiment>[] = [
     { id: "id", title: "Id", width: 48, isNumeric: true, isSortable: true, cell: (one) => one.id },
     {
@@ -276,6 +296,7 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
   }));
   return [
     ...fixed,
+    ...(isShared ? [OWNER] : []),
     ...chosen,
     {
       id: "created_at",

@@ -1,5 +1,5 @@
 import { Alert, Button, PasswordInput, Stack, Text, TextInput, Title } from "@mantine/core";
-import { useMutation } from "@tanstack/react-query";
+import { useMutation, useQueryClient } from "@tanstack/react-query";
 import { useNavigate, useSearch } from "@tanstack/react-router";
 import { type FormEvent, useState } from "react";
 
@@ -19,10 +19,13 @@ const USED_LINK = "This sign-in link was used before or is too old; each works o
 export function SignInForm({ onSignedIn, isPage, note }: SignInFormProps) {
   const [user, setUser] = useState("admin");
   const [password, setPassword] = useState("");
+  const client = useQueryClient();
   const attempt = useMutation({
     mutationFn: () => signIn(user, password),
     onSuccess: () => {
       setPassword("");
+      // Another user may see other things.
+      void client.invalidateQueries();
       onSignedIn();
     },
   });

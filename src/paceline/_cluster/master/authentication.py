@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Row, delete, func, insert, or_, select, update
+from sqlalchemy import Row, delete, insert, or_, select, update
 
 from paceline._base.files import TOKEN_PREFIX, make_secret
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.reach import FIRST_USER
 from paceline._cluster.master.store.row_ids_and_counts import keep_ids, new_id
 from paceline._cluster.messages.master_models import TokenScope
 
@@ -132,25 +133,25 @@ class SignInLinks:
     """Single-use tokens to sign in; kept in memory, so they end with the master's process."""
 
     def __init__(self) -> None:
-        self._expiry: dict[str, float] = {}
+        self._expiry: dict[str, tuple[float, str]] = {}
         self._lock = threading.Lock()
 
-    def make(self) -> tuple[str, float]:
-        """Return a new token and its time of expiry."""
+    def make(self, user: str) -> tuple[str, float]:
+        """Return a new token that signs a user in, and its time of expiry."""
         token, expires_at = secrets.token_urlsafe(32), time.time() + _LINK_S
         with self._lock:
             # The oldest comes first; a loop that asks for links must not fill the memory.
             while len(self._expiry) >= _MAX_LINKS:
                 del self._expiry[next(iter(self._expiry))]
-            self._expiry[token] = expires_at
+            self._expiry[token] = expires_at, user
         return token, expires_at
 
-    def redeem(self, token: str) -> bool:
-        """Consume a token; return False for an unknown, used or expired token."""
+    def redeem(self, token: str) -> str | None:
+        """Consume a token and return its user; None for an unknown, used or expired token."""
         with self._lock:
             # Under the lock, so that a link works once.
-            expires_at = self._expiry.pop(token, None)
-        return expires_at is not None and time.time() < expires_at
+            expires_at, user = self._expiry.pop(token, (0.0, ""))
+        return user if time.time() < expires_at else None
 
 
 _MAX_SENDERS = 10_000
@@ -261,10 +262,8 @@ class Passwords:
     def are_set(self) -> bool:
         """Return whether any user has a password."""
         with self._database.read() as connection:
-            count: int = connection.execute(
-                select(func.count()).select_from(tables.users)
-            ).scalar_one()
-        return count > 0
+            query = select(tables.users.c.name).where(tables.users.c.password_hash != "")
+            return connection.execute(query.limit(1)).first() is not None
 
     def set(self, user: str, password: str) -> "Future[None]":
         """Give a user a password and end the user's sign-ins; done with the future."""
@@ -275,9 +274,11 @@ class Passwords:
 
         def job(transaction: Transaction) -> None:
             connection = transaction.connection
-            connection.execute(delete(users).where(users.c.name == user))
-            values = {"name": user, "password_hash": hashed, "changed_at": time.time()}
-            connection.execute(insert(users).values(**values))
+            values = {"password_hash": hashed, "changed_at": time.time()}
+            change = update(users).where(users.c.name == user).values(**values)
+            if not connection.execute(change).rowcount:
+                row = {"name": user, "is_admin": user == FIRST_USER}
+                connection.execute(insert(users).values(**row, **values))
             connection.execute(delete(sign_ins).where(sign_ins.c.user == user))
             # A power cut must not bring the old password back.
             transaction.force()
@@ -324,8 +325,10 @@ class Passwords:
         from argon2.exceptions import Argon2Error, InvalidHashError
 
         with self._database.read() as connection:
-            query = select(tables.users.c.password_hash).where(tables.users.c.name == user)
-            stored = connection.execute(query).scalar()
+            users = tables.users.c
+            query = select(users.password_hash).where(users.name == user, users.is_active)
+            # Empty without a password.
+            stored = connection.execute(query).scalar() or None
         try:
             return stored is not None and PasswordHasher().verify(stored, password)
         except (Argon2Error, InvalidHashError):
@@ -397,6 +400,7 @@ class StoredToken:
     Attributes:
         node: The only node that it registers, of a token of the scope `runner`; None for any.
         pool: The only pool that its nodes may be in; None for any.
+        user: The user as whom it acts.
     """
 
     id: int
@@ -407,6 +411,7 @@ class StoredToken:
     revoked_at: float | None
     node: str | None = None
     pool: str | None = None
+    user: str = FIRST_USER
 
     @property
     def is_revoked(self) -> bool:
@@ -433,7 +438,11 @@ class Tokens:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._lock = threading.Lock()
-        with database.read() as connection:
+        self.load()
+
+    def load(self) -> None:
+        """Read all tokens again, after a change beside this object."""
+        with self._lock, self._database.read() as connection:
             rows = connection.execute(select(tables.tokens))
             self._keep({row.digest: _stored(row) for row in rows})
 
@@ -445,6 +454,7 @@ class Tokens:
         *,
         node: str | None = None,
         pool: str | None = None,
+        user: str = FIRST_USER,
     ) -> "Future[tuple[StoredToken, str]]":
         """Create a token; the future returns the token and its secret after the commit.
 
@@ -471,7 +481,7 @@ class Tokens:
                 )
             token = StoredToken(
                 id=new_id(connection, tables.tokens), name=name, scope=scope, created_at=now,
-                expires_at=expires_at, revoked_at=None, node=node, pool=pool,
+                expires_at=expires_at, revoked_at=None, node=node, pool=pool, user=user,
             )  # fmt: skip
             values = {field: getattr(token, field) for field in _FIELDS} | {"scope": scope.value}
             connection.execute(insert(tables.tokens).values(digest=_digest(secret), **values))
@@ -540,7 +550,8 @@ class Tokens:
         self._by_id = {token.id: token for token in known.values()}
 
 
-_FIELDS = ("id", "name", "scope", "created_at", "expires_at", "revoked_at", "node", "pool")
+_FIELDS = ("id", "name", "scope", "created_at", "expires_at", "revoked_at", "node", "pool",
+           "user")  # fmt: skip
 
 
 def _stored(row: Row[Any]) -> StoredToken:
@@ -548,10 +559,7 @@ def _stored(row: Row[Any]) -> StoredToken:
     return StoredToken(**values | {"scope": TokenScope(row.scope)})
 
 
-ADMIN = "admin"
-
 __all__ = [
-    "ADMIN",
     "SIGN_IN_S",
     "AttemptTokens",
     "Passwords",

@@ -56,6 +56,7 @@ from paceline._cluster.master.store.experiment_list import EncodingCache, NameCa
 from paceline._cluster.master.store.run_files import FileContents
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.master.upkeep.recovery_records import Recorder
+from paceline._cluster.master.users import AuditLog, Users
 from paceline._cluster.master.waiting import WaitingRequests, Wakeups
 from paceline._cluster.messages.runner_messages import LOCAL_NAME, MasterAddress, NodeFacts
 from paceline._cluster.runner.attempt_directory import FILE_NAME as SECRET_FILE_NAME
@@ -242,6 +243,8 @@ class Master:
         self.passwords = Passwords(self.database)
         self.sign_ins = SignIns(self.database)
         self.tokens = Tokens(self.database)
+        self.users = Users(self.database, self.tokens.load)
+        self.audit = AuditLog(self.database)
         self.home_token = home.token.encode()
         self.attempt_tokens = AttemptTokens(self.database, home.attempt_key)
         self.signed_urls = SignedUrls(home.attempt_key)

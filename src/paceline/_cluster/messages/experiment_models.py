@@ -285,7 +285,8 @@ class Source(Request):
 class CreateExperiment(Request):
     """Request for a new experiment; `context_digest` names a previously uploaded context.
 
-    `source` is where the context was taken from.
+    `source` is where the context was taken from. `project` None takes `Default`, or else the first
+    project in which the sender is an editor.
     """
 
     config: dict[str, Any]
@@ -293,6 +294,7 @@ class CreateExperiment(Request):
     context_digest: str | None = None
     activate: bool = True
     source: Source | None = None
+    project: str | None = Field(default=None, max_length=64)
 
 
 class ContinueTrial(Request):
@@ -369,6 +371,8 @@ class Experiment(Message):
     notes: str = ""
     notes_version: str = ""
     limits: list[SearchLimit] = []
+    owner: str = "admin"
+    project: str = "Default"
     values: dict[str, Any] = {}
 
     @computed_field  # type: ignore[prop-decorator] # mypy takes no decorator above a property
@@ -383,7 +387,8 @@ class EditExperiment(Request):
 
     `max_slots` 0 removes the limit. `limits` has new limits of the search by their names in the
     config, null to remove one. With the `notes_version` that an edit of the notes began from,
-    the change is refused if someone else has changed them since.
+    the change is refused if someone else has changed them since. `project` moves the
+    experiment.
     """
 
     name: str | None = Field(default=None, min_length=1, max_length=1000)
@@ -395,6 +400,7 @@ class EditExperiment(Request):
     weight: float | None = Field(default=None, gt=0, le=1_000_000)
     max_slots: int | None = Field(default=None, ge=0, le=2**31 - 1)
     limits: Limits | None = None
+    project: str | None = Field(default=None, max_length=64)
 
 
 class ForkExperiment(Request):

@@ -126,7 +126,8 @@ class Slot(Message):
     """Schedulable device and its current user; `id` counts the slots of its node.
 
     A drained one gets no attempts; one that it has may still be leaving. `memory_bytes` is the
-    memory of a GPU, None if it is unknown.
+    memory of a GPU, None if it is unknown. One that `is_used` without a trial has one of a project
+    that the sender does not see.
     """
 
     id: int
@@ -138,6 +139,7 @@ class Slot(Message):
     trial_id: int | None
     experiment_id: int | None
     attempt_id: int | None
+    is_used: bool = False
 
 
 Policy: TypeAlias = Literal["fifo", "priority", "fair_share"]
@@ -261,7 +263,7 @@ class NewToken(Request):
     """Request for a token; `expires_in_s` (seconds) None makes a token without expiry.
 
     One of the scope `runner` registers only the node `node`, and only nodes in the pool `pool`, if
-    these are given.
+    these are given. It acts as `user`, by default the sender.
     """
 
     name: str = Field(pattern=NAME_PATTERN)
@@ -269,6 +271,7 @@ class NewToken(Request):
     expires_in_s: float | None = Field(default=90 * 24 * 3600.0, gt=0, le=100 * 365 * 24 * 3600.0)
     node: str | None = None
     pool: str | None = None
+    user: str | None = Field(default=None, pattern=NAME_PATTERN)
 
     @model_validator(mode="after")
     def _check_binding(self) -> "NewToken":
@@ -313,7 +316,7 @@ def make_new_token(**fields: object) -> NewToken:
 class Token(Message):
     """A token without its secret; times are in seconds since the epoch.
 
-    `node` and `pool` are the only ones that it registers, None for any.
+    `node` and `pool` are the only ones that it registers, None for any. It acts as `user`.
     """
 
     id: int
@@ -324,6 +327,7 @@ class Token(Message):
     revoked_at: float | None = None
     node: str | None = None
     pool: str | None = None
+    user: str = "admin"
 
 
 class CreatedToken(Token):
@@ -341,12 +345,16 @@ class HomeToken(Message):
 class Session(Message):
     """Who is signed in, None for nobody; `has_password` says whether a password could sign in.
 
-    `scope` is "read", "submit", "admin", or "attempt" for the token of one attempt.
+    `scope` is "read", "submit", "user" for all that a user may do who is no administrator, "admin",
+    or "attempt" for the token of one attempt. `user` is the name of a token if one was sent, and
+    `owner` the user for whom the sender acts. `is_shared` says that there are several users.
     """
 
     user: str | None
+    owner: str | None = None
     has_password: bool
     scope: str | None = None
+    is_shared: bool = False
 
 
 class Login(Request):
@@ -354,6 +362,94 @@ class Login(Request):
 
     user: str = Field(default="admin", max_length=64)
     password: str = Field(max_length=1024)
+
+
+class LoginForToken(Login):
+    """A user's name and password, and the name of the token to be made."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    expires_in_s: float = Field(default=90 * 24 * 3600.0, gt=0, le=100 * 365 * 24 * 3600.0)
+
+
+class Role(str, Enum):
+    """Role of a user in a project; each includes the earlier ones.
+
+    A `viewer` sees what is in the project, an `editor` changes it, an `admin` chooses the members.
+    """
+
+    VIEWER = "viewer"
+    EDITOR = "editor"
+    ADMIN = "admin"
+
+
+class User(Message):
+    """A user; one that was removed is not active, and stays the owner of experiments.
+
+    An administrator sees and changes everything. `is_service` is a program's.
+    """
+
+    name: str
+    is_admin: bool
+    is_active: bool
+    is_service: bool
+    has_password: bool
+
+
+class NewUser(Request):
+    """A user to be added, with a role in the project `Default`; None for no role there."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    role: Role | None = Role.EDITOR
+    is_admin: bool = False
+    is_service: bool = False
+
+
+class UserChange(Request):
+    """Whether a user is to be an administrator."""
+
+    is_admin: bool
+
+
+class Project(Message):
+    """A project, and the role of the sender in it."""
+
+    id: int
+    name: str
+    role: Role
+
+
+class NewProject(Request):
+    """A project to be created."""
+
+    name: str = Field(pattern="^[A-Za-z0-9][A-Za-z0-9 _.-]{0,63}$")
+
+
+class Member(Message):
+    """A user's role in a project."""
+
+    user: str
+    role: Role
+
+
+class NewRole(Request):
+    """The role that a user is to have in a project; None for none."""
+
+    role: Role | None
+
+
+class AuditEntry(Message):
+    """A request that changes something: who sent it, by which token, and its objects.
+
+    `token` is None for a browser. `action` is method and route, `status` is that of the answer.
+    """
+
+    id: int
+    time: float
+    user: str
+    token: str | None
+    action: str
+    objects: list[str]
+    status: int
 
 
 class NewPassword(Request):

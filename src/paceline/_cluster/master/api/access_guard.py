@@ -9,42 +9,38 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import Depends, Path, Query, Request, Response
-from fastapi.responses import RedirectResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi import Depends, Request, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline._base.process_and_network import LOOPBACK_HOSTS
-from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.request_limits import MAX_HEADER_BYTES, Connection
-from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf, problem
+from paceline._cluster.master.api.requests_and_answers import ApiError, problem
 from paceline._cluster.master.api.route_scopes import (
     PREFIX,
     ROUTES,
     SIGNED_PATH,
     TRACKER_PATHS,
-    ApiRouter,
     RouteScope,
     Scopes,
 )
 from paceline._cluster.master.api.tracker_answers import sending_tracker_names
-from paceline._cluster.master.authentication import (
-    ADMIN,
-    SIGN_IN_S,
-    SignIns,
-    StoredToken,
-    Throttle,
-    TokenNameTakenError,
-    TooManyAttemptsError,
-)
+from paceline._cluster.master.authentication import SignIns, Throttle
 from paceline._cluster.master.master import Master
-from paceline._cluster.messages import master_models as tokens
-from paceline._cluster.messages.master_models import Login, NewPassword, Session, SignInLink
+from paceline._cluster.master.store.reach import (
+    FIRST_USER,
+    KINDS,
+    Reach,
+    acting,
+    named_object,
+    project_of,
+)
 
 PUBLIC_PATHS = frozenset(PREFIX + route.partition(" ")[2] for route in ROUTES[RouteScope.PUBLIC])
 # Prometheus asks here unless configured otherwise.
 _USUAL_METRICS_PATH = "/metrics"
 _MAX_WRONG_TOKENS = 300
 _MAX_HEADERS = 100
+_LONGEST_ACTION = 500
 _HOST = re.compile(
     r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?", re.ASCII | re.IGNORECASE
 )
@@ -61,6 +57,8 @@ class AccessIdentity:
         attempt_id: The attempt whose token it is, if it is one's.
         token_id: The id of a program's token, if it is one.
         expires_at: When that token expires, in seconds since the epoch; None for never.
+        reach: What the user may see and change, for whom it acts; None for the master's own
+            senders: attempts, runners, and signed URLs.
     """
 
     user: str
@@ -69,20 +67,33 @@ class AccessIdentity:
     attempt_id: int | None = None
     token_id: int | None = None
     expires_at: float | None = None
+    reach: Reach | None = None
+
+    @property
+    def owner(self) -> str:
+        """The user for whom the request acts."""
+        return FIRST_USER if self.reach is None else self.reach.user
 
 
 def admission_check(master: Master, identity: AccessIdentity) -> Callable[[], bool]:
-    """Return a function telling whether a sender's token or sign-in still opens anything.
+    """Return a function telling whether a sender's token or sign-in still opens as much.
 
     For answers without an end; it may read the database.
     """
-    token_id, secret = identity.token_id, identity.secret
-    if token_id is not None:
-        return lambda: (token := master.tokens.get(token_id)) is not None and token.is_usable
-    if secret is not None:
-        return lambda: master.sign_ins.user_of(secret) is not None
+    token_id, secret, reach = identity.token_id, identity.secret, identity.reach
     home_token = master.home_token
-    return lambda: master.home_token == home_token
+
+    def is_admitted() -> bool:
+        if token_id is None and secret is None:
+            return master.home_token == home_token
+        if reach is not None and master.users.reach(reach.user) != reach:
+            return False
+        if secret is not None:
+            return master.sign_ins.user_of(secret) is not None
+        assert token_id is not None
+        return (token := master.tokens.get(token_id)) is not None and token.is_usable
+
+    return is_admitted
 
 
 async def _identity(request: Request) -> AccessIdentity | None:
@@ -148,6 +159,8 @@ class Guard:
         self._opens = master.signed_urls.opens
         self._is_open = master.is_open
         self._has_tls = master.certificate is not None
+        self._database = master.database
+        self._audit = master.audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the API or the web UI, or refuse the request here."""
@@ -171,7 +184,34 @@ class Guard:
             return
         if refusal is None:
             refusal = await self._refuse_sender(scope, headers)
-        await (refusal or self._app)(scope, receive, send)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have a request answered within the reach of its sender, and note what changes."""
+        identity: AccessIdentity | None = scope["paceline.identity"]
+        reach = None if identity is None else identity.reach
+        if identity is None or not scope["paceline.access"].is_audited:
+            with acting(reach):
+                await self._app(scope, receive, send)
+            return
+        objects: list[str] = []
+        status = 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            with acting(reach, objects):
+                await self._app(scope, receive, noting)
+        finally:
+            token = identity.user if identity.secret is None else None
+            action = f"{scope['method']} {scope['path'].removeprefix(PREFIX)[:_LONGEST_ACTION]}"
+            self._audit.add(identity.owner, token, action, objects, status)
 
     async def _refuse_sender(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
         if scope["path"].startswith(SIGNED_PATH):
@@ -181,6 +221,7 @@ class Guard:
         identity = found if isinstance(found, AccessIdentity) else None
         scope["paceline.identity"] = identity
         access = self._scopes.access(scope["method"], scope["path"])
+        scope["paceline.access"] = access
         is_admitted = identity is not None and scope["paceline.connection"].admit()
         if access.scope is RouteScope.PUBLIC:
             return None
@@ -188,9 +229,17 @@ class Guard:
             return found if isinstance(found, Response) else self._refuse_stranger(scope, headers)
         if not is_admitted:
             return _no_place_for_request()
-        if access.admits(identity.scope, identity.attempt_id):
+        if not access.admits(identity.scope, identity.attempt_id):
+            return _forbidden(identity, access.scope)
+        reach, named = identity.reach, named_object(access.parameters)
+        if reach is None or reach.sees is None or named is None:
             return None
-        return _forbidden(identity, access.scope)
+        project = await asyncio.to_thread(self._project_of, *named)
+        return _refuse_role(reach, project, *named, is_reading=access.is_reading)
+
+    def _project_of(self, kind: str, key: str) -> int | None:
+        with self._database.read(everything=True) as connection:
+            return project_of(connection, kind, key)
 
     def _of_signed_url(self, scope: Scope) -> AccessIdentity | Response | None:
         """Return who may do what a signed URL says, and nothing else."""
@@ -239,11 +288,14 @@ class _Identification:
         ):
             return None
         user = await asyncio.to_thread(self._sign_ins.user_of, secret)
-        return None if user is None else AccessIdentity(user, secret)
+        reach = None if user is None else self._master.users.reach(user)
+        if user is None or reach is None:
+            return None
+        return AccessIdentity(user, secret, _scope_within(reach, RouteScope.ADMIN), reach=reach)
 
     async def _of_token(self, sent: bytes) -> AccessIdentity | Response | None:
         if secrets.compare_digest(sent, self._master.home_token):
-            return AccessIdentity(ADMIN, None)
+            return AccessIdentity(FIRST_USER, None, reach=Reach(FIRST_USER))
         text = sent.decode("latin-1")
         token = self._master.tokens.find(text)
         if token is not None:
@@ -251,10 +303,19 @@ class _Identification:
                 return problem(401, "token_revoked", f"The token {token.name!r} was revoked.")
             if token.is_expired:
                 return problem(401, "token_expired", f"The token {token.name!r} has expired.")
-            scope = RouteScope(token.scope.value)
+            scope, reach = RouteScope(token.scope.value), self._master.users.reach(token.user)
+            if scope is RouteScope.RUNNER:
+                # The cluster's: trials run on whoever leaves.
+                reach = None
+            elif reach is None:
+                text = f"The user {token.user!r} of the token {token.name!r} was removed."
+                return problem(401, "token_revoked", text)
+            else:
+                scope = _scope_within(reach, scope)
             return AccessIdentity(
-                token.name, None, scope, token_id=token.id, expires_at=token.expires_at
-            )
+                token.name, None, scope, token_id=token.id, expires_at=token.expires_at,
+                reach=reach,
+            )  # fmt: skip
         return await self._of_attempt(text)
 
     async def _of_attempt(self, text: str) -> AccessIdentity | Response | None:
@@ -360,6 +421,32 @@ def _unknown_token() -> Response:
     )
 
 
+def _scope_within(reach: Reach, scope: RouteScope) -> RouteScope:
+    """Return the scope in which a user can act: only administrators have that of the same name."""
+    is_too_wide = scope is RouteScope.ADMIN and reach.sees is not None
+    return RouteScope.USER if is_too_wide else scope
+
+
+def _refuse_role(
+    reach: Reach, project: int | None, kind: str, key: str, *, is_reading: bool
+) -> Response | None:
+    """Refuse a request about an object that its sender does not see, or may not change."""
+    if project is None:
+        return None  # the route says that there is none
+    what = f"{KINDS[kind]} {key!r:.200}"
+    if project not in (reach.sees or ()):
+        return problem(404, "not_found", f"There is no {what}.")
+    if is_reading or project in (reach.changes or ()):
+        return None
+    return problem(
+        403,
+        "role_too_low",
+        f"The user must have the role 'editor' in the project of the {what}, but {reach.user!r} has"
+        " 'viewer'. Hint: an administrator of the project gives it: `paceline user role"
+        f" {reach.user} editor --project NAME`.",
+    )
+
+
 def _forbidden(identity: AccessIdentity, wanted: RouteScope) -> Response:
     return problem(
         403,
@@ -390,173 +477,3 @@ def _name_of(host: str) -> str | None:
     """Return the name or address in a Host header, None for malformed headers."""
     found = _HOST.fullmatch(host)
     return None if found is None else (found[1] or found[2]).lower()
-
-
-token_router = ApiRouter(tags=["tokens"], route_class=ReadingRoute)
-
-TokenId = Annotated[int, Path(ge=1, le=2**62)]
-
-
-@token_router.get("/tokens")
-async def list_tokens(master: MasterOf) -> list[tokens.Token]:
-    """List the tokens, the newest first; without the home's own and those of attempts.
-
-    A token that was revoked or has expired is listed for 90 days.
-    """
-    return [tokens.Token.model_validate(_fields(token)) for token in master.tokens.list()]
-
-
-@token_router.post("/tokens", status_code=201)
-async def create_token(
-    request: tokens.NewToken, master: MasterOf, identity: IdentityOf
-) -> tokens.CreatedToken:
-    """Make a token and return its secret, once; needs a token itself."""
-    require_token(identity)
-    made = master.tokens.create(
-        request.name, request.scope, request.expires_in_s, node=request.node, pool=request.pool
-    )
-    try:
-        token, secret = await asyncio.wrap_future(made)
-    except TokenNameTakenError as error:
-        raise ApiError(409, "name_taken", str(error)) from error
-    return tokens.CreatedToken.model_validate(_fields(token) | {"secret": secret})
-
-
-@token_router.delete("/tokens/{token_id}", status_code=204)
-async def revoke_token(token_id: TokenId, master: MasterOf) -> None:
-    """Revoke a token for good; a second time changes nothing."""
-    if not await asyncio.wrap_future(master.tokens.revoke(token_id)):
-        raise ApiError(404, "not_found", f"There is no token {token_id}.")
-    master.events.notify()
-
-
-@token_router.put("/home-token")
-async def renew_home_token(master: MasterOf, identity: IdentityOf) -> tokens.HomeToken:
-    """Put another token in place of the home's; needs a token itself."""
-    require_token(identity)
-    secret = await asyncio.to_thread(master.renew_home_token)
-    master.events.notify()
-    return tokens.HomeToken(secret=secret)
-
-
-def require_token(identity: AccessIdentity | None) -> None:
-    """Refuse browser sign-ins: a stolen sign-in must not be turned into lasting access.
-
-    Raises:
-        ApiError: The request came with a cookie.
-    """
-    assert identity is not None
-    if identity.secret is not None:
-        raise ApiError(
-            403,
-            "token_needed",
-            "Passwords and tokens are set with a token only, not from a browser. Hint: `paceline"
-            " user set-password`, `paceline token create`.",
-        )
-
-
-def _fields(token: StoredToken) -> dict[str, object]:
-    return {name: getattr(token, name) for name in tokens.Token.model_fields}
-
-
-sign_in_router = ApiRouter(tags=["sign-in"], route_class=ReadingRoute)
-
-_SIGN_IN_PATH = "/api/v1/sign-in"
-UserName = Annotated[str, Path(pattern="^[A-Za-z0-9_.-]{1,64}$")]
-
-
-@sign_in_router.get("/session")
-def read_session(master: MasterOf, identity: IdentityOf) -> Session:
-    """Return who is signed in, and whether a password could sign in; needs no sign-in."""
-    return Session(
-        user=None if identity is None else identity.user,
-        has_password=master.passwords.are_set(),
-        scope=None if identity is None else identity.scope.value,
-    )
-
-
-@sign_in_router.post("/login")
-def log_in(
-    request: Login, response: Response, master: MasterOf, connection: ConnectionOf
-) -> Session:
-    """Sign a browser in with a password set by `paceline user set-password`."""
-    try:
-        is_known = master.passwords.check(request.user, request.password, connection.sender)
-    except TooManyAttemptsError as error:
-        raise ApiError(429, "too_many_attempts", str(error)) from error
-    if not is_known:
-        raise ApiError(
-            401,
-            "wrong_password",
-            "User and password must fit, but do not. Hint: `paceline user set-password` sets one;"
-            " `paceline login` prints a link that signs in without.",
-        )
-    _set_cookie(response, master, request.user)
-    return Session(user=request.user, has_password=True, scope="admin")
-
-
-@sign_in_router.get("/sign-in", status_code=303, response_class=RedirectResponse)
-def follow_sign_in_link(
-    request: Request,
-    master: MasterOf,
-    token: Annotated[str, Query(max_length=200)],
-) -> Response:
-    """Sign a browser in by a link and redirect to the web UI; each link works once."""
-    if master.links.redeem(token):
-        reply = RedirectResponse("/", 303)
-        _set_cookie(reply, master, ADMIN)
-        return reply
-    if "text/html" in request.headers.get("accept", ""):
-        return RedirectResponse("/sign-in?problem=link", 303)
-    raise ApiError(
-        401,
-        "link_used",
-        "The link must be new, but was used or is too old. Hint: `paceline login` prints another.",
-    )
-
-
-@sign_in_router.post("/sign-in-links", status_code=201)
-def create_sign_in_link(request: Request, master: MasterOf) -> SignInLink:
-    """Create a single-use link to sign a browser in."""
-    token, expires_at = master.links.make()
-    url = f"{request.url.scheme}://{request.headers['host']}{_SIGN_IN_PATH}?token={token}"
-    return SignInLink(url=url, expires_at=expires_at)
-
-
-@sign_in_router.post("/logout", status_code=204)
-def log_out(response: Response, master: MasterOf, identity: IdentityOf) -> None:
-    """End the sign-in of the requesting browser."""
-    assert identity is not None
-    if identity.secret is not None:
-        master.sign_ins.close(identity.secret)
-        master.events.notify()
-        response.delete_cookie(cookie_name(master), httponly=True, samesite="strict")
-
-
-@sign_in_router.put("/users/{name}/password", status_code=204)
-async def set_password(
-    name: UserName, request: NewPassword, master: MasterOf, identity: IdentityOf
-) -> None:
-    """Give a user a password and end the user's sign-ins; needs a token."""
-    require_token(identity)
-    if name != ADMIN:
-        raise ApiError(
-            404,
-            "not_found",
-            f"The user must be {ADMIN!r}, the only one, but got {name!r}. Hint: `paceline token"
-            " create NAME --scope read` makes a token for another person or program.",
-        )
-    changed = await asyncio.to_thread(master.passwords.set, name, request.password)
-    await asyncio.wrap_future(changed)
-    master.events.notify()
-
-
-def _set_cookie(response: Response, master: Master, user: str) -> None:
-    response.set_cookie(
-        cookie_name(master),
-        master.sign_ins.open(user),
-        max_age=SIGN_IN_S,
-        httponly=True,
-        samesite="strict",
-        secure=master.certificate is not None,
-    )

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 import paceline
 from paceline._base.process_and_network import num_cores
-from paceline._cluster.master.api.access_guard import Guard, sign_in_router, token_router
+from paceline._cluster.master.api.access_guard import Guard
 from paceline._cluster.master.api.attempt_and_log_routes import (
     attempt_router,
     log_router,
@@ -60,6 +60,11 @@ from paceline._cluster.master.api.trial_and_series_routes import (
     series_csv_router,
     series_router,
     trial_router,
+)
+from paceline._cluster.master.api.user_and_token_routes import (
+    sign_in_router,
+    token_router,
+    user_router,
 )
 from paceline._cluster.master.api.view_routes import view_router
 from paceline._cluster.master.master import Master
@@ -159,6 +164,7 @@ _ROUTERS = (
     docs_router,
     sign_in_router,
     token_router,
+    user_router,
     status_and_prometheus_router,
     master_router,
     slot_router,

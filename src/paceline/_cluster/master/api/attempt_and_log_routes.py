@@ -292,7 +292,9 @@ async def store_run_records(
 
 def may_name_directories(identity: IdentityOf) -> bool:
     """Return whether a sender may name directories that the master opens."""
-    return identity is not None and identity.scope is not RouteScope.REPORT
+    if identity is None or identity.scope is RouteScope.REPORT:
+        return False
+    return identity.reach is None or identity.reach.sees is None
 
 
 def _json_bytes(message: msgspec.Struct) -> Response:

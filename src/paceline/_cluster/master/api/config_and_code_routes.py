@@ -13,6 +13,7 @@ import yaml
 from fastapi import Path as PathParameter
 from fastapi import Request, Response
 from fastapi.responses import FileResponse
+from sqlalchemy import select
 
 from paceline._base.files import open_private, replacing_atomically, sync_directory
 from paceline._cluster.master.api.access_guard import IdentityOf
@@ -27,7 +28,9 @@ from paceline._cluster.master.api.requests_and_answers import (
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.master import Master
+from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database_reading import note_contexts
+from paceline._cluster.master.store.reach import is_restricted
 from paceline._cluster.messages.experiment_models import (
     CheckedConfig,
     CodeFile,
@@ -247,6 +250,14 @@ async def _receive_context(request: Request, path: Path) -> str:
     return digest.hexdigest()
 
 
+def _is_seen(master: Master, digest: str) -> bool:
+    """Return whether an experiment that the sender sees has a context."""
+    experiments = tables.experiments.c
+    with master.database.read() as connection:
+        query = select(experiments.id).where(experiments.context_digest == digest).limit(1)
+        return not is_restricted(connection) or connection.execute(query).first() is not None
+
+
 @context_upload_router.get("/contexts/{digest}", response_class=FileResponse)
 def read_context(digest: Digest, master: MasterOf, identity: IdentityOf) -> FileResponse:
     """Read a packed context directory; an attempt reads its own only."""
@@ -255,6 +266,6 @@ def read_context(digest: Digest, master: MasterOf, identity: IdentityOf) -> File
     if attempt_id is not None and not master.attempt_tokens.has_code(attempt_id, digest):
         raise ApiError(403, "scope_too_low", f"Attempt {attempt_id} runs other code than {digest}.")
     path = master.home.contexts_path / f"{digest}.tar.gz"
-    if not path.is_file():
+    if not path.is_file() or not _is_seen(master, digest):
         raise ApiError(404, "not_found", f"There is no context {digest}.")
     return FileResponse(path, media_type="application/gzip")

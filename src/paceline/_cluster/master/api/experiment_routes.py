@@ -52,6 +52,13 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, experiment_view
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.experiment_list import Order
+from paceline._cluster.master.store.reach import (
+    NotAllowedError,
+    check_object,
+    creating_in,
+    current_reach,
+    note_object,
+)
 from paceline._cluster.messages import experiment_models as searches
 from paceline._cluster.messages.experiment_models import (
     BulkAction,
@@ -88,18 +95,20 @@ async def create_experiment(
     digest = request.context_digest
     if digest is not None and not context_path_exists(master, digest):
         raise ApiError(409, "no_context", f"The context {digest!r} must be uploaded before.")
-    experiment_id = await write_once(
-        master,
-        key,
-        lambda transaction: master.commands.create(
-            transaction,
-            config,
-            submitted_config=request.submitted_config,
-            context_digest=digest,
-            activate=request.activate,
-            source=None if request.source is None else request.source.model_dump(exclude_none=True),
-        ),
-    )
+    source = None if request.source is None else request.source.model_dump(exclude_none=True)
+
+    def job(transaction: Transaction) -> int:
+        with creating_in(_project_id(master, request.project)):
+            return master.commands.create(
+                transaction,
+                config,
+                submitted_config=request.submitted_config,
+                context_digest=digest,
+                activate=request.activate,
+                source=source,
+            )
+
+    experiment_id = await write_once(master, key, job)
     return await asyncio.to_thread(_read, master, experiment_id)
 
 
@@ -258,15 +267,27 @@ def _read(records: StoredRecords, experiment_id: int) -> Experiment:
 experiment_edit_router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
 
+def _project_id(master: Master, name: str | None) -> int | None:
+    """Return the id of a project that a body names, None if it names none."""
+    if name is None:
+        return None
+    reach, project = current_reach(), master.users.project_id(name)
+    if reach is not None and reach.sees is not None and project not in reach.sees:
+        raise NotFoundError(f"There is no project {name!r}.")
+    return project
+
+
 @experiment_edit_router.patch("/experiments/{experiment_id}")
 async def change_experiment(
     experiment_id: ExperimentId, request: EditExperiment, master: MasterOf
 ) -> Experiment:
-    """Change an experiment's texts, when it gets slots, or the limits of its search."""
+    """Change an experiment's texts, project, when it gets slots, or the limits of its search."""
+    fields = request.model_dump(exclude={"project"})
+    project_id = _project_id(master, request.project)
     await write_rows(
         master,
         lambda transaction: edit_experiment(
-            transaction, master.changes, experiment_id, **request.model_dump()
+            transaction, master.changes, experiment_id, project_id=project_id, **fields
         ),
     )
     return await asyncio.to_thread(read_experiment, experiment_id, master)
@@ -318,11 +339,14 @@ async def act_on_experiments(request: BulkAction, master: MasterOf) -> list[Bulk
     results = []
     for experiment_id in dict.fromkeys(request.experiment_ids):
         error = None
+        note_object(f"experiment {experiment_id}")
         try:
             left = await _act_on_experiment(master, request.action, experiment_id)
             if left:
                 error = f"Some files could not be deleted: {', '.join(left)}."
-        except (NotFoundError, RefusedError, TransitionError, ConfigError) as refusal:
+        except (
+            *(NotAllowedError, NotFoundError, RefusedError, TransitionError, ConfigError),
+        ) as refusal:
             error = str(refusal)
         results.append(BulkResult(experiment_id=experiment_id, error=error))
     return results
@@ -334,15 +358,21 @@ async def _act_on_experiment(
     if action == "delete":
         return await _delete_experiment(master, experiment_id)
     job = action_of(master, action)
-    await write_rows(master, lambda transaction: job(transaction, experiment_id))
+
+    def checked_job(transaction: Transaction) -> None:
+        check_object(transaction.connection, "experiment_id", experiment_id, changes=True)
+        job(transaction, experiment_id)
+
+    await write_rows(master, checked_job)
     return []
 
 
 async def _delete_experiment(master: Master, experiment_id: int) -> list[str]:
-    leftovers = await write_rows(
-        master,
-        lambda transaction: delete_experiment(transaction, master.changes, experiment_id),
-    )
+    def job(transaction: Transaction) -> Leftovers:
+        check_object(transaction.connection, "experiment_id", experiment_id, changes=True)
+        return delete_experiment(transaction, master.changes, experiment_id)
+
+    leftovers = await write_rows(master, job)
     # Thread of its own, not from the small pool of request threads: a storage may hang.
     return await asyncio.wrap_future(
         in_own_thread(partial(_remove_leftovers, master, experiment_id, leftovers))

@@ -38,6 +38,7 @@ from paceline._cluster.master.store.experiment_list import (
     sample_trials,
 )
 from paceline._cluster.master.store.metric_series import tagged
+from paceline._cluster.master.store.reach import current_reach
 from paceline._cluster.master.store.row_ids_and_counts import EXPERIMENTS, TRIALS, number_by_state
 from paceline._cluster.master.store.series_writer import all_metric_names
 from paceline._cluster.messages.experiment_models import (
@@ -313,6 +314,8 @@ def list_experiments(
     ] = None,
     label: Annotated[Names | None, Query(description="Has all of these labels.")] = None,
     archived: Annotated[Literal["no", "only", "all"], Query()] = "no",
+    owner: Annotated[str | None, Query(max_length=64, description="Of this user.")] = None,
+    project: Annotated[str | None, Query(max_length=64, description="In this project.")] = None,
     where: Annotated[
         Names | None,
         Query(
@@ -337,6 +340,8 @@ def list_experiments(
                 search=search,
                 labels=label or (),
                 is_archived={"no": False, "only": True, "all": None}[archived],
+                owner=owner,
+                project=project,
                 conditions=[list_condition(text) for text in where or ()],
                 columns=column or (),
                 sort_by=sort_by,
@@ -373,7 +378,7 @@ def list_experiment_columns(records: RecordsOf) -> ColumnNames:
 def _hparam_names(connection: Connection, kept: NameCache) -> list[str]:
     experiments = tables.experiments.c
     newest = connection.execute(select(func.max(experiments.id))).scalar_one()
-    state = (newest, sum(number_by_state(connection, EXPERIMENTS).values()))
+    state = (newest, sum(number_by_state(connection, EXPERIMENTS).values()), current_reach())
     return kept.read(state, lambda: _read_hparam_names(connection))
 
 

@@ -30,6 +30,7 @@ from paceline._cluster.master.api.node_and_slot_routes import (
     all_drained,
     count_drained,
     running_attempts,
+    seen_trials,
 )
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import MasterOf, problem
@@ -226,6 +227,7 @@ def read_master(master: MasterOf) -> MasterInfo:
     """Return the identity and load of the master."""
     with master.database.read() as connection:
         states = number_by_state(connection, EXPERIMENTS)
+    with master.database.read(everything=True) as connection:
         attempts = running_attempts(connection)
         drained = all_drained(master, connection)
     nodes = master.nodes.slots()
@@ -287,6 +289,7 @@ async def _event_stream(
     while not master.is_closing:
         with master.events.listen() as changed:
             events = await asyncio.to_thread(_read_events, master, cursor, experiment_id)
+            # A change of roles ends the stream as well: the client connects again.
             if not await asyncio.to_thread(is_admitted):
                 return
             if not events:
@@ -368,8 +371,11 @@ def read_metrics(request: Request, master: MasterOf) -> Response:
 
 
 def _status_facts(master: Master) -> dict[str, Any]:
+    with master.database.read(everything=True) as connection:
+        failing_nodes = _describe_failing_nodes(master, connection)
     with master.database.read() as connection:
         return {
+            "failing_nodes": failing_nodes,
             "experiments": number_by_state(connection, EXPERIMENTS),
             "trials": number_by_state(connection, TRIALS),
             "attempts": number_by_state(connection, ATTEMPTS),
@@ -378,7 +384,6 @@ def _status_facts(master: Master) -> dict[str, Any]:
             "num_points": sum(number_by_state(connection, POINTS).values()),
             "num_waiting": num_waiting(connection),
             "missing_methods": missing_methods(connection),
-            "failing_nodes": _describe_failing_nodes(master, connection),
             "failing_stores": master.changes.failing_stores.describe(
                 connection, partial(is_own_storage, default_storage=master.changes.default_storage)
             ),
@@ -397,6 +402,7 @@ def _describe_failing_nodes(master: Master, connection: Connection) -> list[str]
 
 
 def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
+    seen = seen_trials(master)
     problems = [
         f"Experiment {number} waits, as its search method `{name}` is not installed on the master."
         for number, name in found["missing_methods"]
@@ -405,6 +411,7 @@ def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
         f"Experiment {one.experiment_id} waits, as checkpoint {one.uuid} of trial {one.trial_id}"
         f" cannot be stored: {one.why}."
         for one in master.transfers.waiting.all()
+        if seen is None or one.trial_id in seen
     ]
     problems += [one.text for one in master.changes.storage_calls.silent()]
     problems += [*found["failing_stores"], *found["failing_nodes"], *master.notifier.problems()]

@@ -27,6 +27,7 @@ from paceline._cluster.master.scheduling.pools import NodeSlots, PoolSettings, i
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import slots_by_node
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.reach import current_reach
 from paceline._cluster.messages.master_models import DrainNode, Node, NodeState, Slot
 from paceline._cluster.messages.runner_messages import (
     DEFAULT_POOL,
@@ -37,7 +38,7 @@ from paceline._cluster.messages.runner_messages import (
     NodePoll,
     NodeWork,
 )
-from paceline._cluster.messages.states import LIVE_ATTEMPTS
+from paceline._cluster.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS
 
 slot_router = ApiRouter(tags=["master"], route_class=ReadingRoute)
 
@@ -45,7 +46,8 @@ slot_router = ApiRouter(tags=["master"], route_class=ReadingRoute)
 @slot_router.get("/slots")
 def list_slots(master: MasterOf) -> list[Slot]:
     """List the slots of all nodes and who uses them; slots of lost nodes only if used."""
-    with master.database.read() as connection:
+    seen = seen_trials(master)
+    with master.database.read(everything=True) as connection:
         users = {
             (node_id, slot): row
             for row in running_attempts(connection)
@@ -65,16 +67,34 @@ def list_slots(master: MasterOf) -> list[Slot]:
             memory_bytes=memory or None,
             pool=pool,
             is_drained=slot in drained.get(node_id, ()),
-            trial_id=user.trial_id if user else None,
-            experiment_id=user.experiment_id if user else None,
-            attempt_id=user.id if user else None,
+            is_used=(node_id, slot) in users,
+            **_told_of_user(users.get((node_id, slot)), seen),
         )
         for node_id, facts, pool in nodes
         for slot, (device, memory) in enumerate(_devices(facts))
-        if (user := users.get((node_id, slot)))
+        if (node_id, slot) in users
         or node_id == LOCAL_NODE
         or not master.nodes.presence.is_lost(node_id)
     ]
+
+
+def _told_of_user(user: Row[Any] | None, seen: frozenset[int] | None) -> dict[str, int | None]:
+    """Return the ids of an attempt that has a slot, if the sender sees its trial."""
+    if user is None or (seen is not None and user.trial_id not in seen):
+        return {"trial_id": None, "experiment_id": None, "attempt_id": None}
+    ids = {"trial_id": user.trial_id, "experiment_id": user.experiment_id}
+    return {**ids, "attempt_id": user.id}
+
+
+def seen_trials(master: Master) -> frozenset[int] | None:
+    """Return the live trials that the sender sees; None for all."""
+    reach = current_reach()
+    if reach is None or reach.sees is None:
+        return None
+    trials = tables.trials.c
+    with master.database.read() as connection:
+        query = select(trials.id).where(trials.state.in_(LIVE_TRIALS))
+        return frozenset(connection.execute(query).scalars())
 
 
 def all_drained(master: Master, connection: Connection) -> dict[int, frozenset[int]]:
@@ -237,7 +257,8 @@ def list_nodes(master: MasterOf, include_local: Annotated[bool, Query()] = False
     With `include_local`, the master's own machine comes first, as the node `local`, if it has
     slots.
     """
-    with master.database.read() as connection:
+    seen = seen_trials(master)
+    with master.database.read(everything=True) as connection:
         live = sorted(running_attempts(connection), key=lambda attempt: attempt.id)
         drained = all_drained(master, connection)
         pools = read_pools(connection)
@@ -246,7 +267,16 @@ def list_nodes(master: MasterOf, include_local: Annotated[bool, Query()] = False
     if include_local and master.devices:
         pool = pool_of(DEFAULT_POOL, {}, pools)
         nodes = [_local_view(master, pool, live, drained), *nodes]
-    return [node.model_copy(update={"rests_until": resting.get(node.id)}) for node in nodes]
+    hidden = {row.id for row in live if seen is not None and row.trial_id not in seen}
+    return [
+        node.model_copy(
+            update={
+                "rests_until": resting.get(node.id),
+                "attempts": [one for one in node.attempts if one not in hidden],
+            }
+        )
+        for node in nodes
+    ]
 
 
 @node_router.post("/nodes/{name}/drain", status_code=204)

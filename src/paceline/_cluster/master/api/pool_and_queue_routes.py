@@ -13,6 +13,7 @@ from paceline._cluster.master.api.node_and_slot_routes import (
     count_drained,
     drain_slots,
     resume_slots,
+    seen_trials,
 )
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf, write_rows
@@ -31,6 +32,7 @@ from paceline._cluster.master.scheduling.schedule import decide
 from paceline._cluster.master.starters.pool_runners import PoolRunners
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.reach import check_object, note_object
 from paceline._cluster.messages.master_models import (
     DrainNode,
     MoveExperiment,
@@ -49,7 +51,7 @@ SlotNumber = Annotated[int, Path(ge=0, le=2**31 - 1)]
 @pool_router.get("/pools")
 def list_pools(master: MasterOf) -> list[Pool]:
     """List the pools with nodes, settings, or runners started by the master."""
-    with master.database.read() as connection:
+    with master.database.read(everything=True) as connection:
         cluster = master.reconciler.cluster(connection, time.time())
         drained = all_drained(master, connection)
     started = master.pool_runners
@@ -182,13 +184,16 @@ def list_queue(
     Pools that share by another policy than first come, first served come one after the other. With
     `trial_id`, the list has that trial alone, and is empty if it does not wait.
     """
-    now = time.time()
-    with master.database.read() as connection:
+    now, seen = time.time(), seen_trials(master)
+    # Trials of other projects are ahead as well, but are not named.
+    with master.database.read(everything=True) as connection:
         cluster = master.reconciler.cluster(connection, now)
         found = (
             one
             for one in _queue_results(connection, cluster)
-            if pool in (None, one.waiting.pool) and trial_id in (None, one.waiting.trial_id)
+            if pool in (None, one.waiting.pool)
+            and trial_id in (None, one.waiting.trial_id)
+            and (seen is None or one.waiting.trial_id in seen)
         )
         shown = list(islice(found, limit if trial_id is None else 1))
         facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
@@ -197,13 +202,24 @@ def list_queue(
         name: started.failure(name) or started.describe_starting(name) for name in started.names()
     }
     addresses = {node.id: f"{node.name} ({node.facts.address})" for node in master.nodes.all()}
-    return [
+    entries = [
         _queue_entry(
             facts[one.waiting.trial_id], cluster, one, now, addresses,
             failures.get(one.waiting.pool),
         )
         for one in shown
     ]  # fmt: skip
+    return [_without_hidden(entry, seen) for entry in entries]
+
+
+def _without_hidden(entry: QueueEntry, seen: frozenset[int] | None) -> QueueEntry:
+    """Return an entry that names no trial which the sender does not see."""
+    if seen is None or entry.behind_trial_id is None or entry.behind_trial_id in seen:
+        return entry
+    hidden = {"behind_trial_id": None, "behind_experiment_id": None}
+    return entry.model_copy(
+        update={**hidden, "detail": "A trial of another project comes before it."}
+    )
 
 
 @queue_router.post("/queue/move", status_code=204)
@@ -216,6 +232,10 @@ async def move_in_queue(request: MoveExperiment, master: MasterOf) -> None:
         )
 
     def job(transaction: Transaction) -> None:
+        for one in (request.ahead_of, request.behind):
+            check_object(transaction.connection, "experiment_id", one)
+        check_object(transaction.connection, "experiment_id", request.experiment_id, changes=True)
+        note_object(f"experiment {request.experiment_id}")
         move_experiment(
             transaction,
             request.experiment_id,

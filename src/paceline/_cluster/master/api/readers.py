@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from io import BufferedRWPair
 from pathlib import Path
@@ -31,6 +32,7 @@ import paceline
 from paceline._cluster.master.api.requests_and_answers import records_parameter
 from paceline._cluster.master.store.database import DatabaseReader
 from paceline._cluster.master.store.experiment_list import EncodingCache, NameCache
+from paceline._cluster.master.store.reach import Reach, acting, current_reach
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +145,7 @@ class ReadingProcess:
         """
         if self._writer is None:
             raise NotAnsweredError
-        question = packed((endpoint, arguments))
+        question = packed((endpoint, arguments, current_reach()))
         future = asyncio.get_running_loop().create_future()
         # Order of questions: answers are matched by position, so no await may come before `write`.
         self._asked.append((future, time.monotonic()))
@@ -281,13 +283,13 @@ class ReadingThreads:
             route: The route, whose reads take alike long.
             make: The function.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._quick, self._timed, route, make)
+        loop, run = asyncio.get_running_loop(), copy_context().run
+        return await loop.run_in_executor(self._quick, run, self._timed, route, make)
 
     async def answer_slow(self, route: object, make: Callable[[], T]) -> T:
         """Return a function's result, computed in a thread for slow routes."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._slow, self._timed, route, make)
+        loop, run = asyncio.get_running_loop(), copy_context().run
+        return await loop.run_in_executor(self._slow, run, self._timed, route, make)
 
     def is_slow(self, route: object) -> bool:
         """Return whether a read of a route took long lately."""
@@ -519,14 +521,15 @@ def _next_question(stream: BufferedRWPair) -> Any:
 
 
 def _answer(
-    records: _Records, endpoint: Callable[..., Any], arguments: dict[str, Any]
+    records: _Records, endpoint: Callable[..., Any], arguments: dict[str, Any], reach: Reach | None
 ) -> Answer | None:
     """Return a function's answer; None on failure, so the first process repeats the read."""
     began = time.monotonic()
     name = records_parameter(endpoint)
     assert name is not None
     try:
-        found = response_of(endpoint(**arguments, **{name: records}))
+        with acting(reach):
+            found = response_of(endpoint(**arguments, **{name: records}))
     except Exception as error:
         logger.debug("Not answered: %s", error)
         return None

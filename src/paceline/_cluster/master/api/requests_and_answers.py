@@ -35,6 +35,7 @@ from paceline._cluster.master.store.api_models_from_rows import (
 )
 from paceline._cluster.master.store.database import DatabaseUnavailableError, Transaction
 from paceline._cluster.master.store.experiment_list import EncodingCache, NameCache, Order
+from paceline._cluster.master.store.reach import NotAllowedError
 from paceline._cluster.master.store.row_ids_and_counts import KeyReusedError, once
 from paceline._cluster.messages.experiment_models import Checkpoint, Page, Problem
 from paceline.config._fields_and_problems import ConfigError
@@ -118,6 +119,11 @@ def install_problem_answers(app: FastAPI) -> None:
     async def _not_found(_request: Request, error: NotFoundError) -> Response:
         return problem(404, "not_found", str(error))
 
+    @app.exception_handler(NotAllowedError)
+    async def _not_allowed(_request: Request, error: NotAllowedError) -> Response:
+        status, code = (404, "not_found") if error.is_hidden else (403, "role_too_low")
+        return problem(status, code, str(error))
+
     @app.exception_handler(RefusedError)
     async def _refused(_request: Request, error: RefusedError) -> Response:
         return problem(409, error.code, str(error))
@@ -189,7 +195,7 @@ def _install_general(app: FastAPI) -> None:
 class ReadableDatabase(Protocol):
     """Database with read access."""
 
-    def read(self) -> AbstractContextManager[Connection]:
+    def read(self, *, everything: bool = False) -> AbstractContextManager[Connection]:
         """Yield a connection with a consistent snapshot."""
 
 

@@ -1,6 +1,8 @@
 """Scopes required by the routes of the API: the only list of them."""
 
+from collections.abc import Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter
@@ -18,11 +20,13 @@ TRACKER_PATHS = (
 
 
 class RouteScope(str, Enum):
-    """Scope required by a route; each of the first four includes those before."""
+    """Scope required by a route; each of the first five includes those before."""
 
     PUBLIC = "public"
     READ = "read"
     SUBMIT = "submit"
+    # All that a user may do who is no administrator: browsers, and tokens of the scope `admin`.
+    USER = "user"
     ADMIN = "admin"
     # Runners of nodes, and administrators.
     RUNNER = "runner"
@@ -41,8 +45,9 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /session",
         "GET /sign-in",
         "POST /login",
+        "POST /login-token",
     ),
-    # Reading routes change nothing, but see everything: configs, code, logs, checkpoints.
+    # Reading routes change nothing, but see all of a project: configs, code, logs, checkpoints.
     RouteScope.READ: (
         "GET /checkpoints",
         "GET /checkpoints/{uuid}",
@@ -71,6 +76,8 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /notify-channels",
         "GET /openapi.json",
         "GET /pools",
+        "GET /projects",
+        "GET /projects/{project}/members",
         "GET /queue",
         "GET /runs",
         "GET /slots",
@@ -88,6 +95,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /trials/{trial_id}/media-steps",
         "GET /trials/{trial_id}/metrics",
         "GET /trials/{trial_id}/time",
+        "GET /users",
         "GET /views",
         "HEAD /openapi.json",
         "POST /check-config",
@@ -121,22 +129,31 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "PUT /runs/{run_id}",
         "PUT /runs/{run_id}/files/{path:path}",
     ),
-    RouteScope.ADMIN: (
+    # Routes that check whose token, password or project it is.
+    RouteScope.USER: (
         "DELETE /tokens/{token_id}",
+        "GET /tokens",
+        "POST /sign-in-links",
+        "POST /tokens",
+        "PUT /projects/{project}/members/{name}",
+        "PUT /users/{name}/password",
+    ),
+    RouteScope.ADMIN: (
         "DELETE /nodes/{name}",
         "DELETE /pools/{name}",
-        "GET /tokens",
+        "DELETE /users/{name}",
+        "GET /audit",
         "POST /master/shutdown",
         "POST /nodes/{name}/drain",
         "POST /nodes/{name}/resume",
         "POST /nodes/{name}/slots/{slot}/drain",
         "POST /nodes/{name}/slots/{slot}/resume",
+        "PATCH /users/{name}",
         "POST /notify-channels/{name}/test",
-        "POST /sign-in-links",
-        "POST /tokens",
+        "POST /projects",
+        "POST /users",
         "PUT /home-token",
         "PUT /pools/{name}",
-        "PUT /users/{name}/password",
     ),
     RouteScope.RUNNER: (
         "POST /nodes",
@@ -159,15 +176,35 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
 }
 # The route checks that the code belongs to the attempt.
 _OPEN_TO_ATTEMPTS = "GET /contexts/{digest}"
-_RANKS = (RouteScope.PUBLIC, RouteScope.READ, RouteScope.SUBMIT, RouteScope.ADMIN)
+# What these change is elsewhere: a new experiment, or a role that the route itself checks.
+_VIEWERS_SUFFICE = (
+    "POST /experiments/{experiment_id}/fork",
+    "POST /trials/{trial_id}/continue",
+    "PUT /projects/{project}/members/{name}",
+)
+_RANKS = (
+    RouteScope.PUBLIC, RouteScope.READ, RouteScope.SUBMIT, RouteScope.USER, RouteScope.ADMIN,
+)  # fmt: skip
+# The audit log has the requests to change by these scopes, the beginnings of reported runs, and
+# calls of trackers that end so.
+_AUDITED = (RouteScope.SUBMIT, RouteScope.USER, RouteScope.ADMIN)
+_RUN_ROUTE = "PUT /runs/{run_id}"
+_AUDITED_CALLS = ("/create", "/delete", "/rename", "/restore", "/update", "/transition-stage")
 
 
 class Access(NamedTuple):
-    """Requirement of a request: a scope, and the attempt with access by its own token."""
+    """Requirement of a request: a scope, and the attempt with access by its own token.
+
+    `parameters` are those of the path. A viewer of the project of the object that they name may
+    send the request if `is_reading`, else an editor. `is_audited` requests are logged.
+    """
 
     scope: RouteScope
     attempt: str | None = None
     is_open_to_attempts: bool = False
+    parameters: Mapping[str, str] = MappingProxyType({})
+    is_reading: bool = False
+    is_audited: bool = False
 
     def admits(self, scope: RouteScope, attempt_id: int | None) -> bool:
         """Return whether a sender may pass; `attempt_id` is the attempt of the sender's token."""
@@ -180,10 +217,13 @@ class Access(NamedTuple):
         if scope in (RouteScope.RUNNER, RouteScope.REPORT):
             return self.scope is scope
         if self.scope is RouteScope.REPORT:
-            return scope is RouteScope.SUBMIT
+            return scope in (RouteScope.SUBMIT, RouteScope.USER)
         if self.scope is RouteScope.TRACKER:
             return scope in _RANKS
         return self.scope in _RANKS and _RANKS.index(self.scope) <= _RANKS.index(scope)
+
+
+_SAFE = ("GET", "HEAD")
 
 
 class Scopes:
@@ -202,22 +242,29 @@ class Scopes:
         for scope, routes in ROUTES.items():
             for method, _, path in (route.partition(" ") for route in routes):
                 if "{" not in path:
-                    self._fixed[method, PREFIX + path] = Access(scope)
+                    is_audited = method not in _SAFE and scope in _AUDITED
+                    self._fixed[method, PREFIX + path] = Access(scope, is_audited=is_audited)
 
     def access(self, method: str, path: str) -> Access:
         """Return the requirement of a request; unknown routes require an administrator."""
         if path.startswith(TRACKER_PATHS):
-            return Access(RouteScope.TRACKER)
+            is_audited = method not in _SAFE and path.endswith(_AUDITED_CALLS)
+            return Access(RouteScope.TRACKER, is_audited=is_audited)
         fixed = self._fixed.get((method, path))
         if fixed is not None:
             return fixed
         for known_method, pattern, template, scope in self._patterns:
             match = pattern.match(path) if known_method == method else None
             if match is not None:
+                route = f"{method} {template}"
+                is_audited = method not in _SAFE and scope in _AUDITED
                 return Access(
                     scope,
                     match.groupdict().get("attempt_id") if scope is RouteScope.ATTEMPT else None,
-                    f"{method} {template}" == _OPEN_TO_ATTEMPTS,
+                    route == _OPEN_TO_ATTEMPTS,
+                    match.groupdict(),
+                    scope is RouteScope.READ or route in _VIEWERS_SUFFICE,
+                    is_audited or route == _RUN_ROUTE,
                 )
         return Access(RouteScope.ADMIN)
 

@@ -1,4 +1,4 @@
-"""Saved views of comparisons: all users share them."""
+"""Saved views of comparisons: all users see them, their owners change them."""
 
 import time
 from typing import Annotated, Any
@@ -10,6 +10,7 @@ from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.reach import current_reach, current_user
 from paceline._cluster.messages.master_models import EditView, NewView, View
 
 view_router = ApiRouter(tags=["views"])
@@ -77,6 +78,14 @@ def _check_version(connection: Connection, view_id: int, version: int) -> None:
         raise ApiError(
             404, "not_found", f"There is no view {view_id}: someone may have deleted it."
         )
+    reach = current_reach()
+    if reach is not None and reach.changes is not None and found.owner != reach.user:
+        raise ApiError(
+            403,
+            "not_owner",
+            f"A view is changed by its owner, {found.owner}, or by an administrator. Hint: save"
+            " yours under another name.",
+        )
     if found.version != version:
         raise ApiError(
             409,
@@ -100,16 +109,23 @@ def _store(connection: Connection, view_id: int | None, request: NewView, versio
     if request.is_default:
         connection.execute(
             update(_views)
-            .where(columns.is_default, columns.id != (view_id or 0))
+            .where(
+                columns.is_default, columns.id != (view_id or 0), columns.owner == current_user()
+            )
             .values(is_default=False, version=columns.version + 1)
         )
     values = {**request.model_dump(exclude={"version"}), "version": version}
     values["changed_at"] = time.time()
     statement: Any = insert(_views)
-    if view_id is not None:
+    if view_id is None:
+        values["owner"] = current_user()
+    else:
         statement = update(_views).where(columns.id == view_id)
     return _view_of(connection.execute(statement.values(values).returning(*columns)).one())
 
 
 def _view_of(row: Row[Any]) -> View:
-    return View.model_validate(row, from_attributes=True)
+    view = View.model_validate(row, from_attributes=True)
+    # Each user has a default view of their own.
+    is_default = view.is_default and row.owner == current_user()
+    return view.model_copy(update={"is_default": is_default})

@@ -22,6 +22,7 @@ from paceline._cluster.master.home_directory import SecretStore, text_to_store
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.reach import check_object, note_object
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 from paceline.config._environment_and_secrets import reveal_secrets, without_secrets
@@ -177,6 +178,7 @@ class Commands:
         )
         assert result.inserted_primary_key is not None
         experiment_id = int(result.inserted_primary_key[0])
+        note_object(f"experiment {experiment_id}")
         self._secret_store.keep(transaction, experiment_id, values)
         transaction.emit("experiment_state", experiment_id, state=state.value, error=None)
         for source_id in config.searcher.warm_start_from:
@@ -530,13 +532,14 @@ class Commands:
     def _settle_source(self, connection: Connection, searcher: dict[str, Any]) -> int | None:
         """Replace a source trial by its latest checkpoint, and return the trial's id, or None."""
         trial_id: int | None = searcher.get("source_trial_id")
+        uuid = searcher.get("source_checkpoint_uuid")
+        for kind, key in (("trial_id", trial_id), ("uuid", uuid)):
+            check_object(connection, kind, key)
         if trial_id is not None:
             searcher["source_checkpoint_uuid"] = self._latest_of(connection, trial_id)
             searcher["source_trial_id"] = None
-        elif searcher.get("source_checkpoint_uuid") is not None:
-            check_checkpoint(
-                connection, searcher["source_checkpoint_uuid"], self._changes.being_deleted
-            )
+        elif uuid is not None:
+            check_checkpoint(connection, uuid, self._changes.being_deleted)
         return trial_id
 
     def _latest_of(self, connection: Connection, trial_id: int) -> str:

@@ -54,6 +54,7 @@ def edit_experiment(
     weight: float | None = None,
     max_slots: int | None = None,
     limits: dict[str, Any] | None = None,
+    project_id: int | None = None,
 ) -> None:
     """Change the given fields; None keeps a field.
 
@@ -78,6 +79,7 @@ def edit_experiment(
     values: dict[str, Any] = {
         "name": name, "description": description, "notes": notes,
         "priority": priority, "weight": weight, "max_slots": max_slots,
+        "project_id": project_id,
     }  # fmt: skip
     if labels is not None:
         values["labels"] = list(dict.fromkeys(label for label in labels if label.strip()))

@@ -15,7 +15,7 @@ from paceline._base.journal_records import (
     StatusReported,
 )
 from paceline._base.run_directory import RunInfo
-from paceline._cluster.master.experiments.state_decisions import NotFoundError
+from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
 from paceline._cluster.master.experiments.unmanaged_runs import (
     Unmanaged,
     experiment_of_run,
@@ -26,6 +26,7 @@ from paceline._cluster.master.experiments.unmanaged_runs import (
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.reach import NotAllowedError, sees_document
 from paceline._cluster.messages.runner_messages import RunBatch
 from paceline._cluster.messages.states import AttemptState
 
@@ -241,8 +242,12 @@ def _newest_number(connection: Connection, attempt_id: int) -> int:
 
 def get_document(connection: Connection, kind: str, parent: str, name: str) -> Any:
     """Return the content of a client's document, None if there is none."""
-    content = tables.documents.c.content
-    return connection.scalar(select(content).where(*_place(kind, parent, name)))
+    documents = tables.documents.c
+    query = select(documents.content, documents.experiment_id, documents.project_id)
+    row = connection.execute(query.where(*_place(kind, parent, name))).first()
+    if row is None or not sees_document(connection, row.experiment_id, row.project_id):
+        return None
+    return row.content
 
 
 def find_link(connection: Connection, link: str) -> tuple[int | None, str | None] | None:
@@ -275,7 +280,10 @@ def list_documents(connection: Connection, kind: str, parent: str | None = None)
     query = select(documents).where(documents.c.kind == kind)
     if parent is not None:
         query = query.where(documents.c.parent == parent)
-    return list(connection.execute(query.order_by(documents.c.created_at, documents.c.name)))
+    rows = connection.execute(query.order_by(documents.c.created_at, documents.c.name))
+    return [
+        row for row in rows.all() if sees_document(connection, row.experiment_id, row.project_id)
+    ]
 
 
 def change_document(
@@ -303,6 +311,15 @@ def change_document(
     if after is None:
         connection.execute(delete(documents).where(*place))
     elif before is None:
+        hidden = connection.execute(select(documents.c.experiment_id).where(*place)).first()
+        if hidden is not None and hidden.experiment_id is not None:
+            raise NotAllowedError("such object", is_hidden=True)
+        if hidden is not None:
+            raise RefusedError(
+                "name_taken",
+                f"The name {name!r} must not be in use in another project, but is. Hint: choose"
+                " another name.",
+            )
         connection.execute(
             insert(documents).values(
                 kind=kind,

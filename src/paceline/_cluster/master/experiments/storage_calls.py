@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -184,10 +185,12 @@ def in_own_thread(call: Callable[[], Result]) -> "Future[Result]":
     """Run a call in its own daemon thread; a hanging call cannot keep the process alive."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
+    # It acts for whoever asked.
+    context = copy_context()
 
     def work() -> None:
         try:
-            result = call()
+            result = context.run(call)
         # Any error goes to the future: a waiter would otherwise wait for ever.
         except BaseException as error:
             future.set_exception(error)

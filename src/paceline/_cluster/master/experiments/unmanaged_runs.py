@@ -29,6 +29,7 @@ from paceline._cluster.master.experiments.state_writer import StateChanges, reco
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.reach import check_object
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.runner_messages import (
     AttemptEnd,
@@ -50,7 +51,12 @@ from paceline.config._validate_config import validate_config
 
 
 def experiment_of_run(connection: Connection, run_id: str) -> Row[Any] | None:
-    """Return the experiment of a run, None if unknown."""
+    """Return the experiment of a run, None if unknown.
+
+    Raises:
+        NotAllowedError: The sender of the request does not see it.
+    """
+    check_object(connection, "run_id", run_id)
     experiments = tables.experiments
     return connection.execute(
         select(experiments).where(experiments.c.external_id == run_id)

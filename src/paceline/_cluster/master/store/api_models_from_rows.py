@@ -167,14 +167,24 @@ def _columns(row: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(row, name) for name in names}
 
 
+PROJECT_NAME = (
+    select(tables.projects.c.name)
+    .where(tables.projects.c.id == tables.experiments.c.project_id)
+    .scalar_subquery()
+)
+"""The name of an experiment's project."""
+
+
 def experiment_view(connection: Connection, row: Row[Any]) -> Experiment:
     """Return an experiment's row as the API model, with secrets hidden."""
     counts = experiment_counts(connection, [row.id]).get(row.id, NO_COUNTS)
-    return experiment_model(row, counts, config=hide_secrets(row.config))
+    query = select(PROJECT_NAME).where(tables.experiments.c.id == row.id)
+    project = connection.scalar(query) or ""
+    return experiment_model(row, counts, config=hide_secrets(row.config), project=project)
 
 
 def experiment_model(
-    row: Any, counts: ExperimentCounts, *, config: dict[str, Any], values: Any = None
+    row: Any, counts: ExperimentCounts, *, config: dict[str, Any], project: str, values: Any = None
 ) -> Experiment:
     """Return the API model of an experiment from its row and counts.
 
@@ -182,6 +192,7 @@ def experiment_model(
         row: The row, or an object with its columns.
         counts: The experiment's counts.
         config: The configuration that is shown.
+        project: The name of its project.
         values: The columns that a list shows besides, if any.
     """
     searcher = row.config["searcher"]
@@ -196,6 +207,7 @@ def experiment_model(
         num_running=counts.num_running,
         best_metric=_number(row.best_metric),
         config=config,
+        project=project,
         warnings=[*row.warnings, *_missing_method(row)],
         is_unmanaged=row.external_id is not None,
         run_dir=row.external_path and row.external_path.removeprefix(REPORTED),

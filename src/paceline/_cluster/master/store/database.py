@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -22,6 +23,7 @@ from sqlalchemy.pool import QueuePool, StaticPool
 
 from paceline._base.files import open_private
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.reach import REACH, changing_only, current_reach, show_only
 from paceline._cluster.master.store.recovery_rows import watch_rows
 
 logger = logging.getLogger(__name__)
@@ -106,18 +108,32 @@ class DatabaseReader:
         DatabaseLostError: It is missing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._engine = make_engine(DatabaseFiles(path, makes=False), writes=False)
+    def __init__(self, path: Path, files: DatabaseFiles | None = None) -> None:
+        files = files or DatabaseFiles(path, makes=False)
+        self._engine = make_engine(files, writes=False)
+        # Connections whose views stay for the next request of the same reach.
+        self._restricted = make_engine(files, writes=False)
 
     @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """Open a connection with a read transaction: all its reads see the same state."""
-        with self._engine.connect() as connection:
+    def read(self, *, everything: bool = False) -> Iterator[Connection]:
+        """Open a connection with a read transaction: all its reads see the same state.
+
+        Args:
+            everything: Show rows beyond the sender's reach too, to count or to schedule by them.
+        """
+        reach = None if everything else current_reach()
+        if reach is None or reach.sees is None:
+            with self._engine.connect() as connection:
+                yield connection
+            return
+        with self._restricted.connect() as connection:
+            show_only(connection, reach)
             yield connection
 
     def close(self) -> None:
         """Close the connections."""
         self._engine.dispose()
+        self._restricted.dispose()
 
 
 def make_engine(files: DatabaseFiles, *, writes: bool) -> Engine:
@@ -243,6 +259,8 @@ class Transaction:
 class _Job:
     def __init__(self, run: Callable[[Transaction], Any]) -> None:
         self.run = run
+        # The reach of the request that it is of.
+        self.context = copy_context()
         self.future: Future[Any] = Future()
         self.transaction: Transaction | None = None
         self.result: Any = None
@@ -261,7 +279,7 @@ class Database:
         self._log_path = path.with_name(f"{path.name}-wal")
         self._broken: DatabaseUnavailableError | None = None
         self._writer_engine = make_engine(self._files, writes=True)
-        self._reader_engine = make_engine(self._files, writes=False)
+        self._reader = DatabaseReader(path, self._files)
         try:
             check_stored_version(path)
             self._prepare_schema()
@@ -296,11 +314,13 @@ class Database:
         self._queue.put((0 if is_urgent else 1, next(self._order), entry))
         return entry.future
 
-    @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """Open a connection with a read transaction: all its reads see the last commit."""
-        with self._reader_engine.connect() as connection:
-            yield connection
+    def read(self, *, everything: bool = False) -> AbstractContextManager[Connection]:
+        """Open a connection with a read transaction: all its reads see the last commit.
+
+        Args:
+            everything: Show rows beyond the sender's reach too, to count or to schedule by them.
+        """
+        return self._reader.read(everything=everything)
 
     @property
     def path(self) -> Path:
@@ -319,7 +339,7 @@ class Database:
         # Closing the log frees no lock: SQLite holds its locks on the other files.
         self._log.close()
         self._writer_engine.dispose()
-        self._reader_engine.dispose()
+        self._reader.close()
 
     def _prepare_schema(self) -> None:
         try:
@@ -453,8 +473,8 @@ class Database:
         transaction = job.transaction = Transaction(connection)
         try:
             # Savepoint per job: a failed job must not undo the other jobs of the transaction.
-            with connection.begin_nested():
-                job.result = job.run(transaction)
+            with connection.begin_nested(), changing_only(connection, job.context.get(REACH)):
+                job.result = job.context.run(job.run, transaction)
         except Exception as error:
             transaction.rolled_back()
             job.future.set_exception(error)

@@ -33,6 +33,7 @@ from sqlalchemy import (
 
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
+    PROJECT_NAME,
     TrialFacts,
     experiment_model,
     trial_facts,
@@ -321,6 +322,8 @@ _FIELDS: dict[str, ColumnElement[Any]] = {
     "created_at": _experiments.c.created_at,
     "ended_at": _experiments.c.ended_at,
     "best_metric": _experiments.c.best_metric,
+    "owner": _experiments.c.owner,
+    "project": PROJECT_NAME,
     "searcher": _experiments.c.config["searcher"]["name"].as_string(),
     "metric": _experiments.c.config["searcher"]["metric"].as_string(),
     "num_trials": select(func.coalesce(func.sum(tables.counts.c.number), 0))
@@ -330,15 +333,17 @@ _FIELDS: dict[str, ColumnElement[Any]] = {
 
 JSON_COLUMNS = ("config", "labels", "warnings")
 # Columns shown in a list: the others (source changes, submitted configuration) may be large.
-_LISTED = select(
+_LISTED: Select[Any] = select(
     *(
         _experiments.c[name]
         for name in (
             *("id", "name", "description", "state", "progress", "created_at", "ended_at", "error"),
             *("best_trial_id", "best_metric", "parent_trial_id", "forked_from", "is_archived"),
             *("external_id", "external_path", "context_digest", "num_records_lost", "search_end"),
+            "owner",
         )
     ),
+    PROJECT_NAME.label("project"),
     *(type_coerce(_experiments.c[name], Text).label(name) for name in JSON_COLUMNS),
 ).where(_experiments.c.id.in_(many_ids()))
 
@@ -376,6 +381,8 @@ class ExperimentQuery:
     search: str | None = None
     labels: Sequence[str] = ()
     is_archived: bool | None = None
+    owner: str | None = None
+    project: str | None = None
     conditions: Sequence[Condition] = ()
     columns: Sequence[str] = ()
     sort_by: str = "id"
@@ -468,7 +475,7 @@ def matching_trials(conditions: Sequence[Condition]) -> Select[Any]:
 
 def count_rows(connection: Connection, query: ExperimentQuery) -> int:
     """Return how many experiments a query lists."""
-    if not (query.search or query.labels or query.conditions):
+    if not (query.search or query.labels or query.conditions or query.owner or query.project):
         return _kept_count(connection, query)
     statement = _joined(select(func.count(_experiments.c.id)), query)
     found: int = connection.execute(statement).scalar_one()
@@ -509,6 +516,10 @@ def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
         found.append(_experiments.c.state.in_(query.states))
     if query.is_archived is not None:
         found.append(_experiments.c.is_archived.is_(query.is_archived))
+    if query.owner is not None:
+        found.append(_experiments.c.owner == query.owner)
+    if query.project is not None:
+        found.append(PROJECT_NAME.in_([query.project]))
     labels = cast(_experiments.c.labels, Text)
     # Labels are stored as a JSON list, so each one is found by its own JSON text.
     found += [_column_contains(labels, json.dumps(label)) for label in query.labels]
@@ -664,7 +675,9 @@ def _encode_experiment(
         for name in JSON_COLUMNS:
             setattr(row, name, load_json(getattr(row, name)))
         config = {} if is_brief else hide_secrets(row.config)
-        model = experiment_model(row, counts, config=config, values=tagged(listed.values))
+        model = experiment_model(
+            row, counts, config=config, project=row.project or "", values=tagged(listed.values)
+        )
         return to_json(model, inf_nan_mode="null")
 
     if listed.values:

@@ -28,7 +28,7 @@ LASTING = {
     "experiments": (
         "name", "state", "config", "search_end", "ended_at", "error", "parent_trial_id",
         "description", "labels", "notes", "is_archived", "external_path", "priority", "weight",
-        "queue_place", "max_slots",
+        "queue_place", "max_slots", "owner", "project_id",
     ),
     "trials": (
         "state", "hparams", "target_length", "operations_closed", "restarts", "ended_at",
@@ -37,17 +37,17 @@ LASTING = {
     "attempts": ("ended_at", "exit", "outcome"),
     "search_inputs": ("input", "operations"),
     "checkpoints": ("state", "metadata", "resources"),
-    "users": ("password_hash",),
+    "users": ("password_hash", "is_admin", "is_active"),
     "tokens": ("revoked_at",),
 }  # fmt: skip
 # Recorded whole, with users and tokens: they are few, and their rows are deleted.
-OF_CLUSTER = ("nodes", "pools", "drained_slots", "views")
+OF_CLUSTER = ("nodes", "pools", "drained_slots", "views", "projects", "members")
 # Recorded when their attempt ends.
 OF_ATTEMPTS = ("time_marks", "journal_marks", "series", "chunks", "media", "run_files")
 # All tables of which rows are recorded; an environment with the first attempt that ends in it.
 RECORDED = (*LASTING, *OF_CLUSTER, *OF_ATTEMPTS, "environments")
-# Another one has each home recorded anew: since 2, environments are.
-_RECORDS = "2"
+# Another one has each home recorded anew: since 2, environments are; since 3, owners and projects.
+_RECORDS = "3"
 
 _BYTES, _FLOAT = "$bytes", "$float"
 
@@ -257,6 +257,7 @@ def primary_key(table: str) -> Sequence[str]:
         "environments": ("digest",),
         "users": ("name",),
         "pools": ("name",),
+        "members": ("project_id", "user"),
         "drained_slots": ("node_id", "slot"),
         "time_marks": ("attempt_id", "generation", "number"),
         "journal_marks": ("attempt_id", "generation", "rank"),

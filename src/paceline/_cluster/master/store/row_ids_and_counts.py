@@ -22,6 +22,7 @@ from sqlalchemy import (
 )
 
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.reach import is_restricted
 from paceline._cluster.messages.states import (
     AttemptState,
     CheckpointState,
@@ -199,7 +200,16 @@ def _series_triggers() -> list[str]:
     ]
 
 
+def _audit_triggers() -> list[str]:
+    return [
+        f"CREATE TRIGGER audit_no_{change.lower()} BEFORE {change} ON audit"
+        " BEGIN SELECT RAISE(ABORT, 'the audit log is only added to'); END"
+        for change in ("UPDATE", "DELETE")
+    ]
+
+
 TRIGGERS = (
+    *_audit_triggers(),
     *_experiment_triggers(),
     *_triggers_of("trials"),
     *_triggers_of("attempts"),
@@ -216,8 +226,21 @@ def _add_triggers(_metadata: MetaData, connection: Connection, **_options: Any) 
 
 def number_by_state(connection: Connection, kind: str, experiment_id: int = 0) -> dict[str, int]:
     """Return how many rows of a kind there are in each state, in an experiment or in all."""
+    if experiment_id == 0 and is_restricted(connection):
+        found = connection.execute(_visible_numbers(kind)).all()
+        return {row.state: row.number for row in found if row.number}
     wanted = {"kind": kind, "experiment": experiment_id}
     return {row.state: row.number for row in connection.execute(_NUMBER_BY_STATE, wanted).all()}
+
+
+def _visible_numbers(kind: str) -> Select[Any]:
+    """Return the query for the numbers of what the connection shows, which no trigger keeps."""
+    counts, experiments = tables.counts.c, tables.experiments.c
+    if kind not in (EXPERIMENTS, ARCHIVED):
+        query = select(counts.state, func.sum(counts.number).label("number"))
+        return query.where(counts.kind == kind).group_by(counts.state)
+    query = select(experiments.state, func.count().label("number")).group_by(experiments.state)
+    return query.where(experiments.is_archived) if kind == ARCHIVED else query
 
 
 # Made once, as most requests for lists need it.
@@ -240,16 +263,14 @@ def numbers_of(connection: Connection, kind: str, ids: Iterable[int]) -> dict[in
 
 def checkpoint_sizes(connection: Connection, ids: Iterable[int]) -> dict[int, tuple[int, int]]:
     """Return number and bytes of the checkpoints not deleted, by experiment; id 0 means all."""
-    counts = tables.counts.c
-    query = (
-        select(counts.experiment_id, func.sum(counts.number), func.sum(counts.num_bytes))
-        .where(
-            counts.kind == CHECKPOINTS,
-            counts.experiment_id.in_(list(ids)),
-            counts.state != CheckpointState.DELETED.value,
-        )
-        .group_by(counts.experiment_id)
+    counts, wanted = tables.counts.c, list(ids)
+    query = select(counts.experiment_id, func.sum(counts.number), func.sum(counts.num_bytes)).where(
+        counts.kind == CHECKPOINTS, counts.state != CheckpointState.DELETED.value
     )
+    if wanted == [0] and is_restricted(connection):
+        _, number, size = connection.execute(query).one()
+        return {0: (number or 0, size or 0)}
+    query = query.where(counts.experiment_id.in_(wanted)).group_by(counts.experiment_id)
     return {row[0]: (row[1], row[2]) for row in connection.execute(query).all()}
 
 

@@ -22,6 +22,14 @@ from sqlalchemy import (
     false,
     select,
     text,
+    true,
+)
+
+from paceline._cluster.master.store.reach import (
+    DEFAULT_PROJECT,
+    FIRST_USER,
+    current_project,
+    current_user,
 )
 
 metadata = MetaData()
@@ -49,12 +57,46 @@ class ScalarColumn(TypeDecorator[Any]):
 Id = BigInteger().with_variant(Integer, "sqlite")
 
 
+# An empty hash stands for no password. A removed user stays, as the owner of experiments.
 users = Table(
     "users",
     metadata,
     Column("name", String, primary_key=True),
     Column("password_hash", String, nullable=False),
     Column("changed_at", Float, nullable=False),
+    Column("is_admin", Boolean, nullable=False, default=False, server_default=false()),
+    Column("is_active", Boolean, nullable=False, default=True, server_default=true()),
+    Column("is_service", Boolean, nullable=False, default=False, server_default=false()),
+)
+
+projects = Table(
+    "projects",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("name", String, nullable=False, unique=True),
+    Column("created_at", Float, nullable=False),
+)
+
+members = Table(
+    "members",
+    metadata,
+    Column("project_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("user", String, primary_key=True),
+    Column("role", String, nullable=False),
+)
+
+# Who changed what. Triggers refuse to change or to delete a row.
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("time", Float, nullable=False),
+    Column("user", String, nullable=False),
+    # The name of the token, null for a browser.
+    Column("token", String),
+    Column("action", String, nullable=False),
+    Column("objects", JSON, nullable=False),
+    Column("status", Integer, nullable=False),
 )
 
 # Sign-ins of browsers. Only a digest is kept, so no reader of the database can sign in with it.
@@ -81,6 +123,7 @@ tokens = Table(
     Column("revoked_at", Float),
     Column("node", String),
     Column("pool", String),
+    Column("user", String, nullable=False, default=current_user, server_default=FIRST_USER),
 )
 
 
@@ -214,17 +257,19 @@ documents = Table(
     Column("changed_at", Float, nullable=False),
     # Of the run's experiment; goes with it.
     Column("experiment_id", BigInteger),
+    # Of what belongs to no experiment.
+    Column("project_id", BigInteger, nullable=False, default=current_project,
+           server_default=str(DEFAULT_PROJECT)),
     Index("ix_documents_experiment", "experiment_id"),
     sqlite_with_rowid=False,
-)
+)  # fmt: skip
 
-# Saved views of comparisons: `search` is what their address has after the `?`. All users share the
-# views without an owner.
+# Saved views of comparisons: `search` is what their address has after the `?`.
 views = Table(
     "views",
     metadata,
     Column("id", Id, primary_key=True, autoincrement=True),
-    Column("owner", String),
+    Column("owner", String, nullable=False),
     Column("name", String, nullable=False),
     Column("search", Text, nullable=False),
     Column("is_default", Boolean, nullable=False),
@@ -234,7 +279,7 @@ views = Table(
     sqlite_autoincrement=True,
 )
 
-SCHEMA_VERSION = 16
+SCHEMA_VERSION = 17
 FIRST_SCHEMA_VERSION = 13
 """Schema version of the first release: no later one takes an older database."""
 
@@ -292,7 +337,12 @@ experiments = Table(
     Column("max_slots", Integer),
     # The commit of its code and the uncommitted changes, as the submitter reported them.
     Column("source", JSON(none_as_null=True)),
+    Column("owner", String, nullable=False, default=current_user, server_default=FIRST_USER),
+    Column("project_id", BigInteger, nullable=False, default=current_project,
+           server_default=str(DEFAULT_PROJECT)),
     Index("ix_experiments_state", "state"),
+    Index("ix_experiments_project", "project_id", "state", "is_archived"),
+    Index("ix_experiments_owner", "owner"),
     Index("ix_experiments_retention", "retention_done"),
     # The orders of the list, among those that are archived and those that are not.
     Index("ix_experiments_archived", "is_archived"),
@@ -303,7 +353,7 @@ experiments = Table(
     Index("ix_experiments_ended", "is_archived", "ended_at"),
     Index("ix_experiments_best", "is_archived", "best_metric"),
     Index("ix_experiments_progress", "is_archived", "progress"),
-)
+)  # fmt: skip
 
 trials = Table(
     "trials",
@@ -539,6 +589,7 @@ __all__ = [
     "FIRST_SCHEMA_VERSION",
     "VERSION",
     "attempts",
+    "audit",
     "checkpoints",
     "chunks",
     "counts",
@@ -548,11 +599,13 @@ __all__ = [
     "experiments",
     "journal_marks",
     "media",
+    "members",
     "meta",
     "metadata",
     "metric_names",
     "nodes",
     "pools",
+    "projects",
     "run_files",
     "search_inputs",
     "search_snapshots",

@@ -17,6 +17,7 @@ from sqlalchemy import (
     String,
     Text,
     false,
+    text,
 )
 
 from paceline._base.files import sync_directory
@@ -86,7 +87,7 @@ def _add_views(operations: Operations) -> None:
     operations.create_table(
         "views",
         Column("id", Integer, primary_key=True, autoincrement=True),
-        Column("owner", String),
+        Column("owner", String, nullable=False),
         Column("name", String, nullable=False),
         Column("search", Text, nullable=False),
         Column("is_default", Boolean, nullable=False),
@@ -96,10 +97,59 @@ def _add_views(operations: Operations) -> None:
     )
 
 
+def _add_users_and_projects(operations: Operations) -> None:
+    for name, default in (("is_admin", "0"), ("is_active", "1"), ("is_service", "0")):
+        column = Column(name, Boolean, nullable=False, server_default=text(default))
+        operations.add_column("users", column)
+    operations.create_table(
+        "projects",
+        Column("id", Integer, primary_key=True, autoincrement=True),
+        Column("name", String, nullable=False, unique=True),
+        Column("created_at", Float, nullable=False),
+    )
+    operations.create_table(
+        "members",
+        Column("project_id", BigInteger, primary_key=True, autoincrement=False),
+        Column("user", String, primary_key=True),
+        Column("role", String, nullable=False),
+    )
+    operations.create_table(
+        "audit",
+        Column("id", Integer, primary_key=True, autoincrement=True),
+        Column("time", Float, nullable=False),
+        Column("user", String, nullable=False),
+        Column("token", String),
+        Column("action", String, nullable=False),
+        Column("objects", JSON, nullable=False),
+        Column("status", Integer, nullable=False),
+    )
+    # What was there belongs to the only user of before.
+    for table in ("experiments", "documents"):
+        if table == "experiments":
+            owner = Column("owner", String, nullable=False, server_default="admin")
+            operations.add_column(table, owner)
+        project = Column("project_id", BigInteger, nullable=False, server_default="1")
+        operations.add_column(table, project)
+    user = Column("user", String, nullable=False, server_default="admin")
+    operations.add_column("tokens", user)
+    columns = ["project_id", "state", "is_archived"]
+    operations.create_index("ix_experiments_project", "experiments", columns)
+    operations.create_index("ix_experiments_owner", "experiments", ["owner"])
+    # Made anew, with the columns that are watched since.
+    for table in ("users", "experiments"):
+        operations.execute(f"DROP TRIGGER IF EXISTS recorded_{table}")
+    for change in ("UPDATE", "DELETE"):
+        operations.execute(
+            f"CREATE TRIGGER audit_no_{change.lower()} BEFORE {change} ON audit"
+            " BEGIN SELECT RAISE(ABORT, 'the audit log is only added to'); END"
+        )
+
+
 STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_files_media_and_documents,
     _add_backfill_and_waiting_trials,
     _add_views,
+    _add_users_and_projects,
 )
 
 

@@ -108,10 +108,11 @@ def _create(call: Call) -> dict[str, Any]:
             f" {_MAX_LOCATION} characters, but has {len(location)}."
         )
     tags = call.given.pairs("tags", longest=_MAX_TAG)
-    # The default one takes the number 0, also where nobody has used it yet.
-    _change(call, _DEFAULT_ID, lambda content: content)
     documents = tables.documents.c
     count = select(func.count()).where(documents.kind == EXPERIMENT)
+    # The default one takes the number 0, also where nobody has used it yet.
+    if not call.connection.scalar(count):
+        _change(call, _DEFAULT_ID, lambda content: content)
     experiment_id = str(call.connection.scalar(count))
     content = _new_content(experiment_id, name, location=location, tags=tags)
     change_document(call.connection, EXPERIMENT, "", experiment_id, lambda _: content)

@@ -23,6 +23,7 @@ from paceline._cluster.master.experiments.state_decisions import NotFoundError, 
 from paceline._cluster.master.experiments.unmanaged_runs import run_attempts
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.reach import NotAllowedError
 from paceline._cluster.master.store.run_files import (
     get_file,
 )
@@ -66,7 +67,7 @@ async def answer_graphql(request: Request, master: MasterOf, identity: IdentityO
             data = await write_rows(master, mutate)
         else:
             data = await asyncio.to_thread(query)
-    except (GraphqlError, NotFoundError, RefusedError, ConfigError) as error:
+    except (GraphqlError, NotAllowedError, NotFoundError, RefusedError, ConfigError) as error:
         return _graphql_error(str(error))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         # A request of another shape: the client is told, and the log has the place.
@@ -115,7 +116,7 @@ async def take_file_stream(
             )
 
         await write_rows(master, job)
-    except (ApiError, NotFoundError, RefusedError):
+    except (ApiError, NotAllowedError, NotFoundError, RefusedError):
         raise
     except OSError as error:
         # The client sends it again until there is room.

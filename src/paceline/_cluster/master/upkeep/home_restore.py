@@ -4,7 +4,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,10 +69,13 @@ class RestoredAccess:
 
 @dataclass(frozen=True, slots=True)
 class OldAccess:
-    """Access data of a lost home: passwords by user, and times of revocation by digest."""
+    """Access data of a lost home: passwords by user, and times of revocation by digest.
+
+    Each user has a hash, the time of its change, and whether the user is active.
+    """
 
     home: Path
-    users: dict[str, tuple[str, float]]
+    users: dict[str, tuple[str, float, bool]]
     revoked_at: dict[str, float | None]
 
 
@@ -100,27 +103,32 @@ def read_old_access(home: Path) -> OldAccess:
 
 def _database_access(home: Path) -> OldAccess:
     with open_read_only(home / DATABASE) as connection:
-        users = connection.execute(text("SELECT name, password_hash, changed_at FROM users"))
+        users = connection.execute(text("SELECT * FROM users")).mappings()
         tokens = connection.execute(text("SELECT digest, revoked_at FROM tokens"))
         return OldAccess(
             home,
-            {row.name: (row.password_hash, row.changed_at) for row in users},
+            {row["name"]: _access_of({**row}) for row in users},
             {row.digest: row.revoked_at for row in tokens},
         )
 
 
 def _record_access(home: Path, records: Path) -> OldAccess:
-    users: dict[str, tuple[str, float]] = {}
+    users: dict[str, tuple[str, float, bool]] = {}
     revoked_at: dict[str, float | None] = {}
     for _, row in read_record(records):
         if row is None or row.values is None:
             continue
         values = row.values
         if row.table == "users":
-            users[values["name"]] = (values["password_hash"], values["changed_at"])
+            users[values["name"]] = _access_of(values)
         elif row.table == "tokens":
             revoked_at[values["digest"]] = values["revoked_at"]
     return OldAccess(home, users, revoked_at)
+
+
+def _access_of(row: Mapping[str, Any]) -> tuple[str, float, bool]:
+    # Homes of earlier versions have no users that were removed.
+    return row["password_hash"], row["changed_at"], bool(row.get("is_active", True))
 
 
 def check_kept_names(database: Path, keep: Collection[str]) -> None:
@@ -196,14 +204,20 @@ def _settle_passwords(
 ) -> None:
     if old is None and keep_passwords:
         return
-    names = [name for (name,) in connection.execute("SELECT name FROM users ORDER BY name")]
+    query = "SELECT name FROM users WHERE password_hash <> '' ORDER BY name"
     users = {} if old is None else old.users
-    result.voided_passwords = [name for name in names if name not in users]
-    connection.execute("DELETE FROM users")
+    result.voided_passwords = [
+        name for (name,) in connection.execute(query) if not users.get(name, ("",))[0]
+    ]
+    connection.execute("UPDATE users SET password_hash = ''")
     connection.executemany(
-        "INSERT INTO users (name, password_hash, changed_at) VALUES (?, ?, ?)",
-        [(name, *values) for name, values in users.items()],
+        "INSERT INTO users (name, password_hash, changed_at) VALUES (?, ?, ?) ON CONFLICT (name)"
+        " DO UPDATE SET password_hash = excluded.password_hash, changed_at = excluded.changed_at",
+        [(name, hashed, changed) for name, (hashed, changed, _) in users.items()],
     )
+    if any(row[1] == "is_active" for row in connection.execute("PRAGMA table_info(users)")):
+        removed = [(name,) for name, (_, _, is_active) in users.items() if not is_active]
+        connection.executemany("UPDATE users SET is_active = 0 WHERE name = ?", removed)
 
 
 def _usable_tokens(connection: sqlite3.Connection) -> list[dict[str, Any]]:

@@ -1,0 +1,377 @@
+"""Sign-in, tokens, users with their roles, and the log of what they changed."""
+
+import asyncio
+from typing import Annotated
+
+from fastapi import Path, Query, Request, Response
+from fastapi.responses import RedirectResponse
+
+from paceline._cluster.master.api.access_guard import (
+    AccessIdentity,
+    ConnectionOf,
+    IdentityOf,
+    cookie_name,
+)
+from paceline._cluster.master.api.readers import ReadingRoute
+from paceline._cluster.master.api.request_limits import Connection
+from paceline._cluster.master.api.requests_and_answers import ApiError, Limit, MasterOf
+from paceline._cluster.master.api.route_scopes import ApiRouter, RouteScope
+from paceline._cluster.master.authentication import (
+    SIGN_IN_S,
+    StoredToken,
+    TokenNameTakenError,
+    TooManyAttemptsError,
+)
+from paceline._cluster.master.experiments.state_decisions import NotFoundError
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.store.reach import FIRST_USER
+from paceline._cluster.messages.master_models import (
+    AuditEntry,
+    CreatedToken,
+    HomeToken,
+    Login,
+    LoginForToken,
+    Member,
+    NewPassword,
+    NewProject,
+    NewRole,
+    NewToken,
+    NewUser,
+    Project,
+    Session,
+    SignInLink,
+    Token,
+    TokenScope,
+    User,
+    UserChange,
+)
+
+token_router = ApiRouter(tags=["tokens"], route_class=ReadingRoute)
+
+TokenId = Annotated[int, Path(ge=1, le=2**62)]
+
+
+@token_router.get("/tokens")
+async def list_tokens(master: MasterOf, identity: IdentityOf) -> list[Token]:
+    """List the tokens, the newest first; without the home's own and those of attempts.
+
+    A token that was revoked or has expired is listed for 90 days. Administrators see all, others
+    their own.
+    """
+    assert identity is not None
+    return [
+        Token.model_validate(_fields(token))
+        for token in master.tokens.list()
+        if _is_for(identity, token.user)
+    ]
+
+
+def _is_for(identity: AccessIdentity, user: str) -> bool:
+    """Return whether a sender may give access in the name of a user, and take it."""
+    return identity.scope is RouteScope.ADMIN or identity.owner == user
+
+
+def check_own(identity: AccessIdentity | None, user: str) -> None:
+    """Check that a request about a user's access comes from the user or an administrator.
+
+    Raises:
+        ApiError: It does not.
+    """
+    assert identity is not None
+    if not _is_for(identity, user):
+        raise ApiError(
+            403,
+            "not_yours",
+            f"Only {user!r} and administrators may do that, but {identity.owner!r} is neither.",
+        )
+
+
+@token_router.post("/tokens", status_code=201)
+async def create_token(request: NewToken, master: MasterOf, identity: IdentityOf) -> CreatedToken:
+    """Make a token and return its secret, once; needs a token itself."""
+    require_token(identity)
+    assert identity is not None
+    user = request.user or identity.owner
+    check_own(identity, user)
+    if request.scope is TokenScope.RUNNER:
+        # Runners are the cluster's, and stay when a user is removed.
+        check_own(identity, user := FIRST_USER)
+    elif master.users.reach(user) is None:
+        raise ApiError(404, "not_found", f"There is no user {user!r}.")
+    return await make_token(master, request, user)
+
+
+async def make_token(master: Master, request: NewToken, user: str) -> CreatedToken:
+    """Make a token that acts as a user."""
+    made = master.tokens.create(
+        request.name, request.scope, request.expires_in_s, node=request.node, pool=request.pool,
+        user=user,
+    )  # fmt: skip
+    try:
+        token, secret = await asyncio.wrap_future(made)
+    except TokenNameTakenError as error:
+        raise ApiError(409, "name_taken", str(error)) from error
+    return CreatedToken.model_validate(_fields(token) | {"secret": secret})
+
+
+@token_router.delete("/tokens/{token_id}", status_code=204)
+async def revoke_token(token_id: TokenId, master: MasterOf, identity: IdentityOf) -> None:
+    """Revoke a token for good; a second time changes nothing."""
+    assert identity is not None
+    known = master.tokens.get(token_id)
+    if known is not None and not _is_for(identity, known.user):
+        raise ApiError(404, "not_found", f"There is no token {token_id}.")
+    if not await asyncio.wrap_future(master.tokens.revoke(token_id)):
+        raise ApiError(404, "not_found", f"There is no token {token_id}.")
+    master.events.notify()
+
+
+@token_router.put("/home-token")
+async def renew_home_token(master: MasterOf, identity: IdentityOf) -> HomeToken:
+    """Put another token in place of the home's; needs a token itself."""
+    require_token(identity)
+    secret = await asyncio.to_thread(master.renew_home_token)
+    master.events.notify()
+    return HomeToken(secret=secret)
+
+
+def require_token(identity: AccessIdentity | None) -> None:
+    """Refuse browser sign-ins: a stolen sign-in must not be turned into lasting access.
+
+    Raises:
+        ApiError: The request came with a cookie.
+    """
+    assert identity is not None
+    if identity.secret is not None:
+        raise ApiError(
+            403,
+            "token_needed",
+            "Passwords and tokens are set with a token only, not from a browser. Hint: `paceline"
+            " user set-password`, `paceline token create`.",
+        )
+
+
+def _fields(token: StoredToken) -> dict[str, object]:
+    return {name: getattr(token, name) for name in Token.model_fields}
+
+
+sign_in_router = ApiRouter(tags=["sign-in"], route_class=ReadingRoute)
+
+_SIGN_IN_PATH = "/api/v1/sign-in"
+UserName = Annotated[str, Path(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+
+
+@sign_in_router.get("/session")
+def read_session(master: MasterOf, identity: IdentityOf) -> Session:
+    """Return who is signed in, and whether a password could sign in; needs no sign-in."""
+    return Session(
+        user=None if identity is None else identity.user,
+        owner=None if identity is None else identity.owner,
+        has_password=master.passwords.are_set(),
+        scope=None if identity is None else identity.scope.value,
+        is_shared=master.users.is_shared,
+    )
+
+
+@sign_in_router.post("/login")
+def log_in(
+    request: Login, response: Response, master: MasterOf, connection: ConnectionOf
+) -> Session:
+    """Sign a browser in with a password set by `paceline user set-password`."""
+    _check_password(request, master, connection)
+    _set_cookie(response, master, request.user)
+    is_admin = master.users.is_admin(request.user)
+    return Session(
+        user=request.user,
+        owner=request.user,
+        has_password=True,
+        scope="admin" if is_admin else "user",
+        is_shared=master.users.is_shared,
+    )
+
+
+@sign_in_router.post("/login-token", status_code=201)
+async def log_in_for_token(
+    request: LoginForToken, master: MasterOf, connection: ConnectionOf
+) -> CreatedToken:
+    """Make a token for all that a user may do, with the user's password."""
+    await asyncio.to_thread(_check_password, request, master, connection)
+    fields = {"name": request.name, "scope": TokenScope.ADMIN, "expires_in_s": request.expires_in_s}
+    return await make_token(master, NewToken.model_validate(fields), request.user)
+
+
+def _check_password(request: Login, master: Master, connection: Connection) -> None:
+    try:
+        is_known = master.passwords.check(request.user, request.password, connection.sender)
+    except TooManyAttemptsError as error:
+        raise ApiError(429, "too_many_attempts", str(error)) from error
+    if not is_known or master.users.reach(request.user) is None:
+        raise ApiError(
+            401,
+            "wrong_password",
+            "User and password must fit, but do not. Hint: `paceline user set-password` sets one;"
+            " `paceline login` prints a link that signs in without.",
+        )
+
+
+@sign_in_router.get("/sign-in", status_code=303, response_class=RedirectResponse)
+def follow_sign_in_link(
+    request: Request,
+    master: MasterOf,
+    token: Annotated[str, Query(max_length=200)],
+) -> Response:
+    """Sign a browser in by a link and redirect to the web UI; each link works once."""
+    user = master.links.redeem(token)
+    if user is not None and master.users.reach(user) is not None:
+        reply = RedirectResponse("/", 303)
+        _set_cookie(reply, master, user)
+        return reply
+    if "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse("/sign-in?problem=link", 303)
+    raise ApiError(
+        401,
+        "link_used",
+        "The link must be new, but was used or is too old. Hint: `paceline login` prints another.",
+    )
+
+
+@sign_in_router.post("/sign-in-links", status_code=201)
+def create_sign_in_link(
+    request: Request,
+    master: MasterOf,
+    identity: IdentityOf,
+    user: Annotated[str | None, Query(max_length=64, description="By default the sender.")] = None,
+) -> SignInLink:
+    """Create a single-use link to sign a browser in as a user."""
+    assert identity is not None
+    user = user or identity.owner
+    check_own(identity, user)
+    if master.users.reach(user) is None:
+        raise NotFoundError(f"There is no user {user!r}.")
+    token, expires_at = master.links.make(user)
+    url = f"{request.url.scheme}://{request.headers['host']}{_SIGN_IN_PATH}?token={token}"
+    return SignInLink(url=url, expires_at=expires_at)
+
+
+@sign_in_router.post("/logout", status_code=204)
+def log_out(response: Response, master: MasterOf, identity: IdentityOf) -> None:
+    """End the sign-in of the requesting browser."""
+    assert identity is not None
+    if identity.secret is not None:
+        master.sign_ins.close(identity.secret)
+        master.events.notify()
+        response.delete_cookie(cookie_name(master), httponly=True, samesite="strict")
+
+
+@sign_in_router.put("/users/{name}/password", status_code=204)
+async def set_password(
+    name: UserName, request: NewPassword, master: MasterOf, identity: IdentityOf
+) -> None:
+    """Give a user a password and end the user's sign-ins; needs a token."""
+    require_token(identity)
+    check_own(identity, name)
+    if master.users.reach(name) is None:
+        raise NotFoundError(
+            f"There is no user {name!r}. Hint: `paceline user add {name}` adds one."
+        )
+    changed = await asyncio.to_thread(master.passwords.set, name, request.password)
+    await asyncio.wrap_future(changed)
+    master.events.notify()
+
+
+def _set_cookie(response: Response, master: Master, user: str) -> None:
+    response.set_cookie(
+        cookie_name(master),
+        master.sign_ins.open(user),
+        max_age=SIGN_IN_S,
+        httponly=True,
+        samesite="strict",
+        secure=master.certificate is not None,
+    )
+
+
+user_router = ApiRouter(tags=["users"], route_class=ReadingRoute)
+
+
+@user_router.get("/users")
+async def list_users(master: MasterOf) -> list[User]:
+    """List the users by name, with those that were removed."""
+    return master.users.all()
+
+
+@user_router.post("/users", status_code=201)
+async def add_user(request: NewUser, master: MasterOf) -> User:
+    """Add a user, without a password; one that was removed before comes back."""
+    return await asyncio.wrap_future(
+        master.users.add(
+            request.name,
+            role=request.role,
+            is_admin=request.is_admin,
+            is_service=request.is_service,
+        )
+    )
+
+
+@user_router.patch("/users/{name}", status_code=204)
+async def change_user(name: UserName, request: UserChange, master: MasterOf) -> None:
+    """Make a user an administrator, or take that right."""
+    await asyncio.wrap_future(master.users.set_admin(name, is_admin=request.is_admin))
+    master.events.notify()
+
+
+@user_router.delete("/users/{name}", status_code=204)
+async def remove_user(name: UserName, master: MasterOf) -> None:
+    """Remove a user: tokens and sign-ins end, experiments and their trials stay."""
+    await asyncio.wrap_future(master.users.remove(name))
+    master.events.notify()
+
+
+@user_router.get("/projects")
+async def list_projects(master: MasterOf, identity: IdentityOf) -> list[Project]:
+    """List the projects that the sender sees, with the sender's role."""
+    assert identity is not None
+    return master.users.projects(identity.reach)
+
+
+@user_router.post("/projects", status_code=201)
+async def create_project(request: NewProject, master: MasterOf) -> Project:
+    """Create a project without members; administrators see it."""
+    return await asyncio.wrap_future(master.users.create_project(request.name))
+
+
+ProjectName = Annotated[str, Path(min_length=1, max_length=64)]
+
+
+@user_router.get("/projects/{project}/members")
+async def list_members(project: ProjectName, master: MasterOf) -> list[Member]:
+    """List the members of a project by name; administrators of the master are none."""
+    return master.users.members(project)
+
+
+@user_router.put("/projects/{project}/members/{name}", status_code=204)
+async def set_role(
+    project: ProjectName, name: UserName, request: NewRole, master: MasterOf, identity: IdentityOf
+) -> None:
+    """Give a user a role in a project, or none; for the project's administrators."""
+    assert identity is not None
+    administers = None if identity.reach is None else identity.reach.administers
+    if administers is not None and master.users.project_id(project) not in administers:
+        raise ApiError(
+            403,
+            "role_too_low",
+            f"The user must have the role 'admin' in the project {project!r} to choose its members,"
+            f" but {identity.owner!r} has not.",
+        )
+    await asyncio.wrap_future(master.users.set_role(project, name, request.role))
+    master.events.notify()
+
+
+@user_router.get("/audit")
+def list_audit(
+    master: MasterOf,
+    limit: Limit = 100,
+    before: Annotated[int | None, Query(ge=1, le=2**62, description="Only older ones.")] = None,
+    user: Annotated[str | None, Query(max_length=64)] = None,
+) -> list[AuditEntry]:
+    """List who changed what, the newest first."""
+    return master.audit.read(user=user, before=before, limit=limit)

@@ -1,0 +1,310 @@
+"""Users, their roles in projects, and the log of what they changed."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
+
+from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.reach import DEFAULT_PROJECT, FIRST_USER, Reach
+from paceline._cluster.master.store.row_ids_and_counts import new_id
+from paceline._cluster.messages.master_models import AuditEntry, Member, Project, Role, User
+
+DEFAULT_NAME = "Default"
+
+_users, _projects, _members = tables.users, tables.projects, tables.members
+
+
+class Users:
+    """Users, projects and roles, in memory as each request needs them; thread-safe.
+
+    Args:
+        database: The master's database.
+        on_access_lost: Called after tokens were revoked in the database.
+    """
+
+    def __init__(self, database: Database, on_access_lost: Callable[[], None]) -> None:
+        self._database = database
+        self._on_access_lost = on_access_lost
+        self._load()
+        has_admin = any(one.is_admin and one.is_active for one in self._known.values())
+        if not has_admin or DEFAULT_PROJECT not in self._names:
+            database.write(self._settle).result()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is more than one active user."""
+        return len(self._reaches) > 1
+
+    def reach(self, name: str) -> Reach | None:
+        """Return the reach of a user; None for an unknown or removed one."""
+        return self._reaches.get(name)
+
+    def is_admin(self, name: str) -> bool:
+        """Return whether a user is an administrator."""
+        reach = self._reaches.get(name)
+        return reach is not None and reach.sees is None
+
+    def all(self) -> list[User]:
+        """Return all users by name, those that were removed included."""
+        return [
+            User(
+                name=one.name,
+                is_admin=one.is_admin,
+                is_active=one.is_active,
+                is_service=one.is_service,
+                has_password=bool(one.password_hash),
+            )
+            for _, one in sorted(self._known.items())
+        ]
+
+    def projects(self, reach: Reach | None) -> list[Project]:
+        """Return the projects within a reach, the oldest first."""
+        return [
+            Project(id=number, name=name, role=self._role(reach, number))
+            for number, name in sorted(self._names.items())
+            if reach is None or reach.sees is None or number in reach.sees
+        ]
+
+    def members(self, project: str) -> list[Member]:
+        """Return the members of a project by name.
+
+        Raises:
+            NotFoundError: There is no such project.
+        """
+        number = self.project_id(project)
+        return [
+            Member(user=user, role=roles[number])
+            for user, roles in sorted(self._roles.items())
+            if number in roles
+        ]
+
+    def project_id(self, name: str) -> int:
+        """Return the id of a project.
+
+        Raises:
+            NotFoundError: There is no such project.
+        """
+        for number, known in self._names.items():
+            if known == name:
+                return number
+        raise NotFoundError(f"There is no project {name!r}.")
+
+    def add(
+        self, name: str, *, role: Role | None, is_admin: bool, is_service: bool
+    ) -> "Future[User]":
+        """Add a user with a role in the project `Default`; one that was removed comes back.
+
+        The future raises `RefusedError` if the name is another user's.
+        """
+
+        def job(transaction: Transaction) -> User:
+            connection = transaction.connection
+            query = select(_users).where(func.lower(_users.c.name) == name.lower())
+            known = connection.execute(query).first()
+            if known is not None and (known.is_active or known.name != name):
+                raise RefusedError(
+                    "name_taken",
+                    f"`name` must differ from those of other users in more than case, but {name!r}"
+                    f" is like {known.name!r}. Hint: choose another name.",
+                )
+            values = {"is_admin": is_admin, "is_active": True, "is_service": is_service}
+            if known is None:
+                row = {"name": name, "password_hash": "", "changed_at": time.time()}
+                connection.execute(insert(_users).values(**row, **values))
+            else:
+                connection.execute(update(_users).where(_users.c.name == name).values(**values))
+            if role is not None and not is_admin:
+                _set_role(connection, DEFAULT_PROJECT, name, role)
+            self._finish(transaction)
+            return User(name=name, has_password=False, **values)
+
+        return self._database.write(job)
+
+    def remove(self, name: str) -> "Future[None]":
+        """Remove a user for good; tokens, sign-ins and roles end, and experiments stay.
+
+        The future raises `RefusedError` for the last administrator.
+        """
+
+        def job(transaction: Transaction) -> None:
+            connection = transaction.connection
+            _find_active(connection, name)
+            self._keep_an_admin(connection, name)
+            now, tokens, sign_ins = time.time(), tables.tokens, tables.sign_ins
+            change = {"is_active": False, "is_admin": False, "password_hash": "", "changed_at": now}
+            connection.execute(update(_users).where(_users.c.name == name).values(**change))
+            connection.execute(delete(_members).where(_members.c.user == name))
+            connection.execute(delete(sign_ins).where(sign_ins.c.user == name))
+            is_valid = (tokens.c.user == name) & tokens.c.revoked_at.is_(None)
+            connection.execute(update(tokens).where(is_valid).values(revoked_at=now))
+            transaction.after_commit(self._on_access_lost)
+            self._finish(transaction)
+
+        return self._database.write(job)
+
+    def set_admin(self, name: str, *, is_admin: bool) -> "Future[None]":
+        """Make a user an administrator, or take that right.
+
+        The future raises `RefusedError` for the last administrator.
+        """
+
+        def job(transaction: Transaction) -> None:
+            connection = transaction.connection
+            _find_active(connection, name)
+            if not is_admin:
+                self._keep_an_admin(connection, name)
+            change = update(_users).where(_users.c.name == name)
+            connection.execute(change.values(is_admin=is_admin))
+            self._finish(transaction)
+
+        return self._database.write(job)
+
+    def create_project(self, name: str) -> "Future[Project]":
+        """Create a project without members.
+
+        The future raises `RefusedError` if the name is taken.
+        """
+
+        def job(transaction: Transaction) -> Project:
+            connection = transaction.connection
+            query = select(_projects.c.name).where(func.lower(_projects.c.name) == name.lower())
+            if (known := connection.scalar(query)) is not None:
+                raise RefusedError(
+                    "name_taken",
+                    f"`name` must differ from those of other projects in more than case, but"
+                    f" {name!r} is like {known!r}.",
+                )
+            number = new_id(connection, _projects)
+            row = {"id": number, "name": name, "created_at": time.time()}
+            connection.execute(insert(_projects).values(**row))
+            self._finish(transaction)
+            return Project(id=number, name=name, role=Role.ADMIN)
+
+        return self._database.write(job)
+
+    def set_role(self, project: str, user: str, role: Role | None) -> "Future[None]":
+        """Give a user a role in a project, or none."""
+        number = self.project_id(project)
+
+        def job(transaction: Transaction) -> None:
+            _find_active(transaction.connection, user)
+            _set_role(transaction.connection, number, user, role)
+            self._finish(transaction)
+
+        return self._database.write(job)
+
+    def _role(self, reach: Reach | None, project: int) -> Role:
+        if reach is None or reach.administers is None or project in reach.administers:
+            return Role.ADMIN
+        return Role.EDITOR if project in (reach.changes or ()) else Role.VIEWER
+
+    def _keep_an_admin(self, connection: Connection, name: str) -> None:
+        others = select(func.count()).where(
+            _users.c.is_admin, _users.c.is_active, _users.c.name != name
+        )
+        if not connection.scalar(others):
+            raise RefusedError(
+                "last_admin",
+                f"A master must have an administrator, but {name!r} is the last one. Hint:"
+                " `paceline user role NAME --admin` makes another user one.",
+            )
+
+    def _settle(self, transaction: Transaction) -> None:
+        """Make the first administrator and the first project, if they are missing."""
+        connection, now = transaction.connection, time.time()
+        values = {"is_admin": True, "is_active": True}
+        if connection.scalar(select(_users.c.name).where(_users.c.name == FIRST_USER)) is None:
+            row = {"name": FIRST_USER, "password_hash": "", "changed_at": now}
+            connection.execute(insert(_users).values(**row, **values))
+        elif not any(one.is_admin and one.is_active for one in self._known.values()):
+            change = update(_users).where(_users.c.name == FIRST_USER)
+            connection.execute(change.values(**values))
+        if DEFAULT_PROJECT not in self._names:
+            row = {"id": DEFAULT_PROJECT, "name": DEFAULT_NAME, "created_at": now}
+            connection.execute(insert(_projects).values(**row))
+        self._finish(transaction)
+
+    def _finish(self, transaction: Transaction) -> None:
+        # A power cut must not give rights back.
+        transaction.force()
+        transaction.after_commit(self._load)
+
+    def _load(self) -> None:
+        with self._database.read(everything=True) as connection:
+            self._known: dict[str, Row[Any]] = {
+                row.name: row for row in connection.execute(select(_users))
+            }
+            self._names: dict[int, str] = {
+                row.id: row.name for row in connection.execute(select(_projects))
+            }
+            roles: dict[str, dict[int, Role]] = {}
+            for row in connection.execute(select(_members)):
+                roles.setdefault(row.user, {})[row.project_id] = Role(row.role)
+        self._roles = roles
+        self._reaches = {
+            name: _reach_of(name, None if one.is_admin else roles.get(name, {}))
+            for name, one in self._known.items()
+            if one.is_active
+        }
+
+
+def _reach_of(name: str, roles: dict[int, Role] | None) -> Reach:
+    """Return the reach of a user by the roles in projects; None for an administrator."""
+    if roles is None:
+        return Reach(name)
+    changes = frozenset(one for one, role in roles.items() if role is not Role.VIEWER)
+    return Reach(
+        name,
+        sees=frozenset(roles),
+        changes=changes,
+        administers=frozenset(one for one, role in roles.items() if role is Role.ADMIN),
+        project=min(changes, default=None),
+    )
+
+
+def _find_active(connection: Connection, name: str) -> None:
+    query = select(_users.c.name).where(_users.c.name == name, _users.c.is_active)
+    if connection.scalar(query) is None:
+        raise NotFoundError(f"There is no user {name!r}.")
+
+
+def _set_role(connection: Connection, project: int, user: str, role: Role | None) -> None:
+    place = (_members.c.project_id == project, _members.c.user == user)
+    connection.execute(delete(_members).where(*place))
+    if role is not None:
+        row = {"project_id": project, "user": user, "role": role.value}
+        connection.execute(insert(_members).values(**row))
+
+
+class AuditLog:
+    """Log of what users changed; rows are only added."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(
+        self, user: str, token: str | None, action: str, objects: list[str], status: int
+    ) -> None:
+        """Add an entry; returns before it is stored."""
+        row = {
+            "time": time.time(), "user": user, "token": token, "action": action,
+            "objects": objects, "status": status,
+        }  # fmt: skip
+        statement = insert(tables.audit).values(**row)
+        self._database.write(lambda transaction: transaction.connection.execute(statement))
+
+    def read(self, *, user: str | None, before: int | None, limit: int) -> list[AuditEntry]:
+        """Return entries, the newest first; of one user, and older than an id, if given."""
+        audit = tables.audit
+        query = select(audit).order_by(audit.c.id.desc()).limit(limit)
+        if user is not None:
+            query = query.where(audit.c.user == user)
+        if before is not None:
+            query = query.where(audit.c.id < before)
+        with self._database.read() as connection:
+            return [AuditEntry(**row._mapping) for row in connection.execute(query)]

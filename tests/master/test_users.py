@@ -1,0 +1,284 @@
+"""Users over time: removal, changed roles, passwords, trackers, upgrades, back-ups."""
+
+import json
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from sqlalchemy import select
+
+from paceline._cluster.master.api.list_routes import list_experiments
+from paceline._cluster.master.api.readers import _answer, _Records
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database, DatabaseReader
+from paceline._cluster.master.store.reach import Reach, acting
+from paceline._cluster.master.upkeep.home_backup import Backup
+from paceline._cluster.master.upkeep.home_restore import restore
+from paceline._cluster.master.users import Users
+
+STORED = Path(__file__).parents[1] / "stored"
+
+
+@pytest.fixture
+def add(master: Any) -> Iterator[Callable[..., httpx2.Client]]:
+    """Return a function that adds a user and returns a client with the user's token."""
+    clients = []
+
+    def make(name: str, scope: str = "admin", **fields: Any) -> httpx2.Client:
+        reply = master.http.post("/users", json={"name": name, **fields})
+        assert reply.status_code == 201, reply.text
+        body = {"name": f"of-{name}", "scope": scope, "user": name}
+        secret = master.http.post("/tokens", json=body).json()["secret"]
+        headers = {"Authorization": f"Bearer {secret}"}
+        clients.append(
+            httpx2.Client(base_url=master.url, headers=headers, timeout=60, verify=False)
+        )
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def config(**fields: Any) -> dict[str, Any]:
+    searcher = {"name": "single", "metric": "loss"}
+    return {"config": {"name": "own", "entrypoint": "python3 t.py", "searcher": searcher, **fields}}
+
+
+def test_a_removed_users_trials_run_on_and_the_tokens_die(master: Any, add: Any) -> None:
+    ada = add("ada")
+    link = master.http.post("/sign-in-links?user=ada").json()["url"]
+    cookies = httpx2.get(link, verify=False).cookies
+    browser = {"cookie": "; ".join(f"{name}={value}" for name, value in cookies.items())}
+    session = f"{master.url}/session"
+    assert httpx2.get(session, headers=browser, verify=False).json()["owner"] == "ada"
+    number = ada.post("/experiments", json=config()).json()["id"]
+    master.schedule()
+    with httpx2.stream(
+        "GET", f"{master.url}/events", headers=dict(ada.headers), timeout=60, verify=False
+    ) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("event: connected")
+        assert master.http.delete("/users/ada").status_code == 204
+        # The stream ends with the rights of its user.
+        assert [line for line in lines if line.startswith("data")] == []
+    refused = ada.get("/experiments")
+    assert (refused.status_code, refused.json()["code"]) == (401, "token_revoked")
+    assert httpx2.get(session, headers=browser, verify=False).json()["user"] is None
+    assert master.attempt(1, "records", batches=[]).status_code == 200
+    found = master.http.get(f"/experiments/{number}").json()
+    assert (found["owner"], found["shown_state"]) == ("ada", "RUNNING")
+    # Back again, without the old access.
+    assert master.http.post("/users", json={"name": "ada"}).status_code == 201
+    assert ada.get("/experiments").status_code == 401
+
+
+def test_a_role_counts_from_the_moment_it_is_changed(master: Any, add: Any) -> None:
+    ada = add("ada")
+    number = ada.post("/experiments", json=config()).json()["id"]
+    put = master.http.put
+    assert put("/projects/Default/members/ada", json={"role": "viewer"}).status_code == 204
+    refused = ada.post(f"/experiments/{number}/pause")
+    assert (refused.status_code, refused.json()["code"]) == (403, "role_too_low")
+    assert "must have the role 'editor'" in refused.json()["detail"]
+    assert ada.get(f"/experiments/{number}").status_code == 200
+    assert ada.post("/experiments", json=config()).status_code == 403
+    assert put("/projects/Default/members/ada", json={"role": None}).status_code == 204
+    assert ada.get(f"/experiments/{number}").status_code == 404
+    assert ada.get("/experiments").json() == {"items": [], "next_cursor": None, "total": 0}
+
+
+def test_the_last_administrator_stays(master: Any, add: Any) -> None:
+    for send in (
+        lambda: master.http.delete("/users/admin"),
+        lambda: master.http.patch("/users/admin", json={"is_admin": False}),
+    ):
+        assert (send().status_code, send().json()["code"]) == (409, "last_admin")
+    add("bea", is_admin=True)
+    assert master.http.patch("/users/admin", json={"is_admin": False}).status_code == 204
+    assert master.http.delete("/users/bea").json()["code"] == "last_admin"
+    # The home's token acts as the owner of the master all the same.
+    assert master.http.get("/audit").status_code == 200
+
+
+def test_passwords_and_tokens_are_ones_own(master: Any, add: Any) -> None:
+    ada, scripted = add("ada"), add("eve", scope="submit")
+    body = {"password": "a long secret"}
+    assert ada.put("/users/admin/password", json=body).json()["code"] == "not_yours"
+    # A token that only submits opens no way to more.
+    assert scripted.put("/users/eve/password", json=body).json()["code"] == "scope_too_low"
+    assert ada.put("/users/ada/password", json=body).status_code == 204
+    login = {"user": "ada", **body}
+    assert httpx2.post(f"{master.url}/login", json=login, verify=False).json()["scope"] == "user"
+    made = httpx2.post(f"{master.url}/login-token", json={**login, "name": "x"}, verify=False)
+    assert (made.status_code, made.json()["user"]) == (201, "ada")
+    wrong = {**login, "password": "another one", "name": "y"}
+    assert httpx2.post(f"{master.url}/login-token", json=wrong, verify=False).status_code == 401
+    token = {"name": "mine", "scope": "read"}
+    assert ada.post("/tokens", json={**token, "user": "admin"}).status_code == 403
+    assert ada.post("/tokens", json={**token, "scope": "runner"}).status_code == 403
+    assert ada.post("/tokens", json=token).json()["user"] == "ada"
+    assert {one["user"] for one in ada.get("/tokens").json()} == {"ada"}
+    assert ada.post("/sign-in-links?user=admin").status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("ad\u0430", 422), ("a\u200bda", 422), ("a\nb", 422), ("", 422), ("x" * 65, 422),
+     ("ada\n", 422), ("Admin", 409), ("admin", 409)],
+)  # fmt: skip
+def test_names_that_look_like_another_are_refused(master: Any, name: str, status: int) -> None:
+    assert master.http.post("/users", json={"name": name}).status_code == status
+
+
+def test_bodies_name_no_objects_of_other_projects(master: Any, add: Any) -> None:
+    """A configuration may start from any trial or checkpoint that its sender sees."""
+    ada = add("ada", role=None)
+    master.http.post("/projects", json={"name": "own"})
+    master.http.put("/projects/own/members/ada", json={"role": "editor"})
+    master.create()
+    source = config(searcher={"name": "single", "metric": "loss", "source_trial_id": 1})
+    refused = ada.post("/experiments", json=source)
+    assert (refused.status_code, refused.json()["detail"]) == (404, "There is no trial 1.")
+    assert ada.post("/experiments", json={**config(), "project": "Default"}).status_code == 404
+    mine = ada.post("/experiments", json=config()).json()
+    assert mine["project"] == "own"
+    moved = ada.patch(f"/experiments/{mine['id']}", json={"project": "Default"})
+    assert moved.status_code == 404
+    moved = master.http.patch(f"/experiments/{mine['id']}", json={"project": "Default"})
+    assert moved.json()["project"] == "Default"
+    assert ada.get(f"/experiments/{mine['id']}").status_code == 404
+
+
+UPSERT = """mutation($name: String, $project: String) {
+  upsertBucket(input: {name: $name, modelName: $project}) { bucket { name } inserted } }"""
+
+
+def test_clients_of_trackers_see_and_change_their_users_projects(master: Any, add: Any) -> None:
+    root = master.url.removesuffix("/api/v1")
+    ada, stranger = add("ada"), add("eve", role=None)
+    viewer = add("vic", role="viewer")
+    master.http.post("/projects", json={"name": "own"})
+    master.http.put("/projects/own/members/eve", json={"role": "editor"})
+
+    def ml(client: httpx2.Client, method: str, path: str, **body: Any) -> httpx2.Response:
+        given = {"params": body} if method == "GET" else {"json": body}
+        return client.request(method, f"{root}/api/2.0/mlflow/{path}", **given)
+
+    created = ml(ada, "POST", "experiments/create", name="secret").json()["experiment_id"]
+    run = ml(ada, "POST", "runs/create", experiment_id=created).json()["run"]["info"]["run_id"]
+    assert ml(ada, "POST", "registered-models/create", name="net").status_code == 200
+    metric = {"run_id": run, "key": "loss", "value": 1.0, "timestamp": 1, "step": 1}
+    calls: list[tuple[str, str, dict[str, Any], bool]] = [
+        ("GET", "experiments/get", {"experiment_id": created}, False),
+        ("GET", "experiments/get-by-name", {"experiment_name": "secret"}, False),
+        ("GET", "runs/get", {"run_id": run}, False),
+        ("GET", "registered-models/get", {"name": "net"}, False),
+        ("POST", "runs/log-metric", metric, True),
+        ("POST", "runs/log-parameter", {"run_id": run, "key": "k", "value": "v"}, True),
+        ("POST", "runs/set-tag", {"run_id": run, "key": "k", "value": "v"}, True),
+        ("POST", "runs/update", {"run_id": run, "status": "FINISHED"}, True),
+        ("POST", "runs/delete", {"run_id": run}, True),
+        ("POST", "experiments/update", {"experiment_id": created, "new_name": "x"}, True),
+        ("POST", "experiments/delete", {"experiment_id": created}, True),
+        ("POST", "registered-models/rename", {"name": "net", "new_name": "x"}, True),
+        ("DELETE", "registered-models/delete", {"name": "net"}, True),
+        ("POST", "runs/create", {"experiment_id": created}, False),
+    ]
+    for method, path, body, is_change in calls:
+        reply = ml(stranger, method, path, **body)
+        assert reply.status_code == 404, (path, reply.text)
+        if is_change:
+            assert ml(viewer, method, path, **body).status_code == 403, path
+    for path in ("experiments/search", "runs/search"):
+        body = {"max_results": 9, "experiment_ids": [created]}
+        assert run not in (found := ml(stranger, "POST", path, **body).text), path
+        assert "secret" not in found
+    assert "net" not in ml(stranger, "GET", "registered-models/search").text
+    assert ml(stranger, "POST", "experiments/create", name="mine").status_code == 200
+    assert ml(ada, "GET", "runs/get", run_id=run).json()["run"]["info"]["status"] == "RUNNING"
+
+    def ask(client: httpx2.Client, query: str, **variables: Any) -> dict[str, Any]:
+        body = {"query": query, "variables": variables}
+        found: dict[str, Any] = client.post(f"{root}/graphql", json=body).json()
+        return found
+
+    assert ask(ada, UPSERT, name="r1", project="hush")["data"]["upsertBucket"]["inserted"]
+    for client in (stranger, viewer):
+        assert ask(client, UPSERT, name="r1", project="hush")["errors"], client
+        lines = {"files": {"wandb-history.jsonl": {"offset": 0, "content": ['{"a": 1}']}}}
+        stream = client.post(f"{root}/files/paceline/hush/r1/file_stream", json=lines)
+        assert stream.status_code == (403 if client is viewer else 404), stream.text
+    shown = 'query { project(name: "hush") { name } }'
+    assert ask(stranger, shown)["data"]["project"] is None
+    assert ask(viewer, shown)["data"]["project"]["name"] == "hush"
+    assert ask(stranger, UPSERT, name="r2", project="mine")["data"]["upsertBucket"]["inserted"]
+
+
+def test_a_restricted_read_leaves_no_trace_for_others(master: Any) -> None:
+    master.create()
+    count = select(tables.experiments.c.id)
+    for sees, expected in (((), 0), ((1,), 1), ((2,), 0), ((1, 2), 1)):
+        with acting(Reach("x", frozenset(sees), frozenset())):
+            with master.core.database.read() as connection:
+                assert len(connection.execute(count).all()) == expected
+            with master.core.database.read(everything=True) as connection:
+                assert len(connection.execute(count).all()) == 1
+    with master.core.database.read() as connection:
+        assert len(connection.execute(count).all()) == 1
+
+
+def test_the_second_process_reads_within_the_reach(master: Any) -> None:
+    master.create()
+    records = _Records(DatabaseReader(master.core.database.path))
+    try:
+        for sees, total in ((frozenset(), 0), (frozenset({1}), 1), (None, 1)):
+            answer = _answer(records, list_experiments, {}, Reach("x", sees, sees))
+            assert answer is not None
+            assert json.loads(answer.body)["total"] == total
+    finally:
+        records.database.close()
+
+
+def test_an_older_home_belongs_to_the_first_administrator(tmp_path: Path) -> None:
+    with tarfile.open(STORED / "home_13.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    [stored] = tmp_path.rglob("master.sqlite")
+    database = Database(stored)
+    try:
+        users = Users(database, lambda: None)
+        assert users.reach("admin") == Reach("admin")
+        assert not users.is_shared
+        with database.read() as connection:
+            rows = connection.execute(select(tables.experiments)).all()
+            tokens = connection.execute(select(tables.tokens)).all()
+        assert {(row.owner, row.project_id) for row in rows} == {("admin", 1)}
+        assert {row.user for row in tokens} <= {"admin"}
+    finally:
+        database.close()
+
+
+def test_a_backup_keeps_users_projects_and_roles(master: Any, add: Any, tmp_path: Path) -> None:
+    add("ada", role="viewer")
+    master.http.put("/users/ada/password", json={"password": "long enough"})
+    master.http.post("/projects", json={"name": "own"})
+    place = tmp_path / "backup"
+    backup = Backup(master.home.path, place)
+    with backup.hold():
+        backup.make()
+    restored = tmp_path / "restored"
+    assert restore(place, restored).access.voided_passwords == ["ada"]
+    database = Database(restored / "master.sqlite")
+    try:
+        users = Users(database, lambda: None)
+        [ada, _] = users.all()
+        assert (ada.name, ada.is_active, ada.has_password) == ("ada", True, False)
+        assert json.loads(users.members("Default")[0].model_dump_json()) == {
+            "user": "ada", "role": "viewer",
+        }  # fmt: skip
+        assert users.project_id("own") == 2
+    finally:
+        database.close()

@@ -37,6 +37,7 @@ from paceline.cli._experiment_description import (
 )
 from paceline.cli._options_and_errors import (
     AllLogs,
+    ChangedCode,
     CommandError,
     DryRun,
     ExperimentId,
@@ -115,6 +116,7 @@ def delete(
 
 def fork(
     experiment: ExperimentId,
+    directory: ChangedCode = None,
     overrides: Overrides = [],  # noqa: B006
     paused: Annotated[
         bool, typer.Option("--paused", help="Create it, but do not start it.")
@@ -126,7 +128,8 @@ def fork(
 ) -> None:
     """Create a copy of an experiment.
 
-    The copy has the same code and config, with your changes.
+    The copy has the same code and config, with your changes. With DIR it has the code there;
+    `paceline e diff` shows the changes.
     """
 
     with connect() as client:
@@ -137,7 +140,7 @@ def fork(
             print_answer({"config": config}, text)
             return
         before = newest_before(client, key)
-        made = found.fork(changes, activate=not paused, key=key)
+        made = found.fork(changes, activate=not paused, key=key, code=directory)
         text = f"{created_text(made, before)} from experiment {experiment}."
         print_created(made, client, text, is_followed=follow, all_logs=logs)
 

@@ -115,6 +115,7 @@ def repeat(
     paused: Annotated[
         bool, typer.Option("--paused", help="Create them, but do not start them.")
     ] = False,
+    key: RequestKey = None,
 ) -> None:
     """Repeat the best trial of an experiment with other seeds: is the gain real?
 
@@ -123,7 +124,7 @@ def repeat(
     with connect() as client:
         found = client.get_experiment(experiment)
         try:
-            made = found.repeat(seeds, trial=trial, baseline=baseline, activate=not paused)
+            made = found.repeat(seeds, trial=trial, baseline=baseline, activate=not paused, key=key)
         except ValueError as error:
             raise CommandError(str(error)) from error
     names = " and ".join(str(one.id) for one in made)

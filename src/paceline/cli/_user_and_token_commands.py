@@ -10,7 +10,7 @@ import typer
 from paceline.cli._command_classes import CommandGroup
 from paceline.cli._completions import complete_token
 from paceline.cli._console_output import format_moment, print_answer, print_list
-from paceline.cli._options_and_errors import CommandError, connect
+from paceline.cli._options_and_errors import CommandError, connect, is_agent
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Token
@@ -193,7 +193,7 @@ def set_password(
     """Set the password for the web UI. This ends all sign-ins of the user."""
 
     if password is None:
-        if not sys.stdin.isatty():
+        if is_agent() or not sys.stdin.isatty():
             raise CommandError("`--password` must be given without a terminal to ask for it.")
         password = typer.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
     try:

@@ -8,6 +8,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
+from zlib import crc32
 
 from paceline._base.frames import DataFrames, Rows, flatten, metric_rows
 from paceline._base.notebook_tables import html_table
@@ -527,6 +528,7 @@ class Experiment(Lineage, DataFrames):
         trial: int | None = None,
         baseline: int | None = None,
         activate: bool = True,
+        key: str | None = None,
     ) -> "list[Experiment]":
         """Train a trial again with other seeds, and a baseline with the same ones.
 
@@ -537,6 +539,7 @@ class Experiment(Lineage, DataFrames):
             trial: The trial; by default the best one.
             baseline: A trial of any experiment of this code to compare with; None for none.
             activate: Whether they start at once; otherwise they wait, paused.
+            key: A key of your own, as for `Client.create_experiment`.
 
         Raises:
             ValueError: There are fewer than 2 seeds, or no trial has been validated yet.
@@ -552,14 +555,17 @@ class Experiment(Lineage, DataFrames):
                 f"`seeds` must be at least 2, and a trial must be there, but got {seeds} and"
                 f" {chosen}. Hint: wait for the first validation."
             )
-        seed, made = secrets.randbelow(2**31), []
+        # A repeated request must be the same one.
+        seed = secrets.randbelow(2**31) if key is None else crc32(key.encode()) >> 1
+        made = []
         for role, number in (("repeat", chosen), ("baseline", baseline)):
             if number is not None:
                 hparams = self._session.get(f"trials/{number}", TrialData).hparams
                 config = repeated_config(self.data, hparams, f"{role}:{number}", seeds, seed)
                 body = ForkExperiment(config=config, replaces_config=True, activate=activate)
                 path = f"experiments/{self.id}/fork"
-                data = self._session.call("POST", path, ExperimentData, body=body)
+                once = None if key is None else checked_key(f"{key}:{role}")
+                data = self._session.call("POST", path, ExperimentData, body=body, key=once)
                 made.append(Experiment(self._session, data))
         return made
 

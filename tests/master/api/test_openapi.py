@@ -95,6 +95,7 @@ QUERIES: dict[str, dict[str, Any]] = {
     f"PUT {PIECES}": {"name": "f", "offset": 0},
     "POST /attempts/{attempt_id}/checkpoints/{uuid}/shards": {"member": 1},
     "GET /metric-series.csv": {"series": "1/validation/loss"},
+    "GET /experiments/{experiment_id}/diff": {"since": 2},
     "GET /experiments/{experiment_id}/hyperparameters": {"metric": "validation/loss"},
 }
 HEADERS = {f"PUT {PIECES}": {"x-paceline-digest": xxhash.xxh3_128_hexdigest(b"x")}}
@@ -120,6 +121,7 @@ BODIES: dict[str, Any] = {
     "POST /experiments": {"config": CONFIG, "context_digest": None},
     "POST /experiments/{experiment_id}/fork": {"config": {}, "replaces_config": False},
     "POST /experiments/{experiment_id}/continue": {"config": {}},
+    "POST /experiments/{experiment_id}/proposals": {"hparams": {"lr": 0.5}},
     "POST /trials/{trial_id}/continue": {"config": {}},
     "POST /preview-search": {"config": CONFIG},
     "POST /bulk-actions": {"action": "archive", "experiment_ids": [2]},
@@ -150,7 +152,9 @@ def master(
     served = serve_master(home)
     put = served.http.put(f"/contexts/{DIGEST}", content=ARCHIVE)
     assert put.status_code == 204, put.text
-    body = {"config": CONFIG | {"searcher": {"name": "random", "metric": "loss", "max_trials": 2}}}
+    searcher = {"name": "random", "metric": "loss", "max_trials": 3, "max_concurrent_trials": 2}
+    space = {"lr": {"type": "double", "minval": 0.0, "maxval": 1.0}}
+    body = {"config": CONFIG | {"searcher": searcher, "hyperparameters": space}}
     created = served.http.post("/experiments", json=body | {"context_digest": DIGEST})
     assert created.status_code == 201, created.text
     served.schedule()

@@ -155,7 +155,7 @@ def test_what_a_job_prints_is_short_marked_and_without_control_characters(
         made = await agent.ask("create_experiment", config_file=str(code / "config.yaml"))
         await agent.ask("wait_for_experiment", experiment_id=made["id"], timeout_s=240)
         [trial, *_] = await agent.ask("list_trials", experiment_id=made["id"])
-        for tail, search in ((200, None), (1, "owned")):
+        for tail, search in ((200, None), (1, "Ignore all")):
             text = await agent.text("read_logs", trial_id=trial["id"], tail=tail, search=search)
             assert text.startswith(MARK)
             assert len(text) <= 8100

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline._base.progress_display import format_duration
-from paceline.cli._console_output import console, format_number, print_json, print_table
+from paceline.cli._console_output import console, print_json, print_table
 from paceline.cli._options_and_errors import CommandError, ConfigFile, Json, Overrides, connect
 
 if TYPE_CHECKING:
@@ -167,20 +167,18 @@ def _spread(values: "Sequence[float | None]") -> dict[str, float]:
 
 def _print(shown: dict[str, Any], config: "ExperimentConfig") -> None:
     curves = "imaginary curves" if shown["num_curves"] is None else f"{shown['num_curves']} curves"
-    number = shown["num_searches"]
-    console().print(f"{shown['searcher']}: {number} simulated searches on {curves}")
-    wall, hours = shown["wall_s"], shown["slot_hours"]
-    least, mean, most = (format_duration(wall[name]) for name in ("min", "mean", "max"))
-    console().print(f"Takes {mean} ({least} to {most}), {hours['mean']:.3g} slot hours.\n")
-    unit = shown["unit"] or "units"
-    rows = [(row["length"] or "whole", *_range(row)) for row in shown["trials"]]
-    titles = [f"Trained for ({unit})", "Trials", "From", "To"]
-    print_table(titles, rows, right=titles)
-    console().print()
-    rows = [(format_duration(row["time_s"]), *_range(row)) for row in shown["best"]]
-    titles = ["After", f"Best {config.searcher.metric}", "From", "To"]
-    print_table(titles, rows, right=titles)
-
-
-def _range(row: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(format_number(row[name]) for name in ("mean", "min", "max"))
+    output, wall = console(), shown["wall_s"]
+    output.print(
+        f"{shown['searcher']}: {shown['num_searches']} simulated searches on {curves}\n"
+        f"Takes {format_duration(wall['mean'])} ({format_duration(wall['min'])} to"
+        f" {format_duration(wall['max'])}), {shown['slot_hours']['mean']:.3g} slot hours.\n"
+    )
+    trained = [(row["length"] or "whole", row) for row in shown["trials"]]
+    best = [(format_duration(row["time_s"]), row) for row in shown["best"]]
+    for titles, found in (
+        ([f"Trained for ({shown['unit'] or 'units'})", "Trials", "From", "To"], trained),
+        (["After", f"Best {config.searcher.metric}", "From", "To"], best),
+    ):
+        rows = [(first, row["mean"], row["min"], row["max"]) for first, row in found]
+        print_table(titles, rows, right=titles)
+        output.print()

@@ -7,7 +7,8 @@ import math
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,8 +27,6 @@ from paceline.search._search_method import (
     Stop,
     Train,
 )
-
-_MAX_INPUTS = 1_000_000
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,11 +59,9 @@ def nearest_curves(space: Space, curves: Sequence[Curve]) -> Curves:
     """
     known = []
     for curve in curves:
-        try:
-            known.append((space.encode(space.check(curve.hparams)), curve))
-        except SpaceError:
-            continue
-    known = [(place, curve) for place, curve in known if curve.points]
+        with suppress(SpaceError):
+            if curve.points:
+                known.append((space.encode(space.check(curve.hparams)), curve))
     if not known:
         raise ValueError(
             "`curves` must have a trial with hyperparameters of the config's space, but got"
@@ -120,45 +117,6 @@ class _Trial:
     is_stopped: bool = False
 
 
-@dataclass(slots=True)
-class _Slots:
-    search: Search
-    curves: Curves
-    ask: Ask | None
-    sign: float
-    trials: dict[str, _Trial] = field(default_factory=dict)
-    waiting: deque[_Trial] = field(default_factory=deque)
-    best: list[tuple[float, float]] = field(default_factory=list)
-    num_inputs: int = 0
-
-    def give(self, given: Input) -> None:
-        inputs = deque([given])
-        while inputs:
-            self.num_inputs += 1
-            if self.num_inputs > _MAX_INPUTS:
-                raise RuntimeError(f"A simulated search must end within {_MAX_INPUTS} inputs.")
-            for operation in self.search.apply(inputs.popleft()):
-                if isinstance(operation, Create):
-                    trial = _Trial(operation, self.curves(operation))
-                    self.trials[operation.request_id] = trial
-                    self.waiting.append(trial)
-                elif isinstance(operation, Train):
-                    self.trials[operation.request_id].target = operation.length
-                elif isinstance(operation, Stop):
-                    self.trials[operation.request_id].is_stopped = True
-            if not inputs and self.search.asks:
-                inputs.append(answers(self.search, self.ask, "sampler")[0])
-
-    def report(self, trial: _Trial, now: float, unit: float) -> None:
-        """Report the value at the trial's target, and note one better than all before."""
-        trial.trained = trial.target
-        value = trial.curve.at(trial.trained * unit)
-        if math.isfinite(value) and (not self.best or self.sign * (value - self.best[-1][1]) < 0):
-            self.best.append((now, value))
-        request_id = trial.create.request_id
-        self.give(Reported(request_id=request_id, time=trial.trained, metric=value))
-
-
 def simulate_slots(
     config: SearchConfig,
     hyperparameters: dict[str, Any],
@@ -188,33 +146,46 @@ def simulate_slots(
     Raises:
         ValueError: If the hyperparameters or the seed are not valid.
         SearchMethodError: If the search method fails.
-        RuntimeError: If the search does not end.
     """
     search = Search(config, hyperparameters, seed, is_asking=is_asking)
-    run = _Slots(search, curves, ask, 1.0 if config.smaller_is_better else -1.0)
-    run.give(Started())
+    trials: dict[str, _Trial] = {}
+    waiting, best = deque[_Trial](), list[tuple[float, float]]()
+    sign = 1.0 if config.smaller_is_better else -1.0
+
+    def give(given: Input) -> None:
+        inputs = [given]
+        while inputs:
+            for operation in search.apply(inputs.pop()):
+                if isinstance(operation, Create):
+                    trial = trials[operation.request_id] = _Trial(operation, curves(operation))
+                    waiting.append(trial)
+                elif isinstance(operation, Train):
+                    trials[operation.request_id].target = operation.length
+                elif isinstance(operation, Stop):
+                    trials[operation.request_id].is_stopped = True
+            if search.asks:
+                inputs.append(answers(search, ask, "sampler")[0])
+
+    give(Started())
     now = slot_s = 0.0
     order, training = 0, list[tuple[float, int, _Trial]]()
-    free = slots
-    while run.waiting or training:
-        while free and run.waiting:
-            trial, free, order = run.waiting.popleft(), free - 1, order + 1
-            heapq.heappush(training, (now + _seconds(trial, unit), order, trial))
-        now, _, trial = heapq.heappop(training)
-        slot_s += _seconds(trial, unit)
-        run.report(trial, now, unit)
-        if trial.is_stopped or trial.target <= trial.trained:
-            free += 1
-            reason = ExitReason.COMPLETED
-            run.give(Exited(request_id=trial.create.request_id, reason=reason))
+    while waiting or training:
+        if waiting and len(training) < slots:
+            trial = waiting.popleft()
         else:
-            order += 1
-            heapq.heappush(training, (now + _seconds(trial, unit), order, trial))
-    trained = Counter(trial.trained for trial in run.trials.values())
+            now, _, trial = heapq.heappop(training)
+            trial.trained, request_id = trial.target, trial.create.request_id
+            value = trial.curve.at(trial.trained * unit)
+            if math.isfinite(value) and (not best or sign * (value - best[-1][1]) < 0):
+                best.append((now, value))
+            give(Reported(request_id=request_id, time=trial.trained, metric=value))
+            if trial.is_stopped or trial.target <= trial.trained:
+                give(Exited(request_id=request_id, reason=ExitReason.COMPLETED))
+                continue
+        seconds = (trial.target - trial.trained) * unit * trial.curve.seconds_per_unit
+        slot_s, order = slot_s + seconds, order + 1
+        heapq.heappush(training, (now + seconds, order, trial))
+    trained = Counter(trial.trained for trial in trials.values())
     return SlotsResult(
-        wall_s=now, slot_s=slot_s, trained=dict(sorted(trained.items())), best=tuple(run.best)
+        wall_s=now, slot_s=slot_s, trained=dict(sorted(trained.items())), best=tuple(best)
     )
-
-
-def _seconds(trial: _Trial, unit: float) -> float:
-    return (trial.target - trial.trained) * unit * trial.curve.seconds_per_unit

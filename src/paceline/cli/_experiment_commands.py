@@ -20,6 +20,7 @@ from paceline.cli._console_output import (
     format_values,
     lost_records_text,
     num_trials_text,
+    print_agent_hint,
     print_answer,
     print_list,
     print_note,
@@ -438,7 +439,16 @@ def wait(
         text = f"Experiment {experiment} is {found.state.value}{more}."
         notes = [text, None if code == _NOT_ENDED else end_note(found)]
         print_answer(experiment_result(client, found), "\n".join(filter(None, notes)))
+    print_agent_hint(_after_wait(experiment, code))
     raise typer.Exit(code)
+
+
+def _after_wait(experiment: int, code: int) -> str:
+    if code == _NOT_ENDED:
+        return f"It goes on: `paceline e wait {experiment} --timeout 600 --json` waits again."
+    if code == 0:
+        return f"`paceline e list-trials {experiment} --best --limit 5 --json` shows the best."
+    return f"`paceline e logs {experiment} --tail 50` shows why."
 
 
 @experiment_app.command("continue")

@@ -61,8 +61,8 @@ def describe(
             return
         best, waits = _best_trial(client, found.data), _waits_for(client, found.data)
         nodes, problems = _nodes_of(client, found.data), _problems_of(client, found.data)
-        _print_description(found.data, best, waits, end_note(found), nodes, problems)
-        print_facts([("Repeats", _repeats_text(repeats))])
+        told = _repeats_text(repeats)
+        _print_description(found.data, best, waits, end_note(found), nodes, problems, told)
         search = found.search()
         _print_sampler(search)
         _print_rungs(search)
@@ -194,6 +194,7 @@ def _print_description(
     note: str | None,
     nodes: str | None,
     problems: str | None,
+    repeats: str | None,
 ) -> None:
     from paceline._base.progress_display import format_duration
 
@@ -218,6 +219,7 @@ def _print_description(
             ("Search", _search_text(data)),
             ("Trials", f"{data.num_trials}, {data.num_running} running"),
             *_best_facts(data, best_trial, note),
+            ("Repeats", repeats),
             ("Continues", data.parent_trial_id and f"trial {data.parent_trial_id}"),
             ("Created", format_moment(data.created_at)),
             ("Took", took),

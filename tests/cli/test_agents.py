@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import paceline as package
-from conftest import CONFIG, TRAIN, clean_environment
 
 SKILL = Path(package.__file__).parent / ".agents" / "skills" / "paceline" / "SKILL.md"
-SEARCH = CONFIG | {
+SEARCH = {
     "searcher": {"name": "random", "metric": "loss", "max_trials": 4, "max_concurrent_trials": 1},
     "hyperparameters": {"lr": {"type": "double", "minval": 0.1, "maxval": 1.0}},
 }
@@ -24,12 +23,18 @@ SEARCH = CONFIG | {
 @pytest.fixture
 def searched(code: Path) -> Path:
     """Return a directory with a search."""
-    (code / "config.yaml").write_text(json.dumps(SEARCH))
+    config = json.loads((code / "config.yaml").read_text())
+    (code / "config.yaml").write_text(json.dumps(config | SEARCH))
     return code
 
 
+def environment_of(home: Path, **variables: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    return {**kept, "PACELINE_HOME": str(home), "COLUMNS": "80", **variables}
+
+
 def in_agent_mode(home: Path, *words: str, cwd: Path, **variables: str) -> Any:
-    environment = clean_environment(home) | {"PACELINE_AGENT": "1"} | variables
+    environment = environment_of(home, **{"PACELINE_AGENT": "1"} | variables)
     command = [sys.executable, "-m", "paceline.cli", *words]
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
@@ -58,7 +63,8 @@ def test_every_command_of_the_skill_runs(
             if words == ["up", "--detach"]:
                 words += ["--port", "0", "--slots", "2"]
             if words[:2] == ["e", "fork"] and words[3] == ".":
-                script = TRAIN.replace('loss": lr', 'loss": 0.5 * lr')
+                script = (searched / "train.py").read_text()
+                script = script.replace('"loss": lr', '"loss": 0.5 * lr')
                 (searched / "train.py").write_text(script)
             if words[:3] == ["e", "continue", "4"]:
                 paceline("e", "wait", "4", code=None)
@@ -103,7 +109,7 @@ def test_an_agent_sees_whole_tables_and_is_never_asked(
 def test_a_prompt_on_a_terminal_is_refused_for_an_agent(tmp_path: Path) -> None:
     master, slave = os.openpty()
     try:
-        environment = clean_environment(tmp_path) | {"AI_AGENT": "x"}
+        environment = environment_of(tmp_path, AI_AGENT="x")
         command = [sys.executable, "-m", "paceline.cli", "user", "set-password"]
         found = subprocess.run(
             command, stdin=slave, env=environment, capture_output=True, text=True, timeout=280
@@ -118,7 +124,8 @@ def test_a_prompt_on_a_terminal_is_refused_for_an_agent(tmp_path: Path) -> None:
 def test_a_trial_continues_with_changed_code(mastered: Any, code: Path) -> None:
     made = json.loads(mastered("e", "create", "config.yaml", "-f", "--json", cwd=code).stdout)
     trial = str(made["best_trial"]["id"])
-    (code / "train.py").write_text(TRAIN.replace('print(f"step', 'print(f"changed'))
+    script = (code / "train.py").read_text().replace('print(f"step', 'print(f"changed')
+    (code / "train.py").write_text(script)
     words = ("t", "continue", trial, ".", "--config", "data.steps=4", "-f", "--json")
     after = json.loads(mastered(*words, cwd=code).stdout)
     assert (after["state"], after["best_trial"]["steps_completed"]) == ("COMPLETED", 4)

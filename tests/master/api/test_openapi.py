@@ -66,8 +66,11 @@ PARAMETERS: dict[str, Any] = {
     "digest": DIGEST, "token_id": 1, "run_id": "r1",
     "node_id": 1,
 }  # fmt: skip
+# The only search that has trials still to come.
+PROPOSED = 5
 OTHERS: dict[str, dict[str, Any]] = {
     "POST /experiments/{experiment_id}/continue": {"experiment_id": 2},
+    "POST /experiments/{experiment_id}/proposals": {"experiment_id": PROPOSED},
     "POST /experiments/{experiment_id}/{action}": {"action": "pause"},
     "POST /attempts/{attempt_id}/end": {"attempt_id": 2},
     "POST /trials/{trial_id}/kill": {"trial_id": 2},
@@ -152,9 +155,7 @@ def master(
     served = serve_master(home)
     put = served.http.put(f"/contexts/{DIGEST}", content=ARCHIVE)
     assert put.status_code == 204, put.text
-    searcher = {"name": "random", "metric": "loss", "max_trials": 3, "max_concurrent_trials": 2}
-    space = {"lr": {"type": "double", "minval": 0.0, "maxval": 1.0}}
-    body = {"config": CONFIG | {"searcher": searcher, "hyperparameters": space}}
+    body = {"config": CONFIG | {"searcher": {"name": "random", "metric": "loss", "max_trials": 2}}}
     created = served.http.post("/experiments", json=body | {"context_digest": DIGEST})
     assert created.status_code == 201, created.text
     served.schedule()
@@ -192,6 +193,8 @@ def master(
     assert served.http.put("/pools/small", json={}).status_code == 204
     drained = served.http.post("/nodes/drained/drain", json={})
     assert drained.status_code == 204, drained.text
+    goes_on = {"name": "random", "metric": "loss", "max_trials": 9, "max_concurrent_trials": 1}
+    assert served.create(searcher=goes_on) == PROPOSED
     yield served
     served.close()
 

@@ -32,13 +32,13 @@ from paceline.journal import MetricsReported, StatusReported
 REQUESTS = {
     "BulkAction", "ConfigText", "ContinueExperiment", "ContinueTrial", "CreateExperiment",
     "DrainNode", "EditExperiment", "ForkExperiment", "GroupsRequest", "Login",
-    "MetricNamesRequest", "MoveExperiment", "NewPassword", "NewToken", "PreviewSearch",
-    "SeriesOf", "SeriesRequest", "SetPool", "Shutdown", "Source",
+    "MetricNamesRequest", "MoveExperiment", "NewPassword", "NewProposal", "NewToken",
+    "PreviewSearch", "SeriesOf", "SeriesRequest", "SetPool", "Shutdown", "Source",
 }  # fmt: skip
 NEEDED = {
     "config": {}, "password": "long enough", "commit": "0123abc", "action": "pause",
     "experiment_ids": [1], "experiment_id": 1, "text": "", "name": "a", "trial_id": 1,
-    "group": "training", "trial_ids": [1], "groups": [[1]],
+    "hparams": {"lr": 1}, "group": "training", "trial_ids": [1], "groups": [[1]],
     "series": [{"trial_id": 1, "group": "a", "name": "b"}],
 }  # fmt: skip
 MODELS = {

@@ -19,7 +19,7 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
             *("batch-inference.md", "checkpoints.md", "media.md", "profiling.md"),
             "verify-resume.md",
         ],
-        "Search": ["tune.md", "search-methods.md"],
+        "Search": ["tune.md", "search-methods.md", "agents.md"],
         "Data and models": ["data.md", "stores.md", "distributed.md", "sharding.md", "backends.md"],
         "Clusters and other libraries": [
             *("clusters.md", "ray.md", "integrations.md", "import-and-export.md", "sdk.md"),

@@ -13,10 +13,13 @@ from paceline._cluster.master.upkeep.home_restore import RestoredToken
 from paceline._cluster.messages.experiment_models import (
     AttemptEnvironment,
     Checkpoint,
+    CodeDiff,
     Experiment,
     LogLine,
     MetricRow,
     Number,
+    Proposal,
+    Relative,
     Trial,
     TrialTime,
 )
@@ -35,6 +38,7 @@ from paceline._cluster.messages.master_models import (
     Token,
     User,
 )
+from paceline.client._experiment_lineage import Repeats
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "cli.schema.json"
 
@@ -49,6 +53,12 @@ class AddedUser(User):
     """A new user, and a link to sign in."""
 
     sign_in_url: str
+
+
+class DescribedExperiment(ExperimentResult):
+    """An experiment, its best trial and what its repeats say."""
+
+    repeats: Repeats | None
 
 
 class Status(MasterStatus):
@@ -89,6 +99,13 @@ BRACKET = record("PreviewBracket", num_trials=int, rungs=list[int])
 PREVIEW = record(
     "SearchPreview", searcher=str, unit=str | None, rows=list[ROW], brackets=list[BRACKET]
 )
+SPREAD = {"mean": float, "min": float, "max": float}
+SIMULATED = record(
+    "SearchSimulation", searcher=str, unit=str | None, num_searches=int, num_curves=int | None,
+    wall_s=record("WallSeconds", **SPREAD), slot_hours=record("SlotHours", **SPREAD),
+    trials=list[record("SimulatedTrials", length=int | None, **SPREAD)],  # type: ignore[misc]
+    best=list[record("SimulatedBest", time_s=float, **SPREAD)],  # type: ignore[misc]
+)  # fmt: skip
 SYNCED = record("SyncedRun", name=str, experiment_id=int, num_records=int, is_alive=bool)
 IMPORTED = record(
     "ImportedRun", name=str, path=str, state=str, num_points=int, num_files=int,
@@ -142,6 +159,8 @@ COMMANDS: dict[str, Any] = {
     ),
     "export": record("ExportedRuns", path=str, runs=list[str], num_values=int),
     "preview-search": PREVIEW,
+    "simulate-search": SIMULATED,
+    "mcp": None,
     "verify-resume": record(
         "Verdict", is_exact=bool, steps_completed=int, checkpoint_steps=list[int],
         threads=dict[str, int], operations=list[str], notes=list[str], faults=list[OUTCOME],
@@ -158,7 +177,11 @@ COMMANDS: dict[str, Any] = {
     "experiment create": ExperimentResult | DRY,
     "experiment fork": ExperimentResult | FORK,
     "experiment continue": ExperimentResult,
-    "experiment describe": ExperimentResult,
+    "experiment describe": DescribedExperiment,
+    "experiment propose": list[Proposal],
+    "experiment tree": list[Relative],
+    "experiment diff": CodeDiff,
+    "experiment repeat": list[Experiment],
     "experiment wait": ExperimentResult,
     **{
         f"experiment {name}": Experiment

@@ -22,9 +22,9 @@ ALL = {
 # Of these, the commands below need no master.
 OFFLINE = {
     "backup", "checkpoint export", "doctor", "down", "examples copy", "examples list", "export",
-    "home check", "import", "init", "preview-search", "restore", "run", "runs compare",
+    "home check", "import", "init", "mcp", "preview-search", "restore", "run", "runs compare",
     "runs delete", "runs download", "runs files", "runs list", "runs prune", "runs show",
-    "runs time", "verify-resume", "version",
+    "runs time", "simulate-search", "verify-resume", "version",
 }  # fmt: skip
 
 
@@ -107,6 +107,12 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("experiment download", one, tmp_path / "c")["num_files"] == 2
 
     two = run("experiment fork", one, "--paused", "--config", "name=two")["id"]
+    assert run("experiment diff", two)["files"] == []
+    assert [each["parent"] for each in run("experiment tree", two)] == [None, one, one]
+    assert run("experiment propose", one) == []
+    [repeats] = run("experiment repeat", one, "--seeds", 2, "--paused")
+    assert run("experiment describe", one)["repeats"]["experiments"] == [repeats["id"]]
+    mastered("e", "kill", repeats["id"])
     assert run("experiment fork", one, "--dry-run")["config"]["name"] == "small (fork)"
     assert run("experiment set-max-slots", two, 1)["id"] == two
     assert run("experiment set-priority", two, 7)["id"] == two
@@ -178,7 +184,7 @@ def test_commands_without_a_master_print_their_json(
     paceline: Any, code: Path, tmp_path: Path
 ) -> None:
     # The answer of `run` is that of its script.
-    seen = {"checkpoint export", "run", "verify-resume"}
+    seen = {"checkpoint export", "mcp", "run", "verify-resume"}
 
     def run(name: str, *arguments: object, exit_code: int = 0) -> Any:
         seen.add(name)
@@ -190,6 +196,7 @@ def test_commands_without_a_master_print_their_json(
     assert {"name": "core_api_digits"} in run("examples list")
     assert run("examples copy", "core_api_digits")["path"] == "core_api_digits"
     run("preview-search", "core_api_digits/adaptive.yaml")
+    assert run("simulate-search", "core_api_digits/adaptive.yaml")["num_searches"] == 10
     paceline("e", "create", code / "config.yaml", "--local", cwd=tmp_path)
     [listed] = run("runs list")
     assert (listed["state"], listed["steps_completed"]) == ("completed", 3)

@@ -14,6 +14,7 @@ from paceline.cli import (  # noqa: F401 - their import adds commands
     _compare_commands,
     _experiment_edit_commands,
     _file_commands,
+    _lineage_commands,
     _runs_commands,
 )
 from paceline.cli._backup_and_home_commands import backup, home_app, restore
@@ -27,6 +28,7 @@ from paceline.cli._export_commands import export_runs
 from paceline.cli._import_commands import import_store
 from paceline.cli._init_command import init
 from paceline.cli._master_commands import down, status, up
+from paceline.cli._mcp_command import mcp
 from paceline.cli._notify_commands import notify_app
 from paceline.cli._options_and_errors import (
     CaFile,
@@ -43,6 +45,7 @@ from paceline.cli._options_and_errors import (
 from paceline.cli._run_command import run
 from paceline.cli._runner_and_pool_commands import pool_app, runner_app
 from paceline.cli._runs_commands import runs_app, sync
+from paceline.cli._simulate_command import simulate_search
 from paceline.cli._slot_and_job_commands import queue_app, slot_app
 from paceline.cli._trial_commands import trial_app
 from paceline.cli._user_and_token_commands import (
@@ -181,6 +184,8 @@ app.command("sync")(sync)
 app.command("import")(import_store)
 app.command("export")(export_runs)
 app.command("preview-search")(preview_search)
+app.command("simulate-search")(simulate_search)
+app.command("mcp")(mcp)
 # Options that they do not know are the script's.
 app.command("run", context_settings={"ignore_unknown_options": True})(run)
 app.command("verify-resume", context_settings={"ignore_unknown_options": True})(verify_resume)

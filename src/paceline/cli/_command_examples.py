@@ -52,4 +52,7 @@ def help_ending(command_path: str) -> str:
     for title, group in (("Exit codes", codes), ("Exit codes with -f", _FOLLOWED)):
         if group is codes or path in _FOLLOWING:
             lines += [f"{title}:", *(f"  {code:<4} {group[code]}" for code in sorted(group))]
+    if not path:
+        skill = Path(__file__).parents[1] / ".agents" / "skills" / "paceline" / "SKILL.md"
+        lines += ["", f"For agents: read {skill}"]
     return "\n".join(lines) + "\n"

@@ -39,7 +39,7 @@ def compare_experiments(
     """Compare experiments: settings that differ, and the metrics of their best trials."""
     _check_number(len(experiments), "ID")
     with connect() as client:
-        columns = [_experiment_as_column(client, experiment) for experiment in experiments]
+        columns = [experiment_as_column(client, experiment) for experiment in experiments]
     _show(columns)
 
 
@@ -82,7 +82,8 @@ def _add_value(found: dict[str, Any], value: Any) -> None:
         found["max"] = max(value, -inf if found["max"] is None else found["max"])
 
 
-def _experiment_as_column(client: "Client", number: int) -> dict[str, Any]:
+def experiment_as_column(client: "Client", number: int) -> dict[str, Any]:
+    """Return what a comparison shows of an experiment."""
     found = client.get_experiment(number)
     best = None if found.data.best_trial_id is None else client.get_trial(found.data.best_trial_id)
     metrics = {

@@ -13,7 +13,7 @@ import typer
 from paceline._base.frames import flatten
 from paceline._base.process_and_network import escape_in_json, terminal_text
 from paceline._base.progress_display import format_duration
-from paceline.cli._options_and_errors import is_json, output_format
+from paceline.cli._options_and_errors import is_agent, is_json, output_format
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Wide enough that no table is cut in a pipe, where there is no edge to fit.
 _PIPE_WIDTH = 240
+_AGENT_WIDTH = 100_000
 _MIN_NAME_WIDTH = 8
 _SENTENCE_WIDTH = 40
 
@@ -64,8 +65,11 @@ def _console(*, stderr: bool) -> "Console":
                 yield Segment(text if control else terminal_text(text), style, control)
 
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else _PIPE_WIDTH
-    return TerminalConsole(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    options: dict[str, Any] = {"width": None if stream.isatty() else _PIPE_WIDTH}
+    if is_agent():
+        # As in a pipe, and nothing is cut or goes on in a second line.
+        options = {"width": _AGENT_WIDTH, "force_terminal": False}
+    return TerminalConsole(stderr=stderr, highlight=False, markup=False, emoji=False, **options)
 
 
 def print_warning(text: str) -> None:
@@ -104,6 +108,12 @@ def print_note(text: str) -> None:
 def print_hint(text: str) -> None:
     """Print a next command to stderr."""
     typer.echo(f"Hint: {text}", err=True)
+
+
+def print_agent_hint(text: str) -> None:
+    """Print a next command to stderr for an agent; people know theirs."""
+    if is_agent():
+        print_hint(text)
 
 
 def print_list(

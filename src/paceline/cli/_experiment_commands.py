@@ -20,6 +20,7 @@ from paceline.cli._console_output import (
     format_values,
     lost_records_text,
     num_trials_text,
+    print_agent_hint,
     print_answer,
     print_list,
     print_note,
@@ -37,6 +38,7 @@ from paceline.cli._experiment_description import (
 )
 from paceline.cli._options_and_errors import (
     AllLogs,
+    ChangedCode,
     CommandError,
     DryRun,
     ExperimentId,
@@ -116,6 +118,7 @@ def delete(
 
 def fork(
     experiment: ExperimentId,
+    directory: ChangedCode = None,
     overrides: Overrides = [],  # noqa: B006
     paused: Annotated[
         bool, typer.Option("--paused", help="Create it, but do not start it.")
@@ -127,7 +130,8 @@ def fork(
 ) -> None:
     """Create a copy of an experiment.
 
-    The copy has the same code and config, with your changes.
+    The copy has the same code and config, with your changes. With DIR it has the code there;
+    `paceline e diff` shows the changes.
     """
 
     with connect() as client:
@@ -138,7 +142,7 @@ def fork(
             print_answer({"config": config}, text)
             return
         before = newest_before(client, key)
-        made = found.fork(changes, activate=not paused, key=key)
+        made = found.fork(changes, activate=not paused, key=key, code=directory)
         text = f"{created_text(made, before)} from experiment {experiment}."
         print_created(made, client, text, is_followed=follow, all_logs=logs)
 
@@ -442,7 +446,16 @@ def wait(
         text = f"Experiment {experiment} is {found.state.value}{more}."
         notes = [text, None if code == _NOT_ENDED else end_note(found)]
         print_answer(experiment_result(client, found), "\n".join(filter(None, notes)))
+    print_agent_hint(_after_wait(experiment, code))
     raise typer.Exit(code)
+
+
+def _after_wait(experiment: int, code: int) -> str:
+    if code == _NOT_ENDED:
+        return f"It goes on: `paceline e wait {experiment} --timeout 600 --json` waits again."
+    if code == 0:
+        return f"`paceline e list-trials {experiment} --best --limit 5 --json` shows the best."
+    return f"`paceline e logs {experiment} --tail 50` shows why."
 
 
 @experiment_app.command("continue")

@@ -1,6 +1,7 @@
 """Command `paceline experiment describe`: the experiment, its leaderboard and its rungs."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +25,7 @@ from paceline.cli._console_output import (
     progress_text,
     state_text,
 )
-from paceline.cli._options_and_errors import ExperimentId, Json, connect, is_json
+from paceline.cli._options_and_errors import ExperimentId, Json, connect, is_agent, is_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from paceline._cluster.messages.experiment_models import SearchView
     from paceline.client._client import Client
     from paceline.client._experiment_and_trial import Experiment, Trial
+    from paceline.client._experiment_lineage import Repeats
 
 
 # The most that the master lists at once.
@@ -52,12 +54,15 @@ def describe(
 
     with connect() as client:
         found = client.get_experiment(experiment)
+        repeats = found.repeats()
         if json:
-            print_json(experiment_result(client, found))
+            shown = None if repeats is None else asdict(repeats)
+            print_json({**experiment_result(client, found), "repeats": shown})
             return
         best, waits = _best_trial(client, found.data), _waits_for(client, found.data)
         nodes, problems = _nodes_of(client, found.data), _problems_of(client, found.data)
-        _print_description(found.data, best, waits, end_note(found), nodes, problems)
+        told = _repeats_text(repeats)
+        _print_description(found.data, best, waits, end_note(found), nodes, problems, told)
         search = found.search()
         _print_limits(found.data)
         _print_sampler(search)
@@ -112,7 +117,9 @@ def print_created(
         print_json(experiment_result(client, experiment))
     else:
         typer.echo(text)
-    if experiment.data.state.value == "PAUSED":
+    if is_agent() and experiment.data.state.value != "PAUSED":
+        print_hint(f"`paceline e wait {experiment.id} --timeout 600 --json` waits for its end.")
+    elif experiment.data.state.value == "PAUSED":
         print_hint(f"`paceline e activate {experiment.id}` starts it.")
     else:
         print_hint(f"`paceline e logs {experiment.id} -f` follows it to its end.")
@@ -188,6 +195,7 @@ def _print_description(
     note: str | None,
     nodes: str | None,
     problems: str | None,
+    repeats: str | None,
 ) -> None:
     from paceline._base.progress_display import format_duration
 
@@ -212,6 +220,7 @@ def _print_description(
             ("Search", _search_text(data)),
             ("Trials", f"{data.num_trials}, {data.num_running} running"),
             *_best_facts(data, best_trial, note),
+            ("Repeats", repeats),
             ("Continues", data.parent_trial_id and f"trial {data.parent_trial_id}"),
             ("Created", format_moment(data.created_at)),
             ("Took", took),
@@ -246,6 +255,26 @@ def _print_limits(data: "ExperimentData") -> None:
         console().print()
         titles = ["Limit", "Value", "Used", "Left"]
         print_table(titles, rows, right=titles[1:])
+
+
+def _repeats_text(found: "Repeats | None") -> str | None:
+    """Return what repeats say; None without repeats."""
+    if found is None:
+        return None
+    told = f"trial {found.trial}: {format_number(found.mean)}"
+    if found.deviation is not None:
+        told += f" ± {format_number(found.deviation)}"
+    told += f" over {found.num_repeats} seeds"
+    if found.num_missing:
+        told += f", {found.num_missing} missing"
+    if found.interval is None:
+        return told
+    low, high = map(format_number, found.interval)
+    verdict = {True: "real", False: "not beyond the noise", None: "not known yet"}[found.is_real]
+    return (
+        f"{told}\ngain over trial {found.baseline}: {format_number(found.gain)}, in 95 % between"
+        f" {low} and {high} ({found.num_pairs} pairs): {verdict}"
+    )
 
 
 def _print_sampler(search: "SearchView") -> None:

@@ -69,6 +69,12 @@ Limits = Annotated[
 ConfigFile = Annotated[
     Path, typer.Argument(help="Config file of the experiment.", metavar="CONFIG")
 ]
+ChangedCode = Annotated[
+    Path | None,
+    typer.Argument(
+        help="Directory of changed code. The default is the code as it is.", metavar="DIR"
+    ),
+]
 Follow = Annotated[
     bool,
     typer.Option("--follow", "-f", help="Follow it to its end. Ctrl-C ends only this command."),
@@ -144,6 +150,11 @@ output_format: ContextVar[Literal["table", "json", "tsv"]] = ContextVar(
 def is_json() -> bool:
     """Return whether standard output is for a JSON document alone."""
     return output_format.get() == "json"
+
+
+def is_agent() -> bool:
+    """Return whether an agent, and no person, reads what the commands print."""
+    return any(os.environ.get(name) for name in ("PACELINE_AGENT", "AI_AGENT"))
 
 
 # Set by the `--master` option, before the command runs.
@@ -247,9 +258,10 @@ def confirm(question: str, *, is_confirmed: bool) -> None:
     """
     if is_confirmed:
         return
-    if not sys.stdin.isatty():
+    if is_agent() or not sys.stdin.isatty():
+        where = "by an agent" if is_agent() else "without a terminal"
         raise CommandError(
-            f"`--yes` must be given to confirm without a terminal: {question} Hint: add `--yes`."
+            f"`--yes` must be given to confirm {where}: {question} Hint: add `--yes`."
         )
     typer.confirm(question, abort=True, err=True)
 

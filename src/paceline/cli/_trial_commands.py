@@ -26,6 +26,7 @@ from paceline.cli._console_output import (
 )
 from paceline.cli._experiment_description import print_created
 from paceline.cli._options_and_errors import (
+    ChangedCode,
     CommandError,
     Follow,
     Json,
@@ -302,6 +303,7 @@ def stop(trial: TrialId) -> None:
 @trial_app.command("continue")
 def continue_trial(
     trial: TrialId,
+    directory: ChangedCode = None,
     follow: Follow = False,
     overrides: Overrides = [],  # noqa: B006
     paused: Annotated[
@@ -311,12 +313,15 @@ def continue_trial(
 ) -> None:
     """Continue a trial in a new experiment.
 
-    The new experiment starts from the latest checkpoint of the trial.
+    The new experiment starts from the latest checkpoint of the trial. With DIR it has the code
+    there; `paceline e diff` shows the changes.
     """
 
     with connect() as client:
         changes = nested_overrides(overrides)
-        experiment = client.get_trial(trial).continue_(changes, activate=not paused, key=key)
+        experiment = client.get_trial(trial).continue_(
+            changes, activate=not paused, key=key, code=directory
+        )
         text = f"Created experiment {experiment.id}, which continues trial {trial}."
         print_created(experiment, client, text, is_followed=follow)
 

@@ -11,7 +11,13 @@ import typer
 from paceline.cli._command_classes import CommandGroup
 from paceline.cli._completions import complete_token
 from paceline.cli._console_output import format_moment, print_answer, print_list
-from paceline.cli._options_and_errors import CommandError, Limit, chosen_master, connect
+from paceline.cli._options_and_errors import (
+    CommandError,
+    Limit,
+    chosen_master,
+    connect,
+    is_agent,
+)
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Token
@@ -210,7 +216,7 @@ def _print_token_of(user: str, password: str) -> None:
 
 
 def _ask_password(*, is_new: bool) -> str:
-    if not sys.stdin.isatty():
+    if is_agent() or not sys.stdin.isatty():
         raise CommandError("`--password` must be given without a terminal to ask for it.")
     return str(typer.prompt("Password", hide_input=True, confirmation_prompt=is_new, err=True))
 

@@ -3,7 +3,6 @@
 import atexit
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from paceline.client._checkpoint import Checkpoint
-from paceline.client._code_and_run_uploads import pack_context
 from paceline.client._experiment_and_trial import Experiment, Trial
+from paceline.client._experiment_lineage import upload_code
 from paceline.client._http_session import (
     MASTER_VARIABLE,
     TOKEN_VARIABLE,
@@ -23,7 +22,7 @@ from paceline.client._http_session import (
 )
 
 if TYPE_CHECKING:
-    from paceline._cluster.messages.experiment_models import SearchPreview, Source
+    from paceline._cluster.messages.experiment_models import SearchPreview
     from paceline._cluster.messages.master_models import (
         AuditEntry,
         CreatedToken,
@@ -244,6 +243,12 @@ class Client(ClusterClient):
     def url(self) -> str:
         """The master's URL."""
         return self._session.url
+
+    def scope(self) -> str | None:
+        """Return the scope of the token, such as "read"; None if the master does not know it."""
+        from paceline._cluster.messages.master_models import Session
+
+        return self._session.get("session", Session).scope
 
     def master(self) -> "MasterInfo":
         """Return the master's facts and its load."""
@@ -490,14 +495,12 @@ class Client(ClusterClient):
         checked = _load_config(config, overrides)
         if checked.environment.uv:
             _check_lock(Path() if model_dir is None else Path(model_dir))
-        digest = None if model_dir is None else self._upload_context(Path(model_dir))
         body = CreateExperiment(
             config=checked.to_json(),
             submitted_config=submitted_config or _submitted_text(config),
-            context_digest=digest,
             activate=activate,
-            source=None if model_dir is None else _git_source_of(Path(model_dir)),
             project=project,
+            **upload_code(self._session, model_dir),
         )
         data = self._session.call(
             "POST", "experiments", ExperimentData, body=body, key=checked_key(key)
@@ -597,13 +600,6 @@ class Client(ClusterClient):
         stream = EventStream(self._session, after=after, experiment_id=experiment_id)
         return (event for event in stream if event is not None)
 
-    def _upload_context(self, directory: Path) -> str:
-        with tempfile.NamedTemporaryFile(suffix=".tar.gz") as file:
-            digest = pack_context(directory, file)
-            file.flush()
-            self._session.send("PUT", f"contexts/{digest}", content=Path(file.name))
-        return digest
-
 
 def _load_config(
     config: "ExperimentConfig | dict[str, Any] | str | Path", overrides: Sequence[str]
@@ -633,14 +629,6 @@ def _check_lock(directory: Path) -> None:
 
     if not (directory / LOCK_NAME).is_file():
         raise ContextError(missing_lock(directory))
-
-
-def _git_source_of(directory: Path) -> "Source | None":
-    from paceline._cluster.messages.experiment_models import Source
-    from paceline.core._process_environment import describe_source
-
-    found = describe_source(directory)
-    return None if found is None else Source(**found)
 
 
 def create_experiment(

@@ -1,16 +1,27 @@
 """Experiments and trials as the master knows them: states, metrics, log lines."""
 
 import heapq
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
+from zlib import crc32
 
 from paceline._base.frames import DataFrames, Rows, flatten, metric_rows
 from paceline._base.notebook_tables import html_table
 from paceline.client._checkpoint import Checkpoint
+from paceline.client._experiment_lineage import (
+    ROLES,
+    Arm,
+    Lineage,
+    Repeats,
+    compared,
+    repeated_config,
+    upload_code,
+)
 from paceline.client._http_session import (
     DownloadError,
     EventStream,
@@ -150,6 +161,7 @@ class Trial(DataFrames):
         *,
         activate: bool = True,
         key: str | None = None,
+        code: str | Path | None = None,
     ) -> "Experiment":
         """Continue from the latest checkpoint as a new trial of a new experiment.
 
@@ -157,11 +169,13 @@ class Trial(DataFrames):
             config: Fields of the configuration to change, nested as in the configuration file.
             activate: Whether to start at once; otherwise the experiment waits, paused.
             key: A key of your own, as for `Client.create_experiment`.
+            code: A directory with changed code; None takes the code of the trial.
         """
         from paceline._cluster.messages.experiment_models import ContinueTrial
         from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
-        body = ContinueTrial(config=config or {}, activate=activate)
+        given = upload_code(self._session, code)
+        body = ContinueTrial(config=config or {}, activate=activate, **given)
         path = f"trials/{self.id}/continue"
         data = self._session.call("POST", path, ExperimentData, body=body, key=checked_key(key))
         return Experiment(self._session, data)
@@ -333,7 +347,7 @@ _PATIENCE_S = 600.0
 _FIRST_PAUSE_S = 0.1
 
 
-class Experiment(DataFrames):
+class Experiment(Lineage, DataFrames):
     """Configuration, code and trials; `data` is the master's last known state."""
 
     def __init__(self, session: HttpSession, data: "ExperimentData") -> None:
@@ -491,6 +505,7 @@ class Experiment(DataFrames):
         *,
         activate: bool = True,
         key: str | None = None,
+        code: str | Path | None = None,
     ) -> "Experiment":
         """Create an experiment with this experiment's code, and return the new experiment.
 
@@ -498,14 +513,81 @@ class Experiment(DataFrames):
             config: Fields of the configuration to change.
             activate: Whether the new experiment starts at once; else it is paused.
             key: A key of your own, as for `Client.create_experiment`.
+            code: A directory with changed code; `diff` shows the changes.
         """
         from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
         from paceline._cluster.messages.experiment_models import ForkExperiment
 
-        body = ForkExperiment(config=config or {}, activate=activate)
+        given = upload_code(self._session, code)
+        body = ForkExperiment(config=config or {}, activate=activate, **given)
         path = f"experiments/{self.id}/fork"
         data = self._session.call("POST", path, ExperimentData, body=body, key=checked_key(key))
         return Experiment(self._session, data)
+
+    def repeat(
+        self,
+        seeds: int = 5,
+        *,
+        trial: int | None = None,
+        baseline: int | None = None,
+        activate: bool = True,
+        key: str | None = None,
+    ) -> "list[Experiment]":
+        """Train a trial again with other seeds, and a baseline with the same ones.
+
+        Each becomes an experiment of `seeds` trials; `repeats` compares them.
+
+        Args:
+            seeds: How many times, at least 2.
+            trial: The trial; by default the best one.
+            baseline: A trial of any experiment of this code to compare with; None for none.
+            activate: Whether they start at once; otherwise they wait, paused.
+            key: A key of your own, as for `Client.create_experiment`.
+
+        Raises:
+            ValueError: There are fewer than 2 seeds, or no trial has been validated yet.
+            ApiError: The master refused.
+        """
+        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
+        from paceline._cluster.messages.experiment_models import ForkExperiment
+        from paceline._cluster.messages.experiment_models import Trial as TrialData
+
+        chosen = self.data.best_trial_id if trial is None else trial
+        if seeds < 2 or chosen is None:
+            raise ValueError(
+                f"`seeds` must be at least 2, and a trial must be there, but got {seeds} and"
+                f" {chosen}. Hint: wait for the first validation."
+            )
+        # A repeated request must be the same one.
+        seed = secrets.randbelow(2**31) if key is None else crc32(key.encode()) >> 1
+        made = []
+        for role, number in (("repeat", chosen), ("baseline", baseline)):
+            if number is not None:
+                hparams = self._session.get(f"trials/{number}", TrialData).hparams
+                config = repeated_config(self.data, hparams, f"{role}:{number}", seeds, seed)
+                body = ForkExperiment(config=config, replaces_config=True, activate=activate)
+                path = f"experiments/{self.id}/fork"
+                once = None if key is None else checked_key(f"{key}:{role}")
+                data = self._session.call("POST", path, ExperimentData, body=body, key=once)
+                made.append(Experiment(self._session, data))
+        return made
+
+    def repeats(self) -> "Repeats | None":
+        """Return what the repeats of its trials say about its gain; None without repeats."""
+        from paceline._cluster.messages.experiment_models import Trial as TrialData
+
+        arms: dict[str, Arm] = {}
+        for one in self.tree():
+            roles = [label for label in one.labels if label.partition(":")[0] in ROLES]
+            if one.parent == self.id and roles:
+                role, _, number = roles[-1].partition(":")
+                pages = self._session.pages(f"experiments/{one.id}/trials", TrialData)
+                values = {trial.seed: _number_of_metric(trial.best_metric) for trial in pages}
+                # The newest of each kind counts.
+                arms[role] = Arm(int(number), one.id, values, one.state == "COMPLETED")
+        if "repeat" not in arms:
+            return None
+        return compared(arms["repeat"], arms.get("baseline"), self.data)
 
     def forked_config(self, config: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the configuration that `fork` would store for the same changes.

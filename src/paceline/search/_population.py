@@ -132,6 +132,10 @@ class PbtMethod(SearchMethod):
         is_copy = member.begun_at > 0
         return [] if is_copy else self._enter(self._maker.sampled(), 0.0)
 
+    def proposed(self, request_id: str, hparams: dict[str, Any]) -> None:
+        """Take the hyperparameters of a trial that others have chosen, for its copies."""
+        self._members[request_id].hparams = hparams
+
     def num_trials(self, num_invalid: int) -> int:
         """Return the number of trials so far, at least of the population."""
         return max(self._num_trials, len(self._members) - num_invalid)

@@ -526,11 +526,15 @@ class Search:
         if proposed.request_id not in self._held:
             self._find(proposed.request_id)
         held = self._asks.get(proposed.request_id)
+        # A search that asks nobody is given proposals as well, and holds up no trial for them.
+        hparams = None
+        if proposed.hparams is not None and (held is not None or not self._is_asking):
+            hparams = self.space.check(proposed.hparams)
+            self._method.proposed(proposed.request_id, hparams)
         if held is None:
             return []
         create, later = held
-        if proposed.hparams is not None:
-            hparams = self.space.check(proposed.hparams)
+        if hparams is not None:
             create = msgspec.structs.replace(create, hparams=hparams)
         del self._asks[create.request_id]
         self._observed[create.request_id] = _Observed(create.hparams, proposed.note)

@@ -66,8 +66,11 @@ PARAMETERS: dict[str, Any] = {
     "digest": DIGEST, "token_id": 1, "run_id": "r1",
     "node_id": 1, "view_id": 1,
 }  # fmt: skip
+# The only search that has trials still to come.
+PROPOSED = 5
 OTHERS: dict[str, dict[str, Any]] = {
     "POST /experiments/{experiment_id}/continue": {"experiment_id": 2},
+    "POST /experiments/{experiment_id}/proposals": {"experiment_id": PROPOSED},
     "POST /experiments/{experiment_id}/{action}": {"action": "pause"},
     "POST /attempts/{attempt_id}/end": {"attempt_id": 2},
     "POST /trials/{trial_id}/kill": {"trial_id": 2},
@@ -97,6 +100,7 @@ QUERIES: dict[str, dict[str, Any]] = {
     f"PUT {PIECES}": {"name": "f", "offset": 0},
     "POST /attempts/{attempt_id}/checkpoints/{uuid}/shards": {"member": 1},
     "GET /metric-series.csv": {"series": "1/validation/loss"},
+    "GET /experiments/{experiment_id}/diff": {"since": 2},
     "GET /experiments/{experiment_id}/hyperparameters": {"metric": "validation/loss"},
 }
 HEADERS = {f"PUT {PIECES}": {"x-paceline-digest": xxhash.xxh3_128_hexdigest(b"x")}}
@@ -122,6 +126,7 @@ BODIES: dict[str, Any] = {
     "POST /experiments": {"config": CONFIG, "context_digest": None},
     "POST /experiments/{experiment_id}/fork": {"config": {}, "replaces_config": False},
     "POST /experiments/{experiment_id}/continue": {"config": {}},
+    "POST /experiments/{experiment_id}/proposals": {"hparams": {"lr": 0.5}},
     "POST /trials/{trial_id}/continue": {"config": {}},
     "POST /preview-search": {"config": CONFIG},
     "POST /bulk-actions": {"action": "archive", "experiment_ids": [2]},
@@ -194,6 +199,8 @@ def master(
     assert served.http.put("/pools/small", json={}).status_code == 204
     drained = served.http.post("/nodes/drained/drain", json={})
     assert drained.status_code == 204, drained.text
+    goes_on = {"name": "random", "metric": "loss", "max_trials": 9, "max_concurrent_trials": 1}
+    assert served.create(searcher=goes_on) == PROPOSED
     yield served
     served.close()
 

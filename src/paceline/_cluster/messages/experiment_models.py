@@ -298,10 +298,15 @@ class CreateExperiment(Request):
 
 
 class ContinueTrial(Request):
-    """Continue a trial as a new experiment: configuration overrides, as nested fields."""
+    """Continue a trial as a new experiment: configuration overrides, as nested fields.
+
+    With `context_digest` it has other code, uploaded before, which was taken from `source`.
+    """
 
     config: dict[str, Any] = Field(default_factory=dict)
     activate: bool = True
+    context_digest: str | None = None
+    source: Source | None = None
 
 
 Limits = dict[str, int | float | None]
@@ -406,13 +411,66 @@ class EditExperiment(Request):
 class ForkExperiment(Request):
     """Request for a new experiment with the code of an existing experiment.
 
-    `config` overrides fields of the existing configuration, or replaces it.
+    `config` overrides fields of the existing configuration, or replaces it. With `context_digest`
+    it has other code, uploaded before, which was taken from `source`.
     """
 
     config: dict[str, Any] = Field(default_factory=dict)
     replaces_config: bool = False
     submitted_config: str | None = Field(default=None, max_length=1_000_000)
     activate: bool = True
+    context_digest: str | None = None
+    source: Source | None = None
+
+
+class NewProposal(Request):
+    """Hyperparameters for the next trial of a search; those left out come from a draw."""
+
+    hparams: dict[str, Any] = Field(min_length=1)
+    by: str = Field(default="", max_length=100)
+    why: str = Field(default="", max_length=500)
+
+
+class Proposal(Message):
+    """Proposal for a search: `trial_id` is None while it waits for the next trial.
+
+    `problem` says why no trial was made of it, after all.
+    """
+
+    number: int
+    hparams: dict[str, Any]
+    by: str
+    why: str
+    problem: str | None
+    created_at: float
+    trial_id: int | None
+
+
+class Relative(Message):
+    """Experiment of a tree: `parent` is what it was forked from or continues, None for the root."""
+
+    id: int
+    name: str
+    state: str
+    labels: list[str]
+    parent: int | None
+    has_changed_code: bool
+    best_metric: Number | None
+
+
+class FileDiff(Message):
+    """File that differs; `diff` is None for one that is no text, or is too large."""
+
+    path: str
+    change: Literal["added", "removed", "changed"]
+    diff: str | None
+
+
+class CodeDiff(Message):
+    """Differences between the code of an experiment and of another, which came before."""
+
+    since: int
+    files: list[FileDiff]
 
 
 class Loss(Message):

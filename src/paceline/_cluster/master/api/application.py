@@ -48,6 +48,7 @@ from paceline._cluster.master.api.master_routes import (
 from paceline._cluster.master.api.node_and_slot_routes import node_router, slot_router
 from paceline._cluster.master.api.notify_routes import notify_router
 from paceline._cluster.master.api.pool_and_queue_routes import pool_router, queue_router
+from paceline._cluster.master.api.proposal_and_tree_routes import proposal_router
 from paceline._cluster.master.api.readers import NUM_THREADS, Readers
 from paceline._cluster.master.api.request_limits import BodyLimits, RequestCounting
 from paceline._cluster.master.api.requests_and_answers import (
@@ -173,6 +174,7 @@ _ROUTERS = (
     experiment_edit_router,
     hyperparameter_router,
     config_router,
+    proposal_router,
     experiment_router,
     trial_list_router,
     comparison_router,

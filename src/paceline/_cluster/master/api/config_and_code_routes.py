@@ -4,6 +4,8 @@ import asyncio
 import hashlib
 import os
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -181,20 +183,30 @@ def _context_path(master: Master, experiment_id: int) -> Path | None:
     return path if digest is not None and path.is_file() else None
 
 
+@contextmanager
+def reading_code(context: Path) -> Iterator[tuple[tarfile.TarFile, Iterator[tarfile.TarInfo]]]:
+    """Open packed code, and its members within the limits.
+
+    Raises:
+        ApiError: It cannot be unpacked.
+    """
+    try:
+        with open_archive(context, limits := ArchiveLimits.from_environment()) as archive:
+            yield archive, members(archive, limits)
+    except (tarfile.TarError, EOFError, OSError, ArchiveTooLargeError) as error:
+        raise ApiError(409, "code_unreadable", f"The code cannot be unpacked: {error}.") from error
+
+
 @lru_cache(maxsize=32)
 def _list_files(context: Path) -> tuple[tuple[str, int], ...]:
     """Return names and sizes; a context never changes, as its name is its digest."""
-    try:
-        with open_archive(context, limits := ArchiveLimits.from_environment()) as archive:
-            found = {one.name: one.size for one in members(archive, limits) if one.isfile()}
-    except (tarfile.TarError, EOFError, OSError, ArchiveTooLargeError) as error:
-        raise ApiError(409, "code_unreadable", f"The code cannot be unpacked: {error}.") from error
-    return tuple(sorted(found.items()))
+    with reading_code(context) as (_, found):
+        return tuple(sorted({one.name: one.size for one in found if one.isfile()}.items()))
 
 
 def _read_file(context: Path, path: str) -> bytes:
-    with open_archive(context, limits := ArchiveLimits.from_environment()) as archive:
-        found = [one for one in members(archive, limits) if one.name == path][-1]
+    with reading_code(context) as (archive, listed):
+        found = [one for one in listed if one.name == path][-1]
         file = archive.extractfile(found)
         assert file is not None
         return b"".join(iter(lambda: file.read(_PIECE_BYTES), b""))

@@ -65,6 +65,7 @@ from paceline._cluster.messages.experiment_models import (
     BulkResult,
     Checkpoint,
     ContinueExperiment,
+    ContinueTrial,
     CreateExperiment,
     Deletion,
     EditExperiment,
@@ -92,10 +93,7 @@ async def create_experiment(
 ) -> Experiment:
     """Create an experiment; its context must have been uploaded before."""
     config = await asyncio.to_thread(validate_config, request.config)
-    digest = request.context_digest
-    if digest is not None and not context_path_exists(master, digest):
-        raise ApiError(409, "no_context", f"The context {digest!r} must be uploaded before.")
-    source = None if request.source is None else request.source.model_dump(exclude_none=True)
+    digest, source = code_of(master, request)
 
     def job(transaction: Transaction) -> int:
         with creating_in(_project_id(master, request.project)):
@@ -249,10 +247,20 @@ def action_of(master: Master, action: Action) -> Callable[[Transaction, int], No
     return jobs[action]
 
 
-def context_path_exists(master: Master, digest: str) -> bool:
-    """Return whether a context was uploaded."""
-    is_digest = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
-    return is_digest and (master.home.contexts_path / f"{digest}.tar.gz").is_file()
+def code_of(
+    master: Master, request: CreateExperiment | ForkExperiment | ContinueTrial
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Return the digest and the source of the code that a request names.
+
+    Raises:
+        ApiError: It was not uploaded before.
+    """
+    digest, source = request.context_digest, request.source
+    if digest is not None:
+        is_digest = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
+        if not is_digest or not (master.home.contexts_path / f"{digest}.tar.gz").is_file():
+            raise ApiError(409, "no_context", f"The context {digest!r} must be uploaded before.")
+    return digest, None if source is None else source.model_dump(exclude_none=True)
 
 
 def _read(records: StoredRecords, experiment_id: int) -> Experiment:
@@ -297,7 +305,8 @@ async def change_experiment(
 async def fork_experiment(
     experiment_id: ExperimentId, request: ForkExperiment, master: MasterOf, key: RequestKey
 ) -> Experiment:
-    """Create an experiment with another's code and its changed configuration."""
+    """Create an experiment from another: its code, unless other is named, and changed config."""
+    digest, source = code_of(master, request)
     forked = await write_once(
         master,
         key,
@@ -308,6 +317,8 @@ async def fork_experiment(
             replaces_config=request.replaces_config,
             submitted_config=request.submitted_config,
             activate=request.activate,
+            context_digest=digest,
+            source=source,
         ),
     )
     return await asyncio.to_thread(read_experiment, forked, master)

@@ -166,11 +166,18 @@ async def continue_trial(
     trial_id: TrialId, request: ContinueTrial, master: MasterOf, key: RequestKey
 ) -> Experiment:
     """Create a `single` experiment starting from the trial's latest checkpoint."""
-    from paceline._cluster.master.api.experiment_routes import read_experiment
+    from paceline._cluster.master.api.experiment_routes import code_of, read_experiment
+
+    digest, source = code_of(master, request)
 
     def job(transaction: Transaction) -> int:
         return master.commands.continue_trial(
-            transaction, trial_id, request.config, activate=request.activate
+            transaction,
+            trial_id,
+            request.config,
+            activate=request.activate,
+            context_digest=digest,
+            source=source,
         )
 
     experiment_id = await write_once(master, key, job)

@@ -10,8 +10,10 @@ from sqlalchemy import Connection, Row, insert, select, update
 from paceline import faults
 from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
+from paceline._cluster.master.experiments.proposals import add_proposal
 from paceline._cluster.master.experiments.scheduler_input import check_slots
 from paceline._cluster.master.experiments.search_limits import change_limits
+from paceline._cluster.master.experiments.search_operations import takes_inputs
 from paceline._cluster.master.experiments.state_decisions import (
     RefusedError,
     SearchEnd,
@@ -201,6 +203,7 @@ class Commands:
                 "`searcher.warm_start_from` must name experiments by their ids, but got"
                 f" {source_id!r}. Hint: `train.search` and `Study` take CSV files.",
             )
+        check_object(connection, "experiment_id", source_id)
         row = self._changes.experiment(connection, experiment_id)
         wanted = config_of(row).searcher
         searched = config_of(self._changes.experiment(connection, source_id)).searcher
@@ -233,6 +236,36 @@ class Commands:
             .where(tables.experiments.c.id == experiment_id)
             .values(warnings=[*row.warnings, told])
         )
+
+    def propose(
+        self, transaction: Transaction, experiment_id: int, proposal: dict[str, Any]
+    ) -> int:
+        """Store a proposal for the next trial of a search, and return its number.
+
+        Raises:
+            NotFoundError: There is no such experiment.
+            RefusedError: Its search has ended, draws nothing, will have no trial for it, or has
+                other hyperparameters.
+        """
+        row = self._managed(transaction, experiment_id)
+        search = self._changes.searches.peek(transaction, experiment_id)
+        if not takes_inputs(row) or search is None:
+            raise RefusedError(
+                "search_ended",
+                f"A proposal needs a search that goes on, but that of experiment {experiment_id} is"
+                f" {told_state(row.state)}. Hint: `paceline e fork {experiment_id}` makes a new"
+                " search.",
+            )
+        if config_of(row).searcher.needs_counts:
+            raise RefusedError(
+                "nothing_drawn",
+                "A proposal needs a search that draws, but a grid search tries the points of its"
+                " grid. Hint: `{name: random, sampler: grid}` takes proposals.",
+            )
+        number = add_proposal(transaction.connection, experiment_id, search, proposal)
+        # A trial may be waiting for an answer already.
+        self._changes.search_operations.take_proposals(transaction, row)
+        return number
 
     def pause(self, transaction: Transaction, experiment_id: int) -> None:
         """Let running attempts checkpoint and leave, and start no others.
@@ -307,8 +340,12 @@ class Commands:
         overrides: dict[str, Any],
         *,
         activate: bool,
+        context_digest: str | None = None,
+        source: dict[str, Any] | None = None,
     ) -> int:
         """Create a `single` experiment starting from a trial's latest checkpoint.
+
+        It has the code of the trial, unless the digest of other code is given.
 
         Raises:
             NotFoundError: There is no such trial.
@@ -323,11 +360,11 @@ class Commands:
             transaction,
             merged,
             submitted_config=None,
-            context_digest=parent.context_digest,
+            context_digest=context_digest or parent.context_digest,
             activate=activate,
             parent_trial_id=trial_id,
             secrets_from=parent.id,
-            source=parent.source,
+            source=parent.source if context_digest is None else source,
         )
 
     def fork(
@@ -339,10 +376,13 @@ class Commands:
         replaces_config: bool,
         submitted_config: str | None,
         activate: bool,
+        context_digest: str | None = None,
+        source: dict[str, Any] | None = None,
     ) -> int:
-        """Create an experiment with the code of another experiment, and return its id.
+        """Create an experiment from another experiment, and return its id.
 
-        `config` overrides fields of the other's configuration, or replaces it.
+        `config` overrides fields of the other's configuration, or replaces it. It has the other's
+        code, unless the digest of other code is given.
 
         Raises:
             NotFoundError: There is no such experiment.
@@ -356,11 +396,11 @@ class Commands:
             transaction,
             validate_config(config),
             submitted_config=submitted_config,
-            context_digest=row.context_digest,
+            context_digest=context_digest or row.context_digest,
             activate=activate,
             forked_from=experiment_id,
             secrets_from=experiment_id,
-            source=row.source,
+            source=row.source if context_digest is None else source,
         )
 
     def continue_experiment(

@@ -162,6 +162,10 @@ class SamplerAnswers:
         self, transaction: Transaction, experiment_id: int, answers: Sequence[Proposed]
     ) -> None:
         # The experiment may have ended, and gone, meanwhile.
-        if self._question(transaction, experiment_id) is not None:
-            for answer in answers:
+        search = self._changes.searches.peek(transaction, experiment_id)
+        if search is None or self._question(transaction, experiment_id) is None:
+            return
+        for answer in answers:
+            # A proposal of a person may have been faster.
+            if any(ask.request_id == answer.request_id for ask in search.asks):
                 self._changes.search_operations.apply_input(transaction, experiment_id, answer)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Row, func, insert, select, update
 
 from paceline import faults
+from paceline._cluster.master.experiments.proposals import take_proposal
 from paceline._cluster.master.experiments.state_decisions import SearchEnd
 from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.master.store import tables
@@ -178,15 +179,14 @@ class SearchOperations:
         if not takes_inputs(row):
             return
         try:
-            operations = self._searches.apply(transaction, experiment_id, given)
+            self._apply(transaction, row, given)
+            self.take_proposals(transaction, row)
         except SearchMethodError as error:
             # Inputs of a request: the caller refuses it, so the error is raised.
             if isinstance(given, Started | Limited | Recalled):
                 raise
             self._fail_search(transaction, experiment_id, error)
             return
-        for operation in operations:
-            self._carry_out(transaction, row, operation, given)
         if isinstance(given, Reported) and config_of(row).searcher.waits_at_targets:
             self._pause_at_target(transaction, experiment_id, given)
         self.update_progress(transaction, experiment_id)
@@ -202,6 +202,19 @@ class SearchOperations:
         attempt = self._changes.live_attempt(transaction.connection, trial.id)
         if attempt is not None:
             self._changes.preempt(transaction, attempt, "it waits for the search")
+
+    def take_proposals(self, transaction: Transaction, experiment: Row[Any]) -> None:
+        """Answer open asks of a search by the proposals that wait."""
+        search = self._searches.peek(transaction, experiment.id)
+        while search is not None and (asks := search.asks):
+            answer = take_proposal(transaction.connection, experiment, search, asks[0])
+            if answer is None:
+                return
+            self._apply(transaction, experiment, answer)
+
+    def _apply(self, transaction: Transaction, experiment: Row[Any], given: Input) -> None:
+        for operation in self._searches.apply(transaction, experiment.id, given):
+            self._carry_out(transaction, experiment, operation, given)
 
     def catch_up(self, transaction: Transaction, experiment_id: int) -> None:
         """Apply the inputs stored while the method was missing, and carry out the results."""
@@ -308,13 +321,22 @@ class SearchOperations:
                 transaction.connection, parent.id, self._changes.being_deleted
             )
             source = None if found is None else found[0]
+        hparams = operation.hparams
+        search = self._searches.peek(transaction, experiment_id)
+        # A search that draws by itself asks nobody, and needs no answer: it is stored beside.
+        is_asking = config_of(experiment).searcher.is_asking
+        if search is not None and parent is None and not is_asking:
+            answer = take_proposal(transaction.connection, experiment, search, operation)
+            if answer is not None:
+                self._searches.apply(transaction, experiment_id, answer)
+                hparams = answer.hparams or hparams
         result = transaction.connection.execute(
             insert(tables.trials).values(
                 id=new_id(transaction.connection, tables.trials),
                 experiment_id=experiment_id,
                 request_id=operation.request_id,
                 state=TrialState.ACTIVE.value,
-                hparams=operation.hparams,
+                hparams=hparams,
                 seed=operation.trial_seed,
                 created_at=time.time(),
                 source_checkpoint=source,
@@ -328,7 +350,7 @@ class SearchOperations:
                 told = f"Trial {parent.id} has no checkpoint to start from: it starts anew."
             level = "INFO" if source else "WARNING"
             self._changes.note(transaction, trial_id, 1, level, told)
-        transaction.emit("trial_created", experiment_id, trial_id, hparams=operation.hparams)
+        transaction.emit("trial_created", experiment_id, trial_id, hparams=hparams)
         transaction.after_commit(self._changes.wakeups.wake)
         faults.reach("master.trial.created")
 

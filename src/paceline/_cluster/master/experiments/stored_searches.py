@@ -289,6 +289,8 @@ def proposal_of(connection: Connection, trial: Row[Any]) -> StoredProposal | Non
         _is_proposal(),
         given.input["request_id"].as_string() == trial.request_id,
     )
+    # A later one was ignored: another proposer was faster.
+    query = query.order_by(given.number).limit(1)
     found = connection.execute(query).scalar()
     return None if found is None else msgspec.convert(found, StoredProposal)
 

@@ -1,0 +1,148 @@
+"""Proposals of people and agents for the trials of a search."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from paceline._cluster.master.experiments.stored_searches import load_search
+from paceline._cluster.master.store import tables
+from paceline.config import validate_config
+from paceline.search._search import replay
+from paceline.search._search_method import input_from_json, message_to_json
+
+ONE_BY_ONE = {"name": "random", "metric": "loss", "max_trials": 4, "max_concurrent_trials": 1}
+
+
+def propose(master: Any, *, experiment: int = 1, **fields: Any) -> Any:
+    return master.http.post(f"/experiments/{experiment}/proposals", json=fields)
+
+
+def end_trial(master: Any, attempt_id: int) -> None:
+    """Let the trial of an attempt complete, so that the search creates the next."""
+    master.schedule()
+    master.report(attempt_id, 0, ("validation", 1, {"loss": 1.0}))
+    reply = master.attempt(
+        attempt_id, "end", reason="exited", code=0, signal=None, time=2.0, detail=None
+    )
+    assert reply.status_code == 204, reply.text
+
+
+def trials_of(master: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = master.http.get("/experiments/1/trials").json()["items"]
+    return sorted(found, key=lambda trial: trial["id"])
+
+
+def check_replay(master: Any, *, is_asking: bool) -> None:
+    """Check that the stored inputs give the stored operations again."""
+    inputs = tables.search_inputs
+    with master.core.database.read() as connection:
+        row = connection.execute(tables.experiments.select()).one()
+        stored = connection.execute(inputs.select().order_by(inputs.c.number)).all()
+        again_loaded = load_search(connection, 1).search
+    config = validate_config(row.config)
+    given = [input_from_json(json.dumps(one.input)) for one in stored]
+    again = replay(
+        config.search_config(), config.hyperparameters, row.seed, given, is_asking=is_asking
+    )
+    decided = [[json.loads(message_to_json(one)) for one in group] for group in again]
+    assert decided == [one.operations for one in stored]
+    assert again_loaded is not None
+    assert len(again_loaded.trials()) - len(again_loaded.asks) == len(trials_of(master))
+
+
+def test_the_next_trials_are_those_that_were_proposed(master: Any) -> None:
+    master.create(searcher=ONE_BY_ONE)
+    made = propose(master, hparams={"lr": 0.25}, why="it is even", by="ada")
+    assert (made.status_code, made.json()["number"], made.json()["trial_id"]) == (201, 1, None)
+    assert propose(master, hparams={"lr": 0.75}).json()["by"] == "admin"
+    for attempt in (1, 2, 3):
+        end_trial(master, attempt)
+    values = [trial["hparams"]["lr"] for trial in trials_of(master)]
+    assert values[1:3] == [0.25, 0.75]
+    assert values[3] not in values[:3]
+    told = master.http.get("/trials/2/decisions").json()["proposal"]
+    assert told == {"by": "ada", "why": "it is even", "is_fallback": False}
+    assert master.http.get("/trials/4/decisions").json()["proposal"] is None
+    listed = master.http.get("/experiments/1/proposals").json()
+    assert [(one["number"], one["trial_id"]) for one in listed] == [(1, 2), (2, 3)]
+    check_replay(master, is_asking=False)
+
+
+def test_a_search_with_points_takes_these_first(master: Any) -> None:
+    points = [{"lr": 0.125}, {"lr": 0.375}]
+    master.create(searcher=ONE_BY_ONE | {"points_to_evaluate": points})
+    assert propose(master, hparams={"lr": 0.25}).status_code == 201
+    for attempt, number in ((1, 2), (2, 3)):
+        master.core.sampler_answers.ask(1)
+        wait_for_trials(master, number - 1)
+        end_trial(master, attempt)
+    wait_for_trials(master, 3)
+    assert [trial["hparams"]["lr"] for trial in trials_of(master)] == [0.125, 0.375, 0.25]
+    check_replay(master, is_asking=True)
+
+
+def wait_for_trials(master: Any, number: int) -> None:
+    # The answers come from a thread.
+    while len(trials_of(master)) < number:
+        master.core.database.write(lambda transaction: None).result()
+
+
+def test_several_proposers_at_once_have_a_trial_each(master: Any) -> None:
+    master.create(searcher=ONE_BY_ONE | {"max_trials": 7})
+    values = [round(0.1 * number, 1) for number in range(1, 9)]
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda value: propose(master, hparams={"lr": value}), values))
+    taken = [value for value, reply in zip(values, replies, strict=True) if reply.is_success]
+    # One trial exists, so that six are still to come.
+    assert len(taken) == 6
+    refused = [reply.json()["code"] for reply in replies if not reply.is_success]
+    assert refused == ["no_trial_left"] * 2
+    for attempt in range(1, 7):
+        end_trial(master, attempt)
+    assert sorted(trial["hparams"]["lr"] for trial in trials_of(master)[1:]) == taken
+    assert sorted(one["number"] for one in master.http.get("/experiments/1/proposals").json()) == [
+        *range(1, 7)
+    ]
+    check_replay(master, is_asking=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"hparams": {"lr": 2.0}}, 409, "outside_space"),
+        ({"hparams": {"lr": "nan"}}, 409, "outside_space"),
+        ({"hparams": {"momentum": 0.5}}, 409, "outside_space"),
+        ({"hparams": {}}, 422, "invalid_request"),
+        ({"hparams": {"lr": 0.5}, "why": "w" * 501}, 422, "invalid_request"),
+    ],
+)
+def test_wrong_proposals_are_refused(
+    master: Any, body: dict[str, Any], status: int, code: str
+) -> None:
+    master.create(searcher=ONE_BY_ONE)
+    reply = propose(master, **body)
+    assert (reply.status_code, reply.json()["code"]) == (status, code)
+    assert master.http.get("/experiments/1/proposals").json() == []
+
+
+def test_searches_that_take_no_proposal_say_why(master: Any) -> None:
+    master.create(searcher=ONE_BY_ONE)
+    master.http.post("/experiments/1/kill")
+    space = {"lr": {"type": "double", "minval": 0.0, "maxval": 1.0, "count": 3}}
+    grid = {"name": "grid", "metric": "loss", "max_concurrent_trials": 1}
+    master.create(searcher=grid, hyperparameters=space)
+    master.create(searcher={"name": "single", "metric": "loss"})
+    codes = [propose(master, experiment=n, hparams={"lr": 0.5}).json()["code"] for n in (1, 2, 3)]
+    assert codes == ["search_ended", "nothing_drawn", "no_trial_left"]
+    assert propose(master, experiment=9, hparams={"lr": 0.5}).status_code == 404
+
+
+def test_a_repeated_request_proposes_once(master: Any) -> None:
+    master.create(searcher=ONE_BY_ONE)
+    body, headers = {"hparams": {"lr": 0.5}}, {"Idempotency-Key": "one"}
+    for _ in range(2):
+        made = master.http.post("/experiments/1/proposals", json=body, headers=headers)
+        assert made.json()["number"] == 1
+    assert len(master.http.get("/experiments/1/proposals").json()) == 1

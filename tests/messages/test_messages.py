@@ -71,7 +71,7 @@ def test_states_and_reasons_are_these() -> None:
         "exited", "killed", "preemption_timeout", "start_failed", "shortage", "runner_lost",
         "not_formed",
     ]  # fmt: skip
-    assert [kind.value for kind in ErrorKind] == ["transient", "user", "permanent"]
+    assert [kind.value for kind in ErrorKind] == ["transient", "user", "memory", "permanent"]
 
 
 def test_what_the_runner_sends_raw_is_what_the_master_reads() -> None:

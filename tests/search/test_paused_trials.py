@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.search import Create, Exited, ExitReason, Reported, Started, Stop, simulate
+from paceline.search import Create, Exited, ExitReason, Proposed, Reported, Started, Stop, simulate
 from paceline.search._adaptive_asha import AsyncHalvingConfig
 from paceline.search._population import PbtConfig
 from paceline.search._promotion import HyperbandConfig
@@ -96,3 +96,36 @@ def test_population_copies_strong_trials_in_the_place_of_weak_ones() -> None:
         assert moved > 0 or parent.hparams["lr"] in (0, 1)
     # A line of copies trains as long as one trial.
     assert max(result.trained[key] for key in copies) < 20
+
+
+@pytest.mark.parametrize("is_asking", [True, False])
+def test_a_copy_is_near_the_hyperparameters_that_a_trial_was_given(*, is_asking: bool) -> None:
+    """Whoever chose them, a sampler or a person."""
+    config = PbtConfig(
+        metric="loss", max_trials=4, max_time=8, interval=2, resample=0.0, spread=0.01
+    )
+    search = Search(config, SPACE, 3, is_asking=is_asking)
+    found = search.apply(Started())
+    ids = [
+        each.request_id
+        for each in (search.asks if is_asking else found)
+        if isinstance(each, Create)
+    ]
+    given = {"lr": 0.5, "net": {"kind": "a"}}
+    for number, request_id in enumerate(ids):
+        hparams = {**given, "lr": 0.1 + 0.2 * number}
+        search.apply(Proposed(request_id=request_id, hparams=hparams, by="a test"))
+    search = Search.restore(config, SPACE, search.snapshot())
+    operations = []
+    for request_id, loss in zip(ids, (4.0, 3.0, 2.0, 1.0), strict=True):
+        operations += search.apply(Reported(request_id=request_id, time=2.0, metric=loss))
+    operations += search.apply(Reported(request_id=ids[0], time=4.0, metric=9.0))
+    for request_id in ids[1:]:
+        operations += search.apply(Reported(request_id=request_id, time=4.0, metric=1.0))
+    operations += search.apply(Reported(request_id=ids[0], time=6.0, metric=9.0))
+    copies = [one for one in operations if isinstance(one, Create)]
+    assert copies
+    parents = {request_id: 0.1 + 0.2 * number for number, request_id in enumerate(ids)}
+    for one in copies:
+        assert one.parent is not None
+        assert one.hparams["lr"] == pytest.approx(parents[one.parent], abs=0.011)

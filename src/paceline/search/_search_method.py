@@ -418,6 +418,7 @@ class SearchMethod(ABC):
 
     def proposed(self, request_id: str, hparams: dict[str, Any]) -> None:
         """Note that a trial got other hyperparameters than the method drew for it."""
+        return
 
     def trained_share(self, time: float) -> float:
         """Return `time` as part of a trial's full length.

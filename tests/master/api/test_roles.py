@@ -21,6 +21,7 @@ SEE, CHANGE, MANAGE = ROLES[:4], ROLES[:3], ROLES[:2]
 # The bodies and queries name objects of the project, besides those of the paths.
 QUERIES = {
     "GET /checkpoints": f"prefix={UUID}",
+    "GET /experiments/{experiment_id}/diff": "since=1",
     "GET /metric-series.csv": "series=1/training/loss",
     "GET /queue": "trial_id=3",
     "GET /runs": f"link=experiments/1/runs/{RUN}",
@@ -48,7 +49,8 @@ ANYONE = [
     "GET /checkpoints", "GET /config-schema", "GET /docs", "GET /experiment-columns",
     "GET /experiments", "GET /master", "GET /metrics", "GET /nodes", "GET /notify-channels",
     "GET /openapi.json", "GET /pools", "GET /projects", "GET /queue", "GET /slots", "GET /status",
-    "GET /tokens", "GET /trials", "GET /users", "GET /views", "HEAD /openapi.json", "POST /check-config",
+    "GET /tokens", "GET /trials", "GET /users", "GET /views", "HEAD /openapi.json",
+    "POST /check-config",
     "POST /metric-groups", "POST /metric-names", "POST /metric-series", "POST /preview-search",
     "POST /sign-in-links", "POST /tokens", "POST /views", "PUT /contexts/{digest}",
     # Creates in a project of the sender's.
@@ -59,8 +61,9 @@ SEEN = [
     "GET /checkpoints/{uuid}", "GET /checkpoints/{uuid}/files/{path:path}",
     "GET /contexts/{digest}", "GET /experiments/{experiment_id}",
     "GET /experiments/{experiment_id}/checkpoints", "GET /experiments/{experiment_id}/config",
-    "GET /experiments/{experiment_id}/files",
+    "GET /experiments/{experiment_id}/diff", "GET /experiments/{experiment_id}/files",
     "GET /experiments/{experiment_id}/files/{path:path}",
+    "GET /experiments/{experiment_id}/proposals", "GET /experiments/{experiment_id}/tree",
     "GET /experiments/{experiment_id}/hyperparameters", "GET /experiments/{experiment_id}/logs",
     "GET /experiments/{experiment_id}/loss", "GET /experiments/{experiment_id}/metric-names",
     "GET /experiments/{experiment_id}/search", "GET /experiments/{experiment_id}/trials",
@@ -74,6 +77,7 @@ SEEN = [
 ]  # fmt: skip
 CHANGED = [
     "PATCH /experiments/{experiment_id}", "POST /experiments/{experiment_id}/{action}",
+    "POST /experiments/{experiment_id}/proposals",
     "POST /experiments/{experiment_id}/continue", "POST /queue/move",
     "POST /trials/{trial_id}/kill", "POST /trials/{trial_id}/stop", "PUT /runs/{run_id}",
     "PUT /runs/{run_id}/files/{path:path}", "POST /runs/{run_id}/records",

@@ -1009,7 +1009,7 @@ export interface paths {
         head?: never;
         /**
          * Change Experiment
-         * @description Change an experiment's texts, when it gets slots, or the limits of its search.
+         * @description Change an experiment's texts, project, when it gets slots, or the limits of its search.
          */
         patch: operations["change_experiment_api_v1_experiments__experiment_id__patch"];
         trace?: never;
@@ -1025,7 +1025,7 @@ export interface paths {
         put?: never;
         /**
          * Fork Experiment
-         * @description Create an experiment with another's code and its changed configuration.
+         * @description Create an experiment from another: its code, unless other is named, and changed config.
          */
         post: operations["fork_experiment_api_v1_experiments__experiment_id__fork_post"];
         delete?: never;
@@ -1190,6 +1190,70 @@ export interface paths {
          * @description Parse and check a configuration without creating anything; its problems are the answer.
          */
         post: operations["check_config_api_v1_check_config_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/experiments/{experiment_id}/proposals": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Proposals
+         * @description List the proposals for a search, and the trials that were made of them.
+         */
+        get: operations["list_proposals_api_v1_experiments__experiment_id__proposals_get"];
+        put?: never;
+        /**
+         * Propose
+         * @description Propose hyperparameters for the next trial of a search.
+         */
+        post: operations["propose_api_v1_experiments__experiment_id__proposals_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/experiments/{experiment_id}/tree": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Tree
+         * @description List what an experiment came from and all that came of that, parents before children.
+         */
+        get: operations["read_tree_api_v1_experiments__experiment_id__tree_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/experiments/{experiment_id}/diff": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Diff
+         * @description Compare the code of an experiment with that of the one that it came from.
+         */
+        get: operations["read_diff_api_v1_experiments__experiment_id__diff_get"];
+        put?: never;
+        post?: never;
         delete?: never;
         options?: never;
         head?: never;
@@ -2210,6 +2274,16 @@ export interface components {
          */
         CheckpointState: "COMPLETED" | "PARTIALLY_DELETED" | "DELETED";
         /**
+         * CodeDiff
+         * @description Differences between the code of an experiment and of another, which came before.
+         */
+        CodeDiff: {
+            /** Since */
+            since: number;
+            /** Files */
+            files: components["schemas"]["FileDiff"][];
+        };
+        /**
          * CodeFile
          * @description A file of an experiment's code; `size` is in bytes.
          */
@@ -2282,6 +2356,8 @@ export interface components {
         /**
          * ContinueTrial
          * @description Continue a trial as a new experiment: configuration overrides, as nested fields.
+         *
+         *     With `context_digest` it has other code, uploaded before, which was taken from `source`.
          */
         ContinueTrial: {
             /** Config */
@@ -2293,6 +2369,9 @@ export interface components {
              * @default true
              */
             activate?: boolean;
+            /** Context Digest */
+            context_digest?: string | null;
+            source?: components["schemas"]["Source"] | null;
         };
         /**
          * CountedName
@@ -2387,9 +2466,8 @@ export interface components {
          *
          *     `max_slots` 0 removes the limit. `limits` has new limits of the search by their names in the
          *     config, null to remove one. With the `notes_version` that an edit of the notes began from,
-         *     the change is refused if someone else has changed them since.
-         *     `max_slots` 0 removes the limit. With the `notes_version` that an edit of the notes began from,
-         *     the change is refused if someone else has changed them since. `project` moves the experiment.
+         *     the change is refused if someone else has changed them since. `project` moves the
+         *     experiment.
          */
         EditExperiment: {
             /** Name */
@@ -2412,6 +2490,8 @@ export interface components {
             limits?: {
                 [key: string]: number | null;
             } | null;
+            /** Project */
+            project?: string | null;
         };
         /**
          * EditView
@@ -2429,8 +2509,6 @@ export interface components {
             is_default?: boolean;
             /** Version */
             version: number;
-            /** Project */
-            project?: string | null;
         };
         /**
          * ErrorKind
@@ -2570,6 +2648,7 @@ export interface components {
              * @default []
              */
             limits?: components["schemas"]["SearchLimit"][];
+            /**
              * Owner
              * @default admin
              */
@@ -2596,10 +2675,26 @@ export interface components {
          */
         ExperimentState: "ACTIVE" | "PAUSED" | "STOPPING_COMPLETED" | "STOPPING_CANCELED" | "STOPPING_KILLED" | "STOPPING_ERROR" | "COMPLETED" | "CANCELED" | "ERROR";
         /**
+         * FileDiff
+         * @description File that differs; `diff` is None for one that is no text, or is too large.
+         */
+        FileDiff: {
+            /** Path */
+            path: string;
+            /**
+             * Change
+             * @enum {string}
+             */
+            change: "added" | "removed" | "changed";
+            /** Diff */
+            diff: string | null;
+        };
+        /**
          * ForkExperiment
          * @description Request for a new experiment with the code of an existing experiment.
          *
-         *     `config` overrides fields of the existing configuration, or replaces it.
+         *     `config` overrides fields of the existing configuration, or replaces it. With `context_digest`
+         *     it has other code, uploaded before, which was taken from `source`.
          */
         ForkExperiment: {
             /** Config */
@@ -2618,6 +2713,9 @@ export interface components {
              * @default true
              */
             activate?: boolean;
+            /** Context Digest */
+            context_digest?: string | null;
+            source?: components["schemas"]["Source"] | null;
         };
         /**
          * GroupCurve
@@ -3112,6 +3210,26 @@ export interface components {
             name: string;
         };
         /**
+         * NewProposal
+         * @description Hyperparameters for the next trial of a search; those left out come from a draw.
+         */
+        NewProposal: {
+            /** Hparams */
+            hparams: {
+                [key: string]: unknown;
+            };
+            /**
+             * By
+             * @default
+             */
+            by?: string;
+            /**
+             * Why
+             * @default
+             */
+            why?: string;
+        };
+        /**
          * NewRole
          * @description The role that a user is to have in a project; None for none.
          */
@@ -3438,6 +3556,30 @@ export interface components {
             role: components["schemas"]["Role"];
         };
         /**
+         * Proposal
+         * @description Proposal for a search: `trial_id` is None while it waits for the next trial.
+         *
+         *     `problem` says why no trial was made of it, after all.
+         */
+        Proposal: {
+            /** Number */
+            number: number;
+            /** Hparams */
+            hparams: {
+                [key: string]: unknown;
+            };
+            /** By */
+            by: string;
+            /** Why */
+            why: string;
+            /** Problem */
+            problem: string | null;
+            /** Created At */
+            created_at: number;
+            /** Trial Id */
+            trial_id: number | null;
+        };
+        /**
          * QueueEntry
          * @description Trial waiting for slots, listed in scheduling order, with the reason for the wait.
          *
@@ -3480,6 +3622,28 @@ export interface components {
             priority?: number | null;
             /** Weight */
             weight?: number | null;
+        };
+        /**
+         * Relative
+         * @description Experiment of a tree: `parent` is what it was forked from or continues, None for the root.
+         */
+        Relative: {
+            /** Id */
+            id: number;
+            /** Name */
+            name: string;
+            /** State */
+            state: string;
+            /** Labels */
+            labels: string[];
+            /** Parent */
+            parent: number | null;
+            /** Has Changed Code */
+            has_changed_code: boolean;
+            /** Best Metric */
+            best_metric: number | {
+                [key: string]: string;
+            } | null;
         };
         /**
          * Role
@@ -4102,22 +4266,6 @@ export interface components {
             until: number;
         };
         /**
-         * View
-         * @description A saved view of comparisons; each change raises `version`.
-         */
-        View: {
-            /** Id */
-            id: number;
-            /** Name */
-            name: string;
-            /** Search */
-            search: string;
-            /** Is Default */
-            is_default: boolean;
-            /** Version */
-            version: number;
-            /** Changed At */
-            changed_at: number;
          * User
          * @description A user; one that was removed is not active, and stays the owner of experiments.
          *
@@ -4142,6 +4290,24 @@ export interface components {
         UserChange: {
             /** Is Admin */
             is_admin: boolean;
+        };
+        /**
+         * View
+         * @description A saved view of comparisons; each change raises `version`.
+         */
+        View: {
+            /** Id */
+            id: number;
+            /** Name */
+            name: string;
+            /** Search */
+            search: string;
+            /** Is Default */
+            is_default: boolean;
+            /** Version */
+            version: number;
+            /** Changed At */
+            changed_at: number;
         };
     };
     responses: never;
@@ -6386,6 +6552,140 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["CheckedConfig"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_proposals_api_v1_experiments__experiment_id__proposals_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Proposal"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    propose_api_v1_experiments__experiment_id__proposals_post: {
+        parameters: {
+            query?: never;
+            header?: {
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. Another request with it is refused. */
+                "idempotency-key"?: string | null;
+            };
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["NewProposal"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Proposal"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_tree_api_v1_experiments__experiment_id__tree_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Relative"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_diff_api_v1_experiments__experiment_id__diff_get: {
+        parameters: {
+            query?: {
+                /** @description Another experiment than its parent. */
+                since?: number | null;
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CodeDiff"];
                 };
             };
             /** @description What was wrong, with a `code`. */

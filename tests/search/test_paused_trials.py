@@ -117,12 +117,8 @@ def test_a_copy_is_near_the_hyperparameters_that_a_trial_was_given(*, is_asking:
         search.apply(Proposed(request_id=request_id, hparams=hparams, by="a test"))
     search = Search.restore(config, SPACE, search.snapshot())
     operations = []
-    for request_id, loss in zip(ids, (4.0, 3.0, 2.0, 1.0), strict=True):
+    for request_id, loss in zip(reversed(ids), (1.0, 2.0, 3.0, 4.0), strict=True):
         operations += search.apply(Reported(request_id=request_id, time=2.0, metric=loss))
-    operations += search.apply(Reported(request_id=ids[0], time=4.0, metric=9.0))
-    for request_id in ids[1:]:
-        operations += search.apply(Reported(request_id=request_id, time=4.0, metric=1.0))
-    operations += search.apply(Reported(request_id=ids[0], time=6.0, metric=9.0))
     copies = [one for one in operations if isinstance(one, Create)]
     assert copies
     parents = {request_id: 0.1 + 0.2 * number for number, request_id in enumerate(ids)}

@@ -178,11 +178,12 @@ def watcher(master: Any, runs_path: Path) -> RunsWatcher:
 
 
 def dump(master: Any) -> dict[str, list[Any]]:
-    """Return all rows of all tables."""
+    """Return all rows of all tables, without the log of requests."""
     with master.core.database.read() as connection:
         return {
             name: [tuple(row) for row in connection.execute(select(table))]
             for name, table in tables.metadata.tables.items()
+            if name != "audit"
         }
 
 

@@ -252,7 +252,12 @@ class AgentTools:
         planned = sum(row.num_trials for row in rows)
         created = found.data.num_trials
         ended_at = found.data.ended_at
-        limits = {k: v for k, v in found.config["searcher"].items() if k.startswith("max_")}
+        limits = {
+            one.name: {"limit": one.limit, "used": one.used, "left": one.left}
+            for one in found.data.limits
+        }
+        if "max_trials" in limits:
+            planned = int(limits["max_trials"]["limit"] or planned)
         return {
             "trials": {"created": created, "planned": planned, "left": max(planned - created, 0)},
             "has_ended": ended_at is not None,

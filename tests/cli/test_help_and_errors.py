@@ -55,15 +55,19 @@ def test_each_help_ends_with_examples_and_exit_codes() -> None:
     assert num_helps > len(ALL)
 
 
+LISTS = {
+    "list", "lt", "lc", "list-trials", "list-checkpoints", "compare", "doctor", "files", "audit",
+    "tree", "members",
+}  # fmt: skip
+
+
 def test_every_command_has_json_and_lists_have_tsv() -> None:
     for name, command in commands_below("paceline", ROOT):
         if hasattr(command, "commands"):
             continue
         options = {option: one for one in command.params for option in one.opts}
         assert "--json" in options, name
-        is_list = name.split()[-1] in (
-            *("list", "lt", "lc", "list-trials", "list-checkpoints", "compare", "doctor", "files"),
-        )
+        is_list = name.split()[-1] in LISTS
         has_tsv = "tsv" in str(getattr(options.get("--format"), "type_descriptor", ""))
         assert has_tsv == is_list, name
 

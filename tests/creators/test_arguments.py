@@ -201,6 +201,8 @@ def test_any_number_of_workers_has_a_batch_size_that_nobody_has_set(
             "deals_out": True,
             "is_serial": True,
             "seed": 0,
+            "verify_steps": None,
+            "on_mismatch": "stop",
         },
     )
     assert spec.shard_size == shard_size

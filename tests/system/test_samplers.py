@@ -138,10 +138,14 @@ def test_a_sampler_that_fails_delays_a_search_and_is_told(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "lab_sampler.py").write_text(LAB)
+    facts = tmp_path / "lab_sampler-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: lab-sampler\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[paceline.samplers]\nlab = lab_sampler:Lab\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     master = make_master(2).start(PYTHONPATH=path)
     timeout = 10 if fault == "hang" else 120
-    sampler = {"name": "lab_sampler:Lab", "options": {"fault": fault}, "timeout": timeout}
+    sampler = {"name": "lab", "options": {"fault": fault}, "timeout": timeout}
     # The package of the sampler is found by the master's own environment.
     experiment = master.client().create_experiment(config_of(sampler), write_context(SCRIPT))
     wait_until(lambda: experiment.reload().state.is_terminal)
@@ -151,11 +155,11 @@ def test_a_sampler_that_fails_delays_a_search_and_is_told(
     trials = experiment.trials()
     assert [trial.hparams["x"] == 0.25 for trial in trials] == [False] * 2 + [True] * 4
     found = describe(master, "experiment", "describe", str(experiment.id))
-    assert "lab_sampler:Lab, 6 trials, 2 of them drawn at random instead" in found
+    assert "lab, 6 trials, 2 of them drawn at random instead" in found
     assert why in found
     assert "by random: " in describe(master, "trial", "describe", str(trials[0].id))
     found = describe(master, "trial", "describe", str(trials[5].id))
-    assert "by lab_sampler:Lab: a quarter" in found
+    assert "by lab: a quarter" in found
     assert "bracket 1, rung 1:" in found
 
 
@@ -163,5 +167,5 @@ def test_a_sampler_that_is_not_installed_is_refused_at_once(
     master: Any, write_context: Callable[..., Path]
 ) -> None:
     context = write_context(SCRIPT)
-    with pytest.raises(ApiError, match="needs the package `nowhere_at_all`"):
+    with pytest.raises(ApiError, match="must be named by an entry point `paceline.samplers`"):
         master.client().create_experiment(config_of("nowhere_at_all.mine:Own"), context)

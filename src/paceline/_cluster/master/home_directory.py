@@ -176,7 +176,7 @@ def check_for_lost_database(home: Path, database: Path, *, set_aside: bool = Fal
         )
     known = KnownFiles()
     unknown_files: list[_UnknownFiles] = []
-    state = "does not know them"
+    state, is_lost = "does not know them", True
     if not database.exists() or database.stat().st_size == 0:
         state = "is empty" if database.exists() else "is missing"
         # SQLite deletes such a log, but it may hold all there is of the newest changes.
@@ -187,7 +187,7 @@ def check_for_lost_database(home: Path, database: Path, *, set_aside: bool = Fal
     else:
         try:
             check_stored_version(database)
-            known = read_known_files(database)
+            known, is_lost = read_known_files(database), False
         except DatabaseDamagedError:
             if not set_aside:
                 raise
@@ -195,6 +195,9 @@ def check_for_lost_database(home: Path, database: Path, *, set_aside: bool = Fal
                 _UnknownFiles(f"the damaged database {database.name!r}", files_of(database))
             )
     unknown_files += _find_unknown_files(home, known)
+    accounts = home / "records" / "accounts.jsonl"
+    if is_lost and accounts.exists():
+        unknown_files.append(_UnknownFiles("the users in 'records'", [accounts]))
     if unknown_files and set_aside:
         _move_unknown_files(home, unknown_files)
     elif unknown_files:

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.search import SearchConfig, SpaceError
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
-from paceline.search._search import preview
+from paceline.search._preview_and_simulation import preview
 from paceline.search._search_method import GridConfig, RandomConfig, SingleConfig
 
 

@@ -33,7 +33,7 @@ from paceline.cli._options_and_errors import (
 if TYPE_CHECKING:
     from paceline.client._experiment_and_trial import Experiment
     from paceline.config._experiment_config import ExperimentConfig
-    from paceline.search._search import Preview
+    from paceline.search._preview_and_simulation import Preview
 
 
 _DEFAULT_PORT = 8080
@@ -167,7 +167,7 @@ def _files_text(num_files: int, num_bytes: int) -> str:
 
 def _print_dry_run(config: "ExperimentConfig", directory: Path | None) -> None:
     """Print the experiment that `create` would make, and the size of its code."""
-    from paceline.search._search import preview
+    from paceline.search._preview_and_simulation import preview
 
     num_files, num_bytes = _code_size(directory)
     rows = preview(config.search_config(), config.hyperparameters).rows
@@ -214,7 +214,7 @@ def preview_search(config: ConfigFile, overrides: Overrides = [], json: Json = F
     differ a little, because the order of reports can affect its decisions.
     """
     from paceline.config._validate_config import load_config
-    from paceline.search._search import preview
+    from paceline.search._preview_and_simulation import preview
 
     checked = load_config(config, overrides)
     result = preview(checked.search_config(), checked.hyperparameters)

@@ -14,7 +14,7 @@ from paceline.cli._options_and_errors import CommandError, ConfigFile, Json, Ove
 
 if TYPE_CHECKING:
     from paceline.config._experiment_config import ExperimentConfig
-    from paceline.search._simulated_slots import Curve, SlotsResult
+    from paceline.search._preview_and_simulation import Curve, SlotsResult
 
 _MOST_CURVES = 200
 _NUM_TIMES = 10
@@ -64,8 +64,12 @@ def _simulate(
     config: "ExperimentConfig", seed: int, curves: "Sequence[Curve] | None", num_at_once: int
 ) -> "SlotsResult":
     from paceline.search._hyperparameter_space import parse_space
+    from paceline.search._preview_and_simulation import (
+        imaginary_curves,
+        nearest_curves,
+        simulate_slots,
+    )
     from paceline.search._samplers import asking, make_sampler
-    from paceline.search._simulated_slots import imaginary_curves, nearest_curves, simulate_slots
 
     searcher, space = config.searcher, parse_space(config.hyperparameters)
     longest = max((c.points[-1][0] for c in curves or () if c.points), default=_WHOLE)
@@ -97,7 +101,7 @@ def _simulate(
 def _read_curves(text: str, config: "ExperimentConfig") -> "list[Curve]":
     import msgspec
 
-    from paceline.search._simulated_slots import Curve
+    from paceline.search._preview_and_simulation import Curve
 
     if text.isdecimal():
         return _measured_curves(int(text), config)
@@ -113,7 +117,7 @@ def _read_curves(text: str, config: "ExperimentConfig") -> "list[Curve]":
 
 def _measured_curves(number: int, config: "ExperimentConfig") -> "list[Curve]":
     """Return the validation curves of the trials of an experiment, with their speed."""
-    from paceline.search._simulated_slots import Curve
+    from paceline.search._preview_and_simulation import Curve
 
     searcher, found = config.searcher, []
     with connect() as client:

@@ -1,11 +1,10 @@
-"""Search around a method: bookkeeping, preview, and simulation with imaginary trials."""
+"""Search around a method: bookkeeping, snapshots and replay."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import astuple, dataclass, field
 from typing import Any, ClassVar
@@ -13,9 +12,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from paceline.search._hyperparameter_space import Rng, Space, parse_space
-from paceline.search._samplers import Ask, Observation, Sampler, answers, asking
+from paceline.search._samplers import Observation
 from paceline.search._search_method import (
-    BracketPlan,
     BracketView,
     Create,
     Exited,
@@ -37,7 +35,6 @@ from paceline.search._search_method import (
     TrialMaker,
     TrialView,
     check_same_setup,
-    keep_count,
     method_errors,
 )
 
@@ -647,185 +644,3 @@ def _why_no_json(value: Any, where: str) -> str | None:
     if value is None or isinstance(value, (str, int, float)):
         return None
     return f"`{where}` must be JSON, but got a {type(value).__name__}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreviewRow:
-    """Say how many trials train for how long."""
-
-    trials: int
-    units: int | None
-    """The absolute training time in units of the time metric; None means to completion."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Preview:
-    """Preview of a search's training, assuming reports of its trials strictly in sequence."""
-
-    brackets: tuple[BracketPlan, ...]
-    rows: tuple[PreviewRow, ...]
-    """Sorted by training time, the shortest first."""
-
-
-def preview(config: SearchConfig, hyperparameters: dict[str, Any]) -> Preview:
-    """Return a preview of the training in a search.
-
-    Raises:
-        SpaceError: If the hyperparameters are not valid, or lack counts for a grid.
-        SearchMethodError: If the search method fails.
-    """
-    # A method that cannot even be made has no preview.
-    Search(config, hyperparameters, seed=0)
-    with method_errors(config.kind, "num_planned"):
-        trials = config.num_planned(parse_space(hyperparameters))
-    with method_errors(config.kind, "bracket_plans"):
-        plans = config.bracket_plans()
-    if not plans:
-        return Preview(brackets=(), rows=(PreviewRow(trials=trials, units=None),))
-    counts: Counter[int] = Counter()
-    for plan in plans:
-        counts.update(_trials_by_units(plan))
-    rows = (PreviewRow(trials=counts[units], units=units) for units in sorted(counts))
-    return Preview(brackets=plans, rows=tuple(row for row in rows if row.trials))
-
-
-def _trials_by_units(plan: BracketPlan) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    arriving = plan.trials
-    for units in plan.units[:-1]:
-        going_on = keep_count(arriving, plan.divisor)
-        counts[units] += arriving - going_on
-        arriving = going_on
-    counts[plan.units[-1]] += arriving
-    return counts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SimulationResult:
-    """Result of a simulated search: inputs, operations and progress."""
-
-    inputs: tuple[Input, ...]
-    operations: tuple[tuple[Operation, ...], ...]
-    """The operations that followed from each input."""
-    progress: tuple[float, ...]
-    """The search's progress after each input."""
-    trained: dict[str, int]
-    """How long each trial trained, by request id in the order of creation."""
-
-    def counts(self) -> dict[int, int]:
-        """Return how many trials trained for how long, the shortest time first."""
-        return dict(sorted(Counter(self.trained.values()).items()))
-
-
-@dataclass(slots=True)
-class _ImaginaryTrial:
-    create: Create
-    target: int = 0
-    trained: int = 0
-    is_stopped: bool = False
-
-
-@dataclass(slots=True)
-class _Simulator:
-    search: Search
-    max_inputs: int
-    ask: Ask
-    inputs: list[Input] = field(default_factory=list)
-    operations: list[tuple[Operation, ...]] = field(default_factory=list)
-    progress: list[float] = field(default_factory=list)
-    trials: dict[str, _ImaginaryTrial] = field(default_factory=dict)
-    running: list[_ImaginaryTrial] = field(default_factory=list)
-
-    def give(self, input: Input) -> None:
-        if len(self.inputs) >= self.max_inputs:
-            raise RuntimeError(
-                f"A simulated search must end within {self.max_inputs} inputs, but it has not.\n"
-                "Hint: trials with invalid hyperparameters are replaced without end; "
-                "or raise `max_inputs`."
-            )
-        operations = self.search.apply(input)
-        self.inputs.append(input)
-        self.operations.append(tuple(operations))
-        self.progress.append(self.search.progress())
-        for operation in operations:
-            if isinstance(operation, Create):
-                trial = self.trials[operation.request_id] = _ImaginaryTrial(operation)
-                self.running.append(trial)
-            elif isinstance(operation, Train):
-                self.trials[operation.request_id].target = operation.length
-            elif isinstance(operation, Stop):
-                self.trials[operation.request_id].is_stopped = True
-        if self.search.asks:
-            self.give(answers(self.search, self.ask, "sampler")[0])
-
-    def result(self) -> SimulationResult:
-        return SimulationResult(
-            inputs=tuple(self.inputs),
-            operations=tuple(self.operations),
-            progress=tuple(self.progress),
-            trained={request_id: trial.trained for request_id, trial in self.trials.items()},
-        )
-
-
-def simulate(
-    config: SearchConfig,
-    hyperparameters: dict[str, Any],
-    seed: int,
-    metric_of: Callable[[Create, int], float],
-    *,
-    exit_of: Callable[[Create, int], ExitReason | None] | None = None,
-    report_every: int | None = None,
-    max_inputs: int = 1_000_000,
-    sampler: Sampler | None = None,
-) -> SimulationResult:
-    """Run a search on imaginary trials taking turns.
-
-    In its turn a trial trains to its next target, or for `report_every` units of time if that is
-    less, and reports `metric_of(create, time)`. Then it ends if the search has stopped it or has
-    set no further target, or if `exit_of(create, time)` gives a reason. A trial created during a
-    round has its first turn in the same round. Without a `sampler`, hyperparameters are drawn at
-    random.
-
-    Raises:
-        ValueError: If the hyperparameters or the seed are not valid, or `report_every` is less
-            than 1.
-        SearchMethodError: If the search method fails.
-        RuntimeError: If the search has not ended after `max_inputs` inputs.
-    """
-    if report_every is not None and report_every < 1:
-        raise ValueError(
-            f"`report_every` must be at least 1, but got {report_every}.\n"
-            "Hint: leave it out for one report at each target."
-        )
-    search = Search(config, hyperparameters, seed, is_asking=sampler is not None)
-    simulator = _Simulator(search, max_inputs, asking(sampler, search.space, seed))
-    simulator.give(Started())
-    num_before = 0
-    while simulator.running:
-        if num_before == len(simulator.inputs):
-            raise RuntimeError(
-                "A simulated search must decide about its trials, but all of them wait for it.\n"
-                "Hint: a method whose trials wait promotes or stops some once none trains."
-            )
-        num_before = len(simulator.inputs)
-        remaining = []
-        # The list grows while it is walked through: `give` appends new trials.
-        for trial in simulator.running:
-            request_id = trial.create.request_id
-            if config.waits_at_targets and trial.trained == trial.target and not trial.is_stopped:
-                remaining.append(trial)
-                continue
-            step = trial.target if report_every is None else report_every
-            trial.trained = min(trial.trained + step, trial.target)
-            metric = metric_of(trial.create, trial.trained)
-            simulator.give(Reported(request_id=request_id, time=trial.trained, metric=metric))
-            reason = exit_of(trial.create, trial.trained) if exit_of else None
-            is_there = trial.target == trial.trained and not config.waits_at_targets
-            if reason is None and (trial.is_stopped or is_there):
-                reason = ExitReason.COMPLETED
-            if reason is None:
-                remaining.append(trial)
-            else:
-                simulator.give(Exited(request_id=request_id, reason=reason))
-        simulator.running = remaining
-    return simulator.result()

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from paceline.config._searcher_section import Searcher
-from paceline.search._search import Search, preview, replay
+from paceline.search._preview_and_simulation import preview
+from paceline.search._search import Search, replay
 from paceline.search._search_method import (
     Create,
     Exited,

@@ -79,7 +79,7 @@ from paceline._cluster.messages.states import ErrorKind
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline.config._fields_and_problems import ConfigError
 from paceline.config._validate_config import validate_config
-from paceline.search._search import preview
+from paceline.search._preview_and_simulation import preview
 
 experiment_router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 

@@ -4,14 +4,14 @@ import pytest
 
 from paceline.config import validate_config
 from paceline.search._hyperparameter_space import parse_space
-from paceline.search._search import preview
-from paceline.search._search_method import Create
-from paceline.search._simulated_slots import (
+from paceline.search._preview_and_simulation import (
     Curve,
     imaginary_curves,
     nearest_curves,
+    preview,
     simulate_slots,
 )
+from paceline.search._search_method import Create
 
 SPACE = {"x": {"type": "double", "minval": 0.0, "maxval": 1.0}}
 

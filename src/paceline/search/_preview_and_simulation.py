@@ -1,0 +1,377 @@
+"""Preview of a search, and its simulation: what it trains, how long it takes, how good it gets."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from paceline.search._hyperparameter_space import Rng, Space, SpaceError, parse_space
+from paceline.search._samplers import Ask, Sampler, answers, asking
+from paceline.search._search import Search
+from paceline.search._search_method import (
+    BracketPlan,
+    Create,
+    Exited,
+    ExitReason,
+    Input,
+    Operation,
+    Reported,
+    SearchConfig,
+    Started,
+    Stop,
+    Train,
+    keep_count,
+    method_errors,
+)
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """Values of the searched metric of a trial.
+
+    Attributes:
+        hparams: The trial's hyperparameters.
+        points: Times in the unit of the search, rising, and the values there.
+        seconds_per_unit: How long a unit takes.
+    """
+
+    hparams: dict[str, Any]
+    points: list[tuple[float, float]]
+    seconds_per_unit: float = 1.0
+
+    def at(self, time: float) -> float:
+        """Return the value of the newest point up to a time; the first one before it."""
+        index = bisect_right(self.points, time, key=lambda point: point[0])
+        return self.points[max(index, 1) - 1][1]
+
+
+Curves = Callable[[Create], Curve]
+
+
+def nearest_curves(space: Space, curves: Sequence[Curve]) -> Curves:
+    """Return what gives trials the curve of the nearest hyperparameters.
+
+    Raises:
+        ValueError: There is no curve with points of the space.
+    """
+    known = []
+    for curve in curves:
+        with suppress(SpaceError):
+            if curve.points:
+                known.append((space.encode(space.check(curve.hparams)), curve))
+    if not known:
+        raise ValueError(
+            "`curves` must have a trial with hyperparameters of the config's space, but got"
+            f" {len(curves)} without. Hint: take curves of a search of the same hyperparameters."
+        )
+
+    def of(create: Create) -> Curve:
+        place = space.encode(create.hparams)
+        return min(known, key=lambda one: math.dist(place, one[0]))[1]
+
+    return of
+
+
+def imaginary_curves(length: float, *, smaller_is_better: bool) -> Curves:
+    """Return what gives each trial a curve that falls to a level of its own, drawn by its seed."""
+
+    def of(create: Create) -> Curve:
+        rng, sign = Rng(create.trial_seed), 1.0 if smaller_is_better else -1.0
+        level, speed = rng.real(), 2.0 + 6.0 * rng.real()
+        times = [length * part / 20 for part in range(1, 21)]
+        points = [
+            (time, sign * (level + (1.0 - level) * math.exp(-speed * time / length)))
+            for time in times
+        ]
+        return Curve(hparams=create.hparams, points=points)
+
+    return of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotsResult:
+    """What a simulated search used, in seconds of its curves, and the best values by time."""
+
+    wall_s: float
+    slot_s: float
+    trained: dict[int, int]
+    """How many trials trained for how long, in the unit of the search."""
+    best: tuple[tuple[float, float], ...]
+    """Each time a value was better than all before: the second, and the value."""
+
+    def best_at(self, time_s: float) -> float | None:
+        """Return the best value up to a time."""
+        index = bisect_right(self.best, time_s, key=lambda one: one[0])
+        return self.best[index - 1][1] if index else None
+
+
+@dataclass(slots=True)
+class _Trial:
+    create: Create
+    curve: Curve
+    target: int = 0
+    trained: int = 0
+    is_stopped: bool = False
+
+
+def simulate_slots(
+    config: SearchConfig,
+    hyperparameters: dict[str, Any],
+    seed: int,
+    curves: Curves,
+    *,
+    slots: int,
+    unit: float = 1.0,
+    ask: Ask | None = None,
+    is_asking: bool = False,
+) -> SlotsResult:
+    """Run a search on imaginary trials, of which as many train at once as there are slots.
+
+    Trials are placed in the order of their creation and keep their slot until they end. A trial
+    reports at each of its targets.
+
+    Args:
+        config: The search method.
+        hyperparameters: The space.
+        seed: The seed of the search.
+        curves: Gives each trial its curve.
+        slots: How many trials train at once, at least 1.
+        unit: How many units of the curves a unit of the search is.
+        ask: Asks a sampler; None for draws at random.
+        is_asking: Whether the search asks for hyperparameters.
+
+    Raises:
+        ValueError: If the hyperparameters or the seed are not valid.
+        SearchMethodError: If the search method fails.
+    """
+    search = Search(config, hyperparameters, seed, is_asking=is_asking)
+    trials: dict[str, _Trial] = {}
+    waiting, best = deque[_Trial](), list[tuple[float, float]]()
+    sign = 1.0 if config.smaller_is_better else -1.0
+
+    def give(given: Input) -> None:
+        inputs = [given]
+        while inputs:
+            for operation in search.apply(inputs.pop()):
+                if isinstance(operation, Create):
+                    trial = trials[operation.request_id] = _Trial(operation, curves(operation))
+                    waiting.append(trial)
+                elif isinstance(operation, Train):
+                    trials[operation.request_id].target = operation.length
+                elif isinstance(operation, Stop):
+                    trials[operation.request_id].is_stopped = True
+            if search.asks:
+                inputs.append(answers(search, ask, "sampler")[0])
+
+    give(Started())
+    now = slot_s = 0.0
+    order, training = 0, list[tuple[float, int, _Trial]]()
+    while waiting or training:
+        if waiting and len(training) < slots:
+            trial = waiting.popleft()
+        else:
+            now, _, trial = heapq.heappop(training)
+            trial.trained, request_id = trial.target, trial.create.request_id
+            value = trial.curve.at(trial.trained * unit)
+            if math.isfinite(value) and (not best or sign * (value - best[-1][1]) < 0):
+                best.append((now, value))
+            give(Reported(request_id=request_id, time=trial.trained, metric=value))
+            if trial.is_stopped or trial.target <= trial.trained:
+                give(Exited(request_id=request_id, reason=ExitReason.COMPLETED))
+                continue
+        seconds = (trial.target - trial.trained) * unit * trial.curve.seconds_per_unit
+        slot_s, order = slot_s + seconds, order + 1
+        heapq.heappush(training, (now + seconds, order, trial))
+    trained = Counter(trial.trained for trial in trials.values())
+    return SlotsResult(
+        wall_s=now, slot_s=slot_s, trained=dict(sorted(trained.items())), best=tuple(best)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreviewRow:
+    """Say how many trials train for how long."""
+
+    trials: int
+    units: int | None
+    """The absolute training time in units of the time metric; None means to completion."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preview:
+    """Preview of a search's training, assuming reports of its trials strictly in sequence."""
+
+    brackets: tuple[BracketPlan, ...]
+    rows: tuple[PreviewRow, ...]
+    """Sorted by training time, the shortest first."""
+
+
+def preview(config: SearchConfig, hyperparameters: dict[str, Any]) -> Preview:
+    """Return a preview of the training in a search.
+
+    Raises:
+        SpaceError: If the hyperparameters are not valid, or lack counts for a grid.
+        SearchMethodError: If the search method fails.
+    """
+    # A method that cannot even be made has no preview.
+    Search(config, hyperparameters, seed=0)
+    with method_errors(config.kind, "num_planned"):
+        trials = config.num_planned(parse_space(hyperparameters))
+    with method_errors(config.kind, "bracket_plans"):
+        plans = config.bracket_plans()
+    if not plans:
+        return Preview(brackets=(), rows=(PreviewRow(trials=trials, units=None),))
+    counts: Counter[int] = Counter()
+    for plan in plans:
+        counts.update(_trials_by_units(plan))
+    rows = (PreviewRow(trials=counts[units], units=units) for units in sorted(counts))
+    return Preview(brackets=plans, rows=tuple(row for row in rows if row.trials))
+
+
+def _trials_by_units(plan: BracketPlan) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    arriving = plan.trials
+    for units in plan.units[:-1]:
+        going_on = keep_count(arriving, plan.divisor)
+        counts[units] += arriving - going_on
+        arriving = going_on
+    counts[plan.units[-1]] += arriving
+    return counts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationResult:
+    """Result of a simulated search: inputs, operations and progress."""
+
+    inputs: tuple[Input, ...]
+    operations: tuple[tuple[Operation, ...], ...]
+    """The operations that followed from each input."""
+    progress: tuple[float, ...]
+    """The search's progress after each input."""
+    trained: dict[str, int]
+    """How long each trial trained, by request id in the order of creation."""
+
+    def counts(self) -> dict[int, int]:
+        """Return how many trials trained for how long, the shortest time first."""
+        return dict(sorted(Counter(self.trained.values()).items()))
+
+
+@dataclass(slots=True)
+class _ImaginaryTrial:
+    create: Create
+    target: int = 0
+    trained: int = 0
+    is_stopped: bool = False
+
+
+@dataclass(slots=True)
+class _Simulator:
+    search: Search
+    max_inputs: int
+    ask: Ask
+    inputs: list[Input] = field(default_factory=list)
+    operations: list[tuple[Operation, ...]] = field(default_factory=list)
+    progress: list[float] = field(default_factory=list)
+    trials: dict[str, _ImaginaryTrial] = field(default_factory=dict)
+    running: list[_ImaginaryTrial] = field(default_factory=list)
+
+    def give(self, input: Input) -> None:
+        if len(self.inputs) >= self.max_inputs:
+            raise RuntimeError(
+                f"A simulated search must end within {self.max_inputs} inputs, but it has not.\n"
+                "Hint: trials with invalid hyperparameters are replaced without end; "
+                "or raise `max_inputs`."
+            )
+        operations = self.search.apply(input)
+        self.inputs.append(input)
+        self.operations.append(tuple(operations))
+        self.progress.append(self.search.progress())
+        for operation in operations:
+            if isinstance(operation, Create):
+                trial = self.trials[operation.request_id] = _ImaginaryTrial(operation)
+                self.running.append(trial)
+            elif isinstance(operation, Train):
+                self.trials[operation.request_id].target = operation.length
+            elif isinstance(operation, Stop):
+                self.trials[operation.request_id].is_stopped = True
+        if self.search.asks:
+            self.give(answers(self.search, self.ask, "sampler")[0])
+
+    def result(self) -> SimulationResult:
+        return SimulationResult(
+            inputs=tuple(self.inputs),
+            operations=tuple(self.operations),
+            progress=tuple(self.progress),
+            trained={request_id: trial.trained for request_id, trial in self.trials.items()},
+        )
+
+
+def simulate(
+    config: SearchConfig,
+    hyperparameters: dict[str, Any],
+    seed: int,
+    metric_of: Callable[[Create, int], float],
+    *,
+    exit_of: Callable[[Create, int], ExitReason | None] | None = None,
+    report_every: int | None = None,
+    max_inputs: int = 1_000_000,
+    sampler: Sampler | None = None,
+) -> SimulationResult:
+    """Run a search on imaginary trials taking turns.
+
+    In its turn a trial trains to its next target, or for `report_every` units of time if that is
+    less, and reports `metric_of(create, time)`. Then it ends if the search has stopped it or has
+    set no further target, or if `exit_of(create, time)` gives a reason. A trial created during a
+    round has its first turn in the same round. Without a `sampler`, hyperparameters are drawn at
+    random.
+
+    Raises:
+        ValueError: If the hyperparameters or the seed are not valid, or `report_every` is less
+            than 1.
+        SearchMethodError: If the search method fails.
+        RuntimeError: If the search has not ended after `max_inputs` inputs.
+    """
+    if report_every is not None and report_every < 1:
+        raise ValueError(
+            f"`report_every` must be at least 1, but got {report_every}.\n"
+            "Hint: leave it out for one report at each target."
+        )
+    search = Search(config, hyperparameters, seed, is_asking=sampler is not None)
+    simulator = _Simulator(search, max_inputs, asking(sampler, search.space, seed))
+    simulator.give(Started())
+    num_before = 0
+    while simulator.running:
+        if num_before == len(simulator.inputs):
+            raise RuntimeError(
+                "A simulated search must decide about its trials, but all of them wait for it.\n"
+                "Hint: a method whose trials wait promotes or stops some once none trains."
+            )
+        num_before = len(simulator.inputs)
+        remaining = []
+        # The list grows while it is walked through: `give` appends new trials.
+        for trial in simulator.running:
+            request_id = trial.create.request_id
+            if config.waits_at_targets and trial.trained == trial.target and not trial.is_stopped:
+                remaining.append(trial)
+                continue
+            step = trial.target if report_every is None else report_every
+            trial.trained = min(trial.trained + step, trial.target)
+            metric = metric_of(trial.create, trial.trained)
+            simulator.give(Reported(request_id=request_id, time=trial.trained, metric=metric))
+            reason = exit_of(trial.create, trial.trained) if exit_of else None
+            is_there = trial.target == trial.trained and not config.waits_at_targets
+            if reason is None and (trial.is_stopped or is_there):
+                reason = ExitReason.COMPLETED
+            if reason is None:
+                remaining.append(trial)
+            else:
+                simulator.give(Exited(request_id=request_id, reason=reason))
+        simulator.running = remaining
+    return simulator.result()

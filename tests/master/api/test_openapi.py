@@ -36,7 +36,7 @@ ORDER = ("GET", "PUT", "POST", "PATCH", "DELETE")
 PASSWORD = "correct horse"
 TEST_CHANNEL = "POST /notify-channels/{name}/test"
 # To hash a password takes long, on purpose; and to send a message, a process of its own.
-SLOW = {"POST /login", "PUT /users/{name}/password", TEST_CHANNEL}
+SLOW = {"POST /login", "POST /login-token", "PUT /users/{name}/password", TEST_CHANNEL}
 CONFIG = {"entrypoint": "x", "searcher": {"name": "single", "metric": "loss"}}
 RUN = {"run_id": "r1", "name": "run", "created": 1.0, "checkpoint_storage": "/c", "version": 1}
 SERIES = {"trial_id": 1, "group": "validation", "name": "loss"}
@@ -64,7 +64,7 @@ DIGEST = hashlib.sha256(ARCHIVE).hexdigest()
 PARAMETERS: dict[str, Any] = {
     "experiment_id": 1, "trial_id": 1, "attempt_id": 1, "uuid": "u", "path": "f", "name": "admin",
     "digest": DIGEST, "token_id": 1, "run_id": "r1",
-    "node_id": 1, "view_id": 1,
+    "node_id": 1, "view_id": 1, "project": "Default",
 }  # fmt: skip
 # The only search that has trials still to come.
 PROPOSED = 5
@@ -121,6 +121,8 @@ BODIES: dict[str, Any] = {
     "POST /attempts/{attempt_id}/logs": {"entries": []},
     "POST /attempts/{attempt_id}/end": {"reason": "exited", "code": 0, "signal": None, "time": 1.0},
     "POST /login": {"user": "admin", "password": PASSWORD},
+    "POST /login-token": {"user": "admin", "password": PASSWORD, "name": "laptop"},
+    "PUT /projects/{project}/members/{name}": {"role": "viewer"},
     "PUT /users/{name}/password": {"password": PASSWORD},
     "PUT /contexts/{digest}": ARCHIVE,
     "POST /experiments": {"config": CONFIG, "context_digest": None},
@@ -287,7 +289,7 @@ def test_no_request_that_the_description_allows_makes_the_server_fail(
     assert never == {}, "Hint: say in this file what is there for these operations"
     refused = {name: found for name, found in answers.items() if found[401] + found[429] > 12}
     # These are about passwords and links that are not right.
-    assert set(refused) <= {"POST /login", "GET /sign-in"}
+    assert set(refused) <= {"POST /login", "POST /login-token", "GET /sign-in"}
 
 
 def name_of(operation: Any) -> str:

@@ -46,7 +46,8 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
     facts = {"name": "box", "key": "k", "version": "1", "protocol": 1}
     node = {"id": 4, "name": "box", "key": "k", "session": 7, "facts": facts, "is_draining": True,
             "registered_at": 1.0, "seen_at": 2.0, "has_left": True}  # fmt: skip
-    pools = [{"name": name, "policy": "priority", "max_slots": 3, "labels": {"gpu": "a"}}
+    pools = [{"name": name, "policy": "priority", "max_slots": 3, "labels": {"gpu": "a"},
+              "backfill": True}
              for name in ("big", "gone")]  # fmt: skip
     slots = [{"node_id": 0, "slot": 1}, {"node_id": 4, "slot": 0}, {"node_id": 4, "slot": 2}]
     token = {"id": 3, "name": "box", "scope": "runner", "digest": "d", "created_at": 1.0,

@@ -403,8 +403,9 @@ def test_ranks_that_share_cores_store_when_all_have_copied(
     """Storing would take the cores on which others copy; what training waits for begins at once."""
     clock = itertools.count(step=3600)  # Each copy takes an hour.
     monkeypatch.setattr(
-        _background_saver, "time", SimpleNamespace(perf_counter=lambda: next(clock))
-    )
+        _background_saver, "time",
+        SimpleNamespace(perf_counter=lambda: next(clock), thread_time=time.thread_time),
+    )  # fmt: skip
     begun = threading.Event()
     alone, crowded = CheckpointSaver(), CheckpointSaver(local_size=2 * num_cores())
     crowded.save({"part": torch.zeros(1)}, place(context, 1), lambda path: begun.set())

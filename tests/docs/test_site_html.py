@@ -72,7 +72,8 @@ def test_a_site_without_search_is_found(site: Path) -> None:
     assert faults_in(site) == ["search.json: there is no index for the search."]
 
 
-# Building takes long where much else runs.
+# Building takes long where much else runs; `make check` builds the site as well.
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_build_makes_the_site_and_the_next_one_stops_at_a_dead_anchor(tmp_path: Path) -> None:
     pytest.importorskip("zensical", reason="NOT TESTED: the site needs Zensical, of Python 3.11")

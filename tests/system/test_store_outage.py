@@ -34,7 +34,14 @@ with core.init(distributed=distributed) as context:
 PART_S = "1"
 
 
-@pytest.mark.parametrize("struck", ["", "of_0", "of_2"], ids=["all", "rank 0", "rank 2"])
+@pytest.mark.parametrize(
+    "struck",
+    [
+        pytest.param("", id="all", marks=pytest.mark.slow),
+        pytest.param("of_0", id="rank 0", marks=pytest.mark.slow),
+        pytest.param("of_2", id="rank 2"),
+    ],
+)
 def test_trials_go_on_after_an_outage_without_a_restart(
     s3: str,
     faulty: Any,

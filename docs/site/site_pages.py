@@ -25,7 +25,9 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
             *("clusters.md", "ray.md", "integrations.md", "import-and-export.md", "sdk.md"),
             *("cli.md", "web-ui.md"),
         ],
-        "Operation": ["operations.md", "lab.md", "messages.md", "security.md", "SECURITY.md", "plugins.md"],
+        "Operation": [
+            *("operations.md", "lab.md", "messages.md", "security.md", "SECURITY.md", "plugins.md"),
+        ],
         "Examples": ["examples/*"],
     },
     "Coming from": {"": ["coming-from/index.md", "coming-from/*.md"]},

@@ -387,7 +387,8 @@ def set_pool(
             labels=read_labels(labels or []),
             backfill=backfill,
         )
-        _print_pool(client, name, f"The pool {name} has the policy {policy}.")
+        gaps = ", and its gaps are filled" if backfill else ""
+        _print_pool(client, name, f"The pool {name} has the policy {policy}{gaps}.")
 
 
 def _print_pool(client: "Client", name: str, text: str) -> None:

@@ -155,7 +155,8 @@ def test_the_architecture_page_has_the_same_rooms_and_names_files_that_exist() -
     table = text.partition("|---|---|")[2].partition("\n\n")[0]
     rooms = re.findall(r"^\| `([\w/]+)` \|", table, re.MULTILINE)
     assert [room.replace("/", ".") for room in reversed(rooms)] == ORDER
-    names = re.findall(r"`(\w+/[\w/.]*)`", text)
+    # The web UI is there once it is built.
+    names = set(re.findall(r"`(\w+/[\w/.]*)`", text)) - {"src/paceline/_cluster/master/webui/"}
     assert len(names) > 30
     wrong = [name for name in names if not any((at / name).exists() for at in (SOURCE, ROOT))]
     assert [name for name in wrong if not list(SOURCE.glob(f"**/{name}"))] == []

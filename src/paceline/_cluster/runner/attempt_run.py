@@ -17,7 +17,7 @@ from paceline import faults
 from paceline._base.process_and_network import PortReservation, interface_of
 from paceline._base.run_directory import MEETING_PORT_VARIABLE, RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline._cluster.messages.runner_messages import AttemptControl, AttemptEnd, AttemptSpec
-from paceline._cluster.messages.states import ErrorKind, ExitReason
+from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_directory import (
     FILE_NAME,
     AttemptDirectory,
@@ -314,17 +314,17 @@ class AttemptRun:
         if self._group.has_others or has_failed:
             launch_error = self._directory.run.read_launch_error()
         was_killed = exit_.signal == signal.SIGKILL or exit_.code == 128 + signal.SIGKILL
-        is_memory = has_failed and was_killed and _count_oom_kills() > self._num_oom_kills
         detail = launch_error or _why_process_ended(exit_)
-        if is_memory:
-            detail = f"the system ends processes as the machine is out of memory. {detail or ''}"
+        # The count is that of the machine, so another trial may have been the one: only a hint.
+        if has_failed and was_killed and _count_oom_kills() > self._num_oom_kills:
+            told = "The system has ended a process for want of memory meanwhile, perhaps this one."
+            detail = f"{detail} {told}" if detail else told
         return make_attempt_end(
             reason,
             code=exit_.code,
             signum=exit_.signal,
             detail=detail,
             is_launch_error=bool(launch_error),
-            kind=ErrorKind.MEMORY if is_memory else None,
             store=read_failing_store(self._directory.run) if has_failed else None,
         )
 

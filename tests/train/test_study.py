@@ -1,5 +1,8 @@
 """Ask and tell in this process."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,3 +116,61 @@ def test_a_study_refuses_what_a_config_would() -> None:
         Study(SPACE, sampler="grid")
     with pytest.raises(ConfigError, match="points_to_evaluate"):
         Study(SPACE, method=HALVING | {"points_to_evaluate": [{"x": 3}]})
+
+
+def told(study: Study) -> list[tuple[object, ...]]:
+    return [(t.hparams, t.seed, t.by, t.value, t.is_stopped, t.is_over) for t in study.trials]
+
+
+def test_a_killed_study_continues_with_its_trials_and_the_same_draws(tmp_path: Path) -> None:
+    whole = Study(SPACE, method=HALVING, seed=1)
+    for number in range(4):
+        trial = whole.ask()
+        assert trial is not None
+        whole.report(trial, 1.0 / (1 + number), 1)
+        whole.tell(trial)
+    code = f"""
+import os
+import numpy as np
+from paceline.train import Study
+study = Study({SPACE!r}, method={HALVING!r}, seed=1, directory={str(tmp_path)!r})
+for number in range(3):
+    trial = study.ask()
+    study.report(trial, np.float64(1.0 / (1 + number)), np.int64(1))
+    if number < 2:
+        study.tell(trial)
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    with Study(SPACE, method=HALVING, directory=tmp_path) as study:
+        [trial] = [trial for trial in study.trials if not trial.is_over]
+        study.tell(trial)
+        last = study.ask()
+        assert last is not None
+        study.report(last, 0.25, 1)
+        study.tell(last)
+        assert told(study) == told(whole)
+        with pytest.raises(RuntimeError, match="while it is running"):
+            Study(SPACE, method=HALVING, directory=tmp_path)
+    with pytest.raises(ValueError, match="same `space`"):
+        Study({"y": SPACE["x"]}, method=HALVING, directory=tmp_path)
+
+
+def test_a_proposal_is_the_next_trial_and_the_state_is_json() -> None:
+    study = Study({**SPACE, "size": {"type": "int", "minval": 1, "maxval": 9}}, seed=1)
+    study.propose({"x": 0.25}, by="model", why="between the best two")
+    with pytest.raises(ValueError, match="x"):
+        study.propose({"x": 2.0})
+    first, second = study.ask(), study.ask()
+    assert first is not None
+    assert second is not None
+    assert (first.hparams["x"], first.by, first.why) == (0.25, "model", "between the best two")
+    assert 1 <= first.hparams["size"] <= 9
+    assert second.by != "model"
+    study.tell(first, 2.0)
+    study.report(second, float("nan"), 1)
+    state = json.loads(json.dumps(study.state(), allow_nan=False))
+    assert state["best"] == 1
+    assert state["metric"] == "value"
+    assert [trial["value"] for trial in state["trials"]] == [2.0, None]
+    assert state["space"]["x"]["maxval"] == 1

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from secrets import randbelow
 from typing import Any
 
-from paceline._training.masterless_search_trials import refuse_without_master
+import msgspec
+
+from paceline._training.masterless_search import SearchJournal
+from paceline._training.masterless_search_trials import refuse_without_master, search_journal
 from paceline.config._validate_config import validate_config
+from paceline.core._run_directories import local_directory
+from paceline.search._hyperparameter_space import Rng
 from paceline.search._sampler_program import SamplerProgram
-from paceline.search._samplers import Ask, Sampler, answers, asking, check_installed, recalled_from
+from paceline.search._samplers import (
+    Ask,
+    Sampler,
+    answers,
+    asking,
+    check_installed,
+    merged,
+    recalled_from,
+)
 from paceline.search._search import Search
 from paceline.search._search_method import (
     Create,
     Exited,
     ExitReason,
     Input,
+    Proposed,
     Reported,
     Started,
     Stop,
+    input_from_json,
 )
 
 
@@ -61,10 +77,14 @@ class Study:
         sampler: "random", "grid", "sobol", ``{"name": "optuna", "of": "tpe"}``, "module:Class",
             or a `Sampler`, which is asked in this process. It has priority over `method`'s.
         seed: The seed; drawn by default.
+        directory: Where all that is asked and told is kept. The same call with the same directory
+            continues the study after the end of its process. By default nothing is kept.
 
     Raises:
         ConfigError: The space, the method or the sampler is not valid; a ValueError.
         ImportError: The package of the sampler is not installed.
+        RuntimeError: Another process works on the study in `directory`.
+        ValueError: `directory` has another run, or a study with other arguments.
     """
 
     def __init__(
@@ -74,6 +94,7 @@ class Study:
         method: Mapping[str, Any] | None = None,
         sampler: str | Mapping[str, Any] | Sampler | None = None,
         seed: int | None = None,
+        directory: str | os.PathLike[str] | None = None,
     ) -> None:
         searcher = dict(method or _ENDLESS)
         if sampler is not None and not isinstance(sampler, Sampler):
@@ -81,47 +102,68 @@ class Study:
         config = validate_config(
             {"entrypoint": "study", "searcher": searcher, "hyperparameters": dict(space)}
         )
+        self._section, self._space = config.searcher, config.hyperparameters
+        refuse_without_master(config.searcher)
+        limits = config.searcher.limits
+        if limits is not None and (limits.max_slot_hours, limits.max_wall_time) != (None, None):
+            raise ValueError(
+                "`limits` of a study must not limit time, as its trials run anywhere.\n"
+                "Hint: `max_trials`, `target` and `max_failures` limit a study."
+            )
+        spec = config.searcher.sampler_spec()
+        if spec.name != "random" and not isinstance(sampler, Sampler):
+            check_installed(spec, takes_places=True)
+        self._journal: SearchJournal | None = None
+        if directory is not None:
+            self._journal = search_journal(config, local_directory(directory, "directory"), seed)
+            seed = self._journal.seed
         self.seed = randbelow(2**32) if seed is None else seed
         self.trials: list[StudyTrial] = []
-        """All trials, in the order of `ask`."""
-        self._section = config.searcher
+        """All trials, in the order of `ask`; those of an earlier process first."""
+        self._by_id: dict[str, StudyTrial] = {}
+        self._proposals: deque[Proposed] = deque()
         self._search = Search(
             config.search_config(), config.hyperparameters, self.seed, is_asking=True
         )
         self._program: SamplerProgram | None = None
         self._ask: Ask | None = None
-        spec = config.searcher.sampler_spec()
         self._name = spec.shown
         if isinstance(sampler, Sampler):
             self._name = type(sampler).__name__
             self._ask = asking(sampler, self._search.space, self.seed)
         elif spec.name != "random":
-            check_installed(spec, takes_places=True)
             self._ask = self._program = SamplerProgram(
                 spec, config.hyperparameters, self.seed, os.getcwd()
             )
-        refuse_without_master(config.searcher)
-        for path in config.searcher.warm_start_from:
-            self._give(recalled_from(str(path), self._search.space, config.searcher.metric))
-        if (limits := config.searcher.limits) is not None:
-            if (limits.max_slot_hours, limits.max_wall_time) != (None, None):
-                raise ValueError(
-                    "`limits` of a study must not limit time, as its trials run anywhere.\n"
-                    "Hint: `max_trials`, `target` and `max_failures` limit a study."
-                )
-            self._give(limits.as_input())
-        self._give(Started())
+        self._begin()
+
+    def _begin(self) -> None:
+        earlier = [] if self._journal is None else list(self._journal.earlier())
+        for record in earlier:
+            self._apply(input_from_json(msgspec.json.encode(record.input)))
+        if earlier:
+            return
+        for path in self._section.warm_start_from:
+            self._take(recalled_from(str(path), self._search.space, self._section.metric))
+        if self._section.limits is not None:
+            self._take(self._section.limits.as_input())
+        self._take(Started())
 
     def __enter__(self) -> Study:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self._close(error)
 
     def close(self) -> None:
-        """End the process of the sampler, if it has one; it starts again when it is asked."""
+        """End the process of the sampler, and leave the directory to others."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
         if self._program is not None:
             self._program.close()
+        if self._journal is not None:
+            self._journal.close(error)
 
     @property
     def best_trial(self) -> StudyTrial | None:
@@ -137,20 +179,54 @@ class Study:
         """
         if not self._search.asks:
             return None
-        points = self._section.points_to_evaluate
-        [answer] = answers(self._search, self._ask, self._name, points)
-        create, *_ = self._search.apply(answer)
-        assert isinstance(create, Create)
-        trial = StudyTrial(
-            number=len(self.trials) + 1,
-            hparams=create.hparams,
-            seed=create.trial_seed,
-            by=answer.by,
-            why=answer.why,
-            _id=create.request_id,
-        )
-        self.trials.append(trial)
-        return trial
+        answer = self._proposed(self._search.asks[0])
+        if answer is None:
+            points = self._section.points_to_evaluate
+            [answer] = answers(self._search, self._ask, self._name, points)
+        self._take(answer)
+        return self.trials[-1]
+
+    def propose(self, hparams: Mapping[str, Any], *, by: str = "person", why: str = "") -> None:
+        """Name hyperparameters for the next `ask`, in the place of the sampler.
+
+        Args:
+            hparams: Some of the hyperparameters, or all; the others are drawn.
+            by: Who proposes it: a person, a program, a language model.
+            why: The reason.
+
+        Raises:
+            ValueError: The space does not have such hyperparameters.
+        """
+        self._search.space.check(merged(self._search.space.sample(Rng(0)), dict(hparams)))
+        given = Proposed(request_id="", hparams=dict(hparams), by=by, why=why)
+        self._proposals.append(given)
+
+    def _proposed(self, create: Create) -> Proposed | None:
+        if not self._proposals:
+            return None
+        given = self._proposals.popleft()
+        hparams = self._search.space.check(merged(create.hparams, given.hparams))
+        return Proposed(request_id=create.request_id, hparams=hparams, by=given.by, why=given.why)
+
+    def state(self) -> dict[str, Any]:
+        """Return where the study stands, as JSON for a person or a language model.
+
+        It has the `metric`, whether smaller is better, the `space`, all `trials`, the number of the
+        `best` one, and the `rungs` of a method that has any.
+        """
+        best = self.best_trial
+        trials = [asdict(trial) for trial in self.trials]
+        for trial in trials:
+            del trial["_id"], trial["seed"]
+        return {
+            "metric": self._section.metric,
+            "smaller_is_better": self._section.smaller_is_better,
+            "space": self._space,
+            "trials": trials,
+            "best": None if best is None else best.number,
+            "rungs": msgspec.to_builtins(self._search.rungs()),
+            "is_over": self._search.is_over,
+        }
 
     def report(self, trial: StudyTrial, value: float, time: float) -> bool:
         """Tell a value on the way, and return whether the trial is to go on.
@@ -161,11 +237,7 @@ class Study:
             time: How long it has trained, in the unit of the method.
         """
         self._check_open(trial)
-        sign = 1 if self._section.smaller_is_better else -1
-        is_better = trial.value is None or sign * value < sign * trial.value
-        if math.isfinite(value) and is_better:
-            trial.value = float(value)
-        self._give(Reported(request_id=trial._id, time=time, metric=value))
+        self._take(Reported(request_id=trial._id, time=float(time), metric=float(value)))
         return not trial.is_stopped
 
     def tell(self, trial: StudyTrial, value: float | None = None) -> None:
@@ -193,8 +265,7 @@ class Study:
 
     def _end(self, trial: StudyTrial, reason: ExitReason) -> None:
         self._check_open(trial)
-        trial.is_over = True
-        self._give(Exited(request_id=trial._id, reason=reason))
+        self._take(Exited(request_id=trial._id, reason=reason))
 
     def _check_open(self, trial: StudyTrial) -> None:
         if trial.is_over:
@@ -202,10 +273,38 @@ class Study:
                 f"Trial {trial.number} must be open, but it has ended.\nHint: tell each trial once."
             )
 
-    def _give(self, given: Input) -> None:
-        stopped = {one.request_id for one in self._search.apply(given) if isinstance(one, Stop)}
-        for trial in self.trials if stopped else ():
-            trial.is_stopped = trial.is_stopped or trial._id in stopped
+    def _take(self, given: Input) -> None:
+        self._apply(given)
+        if self._journal is not None:
+            self._journal.add(given)
+
+    def _apply(self, given: Input) -> None:
+        for operation in self._search.apply(given):
+            if isinstance(operation, Stop):
+                self._by_id[operation.request_id].is_stopped = True
+            elif isinstance(operation, Create) and isinstance(given, Proposed):
+                self._add(operation, given)
+        if isinstance(given, Exited):
+            self._by_id[given.request_id].is_over = True
+        elif isinstance(given, Reported) and math.isfinite(given.metric):
+            trial, sign = (
+                self._by_id[given.request_id],
+                1 if self._section.smaller_is_better else -1,
+            )
+            if trial.value is None or sign * given.metric < sign * trial.value:
+                trial.value = given.metric
+
+    def _add(self, create: Create, proposed: Proposed) -> None:
+        trial = StudyTrial(
+            number=len(self.trials) + 1,
+            hparams=create.hparams,
+            seed=create.trial_seed,
+            by=proposed.by,
+            why=proposed.why,
+            _id=create.request_id,
+        )
+        self.trials.append(trial)
+        self._by_id[create.request_id] = trial
 
 
 # So many trials may be open at once.

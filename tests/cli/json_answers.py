@@ -36,6 +36,7 @@ from paceline._cluster.messages.master_models import (
     QueueEntry,
     Slot,
     Token,
+    Usage,
     User,
 )
 from paceline.client._experiment_lineage import Repeats
@@ -144,6 +145,7 @@ COMMANDS: dict[str, Any] = {
     | record("RestoredCopy", backup=str, home=str, set_aside=str, **ACCESS),
     "login": record("SignIn", sign_in_url=str, has_web_ui=bool) | CreatedToken,
     "audit": list[AuditEntry],
+    "usage": list[Usage],
     "project create": Project,
     "project list": list[Project],
     "project members": list[Member],

@@ -57,6 +57,7 @@ def test_each_help_ends_with_examples_and_exit_codes() -> None:
 
 LISTS = {
     "list", "lt", "lc", "list-trials", "list-checkpoints", "compare", "doctor", "files", "audit",
+    "usage",
     "tree", "members",
 }  # fmt: skip
 

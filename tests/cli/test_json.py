@@ -164,6 +164,8 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("user remove", "ada")["user"] == "ada"
     assert [one["is_active"] for one in run("user list")] == [False, True]
     assert run("audit")[0]["action"] == "DELETE /users/ada"
+    [used] = run("usage", "--by", "user")
+    assert (used["user"], used["month"], used["num_trials"] >= 1) == ("admin", None, True)
     assert run("login")["sign_in_url"].startswith("http")
     assert run("status")["num_slots"] == 2
     assert not run("up", "--detach")["is_new"]

@@ -77,6 +77,7 @@ COMMANDS = {
         *("metrics", "stop", "time"),
     ],
     "up": [],
+    "usage": [],
     "user": ["add", "list", "remove", "role", "set-password"],
     "verify-resume": [],
     "version": [],

@@ -53,6 +53,7 @@ from paceline.cli._user_and_token_commands import (
     login,
     project_app,
     token_app,
+    usage,
     user_app,
 )
 from paceline.cli._verify_resume_command import verify_resume
@@ -178,6 +179,7 @@ app.command("backup")(backup)
 app.command("restore")(restore)
 app.command("login")(login)
 app.command("audit", is_list=True)(audit)
+app.command("usage", is_list=True)(usage)
 app.command("init")(init)
 app.command("doctor", is_list=True)(doctor)
 app.command("sync")(sync)

@@ -337,6 +337,48 @@ def list_members(name: ProjectName) -> None:
     print_list(members, ["User", "Role"], [(one.user, one.role.value) for one in members])
 
 
+_USAGE_KEYS = ("month", "user", "project", "pool")
+
+
+def usage(
+    month: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM", help="Month in UTC. Default: this month.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM", help="First month of several.")
+    ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHAT", help="Sum up by month, user, project or pool. Repeatable."),
+    ] = None,
+) -> None:
+    """List slot hours by month, user, project and pool."""
+
+    for option, given in (("--month", month), ("--since", since)):
+        if given is not None and not re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])", given):
+            raise CommandError(f"`{option}` must be a month such as 2026-11, but got {given!r}.")
+    keys = by or list(_USAGE_KEYS)
+    if not set(keys) <= set(_USAGE_KEYS):
+        raise CommandError(f"`--by` must be one of {', '.join(_USAGE_KEYS)}, but got {keys!r}.")
+    with connect() as client:
+        rows = client.usage(since=since or month, until=month, by=by)
+    numbers = ["Trials", "Slot hours", "Hours waited"]
+    print_list(
+        rows,
+        [*(key.capitalize() for key in keys), *numbers],
+        [
+            (
+                *(getattr(row, key) for key in keys),
+                row.num_trials,
+                f"{row.slot_hours:.2f}",
+                f"{row.wait_hours:.2f}",
+            )
+            for row in rows
+        ],
+        right=numbers,
+    )
+
+
 def audit(
     user: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show only requests of this user.")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         QueueEntry,
         Slot,
         Token,
+        Usage,
         User,
     )
     from paceline.config._experiment_config import ExperimentConfig
@@ -357,6 +358,24 @@ class Client(ClusterClient):
         from paceline._cluster.messages.master_models import AuditEntry
 
         return self._session.get("audit", list[AuditEntry], user=user, limit=limit)
+
+    def usage(
+        self,
+        *,
+        since: str | None = None,
+        until: str | None = None,
+        by: "Sequence[str] | None" = None,
+    ) -> "list[Usage]":
+        """Return the slot hours that trials used, most first, of the projects that the user sees.
+
+        Args:
+            since: The first month, such as ``"2026-11"``, in UTC; this one by default.
+            until: The last month; this one by default.
+            by: Which of "month", "user", "project" and "pool" tell rows apart; all by default.
+        """
+        from paceline._cluster.messages.master_models import Usage
+
+        return self._session.get("usage", list[Usage], since=since, until=until, by=by)
 
     def log_in(self, user: str, password: str, *, name: str) -> "CreatedToken":
         """Make a token for all that a user may do, by the user's password.

@@ -112,8 +112,11 @@ def test_deleting_tells_the_loss_takes_everything_and_gives_no_id_again(ended: A
         "obstacle": None,
     }  # fmt: skip
     (ended.home.attempts_path / "1.output.jsonl").write_text("kept")
+    used = ended.http.get("/usage?by=user").json()
+    assert [row["num_trials"] for row in used] == [2]
     reply = ended.http.delete("/experiments/1")
     assert (reply.status_code, reply.json()) == (200, {"left_behind": []})
+    assert ended.http.get("/usage?by=user").json() == used
     for path in ("/experiments/1", "/trials/1", "/checkpoints/one", "/trials/1/logs"):
         assert ended.http.get(path).status_code == 404
     assert ended.http.delete("/experiments/1").status_code == 404
@@ -130,7 +133,7 @@ def test_deleting_tells_the_loss_takes_everything_and_gives_no_id_again(ended: A
             if table is tables.counts:
                 rows = rows.where(tables.counts.c.number != 0)
             num_rows = connection.execute(rows).scalar_one()
-            assert num_rows == {"events": 1, "meta": 5, "projects": 1, "users": 1}.get(
+            assert num_rows == {"events": 1, "meta": 5, "projects": 1, "usage": 1, "users": 1}.get(
                 table.name, 0
             ), table.name
     assert ended.create() == 2

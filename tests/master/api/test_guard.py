@@ -82,6 +82,7 @@ ROUTES = [
     "GET    /api/v1/trials/{trial_id}/media-steps",
     "GET    /api/v1/trials/{trial_id}/metrics",
     "GET    /api/v1/trials/{trial_id}/time",
+    "GET    /api/v1/usage",
     "GET    /api/v1/users",
     "GET    /api/v1/views",
     "GET    /artifactsV2/{path:path}",

@@ -755,6 +755,29 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/usage": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Usage
+         * @description List the slot hours that trials used, most first; of this month by default.
+         *
+         *     Without `by` there is a row for each month, user, project and pool. Of the projects that the
+         *     sender sees.
+         */
+        get: operations["list_usage_api_v1_usage_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/audit": {
         parameters: {
             query?: never;
@@ -4266,6 +4289,34 @@ export interface components {
             until: number;
         };
         /**
+         * Usage
+         * @description Slots that trials used, and how long these waited for their first start.
+         *
+         *     Fields that were not asked for are null. Months are of UTC, such as `2026-11`.
+         */
+        Usage: {
+            /** Month */
+            month: string | null;
+            /** User */
+            user: string | null;
+            /** Project */
+            project: string | null;
+            /** Pool */
+            pool: string | null;
+            /** Slot Hours */
+            slot_hours: number;
+            /** Wait Hours */
+            wait_hours: number;
+            /** Num Trials */
+            num_trials: number;
+        };
+        /**
+         * UsageKey
+         * @description What tells the rows of used slots apart.
+         * @enum {string}
+         */
+        UsageKey: "month" | "user" | "project" | "pool";
+        /**
          * User
          * @description A user; one that was removed is not active, and stays the owner of experiments.
          *
@@ -5734,6 +5785,41 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_usage_api_v1_usage_get: {
+        parameters: {
+            query?: {
+                /** @description In UTC. */
+                since?: string | null;
+                /** @description In UTC. */
+                until?: string | null;
+                by?: components["schemas"]["UsageKey"][] | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Usage"][];
+                };
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {

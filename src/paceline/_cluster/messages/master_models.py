@@ -437,6 +437,30 @@ class NewRole(Request):
     role: Role | None
 
 
+class UsageKey(str, Enum):
+    """What tells the rows of used slots apart."""
+
+    MONTH = "month"
+    USER = "user"
+    PROJECT = "project"
+    POOL = "pool"
+
+
+class Usage(Message):
+    """Slots that trials used, and how long these waited for their first start.
+
+    Fields that were not asked for are null. Months are of UTC, such as `2026-11`.
+    """
+
+    month: str | None
+    user: str | None
+    project: str | None
+    pool: str | None
+    slot_hours: float
+    wait_hours: float
+    num_trials: int
+
+
 class AuditEntry(Message):
     """A request that changes something: who sent it, by which token, and its objects.
 

@@ -99,6 +99,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /trials/{trial_id}/metrics",
         "GET /trials/{trial_id}/time",
         "GET /users",
+        "GET /usage",
         "GET /views",
         "HEAD /openapi.json",
         "POST /check-config",

@@ -1,6 +1,7 @@
 """Sign-in, tokens, users with their roles, and the log of what they changed."""
 
 import asyncio
+import time
 from typing import Annotated
 
 from fastapi import Path, Query, Request, Response
@@ -25,6 +26,7 @@ from paceline._cluster.master.authentication import (
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store.reach import FIRST_USER
+from paceline._cluster.master.store.usage import month_of, read_usage
 from paceline._cluster.messages.master_models import (
     AuditEntry,
     CreatedToken,
@@ -42,6 +44,8 @@ from paceline._cluster.messages.master_models import (
     SignInLink,
     Token,
     TokenScope,
+    Usage,
+    UsageKey,
     User,
     UserChange,
 )
@@ -364,6 +368,28 @@ async def set_role(
         )
     await asyncio.wrap_future(master.users.set_role(project, name, request.role))
     master.events.notify()
+
+
+Month = Annotated[str | None, Query(pattern=r"^20\d\d-(0[1-9]|1[0-2])$", description="In UTC.")]
+
+
+@user_router.get("/usage")
+def list_usage(
+    master: MasterOf,
+    since: Month = None,
+    until: Month = None,
+    by: Annotated[list[UsageKey] | None, Query(max_length=len(UsageKey))] = None,
+) -> list[Usage]:
+    """List the slot hours that trials used, most first; of this month by default.
+
+    Without `by` there is a row for each month, user, project and pool. Of the projects that the
+    sender sees.
+    """
+    this_month = month_of(time.time())
+    with master.database.read() as connection:
+        return read_usage(
+            connection, since or until or this_month, until or this_month, by or list(UsageKey)
+        )
 
 
 @user_router.get("/audit")

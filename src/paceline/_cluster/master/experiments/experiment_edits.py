@@ -24,6 +24,7 @@ from paceline._cluster.master.store.row_ids_and_counts import (
     keep_ids,
     numbers_of,
 )
+from paceline._cluster.master.store.usage import keep_usage
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import (
     LIVE_ATTEMPTS,
@@ -310,6 +311,7 @@ def delete_experiment(
     )
     # Highest ids are kept before the deletion: no id may be given twice.
     keep_ids(connection, tables.experiments, tables.trials, tables.attempts)
+    keep_usage(connection, experiment_id)
     _delete_rows(connection, experiment_id, ids)
     transaction.emit("experiment_deleted", experiment_id)
     transaction.after_commit(lambda: changes.searches.forget(experiment_id))

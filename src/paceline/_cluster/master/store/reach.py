@@ -131,6 +131,7 @@ _VIEWS = {
     "series": f"{_PROJECT_OF_TRIAL.format('series.trial_id')} IN {{0}}",
     "documents": f"coalesce({_PROJECT_OF.format('documents.experiment_id')}, project_id) IN {{0}}",
     "members": "project_id IN {0}",
+    "usage": "project_id IN {0}",
 }
 # Written by requests of users; the rest follows from them, or is the master's own.
 _GUARDED = {

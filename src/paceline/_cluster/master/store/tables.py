@@ -279,7 +279,21 @@ views = Table(
     sqlite_autoincrement=True,
 )
 
-SCHEMA_VERSION = 17
+# What deleted experiments have used; see `usage.py`. Months are of UTC.
+usage = Table(
+    "usage",
+    metadata,
+    Column("month", String, primary_key=True),
+    Column("user", String, primary_key=True),
+    Column("project_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("pool", String, primary_key=True),
+    Column("slot_s", Float, nullable=False),
+    Column("wait_s", Float, nullable=False),
+    Column("num_trials", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+SCHEMA_VERSION = 18
 FIRST_SCHEMA_VERSION = 13
 """Schema version of the first release: no later one takes an older database."""
 

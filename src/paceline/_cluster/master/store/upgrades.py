@@ -145,11 +145,26 @@ def _add_users_and_projects(operations: Operations) -> None:
         )
 
 
+def _add_usage(operations: Operations) -> None:
+    operations.create_table(
+        "usage",
+        Column("month", String, primary_key=True),
+        Column("user", String, primary_key=True),
+        Column("project_id", BigInteger, primary_key=True, autoincrement=False),
+        Column("pool", String, primary_key=True),
+        Column("slot_s", Float, nullable=False),
+        Column("wait_s", Float, nullable=False),
+        Column("num_trials", BigInteger, nullable=False),
+        sqlite_with_rowid=False,
+    )
+
+
 STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_files_media_and_documents,
     _add_backfill_and_waiting_trials,
     _add_views,
     _add_users_and_projects,
+    _add_usage,
 )
 
 

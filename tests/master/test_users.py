@@ -153,6 +153,24 @@ def test_bodies_name_no_objects_of_other_projects(master: Any, add: Any) -> None
     assert ada.get(f"/experiments/{mine['id']}").status_code == 404
 
 
+@pytest.mark.parametrize("written", ["1%C2%A0", "%E2%80%831", "%2B1", "1.0", "01"])
+def test_an_id_written_otherwise_is_the_same_object(master: Any, add: Any, written: str) -> None:
+    """What an id in a path means to the check of roles, it means to the route."""
+    ada, viewer = add("ada", role=None), add("vic", role="viewer")
+    master.http.post("/projects", json={"name": "own"})
+    for name in ("ada", "vic"):
+        master.http.put(f"/projects/own/members/{name}", json={"role": "editor"})
+    secret = {"environment": {"secrets": {"KEY": "hush-hush"}}}
+    assert master.http.post("/experiments", json=config(**secret)).status_code == 201
+    master.schedule()
+    for path in (f"/experiments/{written}/fork", f"/trials/{written}/continue"):
+        refused = ada.post(path, json={})
+        assert (refused.status_code, refused.json()["code"]) == (404, "not_found"), refused.text
+    assert viewer.post(f"/experiments/{written}/cancel").status_code == 403
+    assert ada.get("/experiments").json()["items"] == []
+    assert viewer.post(f"/experiments/{written}/fork", json={}).json()["project"] == "own"
+
+
 UPSERT = """mutation($name: String, $project: String) {
   upsertBucket(input: {name: $name, modelName: $project}) { bucket { name } inserted } }"""
 

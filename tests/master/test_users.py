@@ -174,6 +174,9 @@ def test_an_id_written_otherwise_is_the_same_object(master: Any, add: Any, writt
 UPSERT = """mutation($name: String, $project: String) {
   upsertBucket(input: {name: $name, modelName: $project}) { bucket { name } inserted } }"""
 
+ARTIFACT = """mutation { createArtifact(input: {projectName: "hush", runName: "r1",
+  artifactCollectionName: "net", artifactTypeName: "model", digest: "d"}) { artifact { id } } }"""
+
 
 def test_clients_of_trackers_see_and_change_their_users_projects(master: Any, add: Any) -> None:
     root = master.url.removesuffix("/api/v1")
@@ -225,11 +228,27 @@ def test_clients_of_trackers_see_and_change_their_users_projects(master: Any, ad
         return found
 
     assert ask(ada, UPSERT, name="r1", project="hush")["data"]["upsertBucket"]["inserted"]
+    artifact = ask(ada, ARTIFACT)["data"]["createArtifact"]["artifact"]
+    number = artifact["id"]
     for client in (stranger, viewer):
         assert ask(client, UPSERT, name="r1", project="hush")["errors"], client
         lines = {"files": {"wandb-history.jsonl": {"offset": 0, "content": ['{"a": 1}']}}}
         stream = client.post(f"{root}/files/paceline/hush/r1/file_stream", json=lines)
         assert stream.status_code == (403 if client is viewer else 404), stream.text
+    for client in (stranger, viewer):
+        # By the URL of a file, anybody writes to the run.
+        for change in (
+            'createRunFiles(input: {projectName: "hush", runName: "r1", files: ["f"]}) {'
+            " files { uploadUrl } }",
+            f'createArtifactManifest(input: {{artifactID: "{number}"}}) {{'
+            " artifactManifest { file { uploadUrl } } }",
+            f'createArtifactFiles(input: {{artifactFiles: [{{artifactID: "{number}", name: "f",'
+            ' md5: "x"}]}) { files { edges { node { uploadUrl } } } }',
+        ):
+            told = ask(client, f"mutation {{ {change} }}")
+            assert "errors" in told and "wandb-files" not in json.dumps(told), told
+            told = ask(ada, f"mutation {{ {change} }}")
+            assert "errors" not in told and "wandb-files" in json.dumps(told), told
     shown = 'query { project(name: "hush") { name } }'
     assert ask(stranger, shown)["data"]["project"] is None
     assert ask(viewer, shown)["data"]["project"]["name"] == "hush"

@@ -214,6 +214,18 @@ def test_clients_of_trackers_see_and_change_their_users_projects(master: Any, ad
         assert reply.status_code == 404, (path, reply.text)
         if is_change:
             assert ml(viewer, method, path, **body).status_code == 403, path
+    # What was logged is not told to whom the run is hidden, as little as that it is there.
+    assert ml(ada, "POST", "runs/log-parameter", run_id=run, key="lr", value="0.25").is_success
+    told = ml(stranger, "POST", "runs/log-parameter", run_id=run, key="lr", value="1")
+    assert (told.status_code, "0.25" in told.text) == (404, False), told.text
+    # A version belongs to the project of its model, whoever registers it.
+    own = {"name": "weights", "source": "mlflow-artifacts:/0/r/artifacts/m"}
+    assert ml(stranger, "POST", "registered-models/create", name="weights").is_success
+    master.http.put("/projects/own/members/ada", json={"role": "editor"})
+    assert ml(ada, "POST", "model-versions/create", **own).is_success
+    for client, number in ((stranger, 1), (ada, 1), (viewer, 0)):
+        versions = ml(client, "GET", "model-versions/search")
+        assert len(versions.json().get("model_versions", "?")) == number, versions.text
     for path in ("experiments/search", "runs/search"):
         body = {"max_results": 9, "experiment_ids": [created]}
         assert run not in (found := ml(stranger, "POST", path, **body).text), path
@@ -232,10 +244,18 @@ def test_clients_of_trackers_see_and_change_their_users_projects(master: Any, ad
     number = artifact["id"]
     for client in (stranger, viewer):
         assert ask(client, UPSERT, name="r1", project="hush")["errors"], client
-        lines = {"files": {"wandb-history.jsonl": {"offset": 0, "content": ['{"a": 1}']}}}
+        content = {
+            "wandb-history.jsonl": '{"a": 1}',
+            "output.log": "2026-01-01T00:00:00 by a viewer",
+        }
+        lines = {
+            "files": {name: {"offset": 0, "content": [text]} for name, text in content.items()}
+        }
         stream = client.post(f"{root}/files/paceline/hush/r1/file_stream", json=lines)
         assert stream.status_code == (403 if client is viewer else 404), stream.text
     for client in (stranger, viewer):
+        shown = [line["text"] for line in ada.get("/trials/2/logs").json()["items"]]
+        assert "by a viewer" not in "".join(shown), shown
         # By the URL of a file, anybody writes to the run.
         for change in (
             'createRunFiles(input: {projectName: "hush", runName: "r1", files: ["f"]}) {'
@@ -246,9 +266,22 @@ def test_clients_of_trackers_see_and_change_their_users_projects(master: Any, ad
             ' md5: "x"}]}) { files { edges { node { uploadUrl } } } }',
         ):
             told = ask(client, f"mutation {{ {change} }}")
-            assert "errors" in told and "wandb-files" not in json.dumps(told), told
+            assert ("errors" in told, "wandb-files" in json.dumps(told)) == (True, False), told
             told = ask(ada, f"mutation {{ {change} }}")
-            assert "errors" not in told and "wandb-files" in json.dumps(told), told
+            assert ("errors" in told, "wandb-files" in json.dumps(told)) == (False, True), told
+    # Ada is an editor in the stranger's project, whose run uses her artifact.
+    master.http.put("/projects/Default/members/eve", json={"role": "viewer"})
+    assert ask(stranger, UPSERT, name="hidden", project="used")["data"]["upsertBucket"]["inserted"]
+    used = f'artifactID: "{number}", projectName: "used", runName: "hidden"'
+    users = "{ artifact { usedBy { edges { node { name } } } } }"
+    assert "hidden" in json.dumps(
+        ask(stranger, f"mutation {{ useArtifact(input: {{{used}}}) {users} }}")
+    )
+    master.http.put("/projects/Default/members/eve", json={"role": None})
+    master.http.put("/projects/own/members/ada", json={"role": None})
+    tagged = f'updateArtifact(input: {{artifactID: "{number}"}})'
+    told = ask(ada, f"mutation {{ {tagged} {users} }}")
+    assert told["data"]["updateArtifact"]["artifact"]["usedBy"]["edges"] == [], told
     shown = 'query { project(name: "hush") { name } }'
     assert ask(stranger, shown)["data"]["project"] is None
     assert ask(viewer, shown)["data"]["project"]["name"] == "hush"

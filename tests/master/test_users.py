@@ -104,6 +104,23 @@ def test_the_last_administrator_stays(master: Any, add: Any) -> None:
     assert master.http.get("/audit").status_code == 200
 
 
+def test_a_link_ends_with_the_access_that_it_was_made_for(master: Any, add: Any) -> None:
+    links = []
+    for end in ("password", "removal"):
+        if end == "password":
+            client = add("ada")
+        links.append(client.post("/sign-in-links").json()["url"])
+        kept = master.http.post("/sign-in-links").json()["url"]
+        if end == "password":
+            body = {"password": "long enough"}
+            assert client.put("/users/ada/password", json=body).status_code == 204
+        else:
+            assert master.http.delete("/users/ada").status_code == 204
+            assert master.http.post("/users", json={"name": "ada"}).status_code == 201
+        assert [httpx2.get(link, verify=False).status_code for link in links] == [401] * len(links)
+        assert httpx2.get(kept, verify=False).status_code == 303
+
+
 def test_passwords_and_tokens_are_ones_own(master: Any, add: Any) -> None:
     ada, scripted = add("ada"), add("eve", scope="submit")
     body = {"password": "a long secret"}

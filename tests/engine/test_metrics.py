@@ -93,6 +93,20 @@ def test_looking_at_the_means_so_far_changes_no_bit_of_them() -> None:
     assert watched.peek() == {}
 
 
+def test_a_check_in_between_changes_no_bit_of_the_means() -> None:
+    """States in memory are checked and stored at times that no two runs share."""
+    values = torch.randn(150, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    results = set()
+    for period in range(1, 11):
+        means = make(stop_on_nan=True)
+        for number, value in enumerate(values, 1):
+            means.add({"loss": value}, 3 + number % 4)
+            if number % period == 0:
+                means.check_finite()
+        results.add(repr(means.reduce()))
+    assert len(results) == 1
+
+
 def test_names_must_stay_the_same_between_reports() -> None:
     means = make()
     means.add({"a": 1.0}, 1)

@@ -1,8 +1,11 @@
 """MLflow's stores, written by MLflow itself, as runs."""
 
 import math
+import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,3 +174,26 @@ def test_rest_of_a_damaged_database_is_named(store: Path, run_import: Import) ->
     assert any("The table metrics cannot be read to its end" in text for text in problems)
     (first,) = [run for run in runs if run.name == "first run"]
     assert "notes/a.txt" in media(first.path)
+
+
+@pytest.mark.parametrize("ending", ["view", "-journal", "-wal"])
+def test_a_hostile_database_cannot_make_the_import_wait(ending: str, tmp_path: Path) -> None:
+    """A view may compute for ever, and SQLite opens the logs beside a database."""
+    path, run = tmp_path / "hostile.db", "run_uuid, experiment_id, lifecycle_stage, start_time"
+    with sqlite3.connect(path) as database:
+        for table in ("experiments(experiment_id, name)", "metrics(key)", "params(key)"):
+            database.execute(f"CREATE TABLE {table}")
+        database.execute("INSERT INTO experiments VALUES (1, 'e')")
+        numbers = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n)"
+        endless = f"CREATE VIEW runs AS {numbers} SELECT x AS run_uuid, 1 AS experiment_id,"
+        endless += " 'active' AS lifecycle_stage, 0 AS start_time FROM n"
+        database.execute(endless if ending == "view" else f"CREATE TABLE runs({run})")
+    database.close()
+    if ending != "view":
+        os.mkfifo(f"{path}{ending}")
+    command = [sys.executable, "-m", "paceline.cli", "import", str(path), "--into"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "runs")], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode != 0
+    assert "holds nothing of it" in done.stderr, done.stderr

@@ -104,6 +104,23 @@ def test_the_last_administrator_stays(master: Any, add: Any) -> None:
     assert master.http.get("/audit").status_code == 200
 
 
+def test_a_link_ends_with_the_access_that_it_was_made_for(master: Any, add: Any) -> None:
+    links = []
+    for end in ("password", "removal"):
+        if end == "password":
+            client = add("ada")
+        links.append(client.post("/sign-in-links").json()["url"])
+        kept = master.http.post("/sign-in-links").json()["url"]
+        if end == "password":
+            body = {"password": "long enough"}
+            assert client.put("/users/ada/password", json=body).status_code == 204
+        else:
+            assert master.http.delete("/users/ada").status_code == 204
+            assert master.http.post("/users", json={"name": "ada"}).status_code == 201
+        assert [httpx2.get(link, verify=False).status_code for link in links] == [401] * len(links)
+        assert httpx2.get(kept, verify=False).status_code == 303
+
+
 def test_passwords_and_tokens_are_ones_own(master: Any, add: Any) -> None:
     ada, scripted = add("ada"), add("eve", scope="submit")
     body = {"password": "a long secret"}
@@ -153,8 +170,29 @@ def test_bodies_name_no_objects_of_other_projects(master: Any, add: Any) -> None
     assert ada.get(f"/experiments/{mine['id']}").status_code == 404
 
 
+@pytest.mark.parametrize("written", ["1%C2%A0", "%E2%80%831", "%2B1", "1.0", "01"])
+def test_an_id_written_otherwise_is_the_same_object(master: Any, add: Any, written: str) -> None:
+    """What an id in a path means to the check of roles, it means to the route."""
+    ada, viewer = add("ada", role=None), add("vic", role="viewer")
+    master.http.post("/projects", json={"name": "own"})
+    for name in ("ada", "vic"):
+        master.http.put(f"/projects/own/members/{name}", json={"role": "editor"})
+    secret = {"environment": {"secrets": {"KEY": "hush-hush"}}}
+    assert master.http.post("/experiments", json=config(**secret)).status_code == 201
+    master.schedule()
+    for path in (f"/experiments/{written}/fork", f"/trials/{written}/continue"):
+        refused = ada.post(path, json={})
+        assert (refused.status_code, refused.json()["code"]) == (404, "not_found"), refused.text
+    assert viewer.post(f"/experiments/{written}/cancel").status_code == 403
+    assert ada.get("/experiments").json()["items"] == []
+    assert viewer.post(f"/experiments/{written}/fork", json={}).json()["project"] == "own"
+
+
 UPSERT = """mutation($name: String, $project: String) {
   upsertBucket(input: {name: $name, modelName: $project}) { bucket { name } inserted } }"""
+
+ARTIFACT = """mutation { createArtifact(input: {projectName: "hush", runName: "r1",
+  artifactCollectionName: "net", artifactTypeName: "model", digest: "d"}) { artifact { id } } }"""
 
 
 def test_clients_of_trackers_see_and_change_their_users_projects(master: Any, add: Any) -> None:
@@ -193,6 +231,18 @@ def test_clients_of_trackers_see_and_change_their_users_projects(master: Any, ad
         assert reply.status_code == 404, (path, reply.text)
         if is_change:
             assert ml(viewer, method, path, **body).status_code == 403, path
+    # What was logged is not told to whom the run is hidden, as little as that it is there.
+    assert ml(ada, "POST", "runs/log-parameter", run_id=run, key="lr", value="0.25").is_success
+    told = ml(stranger, "POST", "runs/log-parameter", run_id=run, key="lr", value="1")
+    assert (told.status_code, "0.25" in told.text) == (404, False), told.text
+    # A version belongs to the project of its model, whoever registers it.
+    own = {"name": "weights", "source": "mlflow-artifacts:/0/r/artifacts/m"}
+    assert ml(stranger, "POST", "registered-models/create", name="weights").is_success
+    master.http.put("/projects/own/members/ada", json={"role": "editor"})
+    assert ml(ada, "POST", "model-versions/create", **own).is_success
+    for client, number in ((stranger, 1), (ada, 1), (viewer, 0)):
+        versions = ml(client, "GET", "model-versions/search")
+        assert len(versions.json().get("model_versions", "?")) == number, versions.text
     for path in ("experiments/search", "runs/search"):
         body = {"max_results": 9, "experiment_ids": [created]}
         assert run not in (found := ml(stranger, "POST", path, **body).text), path
@@ -207,11 +257,48 @@ def test_clients_of_trackers_see_and_change_their_users_projects(master: Any, ad
         return found
 
     assert ask(ada, UPSERT, name="r1", project="hush")["data"]["upsertBucket"]["inserted"]
+    artifact = ask(ada, ARTIFACT)["data"]["createArtifact"]["artifact"]
+    number = artifact["id"]
     for client in (stranger, viewer):
         assert ask(client, UPSERT, name="r1", project="hush")["errors"], client
-        lines = {"files": {"wandb-history.jsonl": {"offset": 0, "content": ['{"a": 1}']}}}
+        content = {
+            "wandb-history.jsonl": '{"a": 1}',
+            "output.log": "2026-01-01T00:00:00 by a viewer",
+        }
+        lines = {
+            "files": {name: {"offset": 0, "content": [text]} for name, text in content.items()}
+        }
         stream = client.post(f"{root}/files/paceline/hush/r1/file_stream", json=lines)
         assert stream.status_code == (403 if client is viewer else 404), stream.text
+    for client in (stranger, viewer):
+        shown = [line["text"] for line in ada.get("/trials/2/logs").json()["items"]]
+        assert "by a viewer" not in "".join(shown), shown
+        # By the URL of a file, anybody writes to the run.
+        for change in (
+            'createRunFiles(input: {projectName: "hush", runName: "r1", files: ["f"]}) {'
+            " files { uploadUrl } }",
+            f'createArtifactManifest(input: {{artifactID: "{number}"}}) {{'
+            " artifactManifest { file { uploadUrl } } }",
+            f'createArtifactFiles(input: {{artifactFiles: [{{artifactID: "{number}", name: "f",'
+            ' md5: "x"}]}) { files { edges { node { uploadUrl } } } }',
+        ):
+            told = ask(client, f"mutation {{ {change} }}")
+            assert ("errors" in told, "wandb-files" in json.dumps(told)) == (True, False), told
+            told = ask(ada, f"mutation {{ {change} }}")
+            assert ("errors" in told, "wandb-files" in json.dumps(told)) == (False, True), told
+    # Ada is an editor in the stranger's project, whose run uses her artifact.
+    master.http.put("/projects/Default/members/eve", json={"role": "viewer"})
+    assert ask(stranger, UPSERT, name="hidden", project="used")["data"]["upsertBucket"]["inserted"]
+    used = f'artifactID: "{number}", projectName: "used", runName: "hidden"'
+    users = "{ artifact { usedBy { edges { node { name } } } } }"
+    assert "hidden" in json.dumps(
+        ask(stranger, f"mutation {{ useArtifact(input: {{{used}}}) {users} }}")
+    )
+    master.http.put("/projects/Default/members/eve", json={"role": None})
+    master.http.put("/projects/own/members/ada", json={"role": None})
+    tagged = f'updateArtifact(input: {{artifactID: "{number}"}})'
+    told = ask(ada, f"mutation {{ {tagged} {users} }}")
+    assert told["data"]["updateArtifact"]["artifact"]["usedBy"]["edges"] == [], told
     shown = 'query { project(name: "hush") { name } }'
     assert ask(stranger, shown)["data"]["project"] is None
     assert ask(viewer, shown)["data"]["project"]["name"] == "hush"

@@ -37,6 +37,9 @@ class Trial(pytorch.PyTorchTrial):
             self.others = [nn.Parameter(torch.ones(1))]
             self.second = context.wrap_optimizer(torch.optim.SGD(self.others, lr=0.01))
         self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        if what == "average":
+            # Known, but trained by no optimizer.
+            context.wrap_model(self.average)
         self.scaler = None
         if what == "scaler":
             self.scaler = context.wrap_scaler(torch.amp.GradScaler("cpu", growth_interval=2))
@@ -46,6 +49,9 @@ class Trial(pytorch.PyTorchTrial):
         if self.what == "generator":
             random.random()
             batch[0] += torch.randn((), generator=GENERATOR) * 1e-3
+        if self.what == "average":
+            with torch.no_grad():
+                next(self.average.parameters()).mul_(0.9)
         loss = nn.functional.mse_loss(self.model(batch[0]), batch[1]) * self.num_trained
         self.noted.update(float(loss))
         if self.what == "plain":
@@ -121,7 +127,7 @@ for mode in ("flat", "overlapped"):
             said[f"{mode} {frequency} {what}"] = [
                 train(verify_steps=every, **settings) for every in (None, 1, 3)
             ]
-for what in ("plain", "turns", "never"):
+for what in ("plain", "turns", "never", "average"):
     said[what] = train(what)
 said["warned"] = train("counter", 2 % torch.distributed.get_world_size() if
                        torch.distributed.is_initialized() else 0, on_mismatch="warn")
@@ -165,6 +171,10 @@ def test_a_training_with_the_check_has_the_same_bits(
     [
         ("plain", "`Trial.train_batch` must not step an optimizer by itself"),
         ("turns", "`Trial.train_batch` must run all backward passes of a batch before the first"),
+        (
+            "average",
+            "must change no parameter before the optimizers step, as it is called twice",
+        ),
         ("never", "each optimizer must step in each batch, by `context.step_optimizer`, but 0 of"),
     ],
 )

@@ -1,5 +1,6 @@
 """Readers of MLflow's stores: a directory of files, or an SQLite database; without MLflow."""
 
+import os
 import re
 import sqlite3
 from collections.abc import Iterator
@@ -145,7 +146,9 @@ def table_names(path: Path) -> set[str]:
     """Return the names of the tables of an SQLite database; empty if the file is none."""
     try:
         with closing(open_database(path)) as database:
-            return {row[0] for row in database.execute("SELECT name FROM sqlite_master")}
+            # A view could compute for ever.
+            found = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            return {row[0] for row in found}
     except (OSError, sqlite3.Error):
         return set()
 
@@ -157,8 +160,11 @@ def open_database(path: Path) -> sqlite3.Connection:
         OSError: The file is no regular file.
         sqlite3.Error: It is no database.
     """
-    if path.is_symlink() or not path.is_file():
-        raise OSError(f"A database must be a regular file, but {str(path)!r} is not.")
+    # SQLite opens its logs too, and a FIFO would have it wait.
+    logs = [path.with_name(path.name + ending) for ending in ("-journal", "-wal", "-shm")]
+    for one in (path, *filter(os.path.lexists, logs)):
+        if one.is_symlink() or not one.is_file():
+            raise OSError(f"A database must be a regular file, but {str(one)!r} is not.")
     database = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)
     database.text_factory = lambda data: data.decode(errors="replace")
     # Views and triggers of the database must call no function that does more than compute.

@@ -66,6 +66,20 @@ def test_a_fork_with_other_code_shows_its_changes(master: Any) -> None:
     assert master.http.get("/experiments/1/diff").json()["code"] == "no_parent"
 
 
+def test_files_of_many_lines_are_named_and_not_compared(master: Any) -> None:
+    """Lines that repeat and moved about take the third power of their number to compare."""
+    lines = [b"%d" % (7919 * number % 150) for number in range(40_000)]
+    old = {f"{name}.txt": b"\n".join(lines) for name in range(5)} | {"z.py": b"a\n"}
+    body = {"config": CONFIG, "context_digest": upload(master, old), "activate": False}
+    assert master.http.post("/experiments", json=body).status_code == 201
+    new = {f"{name}.txt": b"\n".join(sorted(lines)) for name in range(5)} | {"z.py": b"b\n"}
+    changed = {"context_digest": upload(master, new), "activate": False}
+    assert master.http.post("/experiments/1/fork", json=changed).status_code == 201
+    found = master.http.get("/experiments/2/diff").json()["files"]
+    assert [file["path"] for file in found if file["diff"]] == ["z.py"]
+    assert len(found) == 6
+
+
 def test_code_that_was_not_uploaded_is_refused(master: Any) -> None:
     master.create()
     for path in ("/experiments/1/fork", "/trials/1/continue"):

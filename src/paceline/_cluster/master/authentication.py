@@ -153,6 +153,11 @@ class SignInLinks:
             expires_at, user = self._expiry.pop(token, (0.0, ""))
         return user if time.time() < expires_at else None
 
+    def forget(self, user: str) -> None:
+        """Void the tokens that were made for a user."""
+        with self._lock:
+            self._expiry = {t: found for t, found in self._expiry.items() if found[1] != user}
+
 
 _MAX_SENDERS = 10_000
 _PROC = Path("/proc/net")

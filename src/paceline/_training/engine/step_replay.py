@@ -10,7 +10,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline._base.arguments_and_errors import check_count, one_of
 from paceline._training.engine.gradient_reduction import OverlappedAllReduce, plain_model
 from paceline._training.engine.gradient_sync import GradientSync
-from paceline._training.engine.tensors import local_part, named_parameters, parameters_of
+from paceline._training.engine.tensors import (
+    TensorDigests,
+    local_part,
+    named_parameters,
+    parameters_of,
+)
 from paceline._training.engine.user_optimizer_steps import calling_method
 from paceline._training.workers.failures_and_restarts import StepsDifferError
 from paceline.data._order_and_random_generators import capture_random_state, restore_random_state
@@ -228,9 +233,10 @@ class StepReplay:
         buffers = [(*each, each[-1].clone()) for each in _buffers(self._trained.models)]
         groups = [group for each in self._trained.optimizers for group in each.param_groups]
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        generators = capture_random_state()
+        generators, weights = capture_random_state(), self._weights()
 
         def restore() -> None:
+            self._refuse_changes(weights)
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
             with torch.no_grad():
@@ -245,6 +251,29 @@ class StepReplay:
             restore_random_state(generators)
 
         return restore
+
+    def _weights(self) -> dict[str, tuple[str, str]]:
+        """Return shape and content of all parameters, trained or not, in short."""
+        digests = TensorDigests()
+        for parameter, name in self._names().items():
+            digests.add(name, local_part(parameter))
+        found = ((name, text.partition("]")) for name, text in digests.finish().items())
+        return {name: (shape, content) for name, (shape, _, content) in found}
+
+    def _refuse_changes(self, weights: dict[str, tuple[str, str]]) -> None:
+        """Refuse a step that changes parameters by itself: to do so twice gives other ones.
+
+        Shards that are gathered meanwhile have another shape.
+        """
+        for name, (shape, content) in self._weights().items():
+            before = weights.get(name, (None, ""))
+            if shape == before[0] and content != before[1]:
+                raise RuntimeError(
+                    f"With `verify_steps` {calling_method()} must change no parameter before the"
+                    f" optimizers step, as it is called twice, but it changed `{name}`. Hint: move"
+                    " that, such as the update of an average of the weights, behind the last"
+                    " context.step_optimizer or into a callback, or leave `verify_steps` out."
+                )
 
     def _sums_within(self) -> bool:
         """Tell whether gradients are sums over the ranks as soon as they are there."""

@@ -278,6 +278,7 @@ async def set_password(
         raise NotFoundError(
             f"There is no user {name!r}. Hint: `paceline user add {name}` adds one."
         )
+    master.links.forget(name)
     changed = await asyncio.to_thread(master.passwords.set, name, request.password)
     await asyncio.wrap_future(changed)
     master.events.notify()
@@ -327,6 +328,7 @@ async def change_user(name: UserName, request: UserChange, master: MasterOf) -> 
 async def remove_user(name: UserName, master: MasterOf) -> None:
     """Remove a user: tokens and sign-ins end, experiments and their trials stay."""
     await asyncio.wrap_future(master.users.remove(name))
+    master.links.forget(name)
     master.events.notify()
 
 

@@ -353,6 +353,7 @@ class Commands:
             paceline.config.ConfigError: The overrides do not fit.
         """
         connection = transaction.connection
+        check_object(connection, "trial_id", trial_id)
         trial = self._changes.trial(connection, trial_id)
         parent = self._managed(transaction, trial.experiment_id)
         merged = continued_trial_config(parent, trial, overrides)
@@ -389,6 +390,7 @@ class Commands:
             RefusedError: It is not this master's, or `create` refuses.
             paceline.config.ConfigError: The configuration is not valid.
         """
+        check_object(transaction.connection, "experiment_id", experiment_id)
         row = self._managed(transaction, experiment_id)
         if not replaces_config:
             config = merge_configs({**row.config, "name": f"{row.name} (fork)"}, config)

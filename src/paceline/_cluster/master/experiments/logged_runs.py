@@ -274,12 +274,16 @@ def find_link(connection: Connection, link: str) -> tuple[int | None, str | None
     return None if known is None else (None, PROJECT_LABEL + second)
 
 
-def list_documents(connection: Connection, kind: str, parent: str | None = None) -> list[Row[Any]]:
+def list_documents(
+    connection: Connection, kind: str, parent: str | None = None, name: str | None = None
+) -> list[Row[Any]]:
     """Return rows of the documents of a kind, the earliest first."""
     documents = tables.documents
     query = select(documents).where(documents.c.kind == kind)
     if parent is not None:
         query = query.where(documents.c.parent == parent)
+    if name is not None:
+        query = query.where(documents.c.name == name)
     rows = connection.execute(query.order_by(documents.c.created_at, documents.c.name))
     return [
         row for row in rows.all() if sees_document(connection, row.experiment_id, row.project_id)

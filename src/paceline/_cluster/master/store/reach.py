@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Connection
 from sqlalchemy.exc import StatementError
 
@@ -240,6 +241,7 @@ _OBJECTS = {
 }
 
 
+_NUMBER = TypeAdapter(int)
 KINDS = {
     "experiment_id": "experiment", "trial_id": "trial", "uuid": "checkpoint", "run_id": "run",
     "project": "project",
@@ -256,10 +258,15 @@ def named_object(parameters: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def project_of(connection: Connection, kind: str, key: Any) -> int | None:
-    """Return the project of an object; None if there is no such object."""
+    """Return the project of an object; None if there is no such object.
+
+    Ids are read as routes read them: `1_0` in a path is the experiment 10.
+    """
     try:
+        if kind in ("experiment_id", "trial_id"):
+            key = _NUMBER.validate_python(key)
         found = connection.exec_driver_sql(_OBJECTS[kind], (key,)).scalar()
-    except (OverflowError, sqlite3.Error):
+    except (OverflowError, ValidationError, sqlite3.Error):
         return None
     return None if found is None else int(found)
 

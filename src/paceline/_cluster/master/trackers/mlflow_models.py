@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Row, select
 
 from paceline._cluster.master.experiments.logged_runs import change_document
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.reach import sees_document
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
     MlflowError,
@@ -53,7 +54,8 @@ def find_model(connection: Connection, model_id: str) -> Row[Any]:
         documents.c.kind == MODEL, documents.c.parent == "", documents.c.name == model_id
     )
     found = connection.execute(query).first()
-    if found is None or found.content["is_deleted"]:
+    is_seen = found and sees_document(connection, found.experiment_id, found.project_id)
+    if found is None or not is_seen or found.content["is_deleted"]:
         raise missing(f"Logged model with ID '{model_id[:200]}' not found.")
     return found
 

@@ -13,6 +13,7 @@ from paceline._cluster.master.experiments.logged_runs import (
     list_documents,
 )
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.reach import creating_in
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
     MlflowError,
@@ -203,7 +204,10 @@ def _create_version(call: Call) -> dict[str, Any]:
         "status": "READY",
         "tags": given.pairs("tags", longest=_MAX_TAG, is_key=False),
     }
-    change_document(call.connection, VERSION, name, version, lambda _: content)
+    documents = tables.documents.c
+    of_model = documents.kind == MODEL, documents.name == name
+    with creating_in(call.connection.scalar(select(documents.project_id).where(*of_model))):
+        change_document(call.connection, VERSION, name, version, lambda _: content)
     if model_id:
         note_version(call.connection, model_id, name, int(version))
     return {"model_version": _shown_version(call.connection, name, version)}

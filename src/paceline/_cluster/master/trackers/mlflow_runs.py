@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Row, select
 
 from paceline._cluster.master.experiments.logged_runs import change_document
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.reach import sees_document
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
     Fields,
@@ -63,7 +64,7 @@ def find_run(connection: Connection, run_id: str) -> Row[Any]:
         .where(experiments.c.external_id == run_id, documents.c.kind == RUN)
     )
     found = connection.execute(query).first()
-    if found is None:
+    if found is None or not sees_document(connection, found.experiment_id, found.project_id):
         raise missing(f"Run with id={run_id[:200]} not found")
     return found
 

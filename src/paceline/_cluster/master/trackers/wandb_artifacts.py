@@ -253,10 +253,8 @@ def _run_view(place: RunPlace) -> Fields:
 
 
 def _used_by(asked: Asked, number: str) -> Iterator[Fields]:
-    documents = tables.documents.c
-    query = select(documents.parent).where(documents.kind == _USE, documents.name == number)
-    for parent in asked.connection.execute(query).scalars():
-        yield {"node": _run_view(RunPlace(*parent.split("/")))}
+    for row in list_documents(asked.connection, _USE, name=number):
+        yield {"node": _run_view(RunPlace(*row.parent.split("/")))}
 
 
 def _collection_view(asked: Asked, parent: str, name: str, document: Mapping[str, Any]) -> Fields:

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from sqlalchemy import Row
 
 from paceline._base.run_directory import check_file_path
+from paceline._cluster.master.store.reach import check_object
 from paceline._cluster.master.store.run_files import get_file, list_files
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, page
 from paceline._cluster.master.trackers.wandb_runs import Asked, encode_id
@@ -40,7 +41,13 @@ def stored_path(name: str) -> str:
 
 
 def signed_url(asked: Asked, method: str, trial_id: int, path: str) -> str:
-    """Return the URL by which a client that sends no token writes or reads a file of a run."""
+    """Return the URL by which a client that sends no token writes or reads a file of a run.
+
+    Raises:
+        NotAllowedError: The sender may not write to the run.
+    """
+    # Nothing that comes by the URL says who sends it.
+    check_object(asked.connection, "trial_id", trial_id, changes=method != "GET")
     target = f"/wandb-files/{trial_id}/{path}"
     query = asked.master.signed_urls.sign(method, target)
     return f"{asked.base_url}{quote(target)}?{query}"

@@ -15,6 +15,7 @@ from paceline._cluster.master.experiments.logged_runs import (
     LoggedRun,
 )
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.reach import check_object
 from paceline._cluster.master.trackers.wandb_history import MAX_KEYS, keys_of
 from paceline._cluster.master.trackers.wandb_runs import (
     LEASE_S,
@@ -69,7 +70,9 @@ def take_stream(asked: Asked, place: RunPlace, request: StreamRequest) -> None:
         NotFoundError: There is no such run.
     """
     transaction = asked.writer
-    document, _ = asked.known_run(place)
+    document, run = asked.known_run(place)
+    # Output goes into files, from which nothing is taken back.
+    check_object(asked.connection, "experiment_id", run.experiment_id, changes=True)
     document["preempting"] = bool(request.preempting or document.get("preempting"))
     history = _lines(request, HISTORY)
     if history and _begins_anew(document, history[0]):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,3 +138,22 @@ def test_a_split_that_depends_on_the_rank_is_refused_with_ranks(
     assert f"but those of rank {odd} are others than those of ranks {others}." in said
     assert "BUILT" not in said
     assert "TRAINED" not in said
+
+
+@pytest.mark.parametrize(
+    ("script", "given"),
+    [
+        (DECLARATIVE, 'model_save_dir="out"'),
+        (TRIAL, 'hparams={"global_batch_size": 6}'),
+    ],
+    ids=["declarative", "trial"],
+)
+def test_nothing_is_compared_if_ranks_are_not(
+    torch_ranks: Any, tmp_path: Path, clean_environment: dict[str, str], script: str, given: str
+) -> None:
+    (tmp_path / "train.py").write_text(script.replace(given, f"{given}, check_ranks=False"))
+    arguments = tmp_path / "train.py", "2"
+    environment = {**clean_environment, "OMP_NUM_THREADS": "1"}
+    done = torch_ranks.run(3, *arguments, directory=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("BUILT") == 3

@@ -597,7 +597,9 @@ class ResumableTraining(TrainingFit, LoopHooks):
             )
         loader, self._validation_loader = self.make_loaders()
         loaders = {"training": loader, "validation": self._validation_loader}
-        check_same_data(self._core.distributed, loaders, reads=parts.stepper.rank_check.is_on)
+        check = parts.stepper.rank_check
+        if check.compares_data:
+            check_same_data(self._core.distributed, loaders, can_be_off=check.is_on)
         data = ShardedData(
             loader,
             num_shards=parts.num_shards,

@@ -69,8 +69,8 @@ class PbtMethod(SearchMethod):
 
     A trial is compared whenever it has trained for another interval, to all trials that have come
     as far. If it is among the weak ones, it is stopped, and a copy of a strong one takes its place:
-    a trial from the checkpoint of that one, with changed hyperparameters. A trial whose value is not
-    finite is stopped wherever it ranks. Times are those of the whole line of copies.
+    a trial from the checkpoint of that one, with changed hyperparameters. A trial whose value is
+    not finite is stopped wherever it ranks. Times are those of the whole line of copies.
     """
 
     def __init__(self, maker: TrialMaker, config: PbtConfig) -> None:

@@ -53,7 +53,7 @@ class Trial(pytorch.PyTorchTrial):
         stop_rank = self.changes.get("stop_rank", 1)
         if batch_idx == self.changes.get("stop_at") and self.context.distributed.rank == stop_rank:
             self.context.set_stop_requested(True)
-        if batch_idx == self.changes.get("nan_at") and self.context.distributed.rank == 2:
+        if (batch_idx, self.context.distributed.rank) == self.changes.get("nan_at"):
             x = x * float("nan")
         if self.changes.get("slow_forward") == self.context.distributed.rank:
             time.sleep(0.2)
@@ -174,7 +174,8 @@ CASES = {
     "overlapped kept": ({"is_kept": True}, {}, {"data_parallel": "overlapped"}),
     "stop": ({"stop_at": 6}, {}, {}),
     "told": ({}, {"checkpoint_period": pytorch.Batch(4)}, {}),
-    "nan": ({"nan_at": 6}, {"stop_on_nan": True}, {}),
+    "nan on 0": ({"nan_at": (6, 0)}, {"stop_on_nan": True}, {}),
+    "nan on 2": ({"nan_at": (6, 2)}, {"stop_on_nan": True}, {}),
     "keys": ({"keys": 1}, {}, {}),
     "fp16": ({}, {}, {"precision": "fp16"}),
     "continued": ({"is_continued": True, "is_traced": True}, {}, {}),
@@ -255,8 +256,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
 def three(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
     return run(
         torch_ranks, tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
-        "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16",
-        "continued", "told", "two passes", "kept", *LEFT, *GANS, *SLOW, *ALONE, *LATE,
+        "overlapped windows", "shorter than the world", "stop", "nan on 0", "nan on 2", "keys",
+        "fp16", "continued", "told", "two passes", "kept", *LEFT, *GANS, *SLOW, *ALONE, *LATE,
     )  # fmt: skip
 
 
@@ -332,9 +333,10 @@ def test_ranks_are_told_of_checkpoints_in_the_batch_after_the_next_one(three: Sa
     assert set(told_at) <= {4, 8, 12, 16}
 
 
-def test_nan_on_one_rank_is_raised_on_all_with_its_rank_and_batch(three: Said) -> None:
-    for said in three["nan"]:
-        assert "rank 2 at batch 6" in said["raised"]
+@pytest.mark.parametrize("rank", [0, 2])
+def test_nan_on_one_rank_is_raised_on_all_with_its_rank_and_batch(three: Said, rank: int) -> None:
+    for said in three[f"nan on {rank}"]:
+        assert f"rank {rank} at batch 6" in said["raised"]
 
 
 def test_names_that_differ_between_ranks_are_an_error_on_all(three: Said) -> None:

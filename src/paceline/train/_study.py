@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from secrets import randbelow
 from typing import Any
 
+from paceline._base.arguments_and_errors import wrong
 from paceline._training.masterless_search_trials import refuse_without_master
 from paceline.config._validate_config import validate_config
 from paceline.search._sampler_program import SamplerProgram
@@ -159,12 +160,16 @@ class Study:
             trial: The trial.
             value: The searched metric; NaN and infinity are the worst values.
             time: How long it has trained, in the unit of the method.
+
+        Raises:
+            TypeError: One of them is no number.
         """
+        value, time = _number("value", value), _number("time", time)
         self._check_open(trial)
         sign = 1 if self._section.smaller_is_better else -1
         is_better = trial.value is None or sign * value < sign * trial.value
         if math.isfinite(value) and is_better:
-            trial.value = float(value)
+            trial.value = value
         self._give(Reported(request_id=trial._id, time=time, metric=value))
         return not trial.is_stopped
 
@@ -176,6 +181,7 @@ class Study:
             value: Its last value, after the method's full length; None if `report` has said all.
 
         Raises:
+            TypeError: The value is no number.
             ValueError: It has ended before.
         """
         if value is not None:
@@ -206,6 +212,13 @@ class Study:
         stopped = {one.request_id for one in self._search.apply(given) if isinstance(one, Stop)}
         for trial in self.trials if stopped else ():
             trial.is_stopped = trial.is_stopped or trial._id in stopped
+
+
+def _number(name: str, given: Any) -> float:
+    plain = given.item() if hasattr(given, "item") else given
+    if type(plain) not in (int, float):
+        raise TypeError(wrong(name, "a number", given))
+    return float(plain)
 
 
 # So many trials may be open at once.

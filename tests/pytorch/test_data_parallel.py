@@ -200,12 +200,14 @@ for name, extra in KINDS.items():
     changes = {"is_gan": True, **extra}
     CASES["gan" + name] = changes, {}, {}
     CASES["whole gan" + name] = {**changes, "batch_size": 12}, {}, {"num_shards": 1}
+CASES["overlapped gan"] = {"is_gan": True}, {}, {"data_parallel": "overlapped"}
 for name in sys.argv[1:]:
     train(name, *CASES[name][:2], **CASES[name][2])
 """
 
-# A backward pass adds to gradients that are sums over the ranks already.
-LEFT = "overlapped two passes", "overlapped kept"
+# A backward pass adds to gradients that are sums over the ranks already; or it comes in a batch
+# that leaves out ranks, after one in which the generator was called alone.
+LEFT = "overlapped two passes", "overlapped kept", "overlapped gan"
 GANS = "gan", "gan clipped", "gan scaled"
 ALONE = "stop overlapped 0", "stop overlapped 2", "stop fsdp 0", "stop fsdp 2"
 LATE = "late stop overlapped 0", "late stop fsdp 2"
@@ -290,6 +292,7 @@ def test_optimizers_of_one_batch_see_each_others_steps(alone: Said, three: Said,
         ("overlapped windows", "windows"),
         ("overlapped two passes", "two passes"),
         ("overlapped kept", "kept"),
+        ("overlapped gan", "gan"),
     ],
 )
 def test_overlapped_reduction_gives_what_flat_reduction_gives(

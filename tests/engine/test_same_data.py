@@ -157,3 +157,26 @@ def test_nothing_is_compared_if_ranks_are_not(
     done = torch_ranks.run(3, *arguments, directory=tmp_path, environment=environment)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("BUILT") == 3
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_data_to_evaluate_that_depend_on_the_rank_are_refused_with_ranks(
+    torch_ranks: Any, tmp_path: Path, clean_environment: dict[str, str], odd: int
+) -> None:
+    script = TRIAL.replace("manual_seed(1 if odd else 0)", "manual_seed(0)").replace(
+        "pytorch.Trainer(Trial(context), context).fit(max_length=pytorch.Batch(2))",
+        """trial = Trial(context)
+    data = torch.arange(20.0)[:, None]
+    if context.distributed.rank == int(sys.argv[1]):
+        data = data.flip(0)
+    other = pytorch.DataLoader(TensorDataset(data), batch_size=2)
+    pytorch.Trainer(trial, context).evaluate(other)""",
+    )
+    (tmp_path / "train.py").write_text(script)
+    arguments = tmp_path / "train.py", str(odd)
+    environment = {**clean_environment, "OMP_NUM_THREADS": "1"}
+    done = torch_ranks.run(3, *arguments, directory=tmp_path, environment=environment)
+    assert done.returncode != 0, done.stdout
+    assert "The evaluated data must have the same samples on all ranks" in done.stdout
+    assert f"but those of rank {odd} are others than those of ranks" in done.stdout
+    assert "BUILT" not in done.stdout

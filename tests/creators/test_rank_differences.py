@@ -102,7 +102,7 @@ def test_nothing_is_compared_if_that_is_turned_off() -> None:
 def data_of(config: dict[str, Any]) -> Any:
     """Return another training part or validation part on a rank."""
     data, odd = TensorDataset(X, X.sum(1, keepdim=True)), is_odd(config)
-    parts = {
+    parts: dict[str, Any] = {
         "split": (Subset(data, range(12, 48)), Subset(data, range(12))),
         "samples": (data, data),
         "length": (data, data),

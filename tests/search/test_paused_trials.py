@@ -99,8 +99,14 @@ def test_population_copies_strong_trials_in_the_place_of_weak_ones() -> None:
     assert max(result.trained[key] for key in copies) < 20
 
 
-HALVING = {"metric": "loss", "max_trials": 16, "max_time": 8, "time_metric": "t", "divisor": 2}
-METHODS = {
+HALVING: dict[str, Any] = {
+    "metric": "loss",
+    "max_trials": 16,
+    "max_time": 8,
+    "time_metric": "t",
+    "divisor": 2,
+}
+METHODS: dict[str, Any] = {
     "asynchronous": AsyncHalvingConfig(**HALVING, num_rungs=3, max_concurrent_trials=4),
     "promotion": AsyncHalvingConfig(**HALVING, num_rungs=3, max_concurrent_trials=4, promotes=True),
     "hyperband": HyperbandConfig(**HALVING, max_concurrent_trials=4),

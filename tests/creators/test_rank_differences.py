@@ -8,7 +8,7 @@ import cloudpickle
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from paceline.creators import PyTorchTrainer, RanksDifferError
 
@@ -59,7 +59,7 @@ def make(what: str, odd: int = 0, **options: Any) -> PyTorchTrainer:
     data = TensorDataset(X, X.sum(1, keepdim=True))
     return PyTorchTrainer(
         model_creator=make_model,
-        data_creator=lambda config: (data, data),
+        data_creator=options.pop("data_creator", lambda config: (data, data)),
         optimizer_creator=make_optimizer,
         loss_creator=nn.MSELoss,
         train_function=train if what == "autograd" else None,
@@ -97,3 +97,39 @@ def test_batch_norm_dropout_and_initial_weights_are_no_difference() -> None:
 def test_nothing_is_compared_if_that_is_turned_off() -> None:
     with make("rate", 2, check_ranks=False) as trainer:
         assert trainer.train()["batch_count"] == 4
+
+
+def data_of(config: dict[str, Any]) -> Any:
+    """Return another training part or validation part on a rank."""
+    data, odd = TensorDataset(X, X.sum(1, keepdim=True)), is_odd(config)
+    parts: dict[str, Any] = {
+        "split": (Subset(data, range(12, 48)), Subset(data, range(12))),
+        "samples": (data, data),
+        "length": (data, data),
+    }
+    if odd:
+        other = TensorDataset(X + 1, X.sum(1, keepdim=True))
+        parts = {
+            "split": (Subset(data, range(36)), Subset(data, range(36, 48))),
+            "samples": (data, DataLoader(other, batch_size=4)),
+            "length": (Subset(data, range(36)), data),
+        }
+    return parts[config["what"]]
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("what", ["split", "samples", "length"])
+def test_data_that_depend_on_the_rank_are_refused_with_ranks(what: str, odd: int) -> None:
+    part = "validation" if what == "samples" else "training"
+    others = ", ".join(str(rank) for rank in range(3) if rank != odd)
+    said = (
+        f"The {part} data must have .* those of rank {odd} are others than those of ranks {others}"
+    )
+    with pytest.raises(ValueError, match=said), make(what, odd, data_creator=data_of) as trainer:
+        trainer.train()
+
+
+def test_data_of_each_rank_are_taken_if_workers_share_none_or_nothing_is_compared() -> None:
+    for options in ({"add_dist_sampler": False}, {"check_ranks": False}):
+        with make("split", 2, data_creator=data_of, **options) as trainer:
+            assert trainer.train()["batch_count"] > 0

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,3 +138,45 @@ def test_a_split_that_depends_on_the_rank_is_refused_with_ranks(
     assert f"but those of rank {odd} are others than those of ranks {others}." in said
     assert "BUILT" not in said
     assert "TRAINED" not in said
+
+
+@pytest.mark.parametrize(
+    ("script", "given"),
+    [
+        (DECLARATIVE, 'model_save_dir="out"'),
+        (TRIAL, 'hparams={"global_batch_size": 6}'),
+    ],
+    ids=["declarative", "trial"],
+)
+def test_nothing_is_compared_if_ranks_are_not(
+    torch_ranks: Any, tmp_path: Path, clean_environment: dict[str, str], script: str, given: str
+) -> None:
+    (tmp_path / "train.py").write_text(script.replace(given, f"{given}, check_ranks=False"))
+    arguments = tmp_path / "train.py", "2"
+    environment = {**clean_environment, "OMP_NUM_THREADS": "1"}
+    done = torch_ranks.run(3, *arguments, directory=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("BUILT") == 3
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_data_to_evaluate_that_depend_on_the_rank_are_refused_with_ranks(
+    torch_ranks: Any, tmp_path: Path, clean_environment: dict[str, str], odd: int
+) -> None:
+    script = TRIAL.replace("manual_seed(1 if odd else 0)", "manual_seed(0)").replace(
+        "pytorch.Trainer(Trial(context), context).fit(max_length=pytorch.Batch(2))",
+        """trial = Trial(context)
+    data = torch.arange(20.0)[:, None]
+    if context.distributed.rank == int(sys.argv[1]):
+        data = data.flip(0)
+    other = pytorch.DataLoader(TensorDataset(data), batch_size=2)
+    pytorch.Trainer(trial, context).evaluate(other)""",
+    )
+    (tmp_path / "train.py").write_text(script)
+    arguments = tmp_path / "train.py", str(odd)
+    environment = {**clean_environment, "OMP_NUM_THREADS": "1"}
+    done = torch_ranks.run(3, *arguments, directory=tmp_path, environment=environment)
+    assert done.returncode != 0, done.stdout
+    assert "The evaluated data must have the same samples on all ranks" in done.stdout
+    assert f"but those of rank {odd} are others than those of ranks" in done.stdout
+    assert "BUILT" not in done.stdout

@@ -32,6 +32,19 @@ def test_every_hook_is_listed() -> None:
     assert len(listed) == 17
 
 
+def test_names_of_determined_have_an_answer() -> None:
+    """Each is in one row of the table, with its replacement."""
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", GUIDE.text, re.MULTILINE)
+    names = (
+        *("launch.wrap_rank", "transformers.DetCallback", "experimental.core_v2"),
+        *("get_tensorboard_path", "get_tensorboard_writer", "get_initial_batch"),
+        *("autocast_forward_pass", "overwrite_deepspeed_config", "set_mpu"),
+        *("ModelParallelUnit", "use_pipeline_parallel"),
+    )
+    for name in names:
+        assert len([answer for given, answer in rows if name in given and answer]) == 1, name
+
+
 def test_every_mode_of_a_scheduler_is_listed() -> None:
     for mode in pytorch.LRScheduler.StepMode:
         assert f"| `{mode.name}` |" in GUIDE.text

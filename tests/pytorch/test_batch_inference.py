@@ -283,6 +283,42 @@ def start(
     return run
 
 
+DIFFERING = """
+import os, sys
+import torch
+from torch.utils.data import random_split
+from paceline import pytorch
+
+class Processor(pytorch.TorchBatchProcessor):
+    def __init__(self, context):
+        pass
+    def process_batch(self, batch, batch_idx):
+        print("PROCESSED")
+
+odd, data = int(os.environ["RANK"] == sys.argv[1]), torch.arange(12)
+part = random_split(data, [8, 4], generator=torch.Generator().manual_seed(odd))[0]
+chosen = {"split": part, "samples": data.flip(0) if odd else data, "length": data[odd:]}
+pytorch.torch_batch_process(Processor, chosen[sys.argv[2]], 2)
+"""
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("what", ["split", "samples", "length"])
+def test_data_that_depend_on_the_rank_are_refused_before_a_row_is_processed(
+    tmp_path: Path, clean_environment: dict[str, str], torch_ranks: Any, what: str, odd: int
+) -> None:
+    (tmp_path / "script.py").write_text(DIFFERING)
+    environment = {**clean_environment, "OMP_NUM_THREADS": "1"}
+    script = tmp_path / "script.py", str(odd), what
+    done = torch_ranks.run(3, *script, directory=tmp_path, environment=environment)
+    said = done.stdout + (done.stderr or "")
+    assert done.returncode != 0, said
+    assert "The inference data must have the same samples on all ranks" in said
+    assert f"those of rank {odd} are others" in said
+    assert "check_ranks" not in said
+    assert "PROCESSED" not in said
+
+
 def processed(directory: Path) -> Counter[int]:
     return Counter(int(line.split()[0]) for line in (directory / "log").read_text().splitlines())
 

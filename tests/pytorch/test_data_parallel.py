@@ -53,7 +53,7 @@ class Trial(pytorch.PyTorchTrial):
         stop_rank = self.changes.get("stop_rank", 1)
         if batch_idx == self.changes.get("stop_at") and self.context.distributed.rank == stop_rank:
             self.context.set_stop_requested(True)
-        if batch_idx == self.changes.get("nan_at") and self.context.distributed.rank == 2:
+        if (batch_idx, self.context.distributed.rank) == self.changes.get("nan_at"):
             x = x * float("nan")
         if self.changes.get("slow_forward") == self.context.distributed.rank:
             time.sleep(0.2)
@@ -174,7 +174,8 @@ CASES = {
     "overlapped kept": ({"is_kept": True}, {}, {"data_parallel": "overlapped"}),
     "stop": ({"stop_at": 6}, {}, {}),
     "told": ({}, {"checkpoint_period": pytorch.Batch(4)}, {}),
-    "nan": ({"nan_at": 6}, {"stop_on_nan": True}, {}),
+    "nan on 0": ({"nan_at": (6, 0)}, {"stop_on_nan": True}, {}),
+    "nan on 2": ({"nan_at": (6, 2)}, {"stop_on_nan": True}, {}),
     "keys": ({"keys": 1}, {}, {}),
     "fp16": ({}, {}, {"precision": "fp16"}),
     "continued": ({"is_continued": True, "is_traced": True}, {}, {}),
@@ -199,12 +200,14 @@ for name, extra in KINDS.items():
     changes = {"is_gan": True, **extra}
     CASES["gan" + name] = changes, {}, {}
     CASES["whole gan" + name] = {**changes, "batch_size": 12}, {}, {"num_shards": 1}
+CASES["overlapped gan"] = {"is_gan": True}, {}, {"data_parallel": "overlapped"}
 for name in sys.argv[1:]:
     train(name, *CASES[name][:2], **CASES[name][2])
 """
 
-# A backward pass adds to gradients that are sums over the ranks already.
-LEFT = "overlapped two passes", "overlapped kept"
+# A backward pass adds to gradients that are sums over the ranks already; or it comes in a batch
+# that leaves out ranks, after one in which the generator was called alone.
+LEFT = "overlapped two passes", "overlapped kept", "overlapped gan"
 GANS = "gan", "gan clipped", "gan scaled"
 ALONE = "stop overlapped 0", "stop overlapped 2", "stop fsdp 0", "stop fsdp 2"
 LATE = "late stop overlapped 0", "late stop fsdp 2"
@@ -255,8 +258,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
 def three(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
     return run(
         torch_ranks, tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
-        "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16",
-        "continued", "told", "two passes", "kept", *LEFT, *GANS, *SLOW, *ALONE, *LATE,
+        "overlapped windows", "shorter than the world", "stop", "nan on 0", "nan on 2", "keys",
+        "fp16", "continued", "told", "two passes", "kept", *LEFT, *GANS, *SLOW, *ALONE, *LATE,
     )  # fmt: skip
 
 
@@ -289,6 +292,7 @@ def test_optimizers_of_one_batch_see_each_others_steps(alone: Said, three: Said,
         ("overlapped windows", "windows"),
         ("overlapped two passes", "two passes"),
         ("overlapped kept", "kept"),
+        ("overlapped gan", "gan"),
     ],
 )
 def test_overlapped_reduction_gives_what_flat_reduction_gives(
@@ -332,9 +336,10 @@ def test_ranks_are_told_of_checkpoints_in_the_batch_after_the_next_one(three: Sa
     assert set(told_at) <= {4, 8, 12, 16}
 
 
-def test_nan_on_one_rank_is_raised_on_all_with_its_rank_and_batch(three: Said) -> None:
-    for said in three["nan"]:
-        assert "rank 2 at batch 6" in said["raised"]
+@pytest.mark.parametrize("rank", [0, 2])
+def test_nan_on_one_rank_is_raised_on_all_with_its_rank_and_batch(three: Said, rank: int) -> None:
+    for said in three[f"nan on {rank}"]:
+        assert f"rank {rank} at batch 6" in said["raised"]
 
 
 def test_names_that_differ_between_ranks_are_an_error_on_all(three: Said) -> None:

@@ -1,6 +1,7 @@
 """States in memory between checkpoints: taken by the next start, or left with a warning."""
 
 import logging
+import math
 import os
 import stat
 import subprocess
@@ -32,6 +33,7 @@ class Trial(pytorch.PyTorchTrial):
     """Waits with each batch until the last state is whole in memory."""
 
     trainer: pytorch.Trainer
+    factor = 1.0
 
     def __init__(
         self, context: pytorch.PyTorchTrialContext, before_batch: Callable[[int], None]
@@ -46,7 +48,7 @@ class Trial(pytorch.PyTorchTrial):
         if memory := self.trainer._training.checkpoints.memory:
             memory._saver._wait()
         self.before_batch(batch_idx)
-        loss = self.model(batch[0]).pow(2).mean()
+        loss = self.model(batch[0]).pow(2).mean() * self.factor
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
         return {"loss": loss}
@@ -140,6 +142,24 @@ def test_a_state_is_taken_until_there_is_a_newer_one(memory: Path) -> None:
     run = lose()
     lose(at=KILLED_AT, resume=run)
     assert batches_from(run)[0] == [*range(KILLED_AT, 10)]
+
+
+def test_no_state_of_a_training_that_has_diverged_is_taken(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, straight = fit(memory_checkpoints=None)
+
+    def before_batch(batch_idx: int) -> None:
+        if batch_idx == KILLED_AT:
+            monkeypatch.setattr(Trial, "factor", math.nan)
+
+    with pytest.raises(pytorch.NonFiniteError, match=f"rank 0 at batch {KILLED_AT}"):
+        fit(before_batch)
+    monkeypatch.setattr(Trial, "factor", 1.0)
+    assert len(states(memory)) == 1
+    batches, weights = batches_from(core.list_runs(Path("paceline_runs"))[-1].path)
+    assert batches == [*range(KILLED_AT, 10)]
+    assert weights == straight
 
 
 def test_a_newer_checkpoint_is_taken_instead(memory: Path) -> None:

@@ -99,6 +99,49 @@ def test_population_copies_strong_trials_in_the_place_of_weak_ones() -> None:
     assert max(result.trained[key] for key in copies) < 20
 
 
+HALVING: dict[str, Any] = {
+    "metric": "loss",
+    "max_trials": 16,
+    "max_time": 8,
+    "time_metric": "t",
+    "divisor": 2,
+}
+METHODS: dict[str, Any] = {
+    "asynchronous": AsyncHalvingConfig(**HALVING, num_rungs=3, max_concurrent_trials=4),
+    "promotion": AsyncHalvingConfig(**HALVING, num_rungs=3, max_concurrent_trials=4, promotes=True),
+    "hyperband": HyperbandConfig(**HALVING, max_concurrent_trials=4),
+    "population": PbtConfig(metric="loss", max_trials=16, max_time=8, interval=2),
+    "population of 3": PbtConfig(metric="loss", max_trials=3, max_time=8, interval=2),
+}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("method", METHODS)
+def test_trials_that_diverge_are_stopped_at_once_and_never_copied(
+    method: str, value: float
+) -> None:
+    """Half of the space diverges, so that there are more such trials than weak ones."""
+    config = METHODS[method]
+    result = simulate(
+        config,
+        SPACE,
+        4,
+        lambda create, time: value if create.hparams["lr"] > 0.5 else create.hparams["lr"],
+        report_every=1,
+        exit_of=lambda create, time: None,
+    )
+    created = {
+        o.request_id: o for group in result.operations for o in group if isinstance(o, Create)
+    }
+    diverging = {key for key, one in created.items() if one.hparams["lr"] > 0.5}
+    assert 0 < len(diverging) < len(created)
+    # Its first rung, or its first comparison.
+    first = {"asynchronous": 2, "promotion": 2, "hyperband": 8}.get(method, 2)
+    assert max(result.trained[key] for key in diverging) <= first
+    assert not {one.parent for one in created.values()} & diverging
+    assert max(result.trained[key] for key in created.keys() - diverging) >= 4
+
+
 @pytest.mark.parametrize("is_asking", [True, False])
 def test_a_copy_is_near_the_hyperparameters_that_a_trial_was_given(*, is_asking: bool) -> None:
     """Whoever chose them, a sampler or a person."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.config import ConfigError
@@ -42,6 +43,24 @@ def test_a_study_hands_out_trials_and_learns_their_values() -> None:
     assert third is not None
     study.fail(third)
     assert study.best_trial is second
+
+
+@pytest.mark.parametrize("value", ["low", True, np.bool_(False), [1.0]])
+def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
+    study = Study(SPACE, seed=1)
+    trial = study.ask()
+    assert trial is not None
+    for refused in (
+        lambda: study.tell(trial, value),
+        lambda: study.report(trial, value, 1),
+        lambda: study.report(trial, 1.0, value),
+    ):
+        with pytest.raises(TypeError, match="`(value|time)` must be a number, but got"):
+            refused()
+    assert trial.value is None
+    study.tell(trial, np.float32(0.5))
+    assert study.best_trial is trial
+    assert trial.value == 0.5
 
 
 def test_a_method_stops_trials_and_ends_the_study() -> None:

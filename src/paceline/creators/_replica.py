@@ -14,7 +14,11 @@ from paceline._training.engine.checkpoints.sharded_state import outline_of, whol
 from paceline._training.engine.devices import Precision, suitable_backend, use_own_device
 from paceline._training.engine.fsdp_and_tensor_parallel import check_whole
 from paceline._training.engine.gradient_sync import GradientSync
-from paceline._training.engine.rank_differences import RankCheck, compare_in_group
+from paceline._training.engine.rank_differences import (
+    RankCheck,
+    check_same_data,
+    compare_in_group,
+)
 from paceline._training.engine.step_replay import StepReplay
 from paceline._training.engine.tensors import all_parameters
 from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
@@ -63,7 +67,8 @@ class Replica:
     Raises:
         ResourcesError: A GPU is wanted, but there is none.
         TypeError: A creator returned something else than it must.
-        ValueError: A creator returned too much, or the scheduler needs another frequency.
+        ValueError: A creator returned too much, the scheduler needs another frequency, or the data
+            that workers share differ between them.
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -82,13 +87,16 @@ class Replica:
         if spec.use_gpu is True:
             check_gpu(has_gpu=self.device.type == "cuda")
         seed_everything(spec.seed)
-        self._make()
+        loaders = self._make()
         # Slow creators must not count against the time that ranks wait for each other.
         self._join()
+        if spec.deals_out and self._rank_check.compares_data:
+            check_same_data(None, loaders)
         # Second seeding: all ranks create equal weights, then draw different numbers per rank.
         seed_everything(spec.seed, self.rank)
 
-    def _make(self) -> None:
+    def _make(self) -> dict[str, Any]:
+        """Make all objects; return the loaders by name."""
         spec, device = self._spec, self.device
         config = creators_config(spec)
         loaders = make_replica_loaders(spec)
@@ -113,6 +121,7 @@ class Replica:
             self._criterion.to(device)
         self._precision = Precision.of(spec.precision)
         self.scaler = self._precision.make_scaler(device)
+        return {"training": loaders.train, "validation": loaders.validation}
 
     def _make_schedulers(self, config: dict[str, Any]) -> list[Any]:
         spec = self._spec

@@ -249,7 +249,8 @@ class BuiltTrainer(OwnBuilds):
             self.check_device()
             self._take_datasets()
             self.build_split_datasets()
-            self._check_same_data()
+            if self.configs.check_ranks is not False:
+                self._check_same_data()
             self.build_dataloaders()
             self.adopt_loaders()
             self.build_model()
@@ -391,7 +392,6 @@ class BuiltTrainer(OwnBuilds):
         check_same_data(
             self.context.core.distributed,
             {part: getattr(self, f"{part}_dataset") for part in parts},
-            reads=self.configs.check_ranks is not False,
         )
 
     def build_dataloaders(self) -> None:

@@ -28,6 +28,7 @@ from paceline._training.engine.checkpoints.state_files import (
 )
 from paceline._training.engine.devices import join_ranks, own_device
 from paceline._training.engine.metric_reducers import MetricReducer, ReducerSet
+from paceline._training.engine.rank_differences import check_same_data
 from paceline.data._batches_to_device import TorchData, to_device
 from paceline.data._order_and_random_generators import seed_everything
 from paceline.data._sharded_loader import ShardedData
@@ -536,8 +537,9 @@ def torch_batch_process(
 
     Raises:
         TypeError: `batch_processor_cls` is no `TorchBatchProcessor`, or the data set has no length.
-        ValueError: A number is below 1, an argument of the loader has no effect, the run was begun
-            with another data set or batch size, or `output_dir` holds something else.
+        ValueError: A number is below 1, an argument of the loader has no effect, the data sets of
+            the ranks differ, the run was begun with another data set or batch size, or `output_dir`
+            holds something else.
     """
     kwargs = dict(dataloader_kwargs or {})
     _check_batch_inference(
@@ -549,6 +551,7 @@ def torch_batch_process(
     with core.init(
         distributed=distributed, name=name, resume=resume, checkpoint_storage=checkpoint_storage
     ) as context:
+        check_same_data(context.distributed, {"inference": dataset}, can_be_off=False)
         inference = BatchInference(context, dataset, num_samples, batch_size, max_batches, kwargs)
         place = TorchBatchProcessorContext(
             context,

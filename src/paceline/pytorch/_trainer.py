@@ -662,6 +662,9 @@ class Trainer:
 
         Args:
             data_loader: A data loader as for validation; every rank must call this.
+
+        Raises:
+            ValueError: The ranks have other data, of which each would take its part.
         """
         self._open()
         with self._training.interrupt_watched():

@@ -596,8 +596,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
                 grid.data_size,
             )
         loader, self._validation_loader = self.make_loaders()
-        loaders = {"training": loader, "validation": self._validation_loader}
-        check_same_data(self._core.distributed, loaders, reads=parts.stepper.rank_check.is_on)
+        self._check_same_data({"training": loader, "validation": self._validation_loader})
         data = ShardedData(
             loader,
             num_shards=parts.num_shards,
@@ -608,6 +607,11 @@ class ResumableTraining(TrainingFit, LoopHooks):
         )
         self._validation_data = self._data_to_validate(self._validation_loader, own)
         return data
+
+    def _check_same_data(self, loaders: Mapping[str, Any]) -> None:
+        check = self._parts.stepper.rank_check
+        if check.compares_data:
+            check_same_data(self._core.distributed, loaders, can_be_off=check.is_on)
 
     def _read(self, state: EarlierState) -> dict[str, Any]:
         storage = state.storage or self._core.checkpoint
@@ -727,7 +731,13 @@ class ResumableTraining(TrainingFit, LoopHooks):
         return metrics
 
     def evaluate(self, loader: Any) -> dict[str, Any]:
-        """Return metrics of other data than the validation data."""
+        """Return metrics of other data than the validation data.
+
+        Raises:
+            ValueError: Ranks that share them have other ones.
+        """
+        if self.validates_batches:
+            self._check_same_data({"evaluated": loader})
         with self.evaluating(self._parts.reducers):
             data = self._data_to_validate(loader, self.loop.data.own_shards)
             return self.run_validation(data, loader, None)[0]

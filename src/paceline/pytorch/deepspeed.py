@@ -83,6 +83,7 @@ class DeepSpeedStepper(Stepper):
     def __init__(self, distributed: DistributedContext, device: torch.device) -> None:
         # The engines divide what all ranks would have.
         super().__init__(distributed, device, rank_check=RankCheck(False))
+        self.rank_check.compares_data = True
         # FSDP makes the profiler expect that ranks wait for each other anywhere in `train_batch`.
         self.data_parallel = DataParallel.FSDP
         self.engines: list[Any] = []

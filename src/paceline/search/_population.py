@@ -69,8 +69,8 @@ class PbtMethod(SearchMethod):
 
     A trial is compared whenever it has trained for another interval, to all trials that have come
     as far. If it is among the weak ones, it is stopped, and a copy of a strong one takes its place:
-    a trial from the checkpoint of that one, with changed hyperparameters. Times are those of the
-    whole line of copies.
+    a trial from the checkpoint of that one, with changed hyperparameters. A trial whose value is
+    not finite is stopped wherever it ranks. Times are those of the whole line of copies.
     """
 
     def __init__(self, maker: TrialMaker, config: PbtConfig) -> None:
@@ -107,14 +107,21 @@ class PbtMethod(SearchMethod):
         rung = self._rungs.setdefault(index, Rung(index))
         rank = rung.insert(request_id, metric if config.smaller_is_better else -metric)
         num_weak = int(len(rung) * config.quantile)
+        is_finite, ranked = math.isfinite(metric), list(rung)
+        if is_finite:
+            if rank < len(rung) - num_weak:
+                return []
+            ranked = ranked[:num_weak]
         strong = [
             key
-            for key, value in list(rung)[:num_weak]
+            for key, value in ranked
             if math.isfinite(value) and self._members[key].is_open and key != request_id
-        ]
-        if rank < len(rung) - num_weak or not strong:
+        ][: max(num_weak, 1)]
+        if is_finite and not strong:
             return []
         member.is_open = False
+        if not strong:
+            return [Stop(request_id=request_id)]
         parent = self._maker.one_of(strong)
         copied = self._members[parent]
         create = self._maker.changed(

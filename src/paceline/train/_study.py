@@ -10,10 +10,7 @@ from dataclasses import asdict, dataclass
 from secrets import randbelow
 from typing import Any
 
-import msgspec
-
-from paceline._training.masterless_search import SearchJournal
-from paceline._training.masterless_search_trials import refuse_without_master, search_journal
+        self._take(Reported(request_id=trial._id, time=time, metric=value))
 from paceline.config._validate_config import validate_config
 from paceline.core._run_directories import local_directory
 from paceline.search._hyperparameter_space import Rng
@@ -235,9 +232,13 @@ class Study:
             trial: The trial.
             value: The searched metric; NaN and infinity are the worst values.
             time: How long it has trained, in the unit of the method.
+
+        Raises:
+            TypeError: One of them is no number.
         """
+        value, time = _number("value", value), _number("time", time)
         self._check_open(trial)
-        self._take(Reported(request_id=trial._id, time=float(time), metric=float(value)))
+        self._take(Reported(request_id=trial._id, time=time, metric=value))
         return not trial.is_stopped
 
     def tell(self, trial: StudyTrial, value: float | None = None) -> None:
@@ -248,6 +249,7 @@ class Study:
             value: Its last value, after the method's full length; None if `report` has said all.
 
         Raises:
+            TypeError: The value is no number.
             ValueError: It has ended before.
         """
         if value is not None:
@@ -305,6 +307,13 @@ class Study:
         )
         self.trials.append(trial)
         self._by_id[create.request_id] = trial
+
+
+def _number(name: str, given: Any) -> float:
+    plain = given.item() if hasattr(given, "item") else given
+    if type(plain) not in (int, float):
+        raise TypeError(wrong(name, "a number", given))
+    return float(plain)
 
 
 # So many trials may be open at once.

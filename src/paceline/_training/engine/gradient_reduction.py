@@ -224,6 +224,13 @@ class OverlappedAllReduce(DistributedDataParallel):
         self.left: dict[torch.nn.Parameter, None] = {}
         self.register_comm_hook((weight, self.left), _sum_bucket)
 
+    def sum_in_backward(self, is_wanted: bool) -> None:
+        """Set whether the next backward passes sum gradients."""
+        self.require_backward_grad_sync = is_wanted
+        if not is_wanted:
+            # A forward pass that no backward pass followed, as of a GAN, still expects a sum.
+            self.reducer._reset_state()
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -383,7 +383,7 @@ class Stepper:
             is_summed = self.is_overlapping()
             for model in self.models:
                 if isinstance(model, OverlappedAllReduce):
-                    model.require_backward_grad_sync = is_summed
+                    model.sum_in_backward(is_summed)
 
     def backward(
         self,

@@ -82,10 +82,14 @@ class RankCheck:
     Args:
         chosen: False for no comparison; or names of parameters and buffers that each rank has for
             itself, in which ``*`` stands for any text.
+
+    Attributes:
+        is_on: Whether models are compared.
+        compares_data: Whether data sets are.
     """
 
     def __init__(self, chosen: bool | Sequence[str] = True) -> None:
-        self.is_on = chosen is not False
+        self.is_on = self.compares_data = chosen is not False
         self._own_names = () if isinstance(chosen, bool) else tuple(chosen)
         self._num_digests = 0
 
@@ -182,14 +186,14 @@ def compare_in_group(
     Raises:
         RanksDifferError: They differ.
     """
-
-    def exchange(value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
-
     if check.is_on and dist.is_initialized() and dist.get_world_size() > 1:
-        check.compare(check.digest(models, optimizers), exchange)
+        check.compare(check.digest(models, optimizers), _gather_in_group)
+
+
+def _gather_in_group(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def have_the_same(summaries: Sequence[tuple[Any, ...]]) -> bool:
@@ -269,35 +273,39 @@ def _hash_of(values: Any) -> int:
     return int(xxhash.xxh3_64_intdigest(repr(values).encode()))
 
 
+_OFF = " check_ranks=False compares nothing."
 # Of what lies in memory, so many samples are looked at.
 _NUM_SAMPLES = 16
 
 
 def check_same_data(
-    distributed: DistributedContext, data: Mapping[str, Any], *, reads: bool = True
+    distributed: DistributedContext | None, data: Mapping[str, Any], *, can_be_off: bool = True
 ) -> None:
     """Require the same samples on all ranks from data sets or loaders.
 
     Args:
-        distributed: Where the ranks meet; all of them call this.
+        distributed: Where the ranks meet; all of them call this. None for the process group.
         data: Names to data sets or loaders; other values are not compared.
-        reads: Whether samples are looked at, see `data_digest`.
+        can_be_off: Whether `check_ranks` turns this off, for the message.
 
     Raises:
         ValueError: They differ; the message names the ranks.
     """
-    if distributed.size == 1:
+    if distributed is None:
+        exchange, size = _gather_in_group, dist.get_world_size() if dist.is_initialized() else 1
+    else:
+        exchange, size = distributed.allgather, distributed.size
+    if size == 1:
         return
-    by_rank = distributed.allgather(
-        {name: data_digest(each, reads=reads) for name, each in data.items()}
-    )
+    by_rank = exchange({name: data_digest(each) for name, each in data.items()})
     for name in data:
         digests = [digests.get(name) for digests in by_rank]
         usual = Counter(digests).most_common(1)[0][0]
         others = [rank for rank, digest in enumerate(digests) if digest != usual]
         if others:
             same = [rank for rank, digest in enumerate(digests) if digest == usual]
-            raise ValueError(_difference_text(f"{name} data", _named(others), _named(same)))
+            told = _difference_text(f"{name} data", _named(others), _named(same))
+            raise ValueError(told if can_be_off else told.removesuffix(_OFF))
 
 
 def check_same_as_chief(name: str, own: str, chief: str, rank: int) -> None:
@@ -315,12 +323,11 @@ def _difference_text(name: str, others: str, same: str) -> str:
         f"The {name} must have the same samples on all ranks, as each rank takes its part of them,"
         f" but those of {others} are others than those of {same}. Hint: random_split(...,"
         " generator=torch.Generator().manual_seed(0)); indices, and random numbers in place of"
-        " data, that do not depend on the rank; and the whole data set on each rank."
-        " check_ranks=False compares nothing."
+        f" data, that do not depend on the rank; and the whole data set on each rank.{_OFF}"
     )
 
 
-def data_digest(data: Any, *, reads: bool = True) -> str:
+def data_digest(data: Any) -> str:
     """Return what differs if two data sets or loaders differ.
 
     It covers lengths, the indices of `torch.utils.data.Subset`, and a few samples of
@@ -328,18 +335,17 @@ def data_digest(data: Any, *, reads: bool = True) -> str:
 
     Args:
         data: The data set or loader.
-        reads: Whether it reads samples.
     """
     digest, read = blake2b(digest_size=16), TensorDigests(0)
-    samples: list[torch.Tensor] | None = [] if reads else None
+    samples: list[torch.Tensor] = []
     _add(digest, data, samples)
-    for number, sample in enumerate(samples or ()):
+    for number, sample in enumerate(samples):
         read.add(str(number), sample)
     digest.update(repr(read.finish()).encode())
     return digest.hexdigest()
 
 
-def _add(digest: Any, data: Any, samples: list[torch.Tensor] | None) -> None:
+def _add(digest: Any, data: Any, samples: list[torch.Tensor]) -> None:
     sampler = getattr(data, "sampler", None)
     if isinstance(sampler, SubsetRandomSampler):
         _add_indices(digest, sampler.indices)
@@ -353,10 +359,9 @@ def _add(digest: Any, data: Any, samples: list[torch.Tensor] | None) -> None:
         _add_indices(digest, data.indices)
     elif not isinstance(data, IterableDataset) and hasattr(type(data), "__getitem__"):
         digest.update(str(_length_of(data)).encode())
-    if samples is not None:
-        for rows in _in_memory(data):
-            for index in np.linspace(0, len(rows) - 1, min(len(rows), _NUM_SAMPLES)):
-                _add_sample(digest, rows[round(index)], samples)
+    for rows in _in_memory(data):
+        for index in np.linspace(0, len(rows) - 1, min(len(rows), _NUM_SAMPLES)):
+            _add_sample(digest, rows[round(index)], samples)
 
 
 def _in_memory(data: Any) -> Sequence[Any]:

@@ -10,7 +10,11 @@ from dataclasses import asdict, dataclass
 from secrets import randbelow
 from typing import Any
 
-        self._take(Reported(request_id=trial._id, time=time, metric=value))
+import msgspec
+
+from paceline._base.arguments_and_errors import wrong
+from paceline._training.masterless_search import SearchJournal
+from paceline._training.masterless_search_trials import refuse_without_master, search_journal
 from paceline.config._validate_config import validate_config
 from paceline.core._run_directories import local_directory
 from paceline.search._hyperparameter_space import Rng

@@ -130,6 +130,13 @@ def test_what_a_block_needs_is_known(block: Block) -> None:
     assert not installs or block.language != "sh" or block.needs & ELSEWHERE, block.place
 
 
+def test_a_newcomer_scrolls_no_block_sideways() -> None:
+    # As many columns as the site shows on a laptop.
+    first = [b for b in BLOCKS if b.page == "README.md" or b.page.startswith("docs/start/")]
+    lines = [(block.place, line) for block in first for line in block.code.splitlines()]
+    assert [(place, line) for place, line in lines if len(line) > 88] == []
+
+
 @pytest.mark.parametrize("page", pages())
 def test_a_page_says_that_its_blocks_continue_others(page: str) -> None:
     if any("above" in block.needs for block in page_blocks(page)):

@@ -137,6 +137,16 @@ def test_a_newcomer_scrolls_no_block_sideways() -> None:
     assert [(place, line) for place, line in lines if len(line) > 88] == []
 
 
+def test_the_page_of_optuna_names_all_samplers_and_calls_none_missing() -> None:
+    page = (ROOT / "docs/coming-from/optuna.md").read_text()
+    there, _, missing = page.partition("**Missing**")
+    config = (ROOT / "docs/experiment-config.md").read_text()
+    [row] = re.findall(r"\| `searcher\.sampler\.of` \|([^|]*)\|", config)
+    for name in re.findall(r"`(\w+)`", row):
+        assert re.search(rf"\W{name}\W", there), name
+        assert name not in re.sub("[^a-z]", "", missing.lower())
+
+
 def test_the_command_for_diffs_writes_the_side_of_after() -> None:
     page = (ROOT / "docs/coming-from/README.md").read_text()
     [command] = re.findall(r"^sed .*(?= page\.diff > train\.py$)", page, re.MULTILINE)

@@ -96,7 +96,7 @@ def test_a_narrow_terminal_leaves_out_spare_columns_before_it_cuts_a_name(
 ) -> None:
     titles, row = ["Run", "State", "Batches", "Started"], ["20261201-052358-train", "ok", 3, "now"]
     shown = []
-    for width in (47, 38, 30):
+    for width in (49, 40, 31):
         monkeypatch.setattr(_console_output, "_PIPE_WIDTH", width)
         _console_output.print_table(
             titles, [row], shortened=["Run"], spare=["Batches", "Started", "State"]

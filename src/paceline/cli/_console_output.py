@@ -216,8 +216,10 @@ def _without_spare(
 ) -> tuple[list[str], list[list[Any]]]:
     """Return titles and rows without the columns for which the terminal has no room."""
     for title in spare:
-        widths = [max(len(str(cell)) for cell in column) for column in zip(columns, *cells, strict=True)]
-        if sum(widths) + 2 * (len(widths) - 1) <= width:
+        widths = [
+            max(len(str(cell)) for cell in column) for column in zip(columns, *cells, strict=True)
+        ]
+        if sum(widths) + 2 * len(widths) <= width:
             break
         place = columns.index(title)
         columns, *cells = ([*row[:place], *row[place + 1 :]] for row in (columns, *cells))

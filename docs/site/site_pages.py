@@ -12,7 +12,12 @@ DOCS = ROOT / "docs"
 # Groups of the navigation, in this order; a page stands at the first pattern that it matches. The
 # pages of a pattern are in the order of their names. A page that matches none fails the build.
 NAVIGATION: dict[str, dict[str, list[str]]] = {
-    "Start": {"": ["index.md", "overview.md", "start/index.md", "start/*.md"]},
+    "Start": {
+        "": [
+            *("index.md", "overview.md", "start/index.md", "start/which-front-door.md"),
+            "start/*.md",
+        ],
+    },
     "Guides": {
         "Train": [
             *("pytorch.md", "train.md", "core-api.md", "creators.md", "declarative.md"),

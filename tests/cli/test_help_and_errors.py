@@ -55,6 +55,20 @@ def test_each_help_ends_with_examples_and_exit_codes() -> None:
     assert num_helps > len(ALL)
 
 
+def test_a_narrow_terminal_cuts_no_summary() -> None:
+    groups = [name for name, one in commands_below("paceline", ROOT) if hasattr(one, "commands")]
+    for name in groups:
+        told = CliRunner().invoke(app, [*name.split()[1:], "--help"], env={"COLUMNS": "60"})
+        assert "..." not in told.output.replace("[ARGS]...", ""), name
+
+
+def test_the_help_begins_with_what_a_newcomer_runs() -> None:
+    told = CliRunner().invoke(app, ["--help"]).output
+    places = [told.index(f"\n  {name} ") for name in ("init", "run", "up", "runs", "experiment")]
+    assert places == sorted(places)
+    assert "  paceline init my-project\n" in told
+
+
 LISTS = {
     "list", "lt", "lc", "list-trials", "list-checkpoints", "compare", "doctor", "files", "audit",
     "usage",

@@ -91,6 +91,22 @@ def test_a_long_name_is_shortened_to_what_the_other_columns_leave(
     assert "…" in lines[2]
 
 
+def test_a_narrow_terminal_leaves_out_spare_columns_before_it_cuts_a_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles, row = ["Run", "State", "Batches", "Started"], ["20261201-052358-train", "ok", 3, "now"]
+    shown = []
+    for width in (49, 40, 31):
+        monkeypatch.setattr(_console_output, "_PIPE_WIDTH", width)
+        _console_output.print_table(
+            titles, [row], shortened=["Run"], spare=["Batches", "Started", "State"]
+        )
+        lines = capsys.readouterr().out.splitlines()
+        shown.append(lines[0].split())
+        assert lines[2].startswith("20261201-052358-train  ok")
+    assert shown == [titles, ["Run", "State", "Started"], ["Run", "State"]]
+
+
 def test_a_sentence_goes_on_in_further_lines_beside_shortened_names(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,11 @@ def test_a_virtual_environment_of_any_name_is_left_out(tmp_path: Path) -> None:
     assert packed_names(tmp_path) == ["train.py"]
 
 
+def test_the_home_of_a_master_is_left_out(tmp_path: Path) -> None:
+    fill(tmp_path, "train.py", "home/master.lock", "home/token", "home/master.sqlite")
+    assert packed_names(tmp_path) == ["train.py"]
+
+
 def test_ignore_file_excludes_and_includes_and_is_not_packed(tmp_path: Path) -> None:
     fill(tmp_path, "train.py", "data/big.bin", "data/small.csv", "notes.txt", ".vscode/settings")
     (tmp_path / ".pacelineignore").write_text("# data\n*.bin\n/notes.txt\n!.vscode/\n")

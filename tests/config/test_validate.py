@@ -204,6 +204,14 @@ def test_an_unknown_field_lists_the_known_ones_and_the_nearest(
     assert len(problems[path].allowed.split(", ")) >= 2
 
 
+def test_a_near_name_stands_in_place_of_a_long_list(problems_of: Collect, make: Make) -> None:
+    near = problems_of(make(max_restart=3))["max_restart"]
+    assert str(near) == (
+        "`max_restart` is not a known field, got 3. Hint: did you mean `max_restarts`?"
+    )
+    assert "Allowed: checkpoint_bytes_per_hour, " in str(problems_of(make(zzz=3))["zzz"])
+
+
 @pytest.mark.parametrize("value", [None, 1, {"a": 1}])
 @pytest.mark.parametrize("name", TOP_LEVEL_LATER)
 def test_a_field_that_comes_later_is_told_from_an_unknown_one(

@@ -47,6 +47,8 @@ def test_each_page_of_this_repository_stands_in_the_navigation_once() -> None:
     navigation = pages.navigation()
     listed = places(navigation)
     assert sorted(listed) == sorted(pages.texts.keys() - {"LICENSE.md", "CITATION.cff.md"})
+    # Who starts reads this page before one of the tutorials.
+    assert listed[:2] == ["index.md", "start/which-front-door.md"]
     assert {"index.md", "train.md", "examples/hpc/README.md", "decisions/README.md"} <= {*listed}
     titles = [title for group in navigation for title in group]
     assert titles == [title for title in site_pages.NAVIGATION if title in titles]

@@ -105,7 +105,7 @@ def test_another_learning_rate_is_that_of_a_training_that_had_it_from_the_start(
             training.go(1)
         assert second.rates == pytest.approx(straight.rates)
     text = told(second)
-    assert "with other settings than the checkpoint was stored with" in text
+    assert "resumes with other settings than those of the checkpoint" in text
     # Both groups have it, and it is named once.
     assert text.count("lr was") - text.count("max_lr was") - text.count("min_lr was") == 1
 

@@ -130,6 +130,37 @@ def test_what_a_block_needs_is_known(block: Block) -> None:
     assert not installs or block.language != "sh" or block.needs & ELSEWHERE, block.place
 
 
+def test_a_newcomer_scrolls_no_block_sideways() -> None:
+    # As many columns as the site shows on a laptop.
+    first = [b for b in BLOCKS if b.page == "README.md" or b.page.startswith("docs/start/")]
+    lines = [(block.place, line) for block in first for line in block.code.splitlines()]
+    assert [(place, line) for place, line in lines if len(line) > 88] == []
+
+
+def test_the_page_of_optuna_names_all_samplers_and_calls_none_missing() -> None:
+    page = (ROOT / "docs/coming-from/optuna.md").read_text()
+    there, _, missing = page.partition("**Missing**")
+    config = (ROOT / "docs/experiment-config.md").read_text()
+    [row] = re.findall(r"\| `searcher\.sampler\.of` \|([^|]*)\|", config)
+    for name in re.findall(r"`(\w+)`", row):
+        assert re.search(rf"\W{name}\W", there), name
+        assert name not in re.sub("[^a-z]", "", missing.lower())
+
+
+def test_the_command_for_diffs_writes_the_side_of_after() -> None:
+    page = (ROOT / "docs/coming-from/README.md").read_text()
+    [command] = re.findall(r"^sed .*(?= page\.diff > train\.py$)", page, re.MULTILINE)
+    texts = [path.read_text() for path in sorted((ROOT / "docs/coming-from").glob("*.md"))]
+    diffs = re.findall(r"^```diff\n(.*?)^```$", "".join(texts), re.DOTALL | re.MULTILINE)
+    assert len(diffs) >= 10
+    for diff in diffs:
+        done = subprocess.run(
+            ["sh", "-c", command], input=diff, capture_output=True, text=True, check=True
+        )
+        block = list(page_blocks("page.md", f"<!-- before: nothing -->\n```diff\n{diff}```\n"))[-1]
+        assert done.stdout.split("\n") == [line for line in block.code.split("\n") if line] + [""]
+
+
 @pytest.mark.parametrize("page", pages())
 def test_a_page_says_that_its_blocks_continue_others(page: str) -> None:
     if any("above" in block.needs for block in page_blocks(page)):

@@ -72,7 +72,7 @@ def test_exits_have_the_code_of_plain_python(
     if text is not None:
         assert text in result.stderr
     if code != 0:
-        assert f"paceline.launch: Rank 0 exited with code {code}" in _closing_line(result)
+        assert f"ERROR: Rank 0 exited with code {code}" in _closing_line(result)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_traceback_is_that_of_plain_python(
     result = launch(name)
     assert result.returncode == plain.returncode == 1
     lines = result.stderr.splitlines(keepends=True)
-    assert "".join(line for line in lines if not line.startswith(("INFO: [", "ERROR: ["))).replace(
+    assert "".join(line for line in lines if not line.startswith(("INFO: ", "ERROR: "))).replace(
         f'"{name}"', f'"{tmp_path / name}"'
     ) == plain.stderr.replace(f'"{name}"', f'"{tmp_path / name}"')
     assert plain.stderr.splitlines()[-1] in _closing_line(result)

@@ -32,7 +32,7 @@ def main(cells: Path) -> None:
 
 def _shortened(text: str) -> str:
     """Return a message without what the logger or Python has put before it."""
-    for mark in ("Error: ", "_generation: ", "paceline.launch: "):
+    for mark in ("Error: ", "_generation: ", "ERROR: "):
         if mark in text and not text.startswith("Rank"):
             text = text.partition(mark)[2]
     return text.replace("|", "\\|")[:160]

@@ -163,6 +163,27 @@ def root(
         trust(ca_file)
 
 
+# In the order of the help. Options that `run` and `verify-resume` do not know are the script's.
+app.command("init")(init)
+app.command("run", context_settings={"ignore_unknown_options": True})(run)
+app.command("verify-resume", context_settings={"ignore_unknown_options": True})(verify_resume)
+app.command("doctor", is_list=True)(doctor)
+app.command("up")(up)
+app.command("status")(status)
+app.command("login")(login)
+app.command("down")(down)
+app.command("preview-search")(preview_search)
+app.command("simulate-search")(simulate_search)
+app.command("sync")(sync)
+app.command("import")(import_store)
+app.command("export")(export_runs)
+app.command("backup")(backup)
+app.command("restore")(restore)
+app.command("audit", is_list=True)(audit)
+app.command("usage", is_list=True)(usage)
+app.command("mcp")(mcp)
+
+
 @app.command()
 def version() -> None:
     """Print Paceline's version."""
@@ -172,39 +193,20 @@ def version() -> None:
     print_answer({"version": number}, number)
 
 
-app.command("up")(up)
-app.command("down")(down)
-app.command("status")(status)
-app.command("backup")(backup)
-app.command("restore")(restore)
-app.command("login")(login)
-app.command("audit", is_list=True)(audit)
-app.command("usage", is_list=True)(usage)
-app.command("init")(init)
-app.command("doctor", is_list=True)(doctor)
-app.command("sync")(sync)
-app.command("import")(import_store)
-app.command("export")(export_runs)
-app.command("preview-search")(preview_search)
-app.command("simulate-search")(simulate_search)
-app.command("mcp")(mcp)
-# Options that they do not know are the script's.
-app.command("run", context_settings={"ignore_unknown_options": True})(run)
-app.command("verify-resume", context_settings={"ignore_unknown_options": True})(verify_resume)
 for _name, _short, _group in (
+    ("runs", None, runs_app),
+    ("examples", None, examples_app),
     ("experiment", "e", experiment_app),
     ("trial", "t", trial_app),
     ("checkpoint", "c", checkpoint_app),
+    ("job", None, queue_app),
     ("slot", "s", slot_app),
     ("runner", None, runner_app),
     ("pool", None, pool_app),
-    ("job", None, queue_app),
     ("notify", None, notify_app),
-    ("runs", None, runs_app),
     ("token", None, token_app),
     ("user", None, user_app),
     ("project", None, project_app),
-    ("examples", None, examples_app),
     ("home", None, home_app),
 ):
     _help = str(_group.info.help).removesuffix(".")

@@ -67,6 +67,19 @@ class HelpCommand(_Help, TyperCommand):
 class HelpGroup(_Help, TyperGroup):
     """Group of commands whose help ends with examples and exit codes."""
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write whole first sentences, where click cuts them; groups follow the commands."""
+        shown = [one for one in self.commands.values() if not one.hidden]
+        for title, is_group in (("Commands", False), ("Groups of commands", True)):
+            rows = [
+                (str(one.name), one.get_short_help_str(limit=1000))
+                for one in shown
+                if hasattr(one, "commands") == is_group
+            ]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
 
 class CommandGroup(typer.Typer):
     """Group whose commands all have `--json`, and its lists also `--format`."""

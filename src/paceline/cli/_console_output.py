@@ -176,6 +176,7 @@ def print_table(
     right: Sequence[str] = (),
     shortened: Sequence[str] = (),
     wrapped: str | None = None,
+    spare: Sequence[str] = (),
     empty: str = "Nothing to show.",
 ) -> None:
     """Print a table; only the last column may continue in a second line.
@@ -186,9 +187,12 @@ def print_table(
         right: Titles of the columns to align to the right.
         shortened: Titles of the columns of long names, which end in an ellipsis for lack of room.
         wrapped: Title of a column of sentences, which continue in further lines.
+        spare: Titles of the columns that a narrow terminal leaves out, the first one first.
         empty: Text to print when there are no rows.
     """
     output = console()
+    cells = [[_cell(value) for value in row] for row in rows]
+    columns, cells = _without_spare(list(columns), cells, spare, output.width)
     table = make_table()
     for title in columns:
         is_short = title in shortened
@@ -198,13 +202,28 @@ def print_table(
             overflow="ellipsis" if is_short else "fold",
             no_wrap=title != wrapped and (bool(shortened) or title != columns[-1]),
         )
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row))
+    for row in cells:
+        table.add_row(*row)
     _shorten(table, shortened, output.width)
     if table.row_count:
         _print_without_padding(output, table)
     else:
         output.print(empty)
+
+
+def _without_spare(
+    columns: list[str], cells: list[list[Any]], spare: Sequence[str], width: int
+) -> tuple[list[str], list[list[Any]]]:
+    """Return titles and rows without the columns for which the terminal has no room."""
+    for title in spare:
+        widths = [
+            max(len(str(cell)) for cell in column) for column in zip(columns, *cells, strict=True)
+        ]
+        if sum(widths) + 2 * len(widths) <= width:
+            break
+        place = columns.index(title)
+        columns, *cells = ([*row[:place], *row[place + 1 :]] for row in (columns, *cells))
+    return columns, cells
 
 
 def _shorten(table: "Table", titles: Sequence[str], width: int) -> None:

@@ -86,6 +86,7 @@ def list_run_directories(
         ],
         right=["Attempts", "Batches"],
         shortened=["Run"],
+        spare=["Checkpoint", "Attempts", "Started"],
         empty=f"No runs in {place}.",
     )
 

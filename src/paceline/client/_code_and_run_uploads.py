@@ -52,6 +52,9 @@ DEFAULT_IGNORES = (
     ".DS_Store",
 )
 
+# Marks of directories that are never sent: a virtual environment holds absolute paths and never
+# works elsewhere; the home of a master holds its token and all data.
+_MARKS = ("pyvenv.cfg", "master.lock")
 _NUM_LISTED = 5
 # A fixed time later than 1980, which ZIP-based tools need.
 _FIXED_TIME = 315_532_800 + 86_400
@@ -158,8 +161,7 @@ class _CodeWalk:
                 self._special.append(name)
 
     def _directory(self, path: Path, name: str) -> Iterator[ContextEntry]:
-        # A virtual environment holds absolute paths and never works elsewhere.
-        if self._ignores.match_file(name + "/") or (path / "pyvenv.cfg").exists():
+        if self._ignores.match_file(name + "/") or any((path / m).exists() for m in _MARKS):
             return
         yield ContextEntry(name=name, path=path, mode=0o755, size=0)
         yield from self.entries(path, name + "/")

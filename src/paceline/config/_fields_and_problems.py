@@ -46,7 +46,7 @@ class Problem:
     `path` is dotted from the top of the config (`searcher.max_trials`), `value` is the value
     there (`MISSING` without one), `message` continues a sentence that starts with the path,
     `allowed` lists the valid values and `hint` the fix; both may be empty. The text of a
-    problem leaves out `allowed` where the message says it already.
+    problem leaves out `allowed` where the message says it already, and a long one beside a hint.
     """
 
     path: str
@@ -70,7 +70,9 @@ class Problem:
     def __str__(self) -> str:
         subject = f"`{self.path}` " if self.path else "The config "
         sentences = [f"{subject}{self.message}, got {self.value_text}."]
-        if self.allowed and self.allowed not in self.message:
+        # A near name helps more than a list of thirty.
+        is_shown = len(self.allowed) <= _LONGEST_VALUE or not self.hint
+        if self.allowed and self.allowed not in self.message and is_shown:
             sentences.append(f"Allowed: {self.allowed}.")
         if self.hint:
             sentences.append(f"Hint: {self.hint}")

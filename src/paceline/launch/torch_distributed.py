@@ -166,7 +166,7 @@ _INTERRUPTED = 130
 # A finite time, as waits refuse infinity.
 _FOR_EVER_S = 1e9
 _DEFAULT_PORT_OF_SEVERAL_NODES = 29400
-_LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
+_LOG_FORMAT = "%(levelname)s: %(message)s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -205,7 +205,7 @@ class ProcessPool(WorkerPool):
     def resume_from(self, variables: Mapping[str, str]) -> None:
         """Make the next workers resume the runs named by variables."""
         for value in variables.values():
-            logger.info("The next start goes on from the last checkpoint (%s).", value)
+            logger.info("The next start resumes from the last checkpoint (%s).", value)
         self._environment |= variables
 
     def tell_restarts(self, causes: Sequence[str]) -> None:

@@ -77,7 +77,7 @@ class SettingChanges:
             logger.warning("%s", text)
         if self._names:
             logger.warning(
-                "Training goes on with other settings than the checkpoint was stored with: %s.",
+                "Training resumes with other settings than those of the checkpoint: %s.",
                 "; ".join(f"{', '.join(names)} {text}" for text, names in self._names.items()),
             )
 

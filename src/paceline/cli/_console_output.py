@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Column, Table
     from rich.text import Text
 
+    from paceline._base.journal_records import AlertRaised
+    from paceline._cluster.messages.experiment_models import Alert
     from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
 
@@ -382,29 +384,8 @@ def exit_code(data: "ExperimentData") -> int:
     return _INCOMPLETE if data.num_records_lost else 0
 
 
-class Alert(Protocol):
-    """Shown parts of an alert."""
-
-    @property
-    def time(self) -> float:
-        """Time when the alert was raised, in seconds since the epoch."""
-
-    @property
-    def level(self) -> str:
-        """Urgency of the alert."""
-
-    @property
-    def title(self) -> str:
-        """A few words."""
-
-    @property
-    def description(self) -> str:
-        """Details of the alert below its title."""
-
-
-def print_alerts(alerts: Sequence[Alert]) -> None:
-    """Print alerts, if there are any."""
-
+def print_alerts(alerts: "Sequence[AlertRaised | Alert]") -> None:
+    """Print the alerts of a run or of a trial, if there are any."""
     if not alerts:
         return
     rows = [

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from paceline._base.frames import flatten
+from paceline._base.journal_records import decode_value
 from paceline._base.process_and_network import escape_in_json, terminal_text
 from paceline._base.progress_display import format_duration
 from paceline.cli._options_and_errors import is_agent, is_json, output_format
@@ -140,7 +141,6 @@ def print_list(
 
 def _tsv_cell(value: Any) -> str:
     """Return a whole value in a single cell; empty for None."""
-    from paceline._base.journal_records import decode_value
 
     value = value.moment if isinstance(value, Age) else decode_value(value)
     text = "" if value is None else str(value)
@@ -254,7 +254,6 @@ def state_text(state: str) -> "Text":
 
 def format_number(value: Any) -> str:
     """Return a metric value in at most four significant digits; a dash for None."""
-    from paceline._base.journal_records import decode_value
 
     value = decode_value(value)
     if value is None:
@@ -427,7 +426,6 @@ _MEANINGS = {
 
 def print_time_table(seconds: dict[str, float], total_s: float, goodput: float | None) -> None:
     """Print the non-zero shares of a time, and the goodput."""
-    from paceline._base.progress_display import format_duration
 
     rows: list[tuple[Any, ...]] = [
         (

@@ -49,7 +49,7 @@ def import_ray() -> Any:
     Raises:
         ImportError: It is not installed.
     """
-    return required_library("ray", 'cluster="ray"', "paceline[ray]")
+    return required_library("ray", "A Ray cluster", "paceline[ray]")
 
 
 def is_ray_connected() -> bool:

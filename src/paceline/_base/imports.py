@@ -117,7 +117,7 @@ def required_library(module: str, user: str, install: str) -> ModuleType:
         # Missing dependency of the library: its own error is the useful one.
         if error.name is None or error.name.partition(".")[0] != library:
             raise
-        raise ImportError(
+        raise ModuleNotFoundError(
             f"`{user}` needs the package `{library}`, which is not installed. Hint: pip install"
             f" '{install}'"
         ) from error

@@ -1,11 +1,16 @@
 """Commands `paceline backup`, `restore` and `home`: a master's home copied, checked and mended."""
 
+import signal
+import sys
+import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline._base.progress_display import format_duration
 from paceline.cli._command_classes import CommandGroup
 from paceline.cli._console_output import format_bytes, format_moment, print_json, print_json_line
 from paceline.cli._options_and_errors import CommandError, Home, Json, home_of, report_error
@@ -79,8 +84,6 @@ def backup(
 
 
 def _follow_home(made: "Backup", home: Path, every: float, keep: int | None, *, json: bool) -> None:
-    import signal
-    import threading
 
     from paceline._cluster.master.upkeep.home_backup import follow_home
 
@@ -95,7 +98,6 @@ def _follow_home(made: "Backup", home: Path, every: float, keep: int | None, *, 
 
 
 def _tell_backup(result: "BackupResult", *, json: bool) -> None:
-    import sys
 
     content = result.content
     if json:
@@ -206,7 +208,6 @@ def _restore_copy(copy: Path, *, json: bool) -> None:
 
 
 def _access_as_json(access: "RestoredAccess") -> dict[str, object]:
-    from dataclasses import asdict
 
     return {
         "tokens": [asdict(token) for token in access.tokens],
@@ -216,9 +217,6 @@ def _access_as_json(access: "RestoredAccess") -> dict[str, object]:
 
 def _tell_access(access: "RestoredAccess") -> None:
     """Print the tokens and passwords still valid in the restored home, and the revoked ones."""
-    import time
-
-    from paceline._base.progress_display import format_duration
 
     for is_kept, title in ((True, "Tokens that stay valid"), (False, "Tokens that are revoked")):
         found = [

@@ -34,6 +34,10 @@ from paceline.cli._options_and_errors import (
     confirm,
     connect,
 )
+from paceline.core._read_runs import RUNS_DIRECTORY, list_runs, storage_at, summarize_run
+from paceline.storage._checkpoint_files import StorageNotInstalledError
+from paceline.storage._directory_storage import DirectoryStorage, restored
+from paceline.storage._storage_by_url import checkpoint_at, directory_of_checkpoint
 
 if TYPE_CHECKING:
     from paceline.storage._checkpoint_storage import CheckpointStorage
@@ -147,8 +151,6 @@ def _check_export_output(output: Path, *, is_directory: bool) -> None:
 @contextmanager
 def _files_to_export(checkpoint: str, run: Path | None) -> Iterator[Path]:
     """Give a directory with the verified files of a checkpoint."""
-    from paceline.storage._directory_storage import restored
-    from paceline.storage._storage_by_url import directory_of_checkpoint
 
     path = Path(checkpoint)
     if run is None and path.is_dir():
@@ -170,7 +172,6 @@ def _files_to_export(checkpoint: str, run: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _directory_to_export(path: Path) -> Iterator[Path]:
-    from paceline.storage._directory_storage import DirectoryStorage, restored
 
     if (path / "run.json").exists():
         raise CommandError(
@@ -197,7 +198,6 @@ def _uuid_of(path: Path) -> str | None:
 
 def _export_in_run(checkpoint: str, run: Path) -> "tuple[CheckpointStorage, str]":
     from paceline.cli._runs_commands import find_run
-    from paceline.core._read_runs import storage_at, summarize_run
 
     path = find_run(run)
     storage = storage_at(path)
@@ -216,8 +216,6 @@ def _export_in_run(checkpoint: str, run: Path) -> "tuple[CheckpointStorage, str]
 
 
 def _export_in_runs_here(checkpoint: str) -> "tuple[CheckpointStorage, str] | None":
-    from paceline.core._read_runs import RUNS_DIRECTORY, list_runs, storage_at
-    from paceline.storage._checkpoint_files import StorageNotInstalledError
 
     if len(checkpoint) < SHORTEST_PREFIX:
         return None
@@ -365,7 +363,6 @@ def download(
 
 
 def _download_from_store(url: str, output: Path | None) -> Path:
-    from paceline.storage._storage_by_url import checkpoint_at
 
     try:
         storage, uuid = checkpoint_at(url)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline._base.frames import flatten
+from paceline._base.journal_records import encode_metrics
+from paceline._base.run_directory import RunDirectory
 from paceline.cli._console_output import format_number, print_list
 from paceline.cli._experiment_commands import experiment_app
 from paceline.cli._options_and_errors import CommandError, connect
@@ -49,8 +51,6 @@ def _check_number(number: int, name: str) -> None:
 
 
 def _run_as_column(path: Path) -> dict[str, Any]:
-    from paceline._base.journal_records import encode_metrics
-    from paceline._base.run_directory import RunDirectory
     from paceline.core._read_runs import read_metrics, summarize_run
 
     summary, run = summarize_run(path), RunDirectory(path)

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
 from paceline._base.frames import flatten
+from paceline._base.journal_records import decode_value
 from paceline._base.process_and_network import escape_in_json, terminal_text
 from paceline._base.progress_display import format_duration
 from paceline.cli._options_and_errors import is_agent, is_json, output_format
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from rich.table import Column, Table
     from rich.text import Text
 
+    from paceline._base.journal_records import AlertRaised
+    from paceline._cluster.messages.experiment_models import Alert
     from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
 
@@ -138,7 +141,6 @@ def print_list(
 
 def _tsv_cell(value: Any) -> str:
     """Return a whole value in a single cell; empty for None."""
-    from paceline._base.journal_records import decode_value
 
     value = value.moment if isinstance(value, Age) else decode_value(value)
     text = "" if value is None else str(value)
@@ -271,7 +273,6 @@ def state_text(state: str) -> "Text":
 
 def format_number(value: Any) -> str:
     """Return a metric value in at most four significant digits; a dash for None."""
-    from paceline._base.journal_records import decode_value
 
     value = decode_value(value)
     if value is None:
@@ -401,29 +402,8 @@ def exit_code(data: "ExperimentData") -> int:
     return _INCOMPLETE if data.num_records_lost else 0
 
 
-class Alert(Protocol):
-    """Shown parts of an alert."""
-
-    @property
-    def time(self) -> float:
-        """Time when the alert was raised, in seconds since the epoch."""
-
-    @property
-    def level(self) -> str:
-        """Urgency of the alert."""
-
-    @property
-    def title(self) -> str:
-        """A few words."""
-
-    @property
-    def description(self) -> str:
-        """Details of the alert below its title."""
-
-
-def print_alerts(alerts: Sequence[Alert]) -> None:
-    """Print alerts, if there are any."""
-
+def print_alerts(alerts: "Sequence[AlertRaised | Alert]") -> None:
+    """Print the alerts of a run or of a trial, if there are any."""
     if not alerts:
         return
     rows = [
@@ -465,7 +445,6 @@ _MEANINGS = {
 
 def print_time_table(seconds: dict[str, float], total_s: float, goodput: float | None) -> None:
     """Print the non-zero shares of a time, and the goodput."""
-    from paceline._base.progress_display import format_duration
 
     rows: list[tuple[Any, ...]] = [
         (

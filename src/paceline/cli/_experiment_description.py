@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline._base.frames import flatten
+from paceline._base.progress_display import format_duration
 from paceline.cli._console_output import (
     console,
     experiment_word,
@@ -197,7 +198,6 @@ def _print_description(
     problems: str | None,
     repeats: str | None,
 ) -> None:
-    from paceline._base.progress_display import format_duration
 
     lost = None
     if data.num_records_lost:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline._base.process_and_network import terminal_text
+from paceline._base.progress_display import format_duration
+from paceline._cluster.messages.states import ExperimentState
 from paceline.cli._console_output import (
     console,
     error_console,
@@ -229,7 +231,6 @@ class ExperimentFollower:
 
     def _is_end(self, event: "Event") -> bool:
         """Return whether an event ends the experiment for good, not an end before a reopening."""
-        from paceline._cluster.messages.states import ExperimentState
 
         try:
             is_terminal = ExperimentState(event.data.get("state")).is_terminal
@@ -242,7 +243,6 @@ class ExperimentFollower:
 
     def _print_end(self) -> None:
         """Print the end of the experiment: the best trials of a search, and the state."""
-        from paceline._base.progress_display import format_duration
         from paceline.cli._experiment_description import print_leaderboard
 
         data = self._experiment.data

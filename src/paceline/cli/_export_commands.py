@@ -2,11 +2,23 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
+from paceline._base.journal_records import (
+    AttemptFinished,
+    AttemptStarted,
+    CheckpointStored,
+    MetricsReported,
+    RunMetadataSet,
+    encode_metrics,
+)
+from paceline._base.run_directory import JournalKey, RunDirectory, RunInfo, TrialInfo
 from paceline.cli._completions import complete_run
 from paceline.cli._console_output import print_answer
 from paceline.cli._options_and_errors import CommandError, Json, connect
@@ -84,12 +96,7 @@ def _found(what: list[str]) -> Iterator[tuple["ExportedRun", Copies]]:
 
 
 def _of_directory(path: Path) -> tuple["ExportedRun", Copies]:
-    from functools import partial
 
-    import msgspec
-
-    from paceline._base.journal_records import AttemptStarted
-    from paceline._base.run_directory import RunDirectory
     from paceline.core._read_runs import read_history, storage_at, summarize_run
     from paceline.importers._export_files import ExportedRun
 
@@ -127,7 +134,6 @@ def _records_of(directory: Any) -> Iterator["Numbered"]:
 
 
 def _of_experiment(experiment: "Experiment") -> Iterator[tuple["ExportedRun", Copies]]:
-    from paceline._base.run_directory import RunInfo, TrialInfo
     from paceline.importers._export_files import ExportedRun
 
     for trial in experiment.trials():
@@ -169,14 +175,6 @@ def _of_experiment(experiment: "Experiment") -> Iterator[tuple["ExportedRun", Co
 
 def _records_of_trial(trial: "Trial", stored: list[Any]) -> Iterator["Numbered"]:
     """Yield records that say what the master knows of a trial, as one attempt."""
-    from paceline._base.journal_records import (
-        AttemptFinished,
-        CheckpointStored,
-        MetricsReported,
-        RunMetadataSet,
-        encode_metrics,
-    )
-    from paceline._base.run_directory import JournalKey
     from paceline.importers._run_writer import started
 
     data = trial.data
@@ -213,7 +211,6 @@ def _records_of_trial(trial: "Trial", stored: list[Any]) -> Iterator["Numbered"]
 
 def _copy_checkpoint(place: Path, stored: Any, copy: Any) -> list[str]:
     """Copy a checkpoint, and write its weights alone if it has any; return what did not work."""
-    from tempfile import TemporaryDirectory
 
     from paceline.pytorch import export_weights
     from paceline.storage._checkpoint_files import CheckpointCorruptError, CheckpointNotFoundError

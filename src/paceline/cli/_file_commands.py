@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from paceline._base.run_directory import check_file_path
+from paceline._base.files import open_regular_below, opened_directory
+from paceline._base.run_directory import RunDirectory, check_file_path
 from paceline.cli._console_output import print_answer, print_list
 from paceline.cli._options_and_errors import CommandError, TrialId, connect
 from paceline.cli._runs_commands import RunPath, find_run, runs_app
@@ -36,7 +37,6 @@ def list_run_files(run: RunPath) -> None:
 @runs_app.command("download")
 def copy_run_files(run: RunPath, paths: Paths = None, output: Output = None) -> None:
     """Copy files of a run. Files of the same name are replaced."""
-    from paceline._base.files import open_regular_below, opened_directory
 
     path = find_run(run)
 
@@ -69,7 +69,6 @@ def copy_trial_files(trial: TrialId, paths: Paths = None, output: Output = None)
 
 def _local_files(run: Path) -> dict[str, int]:
     """Return the sizes of a run's files, without links and files being written."""
-    from paceline._base.run_directory import RunDirectory
 
     root = RunDirectory.open(run).files_path
     found = {}

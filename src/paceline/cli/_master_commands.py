@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline._base.process_and_network import LOOPBACK, listening_address
+from paceline._base.progress_display import format_duration
 from paceline.cli._console_output import (
     format_bytes,
     num_trials_text,
@@ -404,7 +405,6 @@ def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
 
 def status(json: Json = False) -> None:
     """Show whether a master runs, its load, its sizes and its problems."""
-    from paceline._base.progress_display import format_duration
     from paceline.client._http_session import MasterUnreachableError, home_directory
 
     with connect() as client:

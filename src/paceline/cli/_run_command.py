@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from paceline._base.progress_regions import SWITCH_VARIABLE
+from paceline._base.run_directory import RunDirectory
 from paceline.cli._options_and_errors import report_error
 
 if TYPE_CHECKING:
@@ -179,7 +180,6 @@ def _check_options(kind: Kind, arguments: list[str], changes: list[str], restart
 
 
 def _path_to_resume(run: str) -> str:
-    from paceline._base.run_directory import RunDirectory
     from paceline.cli._runs_commands import find_run
 
     if "://" in run:

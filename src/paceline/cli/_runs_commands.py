@@ -2,12 +2,17 @@
 
 import os
 import shutil
+import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline._base.files import temporary_name
+from paceline._base.journal_records import MetricsReported, encode_metrics
+from paceline._base.run_directory import NotARunDirectoryError, RunDirectory
 from paceline.cli._command_classes import CommandGroup
 from paceline.cli._completions import complete_run
 from paceline.cli._console_output import (
@@ -115,7 +120,6 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a run and its reported metrics."""
-    from paceline._base.run_directory import RunDirectory
     from paceline.core._read_runs import read_alerts, read_history, read_metrics, summarize_run
 
     path = find_run(run)
@@ -153,7 +157,6 @@ def find_run(run: Path) -> Path:
     Raises:
         CommandError: The part fits several runs or none.
     """
-    from paceline._base.run_directory import NotARunDirectoryError
     from paceline.core import _read_runs
 
     try:
@@ -207,7 +210,6 @@ def _print_run_rows(rows: list[tuple[str, Any]]) -> None:
 
 def run_groups(run: "RunDirectory") -> list[str]:
     """Return the names of the metric groups reported by the chief."""
-    from paceline._base.journal_records import MetricsReported
 
     names = set()
     for key in run.journal_keys():
@@ -253,7 +255,6 @@ def _run_as_json(run: "RunSummary") -> dict[str, Any]:
 def _print_run_json(
     run: "RunDirectory", summary: "RunSummary", rows: list[tuple[str, Any]]
 ) -> None:
-    from paceline._base.journal_records import encode_metrics
     from paceline.core._read_runs import read_alerts, read_history
 
     metrics = [
@@ -326,8 +327,6 @@ def _send_run(sync: "RunSync") -> "SyncResult":
 
 def _watch_runs(results: "dict[RunSync, SyncResult]") -> None:
     """Send news about every second until all runs have ended; Ctrl-C leaves the runs alone."""
-    import time
-    from dataclasses import replace
 
     from paceline.client._http_session import MasterUnreachableError
 
@@ -392,7 +391,6 @@ def prune(
     yes: Yes = False,
 ) -> None:
     """Delete old runs. Runs in use and runs of a master stay."""
-    import time
 
     from paceline.core._read_runs import RUNS_DIRECTORY, list_runs
 
@@ -494,7 +492,6 @@ def _check_deletable(path: Path) -> str | None:
         CommandError: It is a link, in use, or belongs to a master.
         NotARunDirectoryError: It is no run directory.
     """
-    from paceline._base.run_directory import RunDirectory
     from paceline.core._read_runs import is_of_master, run_storage
 
     if path.is_symlink():
@@ -525,8 +522,6 @@ def _delete_run(path: Path) -> None:
     Raises:
         CommandError: It is in use, or files remain.
     """
-    from paceline._base.files import temporary_name
-    from paceline._base.run_directory import RunDirectory
 
     _check_deletable(path)
     try:

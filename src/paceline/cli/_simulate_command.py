@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from paceline._base.progress_display import format_duration
@@ -99,7 +100,6 @@ def _simulate(
 
 
 def _read_curves(text: str, config: "ExperimentConfig") -> "list[Curve]":
-    import msgspec
 
     from paceline.search._preview_and_simulation import Curve
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline._base.journal_records import encode_metrics
+from paceline._base.progress_display import format_duration
 from paceline.cli._checkpoint_commands import OutputDirectory
 from paceline.cli._command_classes import CommandGroup
 from paceline.cli._console_output import (
@@ -179,7 +181,6 @@ def _print_summary(data: "TrialData") -> None:
 
 
 def _print_attempts(data: "TrialData") -> None:
-    from paceline._base.progress_display import format_duration
 
     rows: list[tuple[Any, ...]] = []
     for attempt in data.attempts:
@@ -234,8 +235,6 @@ def metrics(
         rows = found.iter_metrics(group)
         if json:
             for row in rows:
-                from paceline._base.journal_records import encode_metrics
-
                 print_json_line(row.model_copy(update={"metrics": encode_metrics(row.metrics)}))
             return
         print_table(

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.client import _late_models as models
 from paceline.client._http_session import DownloadError, HttpSession
 
 if TYPE_CHECKING:
-    from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
     from paceline._cluster.messages.states import CheckpointState
 
 DownloadMode = Literal["auto", "direct", "master"]
@@ -17,7 +17,7 @@ DownloadMode = Literal["auto", "direct", "master"]
 class Checkpoint:
     """Committed checkpoint; `data` is the master's last known state of the checkpoint."""
 
-    def __init__(self, session: HttpSession, data: "CheckpointData") -> None:
+    def __init__(self, session: HttpSession, data: "models.Checkpoint") -> None:
         self._session = session
         self.data = data
 
@@ -64,9 +64,8 @@ class Checkpoint:
 
     def reload(self) -> "Checkpoint":
         """Read the checkpoint's data again and return the checkpoint."""
-        from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
 
-        self.data = self._session.get(f"checkpoints/{self.uuid}", CheckpointData)
+        self.data = self._session.get(f"checkpoints/{self.uuid}", models.Checkpoint)
         return self
 
     def delete(self, globs: Sequence[str] | None = None) -> None:

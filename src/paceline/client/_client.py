@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
+from paceline.client import _late_models as models
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._experiment_and_trial import Experiment, Trial
 from paceline.client._experiment_lineage import upload_code
@@ -22,26 +23,6 @@ from paceline.client._http_session import (
 )
 
 if TYPE_CHECKING:
-    from paceline._cluster.messages.experiment_models import SearchPreview
-    from paceline._cluster.messages.master_models import (
-        AuditEntry,
-        CreatedToken,
-        Event,
-        MasterInfo,
-        MasterStatus,
-        Member,
-        Node,
-        NotifyChannel,
-        NotifyTest,
-        Policy,
-        Pool,
-        Project,
-        QueueEntry,
-        Slot,
-        Token,
-        Usage,
-        User,
-    )
     from paceline.config._experiment_config import ExperimentConfig
 
 
@@ -50,11 +31,10 @@ class ClusterClient:
 
     _session: HttpSession
 
-    def slots(self) -> "list[Slot]":
+    def slots(self) -> "list[models.Slot]":
         """Return the master's slots and who uses them."""
-        from paceline._cluster.messages.master_models import Slot
 
-        return self._session.get("slots", list[Slot])
+        return self._session.get("slots", list[models.Slot])
 
     def drain_slot(self, node: str, slot: int, *, finish: bool = False) -> None:
         """Drain a slot: nothing more is placed there.
@@ -74,16 +54,15 @@ class ClusterClient:
         """Take a drained slot back; raises like `drain_slot`."""
         self._session.send("POST", f"nodes/{node}/slots/{slot}/resume")
 
-    def nodes(self, *, include_local: bool = False) -> "list[Node]":
+    def nodes(self, *, include_local: bool = False) -> "list[models.Node]":
         """Return the machines with registered runners, and the work running there.
 
         Args:
             include_local: Put the master's own machine before them, as the node `local`, if it has
                 slots.
         """
-        from paceline._cluster.messages.master_models import Node
 
-        return self._session.get("nodes", list[Node], include_local=include_local or None)
+        return self._session.get("nodes", list[models.Node], include_local=include_local or None)
 
     def drain_node(self, name: str, *, finish: bool = False) -> None:
         """Place nothing more on a node.
@@ -111,19 +90,17 @@ class ClusterClient:
         """
         self._session.send("DELETE", f"nodes/{name}")
 
-    def pools(self) -> "list[Pool]":
+    def pools(self) -> "list[models.Pool]":
         """Return the pools with nodes or settings."""
-        from paceline._cluster.messages.master_models import Pool
 
-        return self._session.get("pools", list[Pool])
+        return self._session.get("pools", list[models.Pool])
 
-    def notify_channels(self) -> "list[NotifyChannel]":
+    def notify_channels(self) -> "list[models.NotifyChannel]":
         """Return the channels for messages to people, without their addresses."""
-        from paceline._cluster.messages.master_models import NotifyChannel
 
-        return self._session.get("notify-channels", list[NotifyChannel])
+        return self._session.get("notify-channels", list[models.NotifyChannel])
 
-    def test_notify_channel(self, name: str) -> "NotifyTest":
+    def test_notify_channel(self, name: str) -> "models.NotifyTest":
         """Send a test message to a channel, and return the outcome.
 
         Args:
@@ -132,15 +109,14 @@ class ClusterClient:
         Raises:
             ApiError: There is no such channel, or the token is not an administrator's.
         """
-        from paceline._cluster.messages.master_models import NotifyTest
 
-        return self._session.call("POST", f"notify-channels/{name}/test", NotifyTest)
+        return self._session.call("POST", f"notify-channels/{name}/test", models.NotifyTest)
 
     def set_pool(
         self,
         name: str,
         *,
-        policy: "Policy" = "fifo",
+        policy: "models.Policy" = "fifo",
         max_slots: int | None = None,
         labels: Mapping[str, str] | None = None,
         backfill: bool = False,
@@ -158,9 +134,8 @@ class ClusterClient:
         Raises:
             ApiError: One of them is not possible.
         """
-        from paceline._cluster.messages.master_models import SetPool
 
-        body = SetPool(
+        body = models.SetPool(
             policy=policy, max_slots=max_slots, labels=dict(labels or {}), backfill=backfill
         )
         self._session.send("PUT", f"pools/{name}", content=body.model_dump_json().encode())
@@ -173,11 +148,10 @@ class ClusterClient:
         """
         self._session.send("DELETE", f"pools/{name}")
 
-    def queue(self, *, pool: str | None = None, limit: int = 100) -> "list[QueueEntry]":
+    def queue(self, *, pool: str | None = None, limit: int = 100) -> "list[models.QueueEntry]":
         """Return the trials waiting for slots, the next first, with the reason of each wait."""
-        from paceline._cluster.messages.master_models import QueueEntry
 
-        return self._session.get("queue", list[QueueEntry], pool=pool, limit=limit)
+        return self._session.get("queue", list[models.QueueEntry], pool=pool, limit=limit)
 
     def move_in_queue(
         self,
@@ -198,15 +172,15 @@ class ClusterClient:
         Raises:
             ApiError: One of them has ended or waits in another pool, or not exactly one is given.
         """
-        from paceline._cluster.messages.master_models import MoveExperiment
 
-        body = MoveExperiment(experiment_id=experiment_id, ahead_of=ahead_of, behind=behind, to=to)
+        body = models.MoveExperiment(
+            experiment_id=experiment_id, ahead_of=ahead_of, behind=behind, to=to
+        )
         self._session.send("POST", "queue/move", content=body.model_dump_json().encode())
 
     def _drain(self, path: str, finish: bool) -> None:
-        from paceline._cluster.messages.master_models import DrainNode
 
-        body = DrainNode(finish=finish).model_dump_json().encode()
+        body = models.DrainNode(finish=finish).model_dump_json().encode()
         self._session.send("POST", path, content=body)
 
 
@@ -247,21 +221,18 @@ class Client(ClusterClient):
 
     def scope(self) -> str | None:
         """Return the scope of the token, such as "read"; None if the master does not know it."""
-        from paceline._cluster.messages.master_models import Session
 
-        return self._session.get("session", Session).scope
+        return self._session.get("session", models.Session).scope
 
-    def master(self) -> "MasterInfo":
+    def master(self) -> "models.MasterInfo":
         """Return the master's facts and its load."""
-        from paceline._cluster.messages.master_models import MasterInfo
 
-        return self._session.get("master", MasterInfo)
+        return self._session.get("master", models.MasterInfo)
 
-    def status(self) -> "MasterStatus":
+    def status(self) -> "models.MasterStatus":
         """Return the master's facts, its load and its problems."""
-        from paceline._cluster.messages.master_models import MasterStatus
 
-        return self._session.get("status", MasterStatus)
+        return self._session.get("status", models.MasterStatus)
 
     def shut_down(self, *, keep_trials: bool = False, timeout_s: float = 30.0) -> None:
         """Ask the master to stop; the answer comes before the stop.
@@ -270,17 +241,17 @@ class Client(ClusterClient):
             keep_trials: Leave running trials to continue without it.
             timeout_s: Seconds that trials get for a checkpoint otherwise.
         """
-        from paceline._cluster.messages.master_models import Shutdown
 
-        body = Shutdown(keep_trials=keep_trials, timeout_s=timeout_s).model_dump_json().encode()
+        body = (
+            models.Shutdown(keep_trials=keep_trials, timeout_s=timeout_s).model_dump_json().encode()
+        )
         self._session.send("POST", "master/shutdown", content=body)
 
     def sign_in_link(self, *, user: str | None = None) -> str:
         """Return a link to sign a browser in as a user, by default this client's, usable once."""
-        from paceline._cluster.messages.master_models import SignInLink
 
         query = "" if user is None else f"?user={quote(user, safe='')}"
-        return self._session.call("POST", f"sign-in-links{query}", SignInLink).url
+        return self._session.call("POST", f"sign-in-links{query}", models.SignInLink).url
 
     def add_user(
         self,
@@ -289,7 +260,7 @@ class Client(ClusterClient):
         role: Literal["viewer", "editor", "admin"] | None = "editor",
         is_admin: bool = False,
         is_service: bool = False,
-    ) -> "User":
+    ) -> "models.User":
         """Add a user; one that was removed comes back.
 
         Args:
@@ -302,17 +273,15 @@ class Client(ClusterClient):
             ValueError: The name is none.
             ApiError: The master refused; `name_taken` if another user has it.
         """
-        from paceline._cluster.messages.master_models import NewUser, User
 
         fields = {"role": role, "is_admin": is_admin, "is_service": is_service}
-        body = NewUser.model_validate({"name": name, **fields})
-        return self._session.call("POST", "users", User, body=body)
+        body = models.NewUser.model_validate({"name": name, **fields})
+        return self._session.call("POST", "users", models.User, body=body)
 
-    def list_users(self) -> "list[User]":
+    def list_users(self) -> "list[models.User]":
         """Return the users by name, with those that were removed."""
-        from paceline._cluster.messages.master_models import User
 
-        return self._session.get("users", list[User])
+        return self._session.get("users", list[models.User])
 
     def remove_user(self, name: str) -> None:
         """Remove a user: tokens and sign-ins end, experiments and their trials stay."""
@@ -334,30 +303,26 @@ class Client(ClusterClient):
         path = f"projects/{quote(project, safe='')}/members/{quote(name, safe='')}"
         self._session.send("PUT", path, content=json.dumps({"role": role}).encode())
 
-    def create_project(self, name: str) -> "Project":
+    def create_project(self, name: str) -> "models.Project":
         """Create a project without members."""
-        from paceline._cluster.messages.master_models import NewProject, Project
 
-        body = NewProject.model_validate({"name": name})
-        return self._session.call("POST", "projects", Project, body=body)
+        body = models.NewProject.model_validate({"name": name})
+        return self._session.call("POST", "projects", models.Project, body=body)
 
-    def list_projects(self) -> "list[Project]":
+    def list_projects(self) -> "list[models.Project]":
         """Return the projects that the user sees, with the user's roles."""
-        from paceline._cluster.messages.master_models import Project
 
-        return self._session.get("projects", list[Project])
+        return self._session.get("projects", list[models.Project])
 
-    def list_members(self, project: str) -> "list[Member]":
+    def list_members(self, project: str) -> "list[models.Member]":
         """Return the members of a project and their roles, by name."""
-        from paceline._cluster.messages.master_models import Member
 
-        return self._session.get(f"projects/{quote(project, safe='')}/members", list[Member])
+        return self._session.get(f"projects/{quote(project, safe='')}/members", list[models.Member])
 
-    def audit(self, *, user: str | None = None, limit: int = 100) -> "list[AuditEntry]":
+    def audit(self, *, user: str | None = None, limit: int = 100) -> "list[models.AuditEntry]":
         """Return who changed what, the newest first; of one user if given."""
-        from paceline._cluster.messages.master_models import AuditEntry
 
-        return self._session.get("audit", list[AuditEntry], user=user, limit=limit)
+        return self._session.get("audit", list[models.AuditEntry], user=user, limit=limit)
 
     def usage(
         self,
@@ -365,7 +330,7 @@ class Client(ClusterClient):
         since: str | None = None,
         until: str | None = None,
         by: "Sequence[str] | None" = None,
-    ) -> "list[Usage]":
+    ) -> "list[models.Usage]":
         """Return the slot hours that trials used, most first, of the projects that the user sees.
 
         Args:
@@ -373,11 +338,9 @@ class Client(ClusterClient):
             until: The last month; this one by default.
             by: Which of "month", "user", "project" and "pool" tell rows apart; all by default.
         """
-        from paceline._cluster.messages.master_models import Usage
+        return self._session.get("usage", list[models.Usage], since=since, until=until, by=by)
 
-        return self._session.get("usage", list[Usage], since=since, until=until, by=by)
-
-    def log_in(self, user: str, password: str, *, name: str) -> "CreatedToken":
+    def log_in(self, user: str, password: str, *, name: str) -> "models.CreatedToken":
         """Make a token for all that a user may do, by the user's password.
 
         Args:
@@ -388,10 +351,9 @@ class Client(ClusterClient):
         Raises:
             ApiError: The password is wrong, or `name_taken` if a token of that name is valid.
         """
-        from paceline._cluster.messages.master_models import CreatedToken, LoginForToken
 
-        body = LoginForToken(user=user, password=password, name=name)
-        return self._session.call("POST", "login-token", CreatedToken, body=body)
+        body = models.LoginForToken(user=user, password=password, name=name)
+        return self._session.call("POST", "login-token", models.CreatedToken, body=body)
 
     def set_password(self, password: str, *, user: str = "admin") -> None:
         """Give a user a password for the web UI and end the user's sign-ins.
@@ -401,9 +363,8 @@ class Client(ClusterClient):
         """
         if len(password) < 8:
             raise ValueError("`password` must have at least 8 characters.")
-        from paceline._cluster.messages.master_models import NewPassword
 
-        body = NewPassword(password=password).model_dump_json().encode()
+        body = models.NewPassword(password=password).model_dump_json().encode()
         self._session.send("PUT", f"users/{user}/password", content=body)
 
     def create_token(
@@ -415,7 +376,7 @@ class Client(ClusterClient):
         node: str | None = None,
         pool: str | None = None,
         user: str | None = None,
-    ) -> "CreatedToken":
+    ) -> "models.CreatedToken":
         """Make a token; its `secret` cannot be read again.
 
         Args:
@@ -431,29 +392,23 @@ class Client(ClusterClient):
             ValueError: An argument cannot be, or `node` or `pool` are given with another scope.
             ApiError: The master refused; `name_taken` if a token of that name is valid.
         """
-        from paceline._cluster.messages.master_models import (
-            CreatedToken,
-            TokenScope,
-            make_new_token,
-        )
 
-        body = make_new_token(
+        body = models.make_new_token(
             name=name,
-            scope=TokenScope(scope),
+            scope=models.TokenScope(scope),
             expires_in_s=expires_in_s,
             node=node,
             pool=pool,
             user=user,
         )
-        return self._session.call("POST", "tokens", CreatedToken, body=body)
+        return self._session.call("POST", "tokens", models.CreatedToken, body=body)
 
-    def list_tokens(self) -> "list[Token]":
+    def list_tokens(self) -> "list[models.Token]":
         """Return the tokens without their secrets, the newest first."""
-        from paceline._cluster.messages.master_models import Token
 
-        return self._session.get("tokens", list[Token])
+        return self._session.get("tokens", list[models.Token])
 
-    def revoke_token(self, token: "int | str") -> "Token":
+    def revoke_token(self, token: "int | str") -> "models.Token":
         """Revoke a token for good and return the token.
 
         Args:
@@ -474,9 +429,8 @@ class Client(ClusterClient):
 
     def renew_home_token(self) -> str:
         """Replace the token of the master's home, and return the new token."""
-        from paceline._cluster.messages.master_models import HomeToken
 
-        return self._session.call("PUT", "home-token", HomeToken).secret
+        return self._session.call("PUT", "home-token", models.HomeToken).secret
 
     def create_experiment(
         self,
@@ -508,13 +462,11 @@ class Client(ClusterClient):
             ApiError: The master refused; `key_reused` if the key belongs to another request.
             MasterUnreachableError: No master answers.
         """
-        from paceline._cluster.messages.experiment_models import CreateExperiment
-        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         checked = _load_config(config, overrides)
         if checked.environment.uv:
             _check_lock(Path() if model_dir is None else Path(model_dir))
-        body = CreateExperiment(
+        body = models.CreateExperiment(
             config=checked.to_json(),
             submitted_config=submitted_config or _submitted_text(config),
             activate=activate,
@@ -522,7 +474,7 @@ class Client(ClusterClient):
             **upload_code(self._session, model_dir),
         )
         data = self._session.call(
-            "POST", "experiments", ExperimentData, body=body, key=checked_key(key)
+            "POST", "experiments", models.Experiment, body=body, key=checked_key(key)
         )
         return Experiment(self._session, data)
 
@@ -531,18 +483,16 @@ class Client(ClusterClient):
         config: "ExperimentConfig | dict[str, Any] | str | Path",
         *,
         overrides: Sequence[str] = (),
-    ) -> "SearchPreview":
+    ) -> "models.SearchPreview":
         """Return how many trials a configuration's search would train how long."""
-        from paceline._cluster.messages.experiment_models import PreviewSearch, SearchPreview
 
-        body = PreviewSearch(config=_load_config(config, overrides).to_json())
-        return self._session.call("POST", "preview-search", SearchPreview, body=body)
+        body = models.PreviewSearch(config=_load_config(config, overrides).to_json())
+        return self._session.call("POST", "preview-search", models.SearchPreview, body=body)
 
     def get_experiment(self, experiment_id: int) -> Experiment:
         """Return an experiment by its number."""
-        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
-        data = self._session.get(f"experiments/{experiment_id}", ExperimentData)
+        data = self._session.get(f"experiments/{experiment_id}", models.Experiment)
         return Experiment(self._session, data)
 
     def list_experiments(
@@ -568,11 +518,10 @@ class Client(ClusterClient):
             owner: Only those of this user.
             project: Only those in this project.
         """
-        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         pages = self._session.pages(
             "experiments",
-            ExperimentData,
+            models.Experiment,
             limit=limit,
             state=state,
             archived=archived,
@@ -585,27 +534,26 @@ class Client(ClusterClient):
 
     def get_trial(self, trial_id: int) -> Trial:
         """Return a trial by its number, with its summary and attempts."""
-        from paceline._cluster.messages.experiment_models import Trial as TrialData
 
-        return Trial(self._session, self._session.get(f"trials/{trial_id}", TrialData))
+        return Trial(self._session, self._session.get(f"trials/{trial_id}", models.Trial))
 
     def get_checkpoint(self, uuid: str) -> Checkpoint:
         """Return a checkpoint by its UUID."""
-        from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
 
-        data = self._session.get(f"checkpoints/{uuid}", CheckpointData)
+        data = self._session.get(f"checkpoints/{uuid}", models.Checkpoint)
         return Checkpoint(self._session, data)
 
     def find_checkpoints(self, prefix: str, *, limit: int = 20) -> list[Checkpoint]:
         """Return the checkpoints whose UUIDs begin with a text of at least 4 characters."""
-        from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
 
-        found = self._session.get("checkpoints", list[CheckpointData], prefix=prefix, limit=limit)
+        found = self._session.get(
+            "checkpoints", list[models.Checkpoint], prefix=prefix, limit=limit
+        )
         return [Checkpoint(self._session, data) for data in found]
 
     def events(
         self, *, after: int | None = None, experiment_id: int | None = None
-    ) -> "Iterator[Event]":
+    ) -> "Iterator[models.Event]":
         """Yield events for ever; resume after the last event when the connection breaks.
 
         Args:

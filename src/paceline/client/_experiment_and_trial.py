@@ -12,6 +12,7 @@ from zlib import crc32
 
 from paceline._base.frames import DataFrames, Rows, flatten, metric_rows
 from paceline._base.notebook_tables import html_table
+from paceline.client import _late_models as models
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._experiment_lineage import (
     ROLES,
@@ -32,20 +33,6 @@ from paceline.client._http_session import (
 )
 
 if TYPE_CHECKING:
-    from paceline._cluster.messages.experiment_models import (
-        AttemptEnvironment,
-        LogLine,
-        Loss,
-        Media,
-        MediaName,
-        MetricRow,
-        RunFile,
-        SearchView,
-        TrialDecisions,
-        TrialTime,
-    )
-    from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
-    from paceline._cluster.messages.experiment_models import Trial as TrialData
     from paceline._cluster.messages.states import ExperimentState, ShownState, TrialState
 
 
@@ -56,7 +43,7 @@ _FOLLOW_INTERVAL_S = 0.5
 class Trial(DataFrames):
     """Training run with fixed hyperparameters; `data` is the master's last known state."""
 
-    def __init__(self, session: HttpSession, data: "TrialData") -> None:
+    def __init__(self, session: HttpSession, data: "models.Trial") -> None:
         self._session = session
         self._num_damaged_lines = 0
         self.data = data
@@ -111,48 +98,41 @@ class Trial(DataFrames):
 
     def reload(self) -> "Trial":
         """Read the trial again, with its summary and attempts, and return the trial."""
-        from paceline._cluster.messages.experiment_models import Trial as TrialData
 
-        self.data = self._session.get(f"trials/{self.id}", TrialData)
+        self.data = self._session.get(f"trials/{self.id}", models.Trial)
         return self
 
     def experiment(self) -> "Experiment":
         """Return the trial's experiment."""
-        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
-        data = self._session.get(f"experiments/{self.experiment_id}", ExperimentData)
+        data = self._session.get(f"experiments/{self.experiment_id}", models.Experiment)
         return Experiment(self._session, data)
 
-    def time(self) -> "TrialTime":
+    def time(self) -> "models.TrialTime":
         """Return the trial's time by use, for example training, starts and lost work."""
-        from paceline._cluster.messages.experiment_models import TrialTime
 
-        return self._session.get(f"trials/{self.id}/time", TrialTime)
+        return self._session.get(f"trials/{self.id}/time", models.TrialTime)
 
-    def decisions(self) -> "TrialDecisions":
+    def decisions(self) -> "models.TrialDecisions":
         """Return who proposed the trial, and what the search decided about it at its rungs."""
-        from paceline._cluster.messages.experiment_models import TrialDecisions
 
-        return self._session.get(f"trials/{self.id}/decisions", TrialDecisions)
+        return self._session.get(f"trials/{self.id}/decisions", models.TrialDecisions)
 
-    def environments(self) -> "list[AttemptEnvironment]":
+    def environments(self) -> "list[models.AttemptEnvironment]":
         """Return the environments of the trial's attempts, the earliest first."""
-        from paceline._cluster.messages.experiment_models import AttemptEnvironment
 
-        return self._session.get(f"trials/{self.id}/environments", list[AttemptEnvironment])
+        return self._session.get(f"trials/{self.id}/environments", list[models.AttemptEnvironment])
 
     def kill(self) -> "Trial":
         """End the trial at once, without a checkpoint, and return its present state."""
-        from paceline._cluster.messages.experiment_models import Trial as TrialData
 
-        self.data = self._session.call("POST", f"trials/{self.id}/kill", TrialData)
+        self.data = self._session.call("POST", f"trials/{self.id}/kill", models.Trial)
         return self
 
     def stop(self) -> "Trial":
         """Let the trial store a checkpoint and end, and return its present state."""
-        from paceline._cluster.messages.experiment_models import Trial as TrialData
 
-        self.data = self._session.call("POST", f"trials/{self.id}/stop", TrialData)
+        self.data = self._session.call("POST", f"trials/{self.id}/stop", models.Trial)
         return self
 
     def continue_(
@@ -171,34 +151,31 @@ class Trial(DataFrames):
             key: A key of your own, as for `Client.create_experiment`.
             code: A directory with changed code; None takes the code of the trial.
         """
-        from paceline._cluster.messages.experiment_models import ContinueTrial
-        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         given = upload_code(self._session, code)
-        body = ContinueTrial(config=config or {}, activate=activate, **given)
+        body = models.ContinueTrial(config=config or {}, activate=activate, **given)
         path = f"trials/{self.id}/continue"
-        data = self._session.call("POST", path, ExperimentData, body=body, key=checked_key(key))
+        data = self._session.call("POST", path, models.Experiment, body=body, key=checked_key(key))
         return Experiment(self._session, data)
 
-    def iter_metrics(self, group: str | None = None) -> Iterator["MetricRow"]:
+    def iter_metrics(self, group: str | None = None) -> Iterator["models.MetricRow"]:
         """Yield the reported metrics, by group and step, without superseded rows.
 
         Args:
             group: "training", "validation" or another reported group; None for all.
         """
         from paceline._base.journal_records import decode_value
-        from paceline._cluster.messages.experiment_models import MetricName, MetricRow
 
         if group is not None:
             groups = {group}
         elif (data := self.reload().data).has_more_metrics:
             names = f"experiments/{data.experiment_id}/metric-names"
-            groups = {name.group for name in self._session.pages(names, MetricName)}
+            groups = {name.group for name in self._session.pages(names, models.MetricName)}
         else:
             groups = set(data.summary)
         path = f"trials/{self.id}/metrics"
         for name in sorted(groups):
-            for row in self._session.pages(path, MetricRow, group=name):
+            for row in self._session.pages(path, models.MetricRow, group=name):
                 yield row.model_copy(update={"metrics": decode_value(row.metrics)})
 
     def rows(self, group: str | None = None) -> Rows:
@@ -223,7 +200,7 @@ class Trial(DataFrames):
         level: str | None = None,
         stream: str | None = None,
         search: str | None = None,
-    ) -> Iterator["LogLine"]:
+    ) -> Iterator["models.LogLine"]:
         """Yield the lines printed by the trial's processes.
 
         Args:
@@ -252,17 +229,16 @@ class Trial(DataFrames):
                 return
             time.sleep(_FOLLOW_INTERVAL_S)
 
-    def _log_lines(self, after: int | None, filters: dict[str, Any]) -> Iterator["LogLine"]:
+    def _log_lines(self, after: int | None, filters: dict[str, Any]) -> Iterator["models.LogLine"]:
         while lines := self._log_page(after=after, limit=_LOG_PAGE, **filters):
             after = lines[-1].id
             yield from lines
             if len(lines) < _LOG_PAGE:
                 return
 
-    def _log_page(self, **params: Any) -> list["LogLine"]:
-        from paceline._cluster.messages.experiment_models import LogPage
+    def _log_page(self, **params: Any) -> list["models.LogLine"]:
 
-        page = self._session.get(f"trials/{self.id}/logs", LogPage, **params)
+        page = self._session.get(f"trials/{self.id}/logs", models.LogPage, **params)
         self._num_damaged_lines = page.num_damaged
         return page.items
 
@@ -271,24 +247,21 @@ class Trial(DataFrames):
         """Number of damaged output lines found and left out so far."""
         return self._num_damaged_lines
 
-    def media_names(self) -> "list[MediaName]":
+    def media_names(self) -> "list[models.MediaName]":
         """Return group, name and kind of the media that the trial has reported."""
-        from paceline._cluster.messages.experiment_models import MediaName
 
-        return self._session.get(f"trials/{self.id}/media-names", list[MediaName])
+        return self._session.get(f"trials/{self.id}/media-names", list[models.MediaName])
 
-    def media(self, name: str, group: str = "training") -> "list[Media]":
+    def media(self, name: str, group: str = "training") -> "list[models.Media]":
         """Return the media reported under a name, by step, without what was repeated later."""
-        from paceline._cluster.messages.experiment_models import Media
 
         path = f"trials/{self.id}/media"
-        return [*self._session.pages(path, Media, name=name, group=group)]
+        return [*self._session.pages(path, models.Media, name=name, group=group)]
 
-    def files(self, prefix: str = "") -> "list[RunFile]":
+    def files(self, prefix: str = "") -> "list[models.RunFile]":
         """Return the trial's files by path, those whose path begins with `prefix`."""
-        from paceline._cluster.messages.experiment_models import RunFile
 
-        return [*self._session.pages(f"trials/{self.id}/files", RunFile, prefix=prefix)]
+        return [*self._session.pages(f"trials/{self.id}/files", models.RunFile, prefix=prefix)]
 
     def download_file(self, path: str, to: str | Path) -> Path:
         """Copy a file of the trial, such as one of its media, and return its place here.
@@ -310,9 +283,8 @@ class Trial(DataFrames):
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the trial's checkpoints."""
-        from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
 
-        pages = self._session.pages(f"trials/{self.id}/checkpoints", CheckpointData)
+        pages = self._session.pages(f"trials/{self.id}/checkpoints", models.Checkpoint)
         return [Checkpoint(self._session, data) for data in pages]
 
     def top_checkpoint(self) -> Checkpoint:
@@ -350,7 +322,7 @@ _FIRST_PAUSE_S = 0.1
 class Experiment(Lineage, DataFrames):
     """Configuration, code and trials; `data` is the master's last known state."""
 
-    def __init__(self, session: HttpSession, data: "ExperimentData") -> None:
+    def __init__(self, session: HttpSession, data: "models.Experiment") -> None:
         self._session = session
         self._num_damaged_lines = 0
         self.data = data
@@ -416,9 +388,8 @@ class Experiment(Lineage, DataFrames):
 
     def reload(self) -> "Experiment":
         """Read the experiment again and return the experiment."""
-        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
-        self.data = self._session.get(f"experiments/{self.id}", ExperimentData)
+        self.data = self._session.get(f"experiments/{self.id}", models.Experiment)
         return self
 
     def pause(self) -> "Experiment":
@@ -515,13 +486,11 @@ class Experiment(Lineage, DataFrames):
             key: A key of your own, as for `Client.create_experiment`.
             code: A directory with changed code; `diff` shows the changes.
         """
-        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
-        from paceline._cluster.messages.experiment_models import ForkExperiment
 
         given = upload_code(self._session, code)
-        body = ForkExperiment(config=config or {}, activate=activate, **given)
+        body = models.ForkExperiment(config=config or {}, activate=activate, **given)
         path = f"experiments/{self.id}/fork"
-        data = self._session.call("POST", path, ExperimentData, body=body, key=checked_key(key))
+        data = self._session.call("POST", path, models.Experiment, body=body, key=checked_key(key))
         return Experiment(self._session, data)
 
     def repeat(
@@ -548,9 +517,6 @@ class Experiment(Lineage, DataFrames):
             ValueError: There are fewer than 2 seeds, or no trial has been validated yet.
             ApiError: The master refused.
         """
-        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
-        from paceline._cluster.messages.experiment_models import ForkExperiment
-        from paceline._cluster.messages.experiment_models import Trial as TrialData
 
         chosen = self.data.best_trial_id if trial is None else trial
         if seeds < 2 or chosen is None:
@@ -563,25 +529,24 @@ class Experiment(Lineage, DataFrames):
         made = []
         for role, number in (("repeat", chosen), ("baseline", baseline)):
             if number is not None:
-                hparams = self._session.get(f"trials/{number}", TrialData).hparams
+                hparams = self._session.get(f"trials/{number}", models.Trial).hparams
                 config = repeated_config(self.data, hparams, f"{role}:{number}", seeds, seed)
-                body = ForkExperiment(config=config, replaces_config=True, activate=activate)
+                body = models.ForkExperiment(config=config, replaces_config=True, activate=activate)
                 path = f"experiments/{self.id}/fork"
                 once = None if key is None else checked_key(f"{key}:{role}")
-                data = self._session.call("POST", path, ExperimentData, body=body, key=once)
+                data = self._session.call("POST", path, models.Experiment, body=body, key=once)
                 made.append(Experiment(self._session, data))
         return made
 
     def repeats(self) -> "Repeats | None":
         """Return what the repeats of its trials say about its gain; None without repeats."""
-        from paceline._cluster.messages.experiment_models import Trial as TrialData
 
         arms: dict[str, Arm] = {}
         for one in self.tree():
             roles = [label for label in one.labels if label.partition(":")[0] in ROLES]
             if one.parent == self.id and roles:
                 role, _, number = roles[-1].partition(":")
-                pages = self._session.pages(f"experiments/{one.id}/trials", TrialData)
+                pages = self._session.pages(f"experiments/{one.id}/trials", models.Trial)
                 values = {trial.seed: _number_of_metric(trial.best_metric) for trial in pages}
                 # The newest of each kind counts.
                 arms[role] = Arm(int(number), one.id, values, one.state == "COMPLETED")
@@ -610,7 +575,6 @@ class Experiment(Lineage, DataFrames):
             DownloadError: The directory holds files already, or a file lies outside of the code.
             ApiError: The master refused.
         """
-        from paceline._cluster.messages.experiment_models import CodeFile, ConfigView
 
         target = Path(path)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -619,8 +583,8 @@ class Experiment(Lineage, DataFrames):
                 " Hint: choose another one."
             )
         of = f"experiments/{self.id}"
-        config = self._session.get(f"{of}/config", ConfigView)
-        files = self._session.get(f"{of}/files", list[CodeFile])
+        config = self._session.get(f"{of}/config", models.ConfigView)
+        files = self._session.get(f"{of}/files", list[models.CodeFile])
         for file in files:
             place = target / file.path
             # The names come from the master: none may lead outside of `target`.
@@ -635,11 +599,10 @@ class Experiment(Lineage, DataFrames):
             (target / "config.yaml").write_text(text, encoding="utf-8")
         return len(files)
 
-    def loss(self) -> "Loss":
+    def loss(self) -> "models.Loss":
         """Return the data `delete` would remove, and an obstacle to the deletion, if any."""
-        from paceline._cluster.messages.experiment_models import Loss
 
-        return self._session.get(f"experiments/{self.id}/loss", Loss)
+        return self._session.get(f"experiments/{self.id}/loss", models.Loss)
 
     def delete(self) -> list[str]:
         """Delete an ended experiment with its metrics, logs and checkpoints.
@@ -647,9 +610,8 @@ class Experiment(Lineage, DataFrames):
         Returns:
             The files that could not be removed.
         """
-        from paceline._cluster.messages.experiment_models import Deletion
 
-        return self._session.call("DELETE", f"experiments/{self.id}", Deletion).left_behind
+        return self._session.call("DELETE", f"experiments/{self.id}", models.Deletion).left_behind
 
     def continue_(
         self,
@@ -666,11 +628,10 @@ class Experiment(Lineage, DataFrames):
                 trials, such as ``{"max_trials": 40}``.
             key: A key of your own: a call that is repeated with it within a day reopens nothing.
         """
-        from paceline._cluster.messages.experiment_models import ContinueExperiment
 
         # A repeated request must not reopen the experiment twice.
         given = dict(limits) if limits else None
-        body = ContinueExperiment(config=config or {}, limits=given)
+        body = models.ContinueExperiment(config=config or {}, limits=given)
         return self._command("continue", body, checked_key(key))
 
     def wait(self, interval: float = 1.0, timeout: float | None = None) -> "ExperimentState":
@@ -713,10 +674,9 @@ class Experiment(Lineage, DataFrames):
         self, *, sort_by: Literal["id", "metric"] = "id", limit: int | None = None
     ) -> list[Trial]:
         """Return the experiment's trials; by "metric", the best come first."""
-        from paceline._cluster.messages.experiment_models import Trial as TrialData
 
         path = f"experiments/{self.id}/trials"
-        pages = self._session.pages(path, TrialData, limit=limit, sort_by=sort_by)
+        pages = self._session.pages(path, models.Trial, limit=limit, sort_by=sort_by)
         return [Trial(self._session, data) for data in pages]
 
     def rows(self) -> Rows:
@@ -741,10 +701,9 @@ class Experiment(Lineage, DataFrames):
         self, *, sort_by: Literal["steps", "metric"] = "steps", limit: int | None = None
     ) -> list[Checkpoint]:
         """Return the checkpoints of all trials; by "metric", the best come first."""
-        from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
 
         path = f"experiments/{self.id}/checkpoints"
-        pages = self._session.pages(path, CheckpointData, limit=limit, sort_by=sort_by)
+        pages = self._session.pages(path, models.Checkpoint, limit=limit, sort_by=sort_by)
         return [Checkpoint(self._session, data) for data in pages]
 
     def top_checkpoint(self) -> Checkpoint:
@@ -758,11 +717,10 @@ class Experiment(Lineage, DataFrames):
                 return checkpoint
         raise NoCheckpointError(f"Experiment {self.id} must have a checkpoint, but has none.")
 
-    def search(self) -> "SearchView":
+    def search(self) -> "models.SearchView":
         """Return the rungs of the search; empty for searches without halving."""
-        from paceline._cluster.messages.experiment_models import SearchView
 
-        return self._session.get(f"experiments/{self.id}/search", SearchView)
+        return self._session.get(f"experiments/{self.id}/search", models.SearchView)
 
     def events(self, *, after: int | None = 0) -> EventStream:
         """Return the experiment's stream of events.
@@ -772,17 +730,16 @@ class Experiment(Lineage, DataFrames):
         """
         return EventStream(self._session, after=after, experiment_id=self.id)
 
-    def iter_logs(self, *, tail: int | None = None) -> Iterator["LogLine"]:
+    def iter_logs(self, *, tail: int | None = None) -> Iterator["models.LogLine"]:
         """Yield the lines printed by the processes of all trials, in order of time.
 
         Args:
             tail: Only this many lines before the end.
         """
-        from paceline._cluster.messages.experiment_models import LogPage
 
         if tail is not None:
             path = f"experiments/{self.id}/logs"
-            page = self._session.get(path, LogPage, tail=tail, limit=tail)
+            page = self._session.get(path, models.LogPage, tail=tail, limit=tail)
             self._num_damaged_lines = page.num_damaged
             yield from page.items
             return
@@ -796,17 +753,14 @@ class Experiment(Lineage, DataFrames):
         return self._num_damaged_lines
 
     def _change(self, **fields: Any) -> "Experiment":
-        from paceline._cluster.messages.experiment_models import EditExperiment
-        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         # The master checks the fields and says what is wrong in its own words.
-        path, body = f"experiments/{self.id}", EditExperiment.model_construct(**fields)
-        self.data = self._session.call("PATCH", path, ExperimentData, body=body)
+        path, body = f"experiments/{self.id}", models.EditExperiment.model_construct(**fields)
+        self.data = self._session.call("PATCH", path, models.Experiment, body=body)
         return self
 
     def _command(self, verb: str, body: Any = None, key: str | None = None) -> "Experiment":
-        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         path = f"experiments/{self.id}/{verb}"
-        self.data = self._session.call("POST", path, ExperimentData, body=body, key=key)
+        self.data = self._session.call("POST", path, models.Experiment, body=body, key=key)
         return self

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paceline.client import _late_models as models
 from paceline.client._http_session import HttpSession, checked_key
-
-if TYPE_CHECKING:
-    from paceline._cluster.messages.experiment_models import CodeDiff, Proposal, Relative
-    from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
 ROLES = ("repeat", "baseline")
 """What the labels of repeats begin with; the number of the repeated trial follows."""
@@ -31,7 +28,6 @@ def upload_code(session: HttpSession, directory: str | Path | None) -> dict[str,
     """
     if directory is None:
         return {}
-    from paceline._cluster.messages.experiment_models import Source
     from paceline.client._code_and_run_uploads import pack_context
     from paceline.core._process_environment import describe_source
 
@@ -40,18 +36,18 @@ def upload_code(session: HttpSession, directory: str | Path | None) -> dict[str,
         file.flush()
         session.send("PUT", f"contexts/{digest}", content=Path(file.name))
     source = describe_source(Path(directory))
-    return {"context_digest": digest, "source": None if source is None else Source(**source)}
+    return {"context_digest": digest, "source": None if source is None else models.Source(**source)}
 
 
 class Lineage:
     """Part of an experiment: proposals, its tree and its changes."""
 
     _session: HttpSession
-    data: "ExperimentData"
+    data: "models.Experiment"
 
     def propose(
         self, hparams: Mapping[str, Any], *, why: str = "", by: str = "", key: str | None = None
-    ) -> "Proposal":
+    ) -> "models.Proposal":
         """Propose hyperparameters for the next trial of the search.
 
         Args:
@@ -63,25 +59,22 @@ class Lineage:
         Raises:
             ApiError: The search has ended or makes no more trials, or has no such hyperparameters.
         """
-        from paceline._cluster.messages.experiment_models import NewProposal, Proposal
 
-        body = NewProposal(hparams=dict(hparams), why=why, by=by)
+        body = models.NewProposal(hparams=dict(hparams), why=why, by=by)
         path = f"experiments/{self.data.id}/proposals"
-        return self._session.call("POST", path, Proposal, body=body, key=checked_key(key))
+        return self._session.call("POST", path, models.Proposal, body=body, key=checked_key(key))
 
-    def proposals(self) -> "list[Proposal]":
+    def proposals(self) -> "list[models.Proposal]":
         """Return the proposals for the search, and the trials that were made of them."""
-        from paceline._cluster.messages.experiment_models import Proposal
 
-        return self._session.get(f"experiments/{self.data.id}/proposals", list[Proposal])
+        return self._session.get(f"experiments/{self.data.id}/proposals", list[models.Proposal])
 
-    def tree(self) -> "list[Relative]":
+    def tree(self) -> "list[models.Relative]":
         """Return what it came from and all that came of that, parents before children."""
-        from paceline._cluster.messages.experiment_models import Relative
 
-        return self._session.get(f"experiments/{self.data.id}/tree", list[Relative])
+        return self._session.get(f"experiments/{self.data.id}/tree", list[models.Relative])
 
-    def diff(self, since: int | None = None) -> "CodeDiff":
+    def diff(self, since: int | None = None) -> "models.CodeDiff":
         """Return how its code differs from that of the experiment that it came from.
 
         Args:
@@ -90,9 +83,8 @@ class Lineage:
         Raises:
             ApiError: It came from none, or an experiment or its code is gone.
         """
-        from paceline._cluster.messages.experiment_models import CodeDiff
 
-        return self._session.get(f"experiments/{self.data.id}/diff", CodeDiff, since=since)
+        return self._session.get(f"experiments/{self.data.id}/diff", models.CodeDiff, since=since)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +135,7 @@ class Repeats:
     is_real: bool | None
 
 
-def compared(repeats: Arm, baseline: Arm | None, searched: "ExperimentData") -> Repeats:
+def compared(repeats: Arm, baseline: Arm | None, searched: "models.Experiment") -> Repeats:
     """Return what repeats say, alone or against those of a baseline with the same seeds."""
     found, other = repeats.measured(), {} if baseline is None else baseline.measured()
     arms = [repeats] if baseline is None else [repeats, baseline]
@@ -178,7 +170,7 @@ def compared(repeats: Arm, baseline: Arm | None, searched: "ExperimentData") -> 
 
 
 def repeated_config(
-    searched: "ExperimentData", hparams: Mapping[str, Any], label: str, seeds: int, seed: int
+    searched: "models.Experiment", hparams: Mapping[str, Any], label: str, seeds: int, seed: int
 ) -> dict[str, Any]:
     """Return the config of an experiment whose trials all have some hyperparameters.
 

@@ -18,13 +18,12 @@ from paceline._base.arguments_and_errors import PicklableError
 from paceline._base.files import DamagedSecretError, NotRegularFileError, read_regular, read_secret
 from paceline._base.process_and_network import LOOPBACK_HOSTS, await_listener, take
 from paceline._base.sealed_json import check_seal
+from paceline.client import _late_models as models
 
 if TYPE_CHECKING:
     import ssl
 
     import httpx2
-
-    from paceline._cluster.messages.master_models import Event
 
 
 class ClientError(RuntimeError):
@@ -423,13 +422,12 @@ class HttpSession:
         self, path: str, model: type[Model], *, limit: int | None = None, **params: Any
     ) -> Iterator[Model]:
         """Yield the items of a paged list, at most `limit`."""
-        from paceline._cluster.messages.experiment_models import Page
 
         cursor: str | None = None
         left = limit
         while left is None or left > 0:
             size = _PAGE_SIZE if left is None else min(left, _PAGE_SIZE)
-            page = self.get(path, Page[model], limit=size, cursor=cursor, **params)  # type: ignore[valid-type]
+            page = self.get(path, models.Page[model], limit=size, cursor=cursor, **params)  # type: ignore[valid-type]
             yield from page.items
             cursor = page.next_cursor
             if cursor is None:
@@ -523,10 +521,8 @@ def raise_for_problem(response: "httpx2.Response") -> None:
         return
     from pydantic import ValidationError
 
-    from paceline._cluster.messages.experiment_models import Problem
-
     try:
-        problem = Problem.model_validate_json(response.content)
+        problem = models.Problem.model_validate_json(response.content)
     except ValidationError:
         raise ApiError(
             response.status_code,
@@ -577,7 +573,7 @@ class EventStream:
         self._experiment_id = experiment_id
         self._patience_s = patience_s
 
-    def __iter__(self) -> Iterator["Event | None"]:
+    def __iter__(self) -> Iterator["models.Event | None"]:
         """Yield events, and None when nothing happened for a while or the connection changed.
 
         Raises:
@@ -597,11 +593,9 @@ class EventStream:
             yield None
             time.sleep(_RECONNECT_S)
 
-    def _connect(self) -> Iterator["Event | None"]:
+    def _connect(self) -> Iterator["models.Event | None"]:
         """Yield the events of a single connection; return when the connection breaks."""
         import httpx2
-
-        from paceline._cluster.messages.master_models import Event
 
         # A look at the master first: it finds one that moved, and names a refused token.
         self._session.send("GET", "master")
@@ -625,7 +619,7 @@ class EventStream:
                     if not streamed.data:
                         yield None
                         continue
-                    event = Event.model_validate_json(streamed.data)
+                    event = models.Event.model_validate_json(streamed.data)
                     # Cursor before the yield: a consumer leaving the loop has received this event.
                     self.cursor = event.id
                     yield event

@@ -278,6 +278,10 @@ class Searcher(Section):
         """Return the search method's own configuration."""
         raise NotImplementedError(f"{type(self).__name__} must have a method `search_config`.")
 
+    def _of(self, *names: str) -> dict[str, Any]:
+        """Return fields that the method's configuration has under the same names."""
+        return {name: getattr(self, name) for name in ("metric", "smaller_is_better", *names)}
+
 
 class MissingSearcher(Searcher):
     """Section of a search method not installed here, or with other fields by now.
@@ -328,9 +332,7 @@ class SingleSearcher(_WholeTrials):
         """Return the search method's own configuration."""
         from paceline.search._search_method import SingleConfig
 
-        return SingleConfig(
-            metric=self.metric, smaller_is_better=self.smaller_is_better, max_length=self.length
-        )
+        return SingleConfig(**self._of(), max_length=self.length)
 
 
 class RandomSearcher(_WholeTrials):
@@ -346,13 +348,8 @@ class RandomSearcher(_WholeTrials):
         """Return the search method's own configuration."""
         from paceline.search._search_method import RandomConfig
 
-        return RandomConfig(
-            metric=self.metric,
-            smaller_is_better=self.smaller_is_better,
-            max_trials=self.max_trials,
-            max_concurrent_trials=self.max_concurrent_trials,
-            max_length=self.length,
-        )
+        common = self._of("max_trials", "max_concurrent_trials")
+        return RandomConfig(**common, max_length=self.length)
 
 
 class GridSearcher(_WholeTrials):
@@ -369,12 +366,7 @@ class GridSearcher(_WholeTrials):
         """Return the search method's own configuration."""
         from paceline.search._search_method import GridConfig
 
-        return GridConfig(
-            metric=self.metric,
-            smaller_is_better=self.smaller_is_better,
-            max_concurrent_trials=self.max_concurrent_trials,
-            max_length=self.length,
-        )
+        return GridConfig(**self._of("max_concurrent_trials"), max_length=self.length)
 
 
 def _halving_schema(schema: dict[str, Any]) -> None:
@@ -459,10 +451,8 @@ class _Timed(Searcher):
         """Return the name of the time metric."""
         return self.time_metric
 
-    def _of(self, *names: str) -> dict[str, Any]:
-        """Return fields that the method's configuration has under the same names."""
-        names = ("metric", "smaller_is_better", "max_trials", "max_time", *names)
-        return {name: getattr(self, name) for name in names}
+    def _timed(self, *names: str) -> dict[str, Any]:
+        return self._of("max_trials", "max_time", *names)
 
 
 class _Halving(_Timed):
@@ -477,7 +467,7 @@ class _Halving(_Timed):
         """Return the fields of all these methods' configurations."""
         # Rungs of an integral divisor are exact only if it comes as an integer.
         divisor = int(self.divisor) if self.divisor.is_integer() else self.divisor
-        common = self._of("max_concurrent_trials", "time_metric")
+        common = self._timed("max_concurrent_trials", "time_metric")
         return {"divisor": divisor, "promotes": self.waits_at_targets, **common}
 
 
@@ -565,7 +555,9 @@ class MedianStoppingSearcher(_Timed):
         """Return the search method's own configuration."""
         from paceline.search._median_stopping import MedianStoppingConfig
 
-        return MedianStoppingConfig(**self._of("max_concurrent_trials", "min_time", "min_others"))
+        return MedianStoppingConfig(
+            **self._timed("max_concurrent_trials", "min_time", "min_others")
+        )
 
 
 class PbtSearcher(_Timed):
@@ -589,7 +581,7 @@ class PbtSearcher(_Timed):
         """Return the search method's own configuration."""
         from paceline.search._population import PbtConfig
 
-        return PbtConfig(**self._of("interval", "quantile", "resample", "spread"))
+        return PbtConfig(**self._timed("interval", "quantile", "resample", "spread"))
 
 
 ENTRY_POINTS = "paceline.search_methods"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline._base.files import NotRegularFileError, read_regular
+from paceline._base.imports import required_library
 
 if TYPE_CHECKING:
     import numpy as np
@@ -327,13 +328,8 @@ def _check_size(width: int, height: int) -> None:
 
 def _pillow(pixels: "NDArray[np.uint8]") -> Any:
     """Return pixels as an image of Pillow."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "Images and videos of arrays need Pillow. Hint: pip install 'paceline[data]'."
-        ) from error
-    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    image = required_library("PIL.Image", "An image or video of arrays", "paceline[data]")
+    return image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
 def _columns_and_rows(table: Any) -> tuple[list[str], Sequence[Sequence[Any]]]:

@@ -397,7 +397,8 @@ def open_run(
             before it.
         storage: Where checkpoints go; by default the run directory, or below the URL that
             PACELINE_RUNS names.
-        seed: The seed of a run without a master; drawn by default.
+        seed: The seed of a run without a master; drawn by default. An earlier run has its own,
+            unless another one is given.
         hparams: The hyperparameters of a run without a master.
         labels: The labels of a new run without a master.
         is_resumable: Whether the code here can restore a stored state. Else PACELINE_RESUME is
@@ -409,32 +410,70 @@ def open_run(
         lock: Holds the run's lock until it is closed.
 
     Raises:
-        ValueError: `name` cannot be part of a file name.
+        CheckpointError: The object store of a new run does not answer.
+        CheckpointNotFoundError: There is no checkpoint at the URL to resume from, or the files of
+            the run to resume are not in its storage.
+        ValueError: `name` cannot be part of a file name, `resume` names no run directory, or
+            PACELINE_RUNS no storage.
         RuntimeError: The run to resume is still running.
         NotARunDirectoryError: The run to resume does not exist.
     """
     cluster_path = os.environ.get(RUN_DIRECTORY_VARIABLE)
     master = master_to_report_to(master)
-    if not cluster_path:
-        if is_resumable and not has_own_directory:
-            resume = os.environ.get(RESUME_VARIABLE) or resume
-        if number > 1:
-            name = f"{name or run_name()}-{number}"
-            # A run directory or checkpoint given by name belongs to the first run.
-            resume = resume if resume == "auto" else None
-        return open_run_by_name(
-            name=name,
-            directory=directory,
-            resume=resume,
-            storage=storage,
-            seed=seed,
-            hparams=hparams,
-            labels=labels,
-            is_resumable=is_resumable,
-            master=master,
-            lock=lock,
+    if cluster_path:
+        return _open_prepared_run(Path(cluster_path), number, seed, master, lock)
+    if is_resumable and not has_own_directory:
+        resume = os.environ.get(RESUME_VARIABLE) or resume
+    if number > 1:
+        name = f"{name or run_name()}-{number}"
+        # A run directory or checkpoint given by name belongs to the first run.
+        resume = resume if resume == "auto" else None
+    name = run_name() if name is None else checked_run_name(name)
+    root = Path.cwd() / RUNS_DIRECTORY
+    if directory is not None and (directory / "run.json").exists():
+        resume = directory
+    start = None
+    if is_checkpoint_url(resume):
+        start = starting_point(str(resume), storage)
+        storage, run = start.storage, None
+        seed = start.seed if seed is None else seed
+    else:
+        run = run_to_resume(root, name, resume)
+    if run is None:
+        before = newest_run_named(root, name) if directory is None else None
+        if before is not None and is_resumable and not resume:
+            warn_earlier_run(before, name)
+        # Before there is a directory, as it may be refused.
+        place = storage or new_run_storage(root)
+        if place.is_remote and is_resumable:
+            # A missing bucket is reported now, not at the first checkpoint.
+            place.exists(_NO_CHECKPOINT)
+        path = (
+            make_run_directory(root, name)
+            if directory is None
+            else Path(os.path.abspath(directory))
         )
-    opened = open_attempt_run(Path(cluster_path), seed)
+        info = RunInfo(
+            run_id=uuid4().hex,
+            name=name,
+            # Chain of runs: shows the newest even if the clock is set back.
+            previous=None if before is None else before.read_info().run_id,
+            created=time.time(),
+            checkpoint_storage=(storage or new_run_storage(path)).url,
+            arguments=list(sys.argv),
+            seed=drawn_seed() if seed is None else seed,
+            hparams=None if hparams is None else recordable(hparams),
+            labels=checked_labels(labels),
+        )
+        return _place_new(path, info, start, master, lock)
+    warn_changed_hparams(run.read_info(), hparams)
+    return _place_resumed(run, storage, seed, master, lock)
+
+
+def _open_prepared_run(
+    path: Path, number: int, seed: int | None, master: str | None, lock: ExitStack
+) -> OpenedRun:
+    opened = open_attempt_run(path, seed)
     run = RunDirectory(opened.path)
     # A master that started the attempt gets the records from its runner.
     start_reports = lock.enter_context(reporting(run, None if opened.info.cluster_id else master))
@@ -497,74 +536,6 @@ def open_attempt_run(path: Path, seed: int | None) -> OpenedRun:
         last_steps=_steps_up_to(history, steps),
         memory_state=state,
     )
-
-
-def open_run_by_name(
-    *,
-    name: str | None,
-    directory: Path | None,
-    resume: str | os.PathLike[str] | None,
-    storage: CheckpointStorage | None,
-    seed: int | None,
-    hparams: Mapping[str, Any] | None,
-    labels: Sequence[str] = (),
-    is_resumable: bool = True,
-    master: str | None = None,
-    lock: ExitStack,
-) -> OpenedRun:
-    """Create a run directory or open an earlier run to resume, and lock the directory.
-
-    A new run records its seed and hyperparameters; an earlier one has its own seed, unless another
-    one is given.
-
-    Raises:
-        CheckpointError: The object store of a new run does not answer.
-        CheckpointNotFoundError: There is no checkpoint at the URL to resume from, or the files of
-            the run to resume are not in its storage.
-        ValueError: `name` cannot be part of a file name, `resume` names no run directory, or
-            PACELINE_RUNS no storage.
-        RuntimeError: The run to resume is still running.
-    """
-    name = run_name() if name is None else checked_run_name(name)
-    root = Path.cwd() / RUNS_DIRECTORY
-    if directory is not None and (directory / "run.json").exists():
-        resume = directory
-    start = None
-    if is_checkpoint_url(resume):
-        start = starting_point(str(resume), storage)
-        storage, run = start.storage, None
-        seed = start.seed if seed is None else seed
-    else:
-        run = run_to_resume(root, name, resume)
-    if run is None:
-        before = newest_run_named(root, name) if directory is None else None
-        if before is not None and is_resumable and not resume:
-            warn_earlier_run(before, name)
-        # Before there is a directory, as it may be refused.
-        place = storage or new_run_storage(root)
-        if place.is_remote and is_resumable:
-            # A missing bucket is reported now, not at the first checkpoint.
-            place.exists(_NO_CHECKPOINT)
-        path = (
-            make_run_directory(root, name)
-            if directory is None
-            else Path(os.path.abspath(directory))
-        )
-        info = RunInfo(
-            run_id=uuid4().hex,
-            name=name,
-            # Chain of runs: shows the newest even if the clock is set back.
-            previous=None if before is None else before.read_info().run_id,
-            created=time.time(),
-            checkpoint_storage=(storage or new_run_storage(path)).url,
-            arguments=list(sys.argv),
-            seed=drawn_seed() if seed is None else seed,
-            hparams=None if hparams is None else recordable(hparams),
-            labels=checked_labels(labels),
-        )
-        return _place_new(path, info, start, master, lock)
-    warn_changed_hparams(run.read_info(), hparams)
-    return _place_resumed(run, storage, seed, master, lock)
 
 
 def _place_new(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline import pytorch
 from paceline._base.files import replacing_atomically
+from paceline._base.imports import required_library
 from paceline._training.engine.checkpoints.checkpoint_retention import KeptCheckpoints
 from paceline._training.engine.checkpoints.export_weights import export_onnx
 from paceline._training.engine.checkpoints.sharded_state import gathered
@@ -219,14 +220,9 @@ def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _history_figure(num_rows: int) -> tuple[Any, list[Any]]:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Plots need matplotlib, but it is not installed. Hint: pip install 'paceline[plot]'"
-        ) from error
     # Without pyplot there is no window and no state that other figures share.
-    figure = Figure(figsize=(8, 3 * num_rows), layout="constrained")
+    library = required_library("matplotlib.figure", "A plot", "paceline[plot]")
+    figure = library.Figure(figsize=(8, 3 * num_rows), layout="constrained")
     return figure, list(figure.subplots(num_rows, squeeze=False)[:, 0])
 
 

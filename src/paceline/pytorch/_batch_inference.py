@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -351,19 +351,6 @@ def _has_others(directory: Path) -> bool:
 faults.register("inference.batch")
 
 
-class ProcessesBatches(Protocol):
-    """Interface of a processor of batches."""
-
-    def process_batch(self, batch: Any, batch_idx: int) -> None:
-        """Process a batch."""
-
-    def on_checkpoint_start(self) -> None:
-        """Write results still in memory."""
-
-    def on_finish(self) -> None:
-        """Finish after the last checkpoint."""
-
-
 class BatchInference:
     """Attempt of a batch inference on this rank.
 
@@ -400,7 +387,7 @@ class BatchInference:
 
     def run(
         self,
-        make_processor: Callable[[], ProcessesBatches],
+        make_processor: Callable[[], TorchBatchProcessor],
         move_output: Callable[[Path | None], None],
         device: torch.device,
         interval: int,
@@ -453,7 +440,7 @@ class BatchInference:
             )
 
     def _process(
-        self, processor: ProcessesBatches, batches: Iterator[Any], start: int, end: int
+        self, processor: TorchBatchProcessor, batches: Iterator[Any], start: int, end: int
     ) -> None:
         """Process this rank's batches among some in a row."""
         rank, size = self._context.distributed.rank, self._context.distributed.size
@@ -484,7 +471,7 @@ class BatchInference:
             self._context.train.report_progress(num_done / self._num_batches)
             logger.info("%d of %d batches are processed.", num_done, self._num_batches)
 
-    def _finish(self, processor: ProcessesBatches, progress: InferenceProgress) -> None:
+    def _finish(self, processor: TorchBatchProcessor, progress: InferenceProgress) -> None:
         metrics = progress.metrics()
         if metrics and self._context.distributed.rank == 0:
             self._context.train.report_validation_metrics(progress.num_done, metrics)

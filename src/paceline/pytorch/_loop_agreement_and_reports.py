@@ -293,15 +293,6 @@ def _report_timings(hooks: LoopHooks, batches: int, timings: dict[str, float]) -
     hooks.report_timings(batches, timings)
 
 
-class TrainsAgain(Protocol):
-    """Hooks to move a shard to the device and train on the shard."""
-
-    to_device: Callable[[Any], Any]
-
-    def train_shard(self, data: Any, position: Position) -> Any:
-        """Train on a shard."""
-
-
 class _OriginFound(Exception):
     """Internal signal to end the rerun of a batch."""
 
@@ -310,7 +301,7 @@ def check_losses(
     means: WeightedMeans,
     reduced: Mapping[str, float] | None,
     distributed: DistributedContext,
-    hooks: TrainsAgain,
+    hooks: LoopHooks,
     data: ShardedData,
     stepper: Stepper,
     position: Position,
@@ -346,7 +337,7 @@ def check_losses(
 
 
 def describe_origin(
-    hooks: TrainsAgain, data: ShardedData, stepper: Stepper, position: Position, batch: int
+    hooks: LoopHooks, data: ShardedData, stepper: Stepper, position: Position, batch: int
 ) -> str:
     """Return in a sentence where a loss of this rank stopped being finite.
 
@@ -383,7 +374,7 @@ def describe_origin(
 
 
 def _first_layer(
-    hooks: TrainsAgain, data: Any, position: Position, models: list[torch.nn.Module]
+    hooks: LoopHooks, data: Any, position: Position, models: list[torch.nn.Module]
 ) -> str | None:
     try:
         with _stopping_at_origin(models):

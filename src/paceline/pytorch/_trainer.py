@@ -5,7 +5,6 @@ import os
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from paceline._base.arguments_and_errors import (
     one_of,
     seconds_of,
 )
+from paceline._base.imports import required_library
 from paceline._base.notebook_tables import html_table
 from paceline._base.run_directory import RunDirectory
 from paceline._training.engine.checkpoints.checkpoint_retention import BestValidation
@@ -318,13 +318,7 @@ class Result:
         Raises:
             ModuleNotFoundError: pandas is not installed.
         """
-        try:
-            pandas = import_module("pandas")
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "`to_pandas` needs pandas, but it is not installed. Hint: pip install pandas, or"
-                " read the rows by `history`."
-            ) from error
+        pandas = required_library("pandas", "to_pandas", "pandas")
         rows: dict[int, dict[str, Any]] = {}
         for row in self.history(group):
             rows.setdefault(row.steps_completed, {}).update(row.metrics)

@@ -4,13 +4,14 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from paceline import core
 from paceline._base.progress_display import TrainingProgress
 from paceline._training.engine.checkpoints.checkpoint_retention import BestValidation
+from paceline._training.engine.metric_reducers import ReducerSet
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.schedules import (
     Batch,
@@ -176,19 +177,6 @@ def _present_epoch(position: Position) -> int:
 
 # Their times differ from run to run, so they stay apart from the metrics of training.
 _TIMINGS_GROUP = "profiling"
-
-
-class KeepsMetricSums(Protocol):
-    """Interface of a collector of metrics over batches."""
-
-    def state(self) -> Any:
-        """Return the values collected so far."""
-
-    def load_state(self, states: Any) -> None:
-        """Restore the values returned by `state`."""
-
-    def reset(self) -> None:
-        """Discard the collected values."""
 
 
 class TrainingFit(ABC):
@@ -393,7 +381,7 @@ class TrainingFit(ABC):
             preempt.release_interrupt()
 
     @contextmanager
-    def evaluating(self, sums: KeepsMetricSums) -> Iterator[None]:
+    def evaluating(self, sums: ReducerSet) -> Iterator[None]:
         """Evaluate the models within the block; training modes and collected sums are kept.
 
         Args:

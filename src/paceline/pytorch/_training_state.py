@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -62,16 +62,6 @@ from paceline.storage._checkpoint_files import STATE_VERSION
 logger = logging.getLogger(__name__)
 
 
-class CollectsMetrics(Protocol):
-    """Interface of a collector of metrics over batches."""
-
-    def storable_state(self) -> list[dict[str, Any] | None]:
-        """Return the collected values as far as a checkpoint can hold them."""
-
-    def load_state(self, states: Sequence[dict[str, Any] | None]) -> None:
-        """Restore the values returned by `storable_state`."""
-
-
 class TrainingState:
     """State of a training on this rank: captured for checkpoints and restored.
 
@@ -86,7 +76,7 @@ class TrainingState:
         self,
         stepper: Stepper,
         schedulers: Sequence[Any],
-        collected: CollectsMetrics,
+        collected: ReducerSet,
         rank: int,
     ) -> None:
         self._stepper = stepper

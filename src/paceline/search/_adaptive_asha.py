@@ -10,31 +10,8 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any, ClassVar
 
+from paceline.search import _search_method as base
 from paceline.search._hyperparameter_space import Space
-from paceline.search._search_method import (
-    Arrival,
-    BracketPlan,
-    BracketView,
-    Create,
-    Decision,
-    ExitReason,
-    Operation,
-    RungEntry,
-    RungView,
-    SearchConfig,
-    SearchMethod,
-    Stop,
-    Train,
-    TrialMaker,
-    as_fraction,
-    check_integer,
-    check_same_setup,
-    encode_search_float,
-    floor_log,
-    floor_power,
-    keep_count,
-    rung_units,
-)
 
 
 class Rung:
@@ -96,11 +73,11 @@ class Rung:
         """Return the entries as JSON-able data."""
         return {
             "units": self.units,
-            "values": [encode_search_float(value) for value in self._values],
+            "values": [base.encode_search_float(value) for value in self._values],
             "ids": list(self._ids),
             "unranked": list(self._unranked),
             "arrivals": {
-                request_id: [*counts, encode_search_float(cutoff)]
+                request_id: [*counts, base.encode_search_float(cutoff)]
                 for request_id, (*counts, cutoff) in self._arrivals.items()
             },
         }
@@ -134,13 +111,13 @@ class _Entrant:
     fate: _Fate = _Fate.TRAINING
 
 
-class HalvingMethod(SearchMethod):
+class HalvingMethod(base.SearchMethod):
     """Runs a single bracket of asynchronous halving."""
 
     def __init__(
         self,
-        maker: TrialMaker,
-        plan: BracketPlan,
+        maker: base.TrialMaker,
+        plan: base.BracketPlan,
         *,
         smaller_is_better: bool,
     ) -> None:
@@ -153,15 +130,15 @@ class HalvingMethod(SearchMethod):
         self._entrants: dict[str, _Entrant] = {}
         self._num_invalid = 0
 
-    def start(self) -> list[Operation]:
+    def start(self) -> list[base.Operation]:
         """Return the operations to create the first trials."""
         return self.resize(self._num_trials)
 
-    def resize(self, max_trials: int) -> list[Operation]:
+    def resize(self, max_trials: int) -> list[base.Operation]:
         """Create more or fewer trials, which are compared to all before them."""
         self._num_trials = max_trials
         num_open = sum(each.fate is _Fate.TRAINING for each in self._entrants.values())
-        operations: list[Operation] = []
+        operations: list[base.Operation] = []
         for _ in range(self._plan.concurrent - num_open):
             operations += self._refill()
         return operations
@@ -171,7 +148,7 @@ class HalvingMethod(SearchMethod):
         """Return how many trials were planned."""
         return self._plan.trials
 
-    def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
+    def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
         """Decide at each rung reached by the trial, once per rung.
 
         A metric that is not finite never passes a rung, not even an empty one.
@@ -184,18 +161,20 @@ class HalvingMethod(SearchMethod):
             rung = self._rungs[entrant.rung]
             rank = rung.insert(request_id, value)
             is_top = entrant.rung == len(self._rungs) - 1
-            num_kept = keep_count(len(rung), self._divisor)
+            num_kept = base.keep_count(len(rung), self._divisor)
             rung.note_arrival(request_id, rank, num_kept)
             is_kept = math.isfinite(value) and rank < num_kept
             if is_top or not is_kept:
                 entrant.fate = _Fate.STOPPED
-                return [Stop(request_id=request_id), *self._refill()]
+                return [base.Stop(request_id=request_id), *self._refill()]
             entrant.rung += 1
         if entrant.rung == rung_before:
             return []
-        return [Train(request_id=request_id, length=self._rungs[entrant.rung].units)]
+        return [base.Train(request_id=request_id, length=self._rungs[entrant.rung].units)]
 
-    def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
+    def exited(
+        self, request_id: str, reason: base.ExitReason, is_stopped: bool
+    ) -> list[base.Operation]:
         """Replace an ended trial, unless stopped by the method, as far as the budget allows.
 
         A failed trial ranks last in the rung that it was training towards. Invalid
@@ -204,9 +183,9 @@ class HalvingMethod(SearchMethod):
         if is_stopped:
             return []
         entrant = self._entrants[request_id]
-        if reason is ExitReason.COMPLETED:
+        if reason is base.ExitReason.COMPLETED:
             entrant.fate = _Fate.ENDED
-        elif reason is ExitReason.INVALID_HP:
+        elif reason is base.ExitReason.INVALID_HP:
             entrant.fate = _Fate.INVALID
             self._num_invalid += 1
             for rung in self._rungs[: entrant.rung]:
@@ -229,14 +208,14 @@ class HalvingMethod(SearchMethod):
         """Return the part of the time at the top rung."""
         return time / self._plan.units[-1]
 
-    def brackets(self) -> tuple[BracketView, ...]:
+    def brackets(self) -> tuple[base.BracketView, ...]:
         """Return a view of the bracket."""
         waiting: list[list[str]] = [[] for _ in self._rungs]
         for request_id, entrant in self._entrants.items():
             if entrant.fate is _Fate.TRAINING:
                 waiting[entrant.rung].append(request_id)
         return (
-            BracketView(
+            base.BracketView(
                 max_trials=self._num_trials,
                 max_concurrent_trials=self._plan.concurrent,
                 num_created=len(self._entrants),
@@ -260,7 +239,7 @@ class HalvingMethod(SearchMethod):
             ValueError: If the snapshot comes from a bracket with other rungs.
         """
         theirs = [rung["units"] for rung in snapshot["rungs"]]
-        check_same_setup("rungs", list(self._plan.units), theirs)
+        base.check_same_setup("rungs", list(self._plan.units), theirs)
         for rung, stored in zip(self._rungs, snapshot["rungs"], strict=True):
             rung.load(stored)
         self._num_trials = snapshot.get("num_trials", self._plan.trials)
@@ -274,46 +253,49 @@ class HalvingMethod(SearchMethod):
         """Return the request ids of all trials of the bracket."""
         return tuple(self._entrants)
 
-    def _refill(self) -> list[Operation]:
+    def _refill(self) -> list[base.Operation]:
         if self.num_created >= self._num_trials:
             return []
         create = self._maker.sampled()
         self._entrants[create.request_id] = _Entrant()
-        return [create, Train(request_id=create.request_id, length=self._rungs[0].units)]
+        return [create, base.Train(request_id=create.request_id, length=self._rungs[0].units)]
 
-    def _rung_view(self, index: int, waiting: list[str]) -> RungView:
+    def _rung_view(self, index: int, waiting: list[str]) -> base.RungView:
         ranked = []
         for request_id, value in self._rungs[index]:
             decision = self._decision(self._entrants[request_id], index)
             metric = value if self._smaller_is_better else -value
             ranked.append(
-                RungEntry(
+                base.RungEntry(
                     request_id=request_id,
-                    metric=None if decision is Decision.FAILED else metric,
+                    metric=None if decision is base.Decision.FAILED else metric,
                     decision=decision,
                     arrival=self._arrival(self._rungs[index], request_id),
                 )
             )
-        ahead = [RungEntry(request_id=i, metric=None, decision=Decision.WAITING) for i in waiting]
-        return RungView(units=self._rungs[index].units, entries=(*ranked, *ahead))
+        ahead = [
+            base.RungEntry(request_id=i, metric=None, decision=base.Decision.WAITING)
+            for i in waiting
+        ]
+        return base.RungView(units=self._rungs[index].units, entries=(*ranked, *ahead))
 
-    def _arrival(self, rung: Rung, request_id: str) -> Arrival | None:
+    def _arrival(self, rung: Rung, request_id: str) -> base.Arrival | None:
         found = rung.arrival(request_id)
         if found is None:
             return None
         order, rank, num_kept, value = found
         sign = 1 if self._smaller_is_better else -1
         cutoff = sign * value if math.isfinite(value) else None
-        return Arrival(order=order, rank=rank, num_kept=num_kept, cutoff=cutoff)
+        return base.Arrival(order=order, rank=rank, num_kept=num_kept, cutoff=cutoff)
 
-    def _decision(self, entrant: _Entrant, index: int) -> Decision:
+    def _decision(self, entrant: _Entrant, index: int) -> base.Decision:
         if entrant.rung > index:
-            return Decision.CONTINUED
+            return base.Decision.CONTINUED
         if entrant.fate is _Fate.PAUSED:
-            return Decision.PAUSED
+            return base.Decision.PAUSED
         if entrant.fate is _Fate.FAILED:
-            return Decision.FAILED
-        return Decision.FINISHED if index == len(self._rungs) - 1 else Decision.STOPPED
+            return base.Decision.FAILED
+        return base.Decision.FINISHED if index == len(self._rungs) - 1 else base.Decision.STOPPED
 
 
 class Mode(str, Enum):
@@ -325,7 +307,7 @@ class Mode(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _HalvingConfig(SearchConfig):
+class _HalvingConfig(base.SearchConfig):
     max_trials: int
     max_time: int
     """The time, in units of the time metric, that the best trials train to."""
@@ -338,10 +320,10 @@ class _HalvingConfig(SearchConfig):
     waits_for_all: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        SearchConfig.__post_init__(self)
-        check_integer("max_trials", self.max_trials, least=1)
-        check_integer("max_time", self.max_time, least=1)
-        check_integer("max_concurrent_trials", self.max_concurrent_trials, least=0)
+        base.SearchConfig.__post_init__(self)
+        base.check_integer("max_trials", self.max_trials, least=1)
+        base.check_integer("max_time", self.max_time, least=1)
+        base.check_integer("max_concurrent_trials", self.max_concurrent_trials, least=0)
         divisor: Any = self.divisor
         if (
             isinstance(divisor, bool)
@@ -358,7 +340,7 @@ class _HalvingConfig(SearchConfig):
         """Return whether trials pause at rungs."""
         return self.promotes
 
-    def make_method(self, maker: TrialMaker) -> SearchMethod:
+    def make_method(self, maker: base.TrialMaker) -> base.SearchMethod:
         """Return the method."""
         return AdaptiveAshaMethod.of(self, maker)
 
@@ -377,16 +359,16 @@ class AsyncHalvingConfig(_HalvingConfig):
 
     def __post_init__(self) -> None:
         _HalvingConfig.__post_init__(self)
-        check_integer("num_rungs", self.num_rungs, least=1)
+        base.check_integer("num_rungs", self.num_rungs, least=1)
 
-    def bracket_plans(self) -> tuple[BracketPlan, ...]:
+    def bracket_plans(self) -> tuple[base.BracketPlan, ...]:
         """Return the single bracket of the search."""
-        divisor = as_fraction(self.divisor)
+        divisor = base.as_fraction(self.divisor)
         # Without a cap, just enough trials begin for one of them to reach the top.
-        enough = floor_power(divisor, self.num_rungs - 1, self.max_trials)
+        enough = base.floor_power(divisor, self.num_rungs - 1, self.max_trials)
         return (
-            BracketPlan(
-                units=rung_units(self.num_rungs, self.max_time, divisor),
+            base.BracketPlan(
+                units=base.rung_units(self.num_rungs, self.max_time, divisor),
                 trials=self.max_trials,
                 concurrent=self.max_concurrent_trials or enough,
                 divisor=divisor,
@@ -407,7 +389,7 @@ class AdaptiveAshaConfig(_HalvingConfig):
 
     def __post_init__(self) -> None:
         _HalvingConfig.__post_init__(self)
-        check_integer("max_rungs", self.max_rungs, least=1)
+        base.check_integer("max_rungs", self.max_rungs, least=1)
         try:
             object.__setattr__(self, "mode", Mode(self.mode))
         except ValueError:
@@ -417,18 +399,18 @@ class AdaptiveAshaConfig(_HalvingConfig):
             ) from None
         object.__setattr__(self, "bracket_rungs", tuple(self.bracket_rungs))
         for index, rungs in enumerate(self.bracket_rungs):
-            check_integer(f"bracket_rungs[{index}]", rungs, least=1)
+            base.check_integer(f"bracket_rungs[{index}]", rungs, least=1)
 
-    def bracket_plans(self) -> tuple[BracketPlan, ...]:
+    def bracket_plans(self) -> tuple[base.BracketPlan, ...]:
         """Return the brackets of the search, the deepest first."""
-        divisor = as_fraction(self.divisor)
+        divisor = base.as_fraction(self.divisor)
         rungs = bracket_rungs(self)
         trials = bracket_trials(self.max_trials, divisor, rungs)
         concurrency = bracket_concurrency(self.max_concurrent_trials, divisor, trials)
         # Brackets that got no trials drop out here.
         return tuple(
-            BracketPlan(
-                units=rung_units(depth, self.max_time, divisor),
+            base.BracketPlan(
+                units=base.rung_units(depth, self.max_time, divisor),
                 trials=number,
                 concurrent=cap,
                 divisor=divisor,
@@ -441,10 +423,11 @@ def bracket_rungs(config: AdaptiveAshaConfig) -> tuple[int, ...]:
     """Return the number of rungs of each bracket, the deepest first."""
     if config.bracket_rungs:
         return tuple(sorted(config.bracket_rungs, reverse=True))
-    divisor = as_fraction(config.divisor)
+    divisor = base.as_fraction(config.divisor)
     most = config.max_rungs - 1
     deepest = 1 + min(
-        floor_log(config.max_time, divisor, most), floor_log(config.max_trials, divisor, most)
+        base.floor_log(config.max_time, divisor, most),
+        base.floor_log(config.max_trials, divisor, most),
     )
     shallowest = {
         Mode.CONSERVATIVE: 1,
@@ -481,7 +464,7 @@ def bracket_concurrency(
     return tuple(each + (index < rest) for index in range(num_brackets))
 
 
-class AdaptiveAshaMethod(SearchMethod):
+class AdaptiveAshaMethod(base.SearchMethod):
     """Run several brackets, each with its own trials."""
 
     def __init__(self, brackets: tuple[HalvingMethod, ...]) -> None:
@@ -489,37 +472,39 @@ class AdaptiveAshaMethod(SearchMethod):
         self._owners: dict[str, HalvingMethod] = {}
 
     @classmethod
-    def of(cls, config: _HalvingConfig, maker: TrialMaker) -> AdaptiveAshaMethod:
+    def of(cls, config: _HalvingConfig, maker: base.TrialMaker) -> AdaptiveAshaMethod:
         """Make the configured method; async halving is the form with a single bracket."""
         from paceline.search._promotion import bracket_method
 
         return cls(tuple(bracket_method(config, maker, plan) for plan in config.bracket_plans()))
 
-    def start(self) -> list[Operation]:
+    def start(self) -> list[base.Operation]:
         """Return the operations to create the first trials, bracket by bracket."""
-        operations: list[Operation] = []
+        operations: list[base.Operation] = []
         for bracket in self._brackets:
             operations += self._own(bracket, bracket.start())
         return operations
 
-    def resize(self, max_trials: int) -> list[Operation]:
+    def resize(self, max_trials: int) -> list[base.Operation]:
         """Divide the trials that are to come among the brackets as in the plan."""
         created = [bracket.num_created for bracket in self._brackets]
         planned = [bracket.num_planned for bracket in self._brackets]
         left = max(max_trials - sum(created), 0)
         shares = [number * left // sum(planned) for number in planned]
         shares[0] += left - sum(shares)
-        operations: list[Operation] = []
+        operations: list[base.Operation] = []
         for bracket, number, share in zip(self._brackets, created, shares, strict=True):
             operations += self._own(bracket, bracket.resize(number + share))
         return operations
 
-    def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
+    def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
         """Pass the report to the bracket owning the trial."""
         bracket = self._owners[request_id]
         return self._own(bracket, bracket.reported(request_id, time, metric))
 
-    def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
+    def exited(
+        self, request_id: str, reason: base.ExitReason, is_stopped: bool
+    ) -> list[base.Operation]:
         """Pass the exit to the bracket owning the trial."""
         bracket = self._owners[request_id]
         return self._own(bracket, bracket.exited(request_id, reason, is_stopped))
@@ -532,7 +517,7 @@ class AdaptiveAshaMethod(SearchMethod):
         """Return `time` as part of the longest time, the top rung of every bracket."""
         return self._brackets[0].trained_share(time)
 
-    def brackets(self) -> tuple[BracketView, ...]:
+    def brackets(self) -> tuple[base.BracketView, ...]:
         """Return a view of the brackets, the deepest first."""
         return tuple(view for bracket in self._brackets for view in bracket.brackets())
 
@@ -546,14 +531,16 @@ class AdaptiveAshaMethod(SearchMethod):
         Raises:
             ValueError: If the snapshot comes from another configuration.
         """
-        check_same_setup("brackets", len(self._brackets), len(snapshot["brackets"]))
+        base.check_same_setup("brackets", len(self._brackets), len(snapshot["brackets"]))
         self._owners = {}
         for bracket, stored in zip(self._brackets, snapshot["brackets"], strict=True):
             bracket.load(stored)
             self._owners |= dict.fromkeys(bracket.entrants(), bracket)
 
-    def _own(self, bracket: HalvingMethod, operations: list[Operation]) -> list[Operation]:
+    def _own(
+        self, bracket: HalvingMethod, operations: list[base.Operation]
+    ) -> list[base.Operation]:
         for operation in operations:
-            if isinstance(operation, Create):
+            if isinstance(operation, base.Create):
                 self._owners[operation.request_id] = bracket
         return operations

@@ -8,21 +8,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, ClassVar
 
-from paceline.search._search_method import (
-    Operation,
-    RandomConfig,
-    RandomMethod,
-    SearchMethod,
-    Stop,
-    TrialMaker,
-    check_integer,
-)
+from paceline.search import _search_method as base
 
 _WORST = 1e300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MedianStoppingConfig(RandomConfig):
+class MedianStoppingConfig(base.RandomConfig):
     """Configuration of the median stopping rule."""
 
     max_time: int
@@ -34,16 +26,16 @@ class MedianStoppingConfig(RandomConfig):
     kind: ClassVar[str] = "median_stopping"
 
     def __post_init__(self) -> None:
-        RandomConfig.__post_init__(self)
+        base.RandomConfig.__post_init__(self)
         for name in ("max_time", "min_time", "min_others"):
-            check_integer(name, getattr(self, name), least=1)
+            base.check_integer(name, getattr(self, name), least=1)
 
-    def make_method(self, maker: TrialMaker) -> SearchMethod:
+    def make_method(self, maker: base.TrialMaker) -> base.SearchMethod:
         """Return the method."""
         return MedianStoppingMethod(maker, self)
 
 
-class MedianStoppingMethod(RandomMethod):
+class MedianStoppingMethod(base.RandomMethod):
     """Random search that stops trials that are worse than the median of the others.
 
     A trial is stopped when the best value that it has reported is worse than the median of the
@@ -52,7 +44,7 @@ class MedianStoppingMethod(RandomMethod):
     validate at the same times.
     """
 
-    def __init__(self, maker: TrialMaker, config: MedianStoppingConfig) -> None:
+    def __init__(self, maker: base.TrialMaker, config: MedianStoppingConfig) -> None:
         super().__init__(
             maker,
             max_trials=config.max_trials,
@@ -66,7 +58,7 @@ class MedianStoppingMethod(RandomMethod):
         # The running means of all trials at each time, in order: each report adds one in O(log n).
         self._means: dict[float, list[float]] = {}
 
-    def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
+    def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
         """Stop the trial if it is worse than the median of the others."""
         config = self._config
         number, total, best, last = self._reports.get(request_id, (0, 0.0, _WORST, -math.inf))
@@ -82,7 +74,7 @@ class MedianStoppingMethod(RandomMethod):
         is_early = time < config.min_time or len(others) < config.min_others
         is_worse = not is_early and best > median(others)
         insort(others, total / number)
-        return [Stop(request_id=request_id)] if is_worse or time >= config.max_time else []
+        return [base.Stop(request_id=request_id)] if is_worse or time >= config.max_time else []
 
     def trained_share(self, time: float) -> float:
         """Return the part of the longest time."""

@@ -6,23 +6,13 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from paceline.search import _search_method as base
 from paceline.search._adaptive_asha import Rung
 from paceline.search._hyperparameter_space import Space
-from paceline.search._search_method import (
-    ExitReason,
-    Operation,
-    SearchConfig,
-    SearchMethod,
-    Stop,
-    Train,
-    TrialMaker,
-    check_integer,
-    check_same_setup,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PbtConfig(SearchConfig):
+class PbtConfig(base.SearchConfig):
     """Configuration of population based training."""
 
     max_trials: int
@@ -40,11 +30,11 @@ class PbtConfig(SearchConfig):
     kind: ClassVar[str] = "pbt"
 
     def __post_init__(self) -> None:
-        SearchConfig.__post_init__(self)
+        base.SearchConfig.__post_init__(self)
         for name in ("max_trials", "max_time", "interval"):
-            check_integer(name, getattr(self, name), least=1)
+            base.check_integer(name, getattr(self, name), least=1)
 
-    def make_method(self, maker: TrialMaker) -> SearchMethod:
+    def make_method(self, maker: base.TrialMaker) -> base.SearchMethod:
         """Return the method."""
         return PbtMethod(maker, self)
 
@@ -64,7 +54,7 @@ class _Member:
     is_open: bool = True
 
 
-class PbtMethod(SearchMethod):
+class PbtMethod(base.SearchMethod):
     """Population based training, after Jaderberg et al. (2017), without waiting for one another.
 
     A trial is compared whenever it has trained for another interval, to all trials that have come
@@ -73,7 +63,7 @@ class PbtMethod(SearchMethod):
     not finite is stopped wherever it ranks. Times are those of the whole line of copies.
     """
 
-    def __init__(self, maker: TrialMaker, config: PbtConfig) -> None:
+    def __init__(self, maker: base.TrialMaker, config: PbtConfig) -> None:
         self._maker = maker
         self._config = config
         self._num_trials = config.max_trials
@@ -81,25 +71,25 @@ class PbtMethod(SearchMethod):
         # By the time of the comparison, in intervals.
         self._rungs: dict[int, Rung] = {}
 
-    def start(self) -> list[Operation]:
+    def start(self) -> list[base.Operation]:
         """Return the operations to create the population."""
         return self.resize(self._num_trials)
 
-    def resize(self, max_trials: int) -> list[Operation]:
+    def resize(self, max_trials: int) -> list[base.Operation]:
         """Create trials that are no copies, up to so many in all."""
-        operations: list[Operation] = []
+        operations: list[base.Operation] = []
         self._num_trials = max_trials
         while len(self._members) - self._num_invalid() < max_trials:
             operations += self._enter(self._maker.sampled(), 0.0)
         return operations
 
-    def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
+    def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
         """Compare a trial that has trained for another interval."""
         member, config = self._members[request_id], self._config
         member.time = max(member.time, member.begun_at + time)
         if member.time >= config.max_time:
             member.is_open = False
-            return [Stop(request_id=request_id)]
+            return [base.Stop(request_id=request_id)]
         if member.begun_at + time < member.next_at:
             return []
         index = int(member.time // config.interval)
@@ -127,13 +117,15 @@ class PbtMethod(SearchMethod):
         create = self._maker.changed(
             copied.hparams, parent=parent, resample=config.resample, spread=config.spread
         )
-        return [Stop(request_id=request_id), *self._enter(create, copied.time)]
+        return [base.Stop(request_id=request_id), *self._enter(create, copied.time)]
 
-    def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
+    def exited(
+        self, request_id: str, reason: base.ExitReason, is_stopped: bool
+    ) -> list[base.Operation]:
         """Replace a trial of the population that refused its hyperparameters, and no other."""
         member = self._members[request_id]
         member.is_open = False
-        if reason is not ExitReason.INVALID_HP:
+        if reason is not base.ExitReason.INVALID_HP:
             return []
         member.time = -1.0
         is_copy = member.begun_at > 0
@@ -166,21 +158,21 @@ class PbtMethod(SearchMethod):
         Raises:
             ValueError: If the snapshot comes from another configuration.
         """
-        check_same_setup("interval", self._config.interval, snapshot["interval"])
+        base.check_same_setup("interval", self._config.interval, snapshot["interval"])
         self._num_trials = snapshot["num_trials"]
         self._members = {key: _Member(**member) for key, member in snapshot["members"]}
         for stored in snapshot["rungs"]:
             rung = self._rungs[stored["units"]] = Rung(stored["units"])
             rung.load(stored)
 
-    def _enter(self, create: Any, begun_at: float) -> list[Operation]:
+    def _enter(self, create: Any, begun_at: float) -> list[base.Operation]:
         config = self._config
         next_at = (int(begun_at // config.interval) + 1) * config.interval
         self._members[create.request_id] = _Member(
             create.hparams, begun_at, begun_at, float(next_at)
         )
         length = max(math.ceil(config.max_time - begun_at), 1)
-        return [create, Train(request_id=create.request_id, length=length)]
+        return [create, base.Train(request_id=create.request_id, length=length)]
 
     def _num_invalid(self) -> int:
         return sum(member.time < 0 for member in self._members.values())

@@ -13,24 +13,10 @@ from typing import Any
 
 import msgspec
 
+from paceline.search import _search_method as base
 from paceline.search._hyperparameter_space import Rng, Space, SpaceError, parse_space
 from paceline.search._samplers import Ask, Sampler, answers, asking
 from paceline.search._search import Search
-from paceline.search._search_method import (
-    BracketPlan,
-    Create,
-    Exited,
-    ExitReason,
-    Input,
-    Operation,
-    Reported,
-    SearchConfig,
-    Started,
-    Stop,
-    Train,
-    keep_count,
-    method_errors,
-)
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +38,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return self.points[max(index, 1) - 1][1]
 
 
-Curves = Callable[[Create], Curve]
+Curves = Callable[[base.Create], Curve]
 
 
 def nearest_curves(space: Space, curves: Sequence[Curve]) -> Curves:
@@ -72,7 +58,7 @@ def nearest_curves(space: Space, curves: Sequence[Curve]) -> Curves:
             f" {len(curves)} without. Hint: take curves of a search of the same hyperparameters."
         )
 
-    def of(create: Create) -> Curve:
+    def of(create: base.Create) -> Curve:
         place = space.encode(create.hparams)
         return min(known, key=lambda one: math.dist(place, one[0]))[1]
 
@@ -82,7 +68,7 @@ def nearest_curves(space: Space, curves: Sequence[Curve]) -> Curves:
 def imaginary_curves(length: float, *, smaller_is_better: bool) -> Curves:
     """Return what gives each trial a curve that falls to a level of its own, drawn by its seed."""
 
-    def of(create: Create) -> Curve:
+    def of(create: base.Create) -> Curve:
         rng, sign = Rng(create.trial_seed), 1.0 if smaller_is_better else -1.0
         level, speed = rng.real(), 2.0 + 6.0 * rng.real()
         times = [length * part / 20 for part in range(1, 21)]
@@ -114,7 +100,7 @@ class SlotsResult:
 
 @dataclass(slots=True)
 class _Trial:
-    create: Create
+    create: base.Create
     curve: Curve
     target: int = 0
     trained: int = 0
@@ -122,7 +108,7 @@ class _Trial:
 
 
 def simulate_slots(
-    config: SearchConfig,
+    config: base.SearchConfig,
     hyperparameters: dict[str, Any],
     seed: int,
     curves: Curves,
@@ -156,21 +142,21 @@ def simulate_slots(
     waiting, best = deque[_Trial](), list[tuple[float, float]]()
     sign = 1.0 if config.smaller_is_better else -1.0
 
-    def give(given: Input) -> None:
+    def give(given: base.Input) -> None:
         inputs = [given]
         while inputs:
             for operation in search.apply(inputs.pop()):
-                if isinstance(operation, Create):
+                if isinstance(operation, base.Create):
                     trial = trials[operation.request_id] = _Trial(operation, curves(operation))
                     waiting.append(trial)
-                elif isinstance(operation, Train):
+                elif isinstance(operation, base.Train):
                     trials[operation.request_id].target = operation.length
-                elif isinstance(operation, Stop):
+                elif isinstance(operation, base.Stop):
                     trials[operation.request_id].is_stopped = True
             if search.asks:
                 inputs.append(answers(search, ask, "sampler")[0])
 
-    give(Started())
+    give(base.Started())
     now = slot_s = 0.0
     order, training = 0, list[tuple[float, int, _Trial]]()
     while waiting or training:
@@ -182,9 +168,9 @@ def simulate_slots(
             value = trial.curve.at(trial.trained * unit)
             if math.isfinite(value) and (not best or sign * (value - best[-1][1]) < 0):
                 best.append((now, value))
-            give(Reported(request_id=request_id, time=trial.trained, metric=value))
+            give(base.Reported(request_id=request_id, time=trial.trained, metric=value))
             if trial.is_stopped or trial.target <= trial.trained:
-                give(Exited(request_id=request_id, reason=ExitReason.COMPLETED))
+                give(base.Exited(request_id=request_id, reason=base.ExitReason.COMPLETED))
                 continue
         seconds = (trial.target - trial.trained) * unit * trial.curve.seconds_per_unit
         slot_s, order = slot_s + seconds, order + 1
@@ -208,12 +194,12 @@ class PreviewRow:
 class Preview:
     """Preview of a search's training, assuming reports of its trials strictly in sequence."""
 
-    brackets: tuple[BracketPlan, ...]
+    brackets: tuple[base.BracketPlan, ...]
     rows: tuple[PreviewRow, ...]
     """Sorted by training time, the shortest first."""
 
 
-def preview(config: SearchConfig, hyperparameters: dict[str, Any]) -> Preview:
+def preview(config: base.SearchConfig, hyperparameters: dict[str, Any]) -> Preview:
     """Return a preview of the training in a search.
 
     Raises:
@@ -222,9 +208,9 @@ def preview(config: SearchConfig, hyperparameters: dict[str, Any]) -> Preview:
     """
     # A method that cannot even be made has no preview.
     Search(config, hyperparameters, seed=0)
-    with method_errors(config.kind, "num_planned"):
+    with base.method_errors(config.kind, "num_planned"):
         trials = config.num_planned(parse_space(hyperparameters))
-    with method_errors(config.kind, "bracket_plans"):
+    with base.method_errors(config.kind, "bracket_plans"):
         plans = config.bracket_plans()
     if not plans:
         return Preview(brackets=(), rows=(PreviewRow(trials=trials, units=None),))
@@ -235,11 +221,11 @@ def preview(config: SearchConfig, hyperparameters: dict[str, Any]) -> Preview:
     return Preview(brackets=plans, rows=tuple(row for row in rows if row.trials))
 
 
-def _trials_by_units(plan: BracketPlan) -> Counter[int]:
+def _trials_by_units(plan: base.BracketPlan) -> Counter[int]:
     counts: Counter[int] = Counter()
     arriving = plan.trials
     for units in plan.units[:-1]:
-        going_on = keep_count(arriving, plan.divisor)
+        going_on = base.keep_count(arriving, plan.divisor)
         counts[units] += arriving - going_on
         arriving = going_on
     counts[plan.units[-1]] += arriving
@@ -250,8 +236,8 @@ def _trials_by_units(plan: BracketPlan) -> Counter[int]:
 class SimulationResult:
     """Result of a simulated search: inputs, operations and progress."""
 
-    inputs: tuple[Input, ...]
-    operations: tuple[tuple[Operation, ...], ...]
+    inputs: tuple[base.Input, ...]
+    operations: tuple[tuple[base.Operation, ...], ...]
     """The operations that followed from each input."""
     progress: tuple[float, ...]
     """The search's progress after each input."""
@@ -265,7 +251,7 @@ class SimulationResult:
 
 @dataclass(slots=True)
 class _ImaginaryTrial:
-    create: Create
+    create: base.Create
     target: int = 0
     trained: int = 0
     is_stopped: bool = False
@@ -276,13 +262,13 @@ class _Simulator:
     search: Search
     max_inputs: int
     ask: Ask
-    inputs: list[Input] = field(default_factory=list)
-    operations: list[tuple[Operation, ...]] = field(default_factory=list)
+    inputs: list[base.Input] = field(default_factory=list)
+    operations: list[tuple[base.Operation, ...]] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)
     trials: dict[str, _ImaginaryTrial] = field(default_factory=dict)
     running: list[_ImaginaryTrial] = field(default_factory=list)
 
-    def give(self, input: Input) -> None:
+    def give(self, input: base.Input) -> None:
         if len(self.inputs) >= self.max_inputs:
             raise RuntimeError(
                 f"A simulated search must end within {self.max_inputs} inputs, but it has not.\n"
@@ -294,12 +280,12 @@ class _Simulator:
         self.operations.append(tuple(operations))
         self.progress.append(self.search.progress())
         for operation in operations:
-            if isinstance(operation, Create):
+            if isinstance(operation, base.Create):
                 trial = self.trials[operation.request_id] = _ImaginaryTrial(operation)
                 self.running.append(trial)
-            elif isinstance(operation, Train):
+            elif isinstance(operation, base.Train):
                 self.trials[operation.request_id].target = operation.length
-            elif isinstance(operation, Stop):
+            elif isinstance(operation, base.Stop):
                 self.trials[operation.request_id].is_stopped = True
         if self.search.asks:
             self.give(answers(self.search, self.ask, "sampler")[0])
@@ -314,12 +300,12 @@ class _Simulator:
 
 
 def simulate(
-    config: SearchConfig,
+    config: base.SearchConfig,
     hyperparameters: dict[str, Any],
     seed: int,
-    metric_of: Callable[[Create, int], float],
+    metric_of: Callable[[base.Create, int], float],
     *,
-    exit_of: Callable[[Create, int], ExitReason | None] | None = None,
+    exit_of: Callable[[base.Create, int], base.ExitReason | None] | None = None,
     report_every: int | None = None,
     max_inputs: int = 1_000_000,
     sampler: Sampler | None = None,
@@ -345,7 +331,7 @@ def simulate(
         )
     search = Search(config, hyperparameters, seed, is_asking=sampler is not None)
     simulator = _Simulator(search, max_inputs, asking(sampler, search.space, seed))
-    simulator.give(Started())
+    simulator.give(base.Started())
     num_before = 0
     while simulator.running:
         if num_before == len(simulator.inputs):
@@ -364,14 +350,14 @@ def simulate(
             step = trial.target if report_every is None else report_every
             trial.trained = min(trial.trained + step, trial.target)
             metric = metric_of(trial.create, trial.trained)
-            simulator.give(Reported(request_id=request_id, time=trial.trained, metric=metric))
+            simulator.give(base.Reported(request_id=request_id, time=trial.trained, metric=metric))
             reason = exit_of(trial.create, trial.trained) if exit_of else None
             is_there = trial.target == trial.trained and not config.waits_at_targets
             if reason is None and (trial.is_stopped or is_there):
-                reason = ExitReason.COMPLETED
+                reason = base.ExitReason.COMPLETED
             if reason is None:
                 remaining.append(trial)
             else:
-                simulator.give(Exited(request_id=request_id, reason=reason))
+                simulator.give(base.Exited(request_id=request_id, reason=reason))
         simulator.running = remaining
     return simulator.result()

@@ -6,16 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from paceline.search import _search_method as base
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, HalvingMethod, Mode, _Fate
-from paceline.search._search_method import (
-    BracketPlan,
-    ExitReason,
-    Operation,
-    Stop,
-    Train,
-    TrialMaker,
-    keep_count,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +37,8 @@ class PromotionMethod(HalvingMethod):
 
     def __init__(
         self,
-        maker: TrialMaker,
-        plan: BracketPlan,
+        maker: base.TrialMaker,
+        plan: base.BracketPlan,
         *,
         smaller_is_better: bool,
         waits_for_all: bool,
@@ -54,12 +46,12 @@ class PromotionMethod(HalvingMethod):
         super().__init__(maker, plan, smaller_is_better=smaller_is_better)
         self._waits_for_all = waits_for_all
 
-    def resize(self, max_trials: int) -> list[Operation]:
+    def resize(self, max_trials: int) -> list[base.Operation]:
         """Create more or fewer trials, which are compared to all before them."""
         self._num_trials = max_trials
         return self._go_on()
 
-    def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
+    def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
         """Let a trial that has reached its rung pause there, and decide who trains next."""
         entrant = self._entrants[request_id]
         rung = self._rungs[entrant.rung]
@@ -67,22 +59,24 @@ class PromotionMethod(HalvingMethod):
         if entrant.fate is not _Fate.TRAINING or time < rung.units:
             return []
         rank = rung.insert(request_id, metric if self._smaller_is_better else -metric)
-        rung.note_arrival(request_id, rank, keep_count(len(rung), self._divisor))
+        rung.note_arrival(request_id, rank, base.keep_count(len(rung), self._divisor))
         if entrant.rung == len(self._rungs) - 1:
             entrant.fate = _Fate.STOPPED
-            return [Stop(request_id=request_id), *self._go_on()]
+            return [base.Stop(request_id=request_id), *self._go_on()]
         entrant.fate = _Fate.PAUSED
         return self._go_on()
 
-    def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
+    def exited(
+        self, request_id: str, reason: base.ExitReason, is_stopped: bool
+    ) -> list[base.Operation]:
         """Let another trial train in its place; a failed one ranks last where it was going."""
         entrant = self._entrants[request_id]
         if is_stopped:
             return []
         was_training = entrant.fate is _Fate.TRAINING
-        if reason is ExitReason.COMPLETED:
+        if reason is base.ExitReason.COMPLETED:
             entrant.fate = _Fate.ENDED
-        elif reason is ExitReason.INVALID_HP:
+        elif reason is base.ExitReason.INVALID_HP:
             num_entries = entrant.rung + (entrant.fate is _Fate.PAUSED)
             entrant.fate = _Fate.INVALID
             self._num_invalid += 1
@@ -94,9 +88,9 @@ class PromotionMethod(HalvingMethod):
             entrant.fate = _Fate.FAILED
         return self._go_on()
 
-    def _go_on(self) -> list[Operation]:
+    def _go_on(self) -> list[base.Operation]:
         """Promote trials and create others while there is room; stop those without a chance."""
-        operations: list[Operation] = []
+        operations: list[base.Operation] = []
         room = self._plan.concurrent - self._count(_Fate.TRAINING)
         while room > 0:
             given = self._promotion() or self._refill()
@@ -113,17 +107,17 @@ class PromotionMethod(HalvingMethod):
                 is_here = entrant.rung == index and entrant.fate is _Fate.PAUSED
                 if is_here and request_id not in kept:
                     entrant.fate = _Fate.STOPPED
-                    operations.append(Stop(request_id=request_id))
+                    operations.append(base.Stop(request_id=request_id))
         return operations
 
-    def _promotion(self) -> list[Operation]:
+    def _promotion(self) -> list[base.Operation]:
         for index in reversed(range(len(self._rungs) - 1)):
             found = self._promotable(index)
             if found:
                 entrant = self._entrants[found[0]]
                 entrant.rung += 1
                 entrant.fate = _Fate.TRAINING
-                return [Train(request_id=found[0], length=self._rungs[index + 1].units)]
+                return [base.Train(request_id=found[0], length=self._rungs[index + 1].units)]
         return []
 
     def _promotable(self, index: int) -> list[str]:
@@ -131,7 +125,7 @@ class PromotionMethod(HalvingMethod):
         rung = self._rungs[index]
         num_kept = len(rung) * self._divisor.denominator // self._divisor.numerator
         if self._is_closed(index):
-            num_kept = keep_count(len(rung), self._divisor)
+            num_kept = base.keep_count(len(rung), self._divisor)
         elif self._waits_for_all:
             return []
         best = [key for key, value in list(rung)[:num_kept] if math.isfinite(value)]
@@ -154,7 +148,7 @@ class PromotionMethod(HalvingMethod):
         return sum(each.fate is fate for each in self._entrants.values())
 
 
-def bracket_method(config: Any, maker: TrialMaker, plan: BracketPlan) -> HalvingMethod:
+def bracket_method(config: Any, maker: base.TrialMaker, plan: base.BracketPlan) -> HalvingMethod:
     """Return the method of a bracket in the configured form."""
     if not config.promotes:
         return HalvingMethod(maker, plan, smaller_is_better=config.smaller_is_better)

@@ -11,32 +11,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from paceline.search import _search_method as base
 from paceline.search._hyperparameter_space import Rng, Space, parse_space
 from paceline.search._samplers import Observation
-from paceline.search._search_method import (
-    BracketView,
-    Create,
-    Exited,
-    ExitReason,
-    Input,
-    Limited,
-    Operation,
-    Progressed,
-    Proposed,
-    Recalled,
-    Reported,
-    SearchConfig,
-    SearchMethodError,
-    Shutdown,
-    Spent,
-    Started,
-    Stop,
-    Train,
-    TrialMaker,
-    TrialView,
-    check_same_setup,
-    method_errors,
-)
 
 _VERSION = 1
 SPENT_INTERVAL_S = 60.0
@@ -46,7 +23,7 @@ SPENT_INTERVAL_S = 60.0
 @dataclass(slots=True)
 class _Trial:
     is_stopped: bool = False
-    exit_reason: ExitReason | None = None
+    exit_reason: base.ExitReason | None = None
     progress: float = 0.0
     reached: float = 0.0
     """The least progress, by the trial's reports."""
@@ -68,7 +45,7 @@ class Budget:
         best: The best finite value of the metric; None before the first.
     """
 
-    limits: Limited = field(default_factory=Limited)
+    limits: base.Limited = field(default_factory=base.Limited)
     wall_s: float = 0.0
     slot_s: float = 0.0
     num_trials: int = 0
@@ -129,7 +106,7 @@ class Search:
 
     def __init__(
         self,
-        config: SearchConfig,
+        config: base.SearchConfig,
         hyperparameters: dict[str, Any],
         seed: int,
         *,
@@ -145,7 +122,7 @@ class Search:
         self._set_up(config, parse_space(hyperparameters), Rng(seed))
         self._is_asking = is_asking
 
-    def apply(self, input: Input) -> list[Operation]:
+    def apply(self, input: base.Input) -> list[base.Operation]:
         """Process an input and return the resulting operations.
 
         A second exit of a trial, its reports and progress after its stop or exit, and reports at a
@@ -158,21 +135,21 @@ class Search:
             TypeError: If the input is of no such kind.
             SearchMethodError: If the method fails; the search must not be used any more then.
         """
-        if isinstance(input, Started):
+        if isinstance(input, base.Started):
             operations = self._start()
-        elif isinstance(input, Reported):
+        elif isinstance(input, base.Reported):
             operations = self._report(input)
-        elif isinstance(input, Progressed):
+        elif isinstance(input, base.Progressed):
             operations = self._note_progress(input)
-        elif isinstance(input, Exited):
+        elif isinstance(input, base.Exited):
             operations = self._exit(input)
-        elif isinstance(input, Proposed):
+        elif isinstance(input, base.Proposed):
             operations = self._propose(input)
-        elif isinstance(input, Limited):
+        elif isinstance(input, base.Limited):
             operations = self._limit(input)
-        elif isinstance(input, Spent):
+        elif isinstance(input, base.Spent):
             operations = self._spend(input)
-        elif isinstance(input, Recalled):
+        elif isinstance(input, base.Recalled):
             operations = self._recall(input)
         else:
             raise TypeError(
@@ -195,7 +172,7 @@ class Search:
         """
         if self._is_over:
             return 1.0
-        closed = sum(self._num_exited.values()) - self._num_exited[ExitReason.INVALID_HP]
+        closed = sum(self._num_exited.values()) - self._num_exited[base.ExitReason.INVALID_HP]
         # An exact sum does not depend on the order in which trials reported.
         done = closed + math.fsum(self._open_progress.values())
         return min(done / max(self.num_trials(), 1), 1.0)
@@ -203,15 +180,15 @@ class Search:
     def num_trials(self) -> int:
         """Return how many trials the search has and will create, as far as is known."""
         with self._guard("num_trials"):
-            number = self._method.num_trials(self._num_exited[ExitReason.INVALID_HP])
+            number = self._method.num_trials(self._num_exited[base.ExitReason.INVALID_HP])
         most = self.budget.limits.max_trials
         is_least = most is None or number <= most
         return number if is_least else max(most or 0, self.budget.num_trials)
 
-    def trials(self) -> tuple[TrialView, ...]:
+    def trials(self) -> tuple[base.TrialView, ...]:
         """Return a view of all trials in the order of their creation."""
         return tuple(
-            TrialView(
+            base.TrialView(
                 request_id=request_id,
                 is_stopped=trial.is_stopped,
                 exit_reason=trial.exit_reason,
@@ -220,13 +197,13 @@ class Search:
             for request_id, trial in self._trials.items()
         )
 
-    def rungs(self) -> tuple[BracketView, ...]:
+    def rungs(self) -> tuple[base.BracketView, ...]:
         """Return a view of the brackets and their rungs; only halving searches have any."""
         with self._guard("brackets"):
             return self._method.brackets()
 
     @property
-    def asks(self) -> tuple[Create, ...]:
+    def asks(self) -> tuple[base.Create, ...]:
         """Return the trials that wait for their hyperparameters; each has a draw at random."""
         return tuple(create for create, _ in self._asks.values())
 
@@ -283,7 +260,7 @@ class Search:
 
     @classmethod
     def restore(
-        cls, config: SearchConfig, hyperparameters: dict[str, Any], snapshot: dict[str, Any]
+        cls, config: base.SearchConfig, hyperparameters: dict[str, Any], snapshot: dict[str, Any]
     ) -> Search:
         """Return a search continuing at the state of `snapshot`.
 
@@ -298,16 +275,16 @@ class Search:
                 f"A search's snapshot must have version {_VERSION}, but got {version!r}.\n"
                 "Hint: continue the search with the Paceline release that wrote the snapshot."
             )
-        check_same_setup("kind", config.kind, snapshot["kind"])
+        base.check_same_setup("kind", config.kind, snapshot["kind"])
         search = cls.__new__(cls)
         search._set_up(config, parse_space(hyperparameters), Rng.from_snapshot(snapshot["rng"]))
         search._load(snapshot)
         return search
 
-    def _set_up(self, config: SearchConfig, space: Space, rng: Rng) -> None:
+    def _set_up(self, config: base.SearchConfig, space: Space, rng: Rng) -> None:
         # A class that lacks the name is first noticed here.
         if not isinstance(getattr(config, "kind", None), str):
-            raise SearchMethodError(
+            raise base.SearchMethodError(
                 f"`{type(config).__name__}.kind` must be the name of the search method.\n"
                 'Hint: write `kind: ClassVar[str] = "name"` in the class.'
             )
@@ -315,20 +292,20 @@ class Search:
         self._rng = rng
         self.space = space
         self._is_asking = False
-        self._asks: dict[str, tuple[Create, list[Operation]]] = {}
+        self._asks: dict[str, tuple[base.Create, list[base.Operation]]] = {}
         self._observed: dict[str, _Observed] = {}
         self._earlier: list[Observation] = []
         self.budget = Budget()
         # By trial: operations that create it once the limits have room for it.
-        self._held: dict[str, list[Operation]] = {}
+        self._held: dict[str, list[base.Operation]] = {}
         with self._guard("make_method"):
-            self._method = config.make_method(TrialMaker(space, rng))
+            self._method = config.make_method(base.TrialMaker(space, rng))
         with self._guard("num_trials"):
             self._num_planned = self._method.num_trials(0)
         self._is_started = False
         self._is_over = False
         self._trials: dict[str, _Trial] = {}
-        self._num_exited = dict.fromkeys(ExitReason, 0)
+        self._num_exited = dict.fromkeys(base.ExitReason, 0)
         # Running trials only: the cost of the progress stays independent of the ended trials.
         self._open_progress: dict[str, float] = {}
 
@@ -337,7 +314,7 @@ class Search:
         self._is_over = snapshot["is_over"]
         # Snapshots of earlier versions lack the last ones.
         for request_id, is_stopped, reason, progress, *later in snapshot["trials"]:
-            exit_reason = None if reason is None else ExitReason(reason)
+            exit_reason = None if reason is None else base.ExitReason(reason)
             self._trials[request_id] = _Trial(is_stopped, exit_reason, float(progress), *later)
             if exit_reason is None:
                 self._open_progress[request_id] = float(progress)
@@ -345,21 +322,21 @@ class Search:
                 self._num_exited[exit_reason] += 1
         self.budget = msgspec.convert(snapshot.get("budget", self._counted()), Budget)
         for held in snapshot.get("held", ()):
-            operations = msgspec.convert(held, list[Operation])
+            operations = msgspec.convert(held, list[base.Operation])
             self._held[operations[0].request_id] = operations  # type: ignore[union-attr]
         self._is_asking = "asks" in snapshot
         for stored in snapshot.get("asks", ()):
-            create, later = msgspec.convert(stored, tuple[Create, list[Operation]])
+            create, later = msgspec.convert(stored, tuple[base.Create, list[base.Operation]])
             self._asks[create.request_id] = create, later
         self._earlier = msgspec.convert(snapshot.get("earlier", []), list[Observation])
         self._observed = {key: _Observed(*seen) for key, *seen in snapshot.get("observed", ())}
-        with method_errors(self._config.kind, "load", expected=ValueError):
+        with base.method_errors(self._config.kind, "load", expected=ValueError):
             self._method.load(snapshot["method"])
 
     def _guard(self, part: str) -> AbstractContextManager[None]:
-        return method_errors(self._config.kind, part)
+        return base.method_errors(self._config.kind, part)
 
-    def _start(self) -> list[Operation]:
+    def _start(self) -> list[base.Operation]:
         if self._is_started:
             raise ValueError(
                 "`Started` must be given once, but the search has already started.\n"
@@ -377,7 +354,7 @@ class Search:
                 )
         return operations
 
-    def _report(self, report: Reported) -> list[Operation]:
+    def _report(self, report: base.Reported) -> list[base.Operation]:
         trial = self._find(report.request_id)
         if trial.is_stopped or trial.exit_reason is not None:
             return []
@@ -401,7 +378,7 @@ class Search:
             given = self._take_operations(self._method.reported(report.request_id, time, metric))
         return given + self._settle()
 
-    def _note_progress(self, told: Progressed) -> list[Operation]:
+    def _note_progress(self, told: base.Progressed) -> list[base.Operation]:
         trial = self._find(told.request_id)
         if trial.exit_reason is None:
             is_number = math.isfinite(told.progress)
@@ -413,17 +390,19 @@ class Search:
         trial.progress = max(progress, trial.reached)
         self._open_progress[request_id] = trial.progress
 
-    def _exit(self, exit: Exited) -> list[Operation]:
+    def _exit(self, exit: base.Exited) -> list[base.Operation]:
         trial = self._find(exit.request_id)
         if trial.exit_reason is not None:
             return []
         # A stopped trial counts as done, however it ended: the search asked it to stop.
-        trial.exit_reason = ExitReason.COMPLETED if trial.is_stopped else exit.reason
+        trial.exit_reason = base.ExitReason.COMPLETED if trial.is_stopped else exit.reason
         self._num_exited[trial.exit_reason] += 1
-        trial.is_out_of_memory = exit.is_out_of_memory and trial.exit_reason is ExitReason.ERROR
+        trial.is_out_of_memory = (
+            exit.is_out_of_memory and trial.exit_reason is base.ExitReason.ERROR
+        )
         del self._open_progress[exit.request_id]
-        self.budget.num_failed += trial.exit_reason is ExitReason.ERROR
-        self.budget.num_trials -= trial.exit_reason is ExitReason.INVALID_HP
+        self.budget.num_failed += trial.exit_reason is base.ExitReason.ERROR
+        self.budget.num_trials -= trial.exit_reason is base.ExitReason.INVALID_HP
         with self._guard("exited"):
             is_stopped = trial.is_stopped and not trial.is_cut
             operations = self._take_operations(
@@ -431,11 +410,11 @@ class Search:
             )
         return operations + self._settle()
 
-    def _limit(self, given: Limited) -> list[Operation]:
+    def _limit(self, given: base.Limited) -> list[base.Operation]:
         before, self.budget.limits = self.budget.limits.max_trials, given
         if not self._is_started:
             return []
-        operations: list[Operation] = []
+        operations: list[base.Operation] = []
         if given.max_trials != before:
             operations = self._resize(given.max_trials or self._num_planned)
             if (most := self.num_trials()) < (given.max_trials or 0):
@@ -446,11 +425,11 @@ class Search:
                 )
         return operations + self._settle()
 
-    def _resize(self, max_trials: int) -> list[Operation]:
+    def _resize(self, max_trials: int) -> list[base.Operation]:
         with self._guard("resize"):
             return self._take_operations(self._method.resize(max_trials))
 
-    def _recall(self, given: Recalled) -> list[Operation]:
+    def _recall(self, given: base.Recalled) -> list[base.Operation]:
         sign = 1 if self._config.smaller_is_better else -1
         for number, (hparams, value, time) in enumerate(given.trials, 1):
             with suppress(ValueError, TypeError, LookupError):
@@ -467,7 +446,7 @@ class Search:
                 self._earlier.append(seen)
         return []
 
-    def _spend(self, spent: Spent) -> list[Operation]:
+    def _spend(self, spent: base.Spent) -> list[base.Operation]:
         budget = self.budget
         if math.isfinite(spent.wall_s) and math.isfinite(spent.slot_s):
             budget.wall_s = max(budget.wall_s, spent.wall_s)
@@ -480,9 +459,9 @@ class Search:
         found = self.budget.reached(self._config.smaller_is_better)
         return found or ("max_trials" if self._held else None)
 
-    def _settle(self) -> list[Operation]:
+    def _settle(self) -> list[base.Operation]:
         """Stop the trials if a limit is reached, and create those for which there is room."""
-        operations: list[Operation] = []
+        operations: list[base.Operation] = []
         if self.budget.reached(self._config.smaller_is_better) is not None:
             # What waits for hyperparameters does not exist yet: it comes once there is room again.
             for request_id, (create, later) in self._asks.items():
@@ -493,7 +472,7 @@ class Search:
             for request_id in self._open_progress:
                 if not (trial := self._trials[request_id]).is_stopped:
                     trial.is_stopped = trial.is_cut = True
-                    operations.append(Stop(request_id=request_id))
+                    operations.append(base.Stop(request_id=request_id))
         while self._held and self._has_room():
             released = self._held.pop(next(iter(self._held)))
             operations += self._take_operations(released, is_released=True)
@@ -513,13 +492,13 @@ class Search:
         )
 
     def _counted(self) -> dict[str, int]:
-        num_invalid = self._num_exited[ExitReason.INVALID_HP]
+        num_invalid = self._num_exited[base.ExitReason.INVALID_HP]
         return {
             "num_trials": len(self._trials) - num_invalid,
-            "num_failed": self._num_exited[ExitReason.ERROR],
+            "num_failed": self._num_exited[base.ExitReason.ERROR],
         }
 
-    def _propose(self, proposed: Proposed) -> list[Operation]:
+    def _propose(self, proposed: base.Proposed) -> list[base.Operation]:
         if proposed.request_id not in self._held:
             self._find(proposed.request_id)
         held = self._asks.get(proposed.request_id)
@@ -537,22 +516,22 @@ class Search:
         self._observed[create.request_id] = _Observed(create.hparams, proposed.note)
         return [create, *later]
 
-    def _shutdown(self) -> Shutdown:
+    def _shutdown(self) -> base.Shutdown:
         # Invalid hyperparameters count for nothing, also not against an otherwise failed search;
         # a search with nothing else has failed.
-        counted = len(self._trials) - self._num_exited[ExitReason.INVALID_HP]
+        counted = len(self._trials) - self._num_exited[base.ExitReason.INVALID_HP]
         is_limit = self.budget.reached(self._config.smaller_is_better) == "max_failures"
-        return Shutdown(
-            failure=is_limit or counted == self._num_exited[ExitReason.ERROR],
-            cancel=0 < counted == self._num_exited[ExitReason.CANCELED],
+        return base.Shutdown(
+            failure=is_limit or counted == self._num_exited[base.ExitReason.ERROR],
+            cancel=0 < counted == self._num_exited[base.ExitReason.CANCELED],
         )
 
     def _take_operations(
-        self, operations: list[Operation], *, is_released: bool = False
-    ) -> list[Operation]:
-        passing: list[Operation] = []
+        self, operations: list[base.Operation], *, is_released: bool = False
+    ) -> list[base.Operation]:
+        passing: list[base.Operation] = []
         for operation in operations:
-            if isinstance(operation, Create):
+            if isinstance(operation, base.Create):
                 if not is_released and (self._held or not self._has_room()):
                     self._held[operation.request_id] = [operation]
                     continue
@@ -561,9 +540,9 @@ class Search:
                 self.budget.num_trials += 1
                 passing.append(operation)
                 continue
-            if not isinstance(operation, (Train, Stop)):
+            if not isinstance(operation, (base.Train, base.Stop)):
                 raise TypeError(f"it must return Create, Train and Stop, but got {operation!r}")
-            if isinstance(operation, Train) and (
+            if isinstance(operation, base.Train) and (
                 type(operation.length) is not int or operation.length < 1
             ):
                 raise ValueError(f"`length` of {operation!r} must be an integer of at least 1")
@@ -572,7 +551,7 @@ class Search:
                 continue
             if operation.request_id not in self._trials:
                 raise ValueError(f"{operation!r} must be about a trial that it created")
-            if isinstance(operation, Stop):
+            if isinstance(operation, base.Stop):
                 trial = self._trials[operation.request_id]
                 if trial.is_cut:
                     # The method knew nothing of the first stop.
@@ -582,13 +561,15 @@ class Search:
             passing.append(operation)
         return self._hold(passing) if self._is_asking else passing
 
-    def _hold(self, operations: list[Operation]) -> list[Operation]:
+    def _hold(self, operations: list[base.Operation]) -> list[base.Operation]:
         """Keep the operations on trials that wait for their hyperparameters; return the others."""
-        passing: list[Operation] = []
+        passing: list[base.Operation] = []
         for operation in operations:
-            if isinstance(operation, Create) and operation.parent is None:
+            if isinstance(operation, base.Create) and operation.parent is None:
                 self._asks[operation.request_id] = operation, []
-            elif isinstance(operation, Train | Stop) and operation.request_id in self._asks:
+            elif (
+                isinstance(operation, base.Train | base.Stop) and operation.request_id in self._asks
+            ):
                 self._asks[operation.request_id][1].append(operation)
             else:
                 passing.append(operation)
@@ -611,19 +592,19 @@ def _state_of(trial: _Trial) -> str:
         return "completed" if trial.reached >= 1 else "stopped"
     if trial.exit_reason is None:
         return "running"
-    return {ExitReason.COMPLETED: "completed", ExitReason.INVALID_HP: "invalid"}.get(
+    return {base.ExitReason.COMPLETED: "completed", base.ExitReason.INVALID_HP: "invalid"}.get(
         trial.exit_reason, "failed"
     )
 
 
 def replay(
-    config: SearchConfig,
+    config: base.SearchConfig,
     hyperparameters: dict[str, Any],
     seed: int,
-    inputs: Iterable[Input],
+    inputs: Iterable[base.Input],
     *,
     is_asking: bool = False,
-) -> list[list[Operation]]:
+) -> list[list[base.Operation]]:
     """Return the operations following each of the stored inputs.
 
     Raises:

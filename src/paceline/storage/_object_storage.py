@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from uuid import uuid4
 
 import xxhash
@@ -93,15 +93,6 @@ _OPEN = ".open/"
 _CLOCK_PREFIX = ".clock/"
 
 
-class _Objects(Protocol):
-    """A store of objects."""
-
-    def _put_data(self, key: str, data: bytes) -> None: ...
-    def _read_whole(self, key: str) -> bytes | None: ...
-    def objects(self, prefix: str) -> Sequence[StoredObject]: ...
-    def remove(self, keys: Sequence[str]) -> None: ...
-
-
 class OpenMarkers:
     """Marks of unfinished checkpoints: writing or deleting them has begun and not ended.
 
@@ -111,7 +102,7 @@ class OpenMarkers:
         store: The store.
     """
 
-    def __init__(self, store: _Objects) -> None:
+    def __init__(self, store: "ObjectStorage") -> None:
         self._store = store
         self._now: float | None = None
 

@@ -8,7 +8,21 @@ FULLY_TRAINED = "reached the search's full length"
 """The reason of a trial's stop that the search chose at the full length."""
 
 
-class ExperimentState(str, Enum):
+class _StoredState(str, Enum):
+    """State of an experiment or trial, as the master stores it."""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether nothing will run any more unless the experiment is continued."""
+        return self.value in ("COMPLETED", "CANCELED", "ERROR")
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it only waits for running attempts to end."""
+        return self.value.startswith("STOPPING_")
+
+
+class ExperimentState(_StoredState):
     """Where an experiment stands; the STOPPING states wait for running attempts to end."""
 
     ACTIVE = "ACTIVE"
@@ -21,18 +35,8 @@ class ExperimentState(str, Enum):
     CANCELED = "CANCELED"
     ERROR = "ERROR"
 
-    @property
-    def is_terminal(self) -> bool:
-        """Whether nothing will run any more unless the experiment is continued."""
-        return self in (self.COMPLETED, self.CANCELED, self.ERROR)
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the experiment only waits for its attempts to end."""
-        return self.value.startswith("STOPPING_")
-
-
-class TrialState(str, Enum):
+class TrialState(_StoredState):
     """Where a trial stands; an ACTIVE trial runs, waits for slots or is paused."""
 
     ACTIVE = "ACTIVE"
@@ -43,16 +47,6 @@ class TrialState(str, Enum):
     COMPLETED = "COMPLETED"
     CANCELED = "CANCELED"
     ERROR = "ERROR"
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether the trial has ended."""
-        return self in (self.COMPLETED, self.CANCELED, self.ERROR)
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the trial only waits for its attempt to end."""
-        return self.value.startswith("STOPPING_")
 
 
 class ShownState(str, Enum):

@@ -56,12 +56,19 @@ class ProcessPool(WorkerPool):
 
     Args:
         num_workers: The number of workers.
-        environment: Variables for the workers.
-        on_line: Gets each output line; by default they go to this process's streams.
-        heartbeat_timeout_s: How long a worker may give no sign of life, in seconds.
-        collective_timeout_s: How long ranks may wait for others, in seconds.
+        environment: Variables for the workers besides those of their machines.
+        on_line: Gets each output line of the workers, from threads of the pool, one at a time; by
+            default they go to `sys.stdout` and `sys.stderr`, with the rank before each if there are
+            several.
+        heartbeat_timeout_s: How long a worker may give no sign of life until it counts as lost,
+            in seconds. A worker that computes gives them; one that is stopped does not, nor one
+            that holds Python's lock for so long.
+        collective_timeout_s: How long ranks may wait for others in a collective operation, in
+            seconds. If those have returned from the call, or are in another operation, five
+            seconds are enough.
         grace_s: The time in seconds that the other workers get when a call fails on one.
-        threads_per_worker: How many threads each worker computes with, or None to share cores.
+        threads_per_worker: How many threads each worker computes with; the cores of its node are
+            shared equally by default.
 
     Attributes:
         run_events: The events of runs from workers of the present or the last generation.
@@ -74,12 +81,12 @@ class ProcessPool(WorkerPool):
         self,
         num_workers: int,
         *,
-        environment: Mapping[str, str] | None,
-        on_line: OnLine | None,
-        heartbeat_timeout_s: float,
-        collective_timeout_s: float,
-        grace_s: float,
-        threads_per_worker: int | None,
+        environment: Mapping[str, str] | None = None,
+        on_line: OnLine | None = None,
+        heartbeat_timeout_s: float = 30.0,
+        collective_timeout_s: float = 1800.0,
+        grace_s: float = 10.0,
+        threads_per_worker: int | None = None,
     ) -> None:
         check_at_least("num_workers", num_workers, 1)
         check_at_least("threads_per_worker", threads_per_worker, 1)
@@ -87,6 +94,7 @@ class ProcessPool(WorkerPool):
         _check_above_0("heartbeat_timeout_s", heartbeat_timeout_s)
         _check_above_0("collective_timeout_s", collective_timeout_s)
         self._num_workers = num_workers
+        self._threads_per_worker = threads_per_worker
         limit = {COLLECTIVE_TIMEOUT_VARIABLE: f"{collective_timeout_s:g}"}
         self._environment = dict(environment or {}) | limit
         if threads_per_worker is not None:
@@ -276,25 +284,14 @@ class LocalPool(ProcessPool):
 
     Args:
         num_workers: The number of workers.
-        environment: Variables for the workers besides this process's own.
-        on_line: Gets each output line of the workers, from a thread of the pool; by default they
-            go to `sys.stdout` and `sys.stderr`, with the rank before each if there are several.
-        heartbeat_timeout_s: How long a worker may give no sign of life until it counts as lost,
-            in seconds. A worker that computes gives them; one that is stopped does not, nor one
-            that holds Python's lock for so long.
-        grace_s: The time in seconds that the other workers get when a call fails on one.
-        threads_per_worker: How many threads each worker computes with; the cores are shared
-            equally by default.
         capacity: Returns how many workers could run at the moment, where something else than this
             machine decides it. By default that is the cores that this process may use, divided by
             `threads_per_worker`; without that, any number.
-        collective_timeout_s: How long ranks may wait for others in a collective operation, in
-            seconds. If those have returned from the call, or are in another operation, five
-            seconds are enough.
         preload: Modules that workers need at once; those that are forked have them loaded.
         fork_server: Whether workers are forked, on Linux, from a process that has torch loaded.
             It is started by the first pool and serves later ones of this process too. Without it
             each worker is a new interpreter.
+        options: Those of `ProcessPool`.
 
     Raises:
         ValueError: A number is out of range.
@@ -304,26 +301,12 @@ class LocalPool(ProcessPool):
         self,
         num_workers: int,
         *,
-        environment: Mapping[str, str] | None = None,
-        on_line: OnLine | None = None,
-        heartbeat_timeout_s: float = 30.0,
-        grace_s: float = 10.0,
-        threads_per_worker: int | None = None,
         capacity: Callable[[], int] | None = None,
-        collective_timeout_s: float = 1800.0,
         preload: Sequence[str] = (),
         fork_server: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            num_workers,
-            environment=environment,
-            on_line=on_line,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            collective_timeout_s=collective_timeout_s,
-            grace_s=grace_s,
-            threads_per_worker=threads_per_worker,
-        )
-        self._threads_per_worker = threads_per_worker
+        super().__init__(num_workers, **options)
         self._capacity = capacity
         self._preload = tuple(preload)
         self._uses_fork_server = fork_server
@@ -394,14 +377,10 @@ class ProgramPool(ProcessPool):
         command: The command line of each worker.
         layout: Returns where so many workers meet; called for each start.
         capacity: Returns how many could run at this moment.
-        environment: Variables for the workers besides this process's own.
         worker_variables: Returns more variables for each worker, besides those that place it.
-        on_line: Gets each output line; None leaves a single worker this process's own streams.
-        heartbeat_timeout_s: How long a worker may give no sign of life, in seconds.
-        collective_timeout_s: How long ranks may wait for others, in seconds.
-        grace_s: The time in seconds that the other workers get when one fails.
         is_restarted: Whether there may be another start, to be prepared for.
         template: The template of the first start, if there is one.
+        options: Those of `ProcessPool`.
     """
 
     def __init__(
@@ -410,26 +389,14 @@ class ProgramPool(ProcessPool):
         layout: Callable[[int], NodeLayout],
         capacity: Callable[[], int],
         *,
-        environment: Mapping[str, str],
         worker_variables: WorkerVariables = lambda layout: (),
-        on_line: OnLine,
-        heartbeat_timeout_s: float,
-        collective_timeout_s: float,
-        grace_s: float,
         is_restarted: bool = False,
         template: Template | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            1,
-            environment=environment,
-            on_line=on_line,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            collective_timeout_s=collective_timeout_s,
-            grace_s=grace_s,
-            threads_per_worker=None,
-        )
+        super().__init__(1, **options)
         # Programs can still save their work after a loss, unlike the calls of other pools.
-        self._settings = self._settings._replace(lost_grace_s=grace_s)
+        self._settings = self._settings._replace(lost_grace_s=self.grace_s)
         self._command = command
         self._layout = layout
         self._worker_variables = worker_variables

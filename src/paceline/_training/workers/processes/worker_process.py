@@ -202,11 +202,6 @@ def _tie(program: str, environment: Mapping[str, str]) -> list[str]:
     return [sys.executable, "-I", "-S", _exec.__file__, str(os.getpid())]
 
 
-def prepare_start() -> None:
-    """Find out how processes are started; forks of this process need not do so again."""
-    _find_setpriv()
-
-
 @cache
 def _find_setpriv() -> str | None:
     setpriv = shutil.which("setpriv", path=os.defpath) if sys.platform == "linux" else None

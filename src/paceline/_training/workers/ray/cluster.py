@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline._base.files import replacing_atomically
+from paceline._base.imports import required_library
 from paceline._base.process_and_network import join
 from paceline._training.workers.failures_and_restarts import NodesDifferError
 
@@ -48,14 +49,7 @@ def import_ray() -> Any:
     Raises:
         ImportError: It is not installed.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError(
-            "Workers on a Ray cluster need Ray, which is not installed. Hint: pip install"
-            " 'paceline[ray]'"
-        ) from error
-    return ray
+    return required_library("ray", "A Ray cluster", "paceline[ray]")
 
 
 def is_ray_connected() -> bool:

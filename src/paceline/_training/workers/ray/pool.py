@@ -15,7 +15,7 @@ from paceline._training.workers.failures_and_restarts import WorkerStartError
 from paceline._training.workers.process_pools import ProcessPool, check_at_least
 from paceline._training.workers.processes.rank_environment import THREADS_VARIABLE, NodeLayout
 from paceline._training.workers.processes.signals_and_leftovers import GROUP_VARIABLE
-from paceline._training.workers.processes.worker_process import OnLine, WorkerProcess
+from paceline._training.workers.processes.worker_process import WorkerProcess
 from paceline._training.workers.processes.worker_program import CHANNEL_VARIABLE
 from paceline._training.workers.ray.cluster import (
     RayConnection,
@@ -86,22 +86,12 @@ class RayPool(ProcessPool):
         gpus_per_worker: The GPUs that Ray gives each, also parts of one; by default one if the
             cluster has any.
         resources_per_worker: Further resources of Ray by their names.
-        environment: Variables for the workers besides their nodes' own.
-        on_line: Gets each output line of the workers, from threads of the pool, one at a time; by
-            default they go to `sys.stdout` and `sys.stderr`, with the rank before each if there are
-            several.
-        heartbeat_timeout_s: How long a worker may give no sign of life until it counts as lost, in
-            seconds.
-        grace_s: The time in seconds that the other workers get when a call fails on one.
-        threads_per_worker: How many threads each worker computes with; the cores of its node are
-            shared equally by default.
-        collective_timeout_s: How long ranks may wait for others in a collective operation, in
-            seconds.
         preload: Modules that workers need at once.
         placement_timeout_s: How long to wait for resources that others use at the moment, and for
             nodes that an autoscaler may add, in seconds.
         strategy: How Ray spreads the workers over nodes: "PACK", "SPREAD", "STRICT_PACK" or
             "STRICT_SPREAD".
+        options: Those of `ProcessPool`.
 
     Raises:
         ImportError: Ray is not installed.
@@ -117,25 +107,12 @@ class RayPool(ProcessPool):
         cpus_per_worker: float = 1,
         gpus_per_worker: float | None = None,
         resources_per_worker: Resources | None = None,
-        environment: Mapping[str, str] | None = None,
-        on_line: OnLine | None = None,
-        heartbeat_timeout_s: float = 30.0,
-        grace_s: float = 10.0,
-        threads_per_worker: int | None = None,
-        collective_timeout_s: float = 1800.0,
         preload: Sequence[str] = (),
         placement_timeout_s: float = 60.0,
         strategy: str = "PACK",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            num_workers,
-            environment=environment,
-            on_line=on_line,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            collective_timeout_s=collective_timeout_s,
-            grace_s=grace_s,
-            threads_per_worker=threads_per_worker,
-        )
+        super().__init__(num_workers, **options)
         check_at_least("cpus_per_worker", cpus_per_worker, 0)
         check_at_least("gpus_per_worker", gpus_per_worker, 0)
         self._gpus_per_worker = gpus_per_worker

@@ -6,6 +6,7 @@ import { api, fetchText, unwrap } from "./client";
 import { keys } from "./keys";
 import { noteAnswer } from "./session";
 import type { Condition } from "../lib/conditions";
+import type { CompareSearch } from "../lib/search";
 import { GOING_STATES, TERMINAL_STATES } from "../lib/states";
 import type { components } from "./schema";
 import type { ExperimentState, TrialState } from "./types";
@@ -139,6 +140,10 @@ export const trialsQuery = (experimentId: number, filter: TrialFilter) =>
     placeholderData: keepPreviousData,
   });
 
+/** The trials of an experiment, the best first. */
+export const bestTrialsQuery = (experimentId: number) =>
+  trialsQuery(experimentId, { sortBy: "metric" });
+
 export const trialQuery = (id: number) =>
   queryOptions({
     queryKey: keys.trial(id),
@@ -183,6 +188,18 @@ export interface RunFilter {
   states?: TrialState[];
   labels?: string[];
   conditions?: Condition[];
+}
+
+/** Return which runs the address of a comparison asks for. */
+export function runFilterOf(search: CompareSearch): RunFilter {
+  return {
+    trials: search.trials,
+    experiments: search.experiments,
+    search: search.runs,
+    states: search.state && [search.state],
+    labels: search.labels,
+    conditions: search.where,
+  };
 }
 
 /** The runs to compare, the newest first, with their experiments. */
@@ -230,15 +247,17 @@ export const viewsQuery = queryOptions({
 });
 
 /** The numeric metrics of some trials, and how many of them have each. */
-export const namesOfTrialsQuery = (trialIds: number[]) =>
-  queryOptions({
-    queryKey: keys.comparedNames(trialIds),
+export const namesOfTrialsQuery = (trialIds: readonly number[]) => {
+  const ids = [...trialIds].sort((a, b) => a - b);
+  return queryOptions({
+    queryKey: keys.comparedNames(ids),
     queryFn: () =>
-      trialIds.length === 0
+      ids.length === 0
         ? []
-        : unwrap(api.POST("/api/v1/metric-names", { body: { trial_ids: trialIds } })),
+        : unwrap(api.POST("/api/v1/metric-names", { body: { trial_ids: ids } })),
     placeholderData: keepPreviousData,
   });
+};
 
 /** A metric of groups of trials, with their spread. */
 export const groupsQuery = (request: components["schemas"]["GroupsRequest"]) =>

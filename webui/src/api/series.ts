@@ -2,8 +2,9 @@
 
 import { useDebouncedValue } from "@mantine/hooks";
 import { keepPreviousData, queryOptions } from "@tanstack/react-query";
-import { useEffect, useMemo, useRef, useState } from "react";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "react";
 
+import { isStill } from "../lib/ready";
 import { hub } from "../live/hub";
 import {
   type Points,
@@ -54,9 +55,11 @@ interface Asked {
   reject: (error: unknown) => void;
 }
 
+/** While one scrolls, charts and rows come one after the other; else all of them at once. */
 const JOINED_WITHIN_MS = 20;
+const STILL_MS = 200;
 /** More would keep the first panel waiting for all others. */
-const MOST_JOINED = 400;
+const MOST_JOINED = 100;
 const asked = new Map<string, Asked[]>();
 
 /** Read series; what several charts ask for at a time, in the same way, is one request. */
@@ -69,11 +72,14 @@ export function readSeries(wanted: readonly Wanted[], options: SeriesOptions): P
       return;
     }
     asked.set(key, [{ wanted, resolve, reject }]);
-    setTimeout(() => {
-      const all = asked.get(key) ?? [];
-      asked.delete(key);
-      for (const part of parts(all)) void sendJoined(part, options);
-    }, JOINED_WITHIN_MS);
+    setTimeout(
+      () => {
+        const all = asked.get(key) ?? [];
+        asked.delete(key);
+        void sendInOrder(parts(all), options);
+      },
+      isStill(STILL_MS) ? 0 : JOINED_WITHIN_MS,
+    );
   });
 }
 
@@ -89,6 +95,11 @@ function parts(all: readonly Asked[]): Asked[][] {
     found.at(-1)?.push(one);
   }
   return found;
+}
+
+/** Send one request after the other: side by side, the first would come as late as the last. */
+async function sendInOrder(all: readonly Asked[][], options: SeriesOptions): Promise<void> {
+  for (const part of all) await sendJoined(part, options);
 }
 
 async function sendJoined(part: readonly Asked[], options: SeriesOptions): Promise<void> {
@@ -190,12 +201,13 @@ export function useSeries(
   const [settled] = useDebouncedValue(smoothing, SMOOTHING_DELAY_MS);
   const latest = useRef(names);
   const latestSmoothing = useRef(settled);
-  useEffect(() => {
+  // Before the paint: the points come the sooner.
+  useLayoutEffect(() => {
     latest.current = names;
     latestSmoothing.current = settled;
   });
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     const made = new SeriesStore(
       (wanted, span, smoothBy) =>
         readSeries(wanted, { x, maxPoints, span, smoothing: smoothBy }),
@@ -223,7 +235,7 @@ export function useSeries(
   useEffect(() => store.current?.smoothBy(settled), [settled, x, maxPoints]);
 
   const ids = names.map(seriesId).join("\n");
-  useEffect(() => store.current?.want(latest.current), [ids, x, maxPoints]);
+  useLayoutEffect(() => store.current?.want(latest.current), [ids, x, maxPoints]);
 
   const origins = useMemo(() => (x === "time" ? originsOf(view.points) : null), [x, view]);
   const min = zoom?.min;

@@ -15,7 +15,7 @@ import { metricLineStyle } from "../../charts/palette";
 import { ProblemView } from "../../components/Feedback";
 import { plural } from "../../lib/numbers";
 import type { Panel } from "../../lib/panels";
-import { useReady } from "../../lib/ready";
+import { isStill, useReady } from "../../lib/ready";
 import type { Row } from "../../lib/runs";
 import type { CompareSearch } from "../../lib/search";
 import classes from "./Compare.module.css";
@@ -23,6 +23,7 @@ import { PanelDialog } from "./PanelDialog";
 
 /** What is scrolled past quickly is neither read nor drawn. */
 const READY_MS = 80;
+const isInPlace = () => isStill(READY_MS);
 const NAMED = 3;
 const FEW_LINES = 12;
 /** Quantiles below the middle that a spread shows, with the opposite ones. */
@@ -46,7 +47,7 @@ export const MetricPanel = memo(function MetricPanel(props: MetricPanelProps) {
     () => (hasOwnX ? { ...search, x: panel.x, ...zoomSearch(zoom) } : search),
     [hasOwnX, panel.x, search, zoom],
   );
-  if (!useReady(READY_MS))
+  if (!useReady(READY_MS, isInPlace))
     return (
       <section className={`card ${classes.waiting}`} aria-label={panel.title}>
         <Title order={2} size="h5" className="wrap-anywhere">

@@ -3,6 +3,7 @@
 import { infiniteQueryOptions, keepPreviousData, queryOptions } from "@tanstack/react-query";
 
 import { api, fetchText, unwrap } from "./client";
+import { JoinedRequests } from "./joined";
 import { keys } from "./keys";
 import { noteAnswer } from "./session";
 import type { Condition } from "../lib/conditions";
@@ -259,11 +260,25 @@ export const namesOfTrialsQuery = (trialIds: readonly number[]) => {
   });
 };
 
-/** A metric of groups of trials, with their spread. */
-export const groupsQuery = (request: components["schemas"]["GroupsRequest"]) =>
+type GroupsRequest = components["schemas"]["GroupsRequest"];
+type MetricName = components["schemas"]["MetricName"];
+
+/** Each metric is of up to a thousand runs. */
+const MOST_METRICS = 4;
+
+const joinedGroups = new JoinedRequests(
+  async (metrics: readonly MetricName[], options: Omit<GroupsRequest, "metrics">) => {
+    const body = { ...options, metrics: [...metrics] };
+    return (await unwrap(api.POST("/api/v1/metric-groups", { body }))).metrics;
+  },
+  MOST_METRICS,
+);
+
+/** A metric of groups of trials, with their spread; panels share a request. */
+export const groupsQuery = (metric: MetricName, options: Omit<GroupsRequest, "metrics">) =>
   queryOptions({
-    queryKey: keys.comparedGroups(request),
-    queryFn: () => unwrap(api.POST("/api/v1/metric-groups", { body: request })),
+    queryKey: keys.comparedGroups({ metric, options }),
+    queryFn: async () => (await joinedGroups.read([metric], options))[0]?.groups ?? [],
     placeholderData: keepPreviousData,
   });
 

@@ -4,7 +4,6 @@ import { useDebouncedValue } from "@mantine/hooks";
 import { keepPreviousData, queryOptions } from "@tanstack/react-query";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "react";
 
-import { isStill } from "../lib/ready";
 import { hub } from "../live/hub";
 import {
   type Points,
@@ -16,6 +15,7 @@ import {
   type Wanted,
 } from "../live/seriesStore";
 import { api, unwrap } from "./client";
+import { JoinedRequests } from "./joined";
 import { keys } from "./keys";
 
 export type { SeriesName } from "../live/seriesStore";
@@ -49,74 +49,8 @@ interface SeriesOptions {
   smoothing?: number | null;
 }
 
-interface Asked {
-  wanted: readonly Wanted[];
-  resolve: (found: Points[]) => void;
-  reject: (error: unknown) => void;
-}
-
-/** While one scrolls, charts and rows come one after the other; else all of them at once. */
-const JOINED_WITHIN_MS = 20;
-const STILL_MS = 200;
 /** More would keep the first panel waiting for all others. */
 const MOST_JOINED = 100;
-const asked = new Map<string, Asked[]>();
-
-/** Read series; what several charts ask for at a time, in the same way, is one request. */
-export function readSeries(wanted: readonly Wanted[], options: SeriesOptions): Promise<Points[]> {
-  const key = JSON.stringify(options);
-  return new Promise((resolve, reject) => {
-    const known = asked.get(key);
-    if (known !== undefined) {
-      known.push({ wanted, resolve, reject });
-      return;
-    }
-    asked.set(key, [{ wanted, resolve, reject }]);
-    setTimeout(
-      () => {
-        const all = asked.get(key) ?? [];
-        asked.delete(key);
-        void sendInOrder(parts(all), options);
-      },
-      isStill(STILL_MS) ? 0 : JOINED_WITHIN_MS,
-    );
-  });
-}
-
-function parts(all: readonly Asked[]): Asked[][] {
-  const found: Asked[][] = [];
-  let numSeries = Infinity;
-  for (const one of all) {
-    numSeries += one.wanted.length;
-    if (numSeries > MOST_JOINED) {
-      found.push([]);
-      numSeries = one.wanted.length;
-    }
-    found.at(-1)?.push(one);
-  }
-  return found;
-}
-
-/** Send one request after the other: side by side, the first would come as late as the last. */
-async function sendInOrder(all: readonly Asked[][], options: SeriesOptions): Promise<void> {
-  for (const part of all) await sendJoined(part, options);
-}
-
-async function sendJoined(part: readonly Asked[], options: SeriesOptions): Promise<void> {
-  try {
-    const all = await sendSeries(
-      part.flatMap(({ wanted }) => wanted),
-      options,
-    );
-    let from = 0;
-    for (const { wanted, resolve } of part) {
-      resolve(all.slice(from, from + wanted.length));
-      from += wanted.length;
-    }
-  } catch (error) {
-    for (const { reject } of part) reject(error);
-  }
-}
 
 async function sendSeries(
   wanted: readonly Wanted[],
@@ -147,6 +81,13 @@ async function sendSeries(
     lastStep: one.last_step,
     isSampled: one.is_sampled,
   }));
+}
+
+const joined = new JoinedRequests(sendSeries, MOST_JOINED);
+
+/** Read series; what several charts ask for at a time, in the same way, is one request. */
+export function readSeries(wanted: readonly Wanted[], options: SeriesOptions): Promise<Points[]> {
+  return joined.read(wanted, options);
 }
 
 const SPARK_POINTS = 40;

@@ -88,7 +88,7 @@ function RunPanel(props: ShownProps) {
   );
 }
 
-type Groups = components["schemas"]["GroupsReply"];
+type Groups = components["schemas"]["GroupCurve"][];
 
 function combined(answers: UseQueryResult<Groups>[]) {
   return {
@@ -104,24 +104,25 @@ function GroupPanel(props: ShownProps) {
   const zoom = zoomOf(search);
   const { replies, error, isPending } = useQueries({
     queries: panel.metrics.map(({ group, metric }) =>
-      groupsQuery({
-        group,
-        name: metric,
-        groups: rows.map(({ runs }) => runs.map(({ id }) => id)),
-        max_points: 300,
-        x: search.x ?? "batches",
-        x_min: zoom?.min,
-        x_max: zoom?.max,
-        smoothing_steps: smoothing,
-        quantile: QUANTILES[search.spread ?? ""],
-      }),
+      groupsQuery(
+        { group, name: metric },
+        {
+          groups: rows.map(({ runs }) => runs.map(({ id }) => id)),
+          max_points: 300,
+          x: search.x ?? "batches",
+          x_min: zoom?.min,
+          x_max: zoom?.max,
+          smoothing_steps: smoothing,
+          quantile: QUANTILES[search.spread ?? ""],
+        },
+      ),
     ),
     combine: combined,
   });
   const requests = useMemo(() => namesIn(rows, panel), [rows, panel]);
   const found = useMemo(
     () =>
-      replies.flatMap((reply) => rows.map((row, i) => groupCurve(row, reply?.groups[i], search))),
+      replies.flatMap((reply) => rows.map((row, i) => groupCurve(row, reply?.[i], search))),
     [rows, replies, search],
   );
   return (

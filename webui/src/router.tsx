@@ -35,7 +35,7 @@ import {
   trialsSearch,
 } from "./lib/search";
 
-const LOAD_ALL_AFTER_MS = 1000;
+const LOAD_ALL_AFTER_MS = 300;
 
 const root = createRootRoute({ component: Frame, notFoundComponent: NotFound });
 

@@ -261,13 +261,13 @@ export const namesOfTrialsQuery = (trialIds: readonly number[]) => {
 };
 
 type GroupsRequest = components["schemas"]["GroupsRequest"];
-type MetricName = components["schemas"]["MetricName"];
+type GroupedName = components["schemas"]["GroupedName"];
 
 /** Each metric is of up to a thousand runs. */
 const MOST_METRICS = 4;
 
 const joinedGroups = new JoinedRequests(
-  async (metrics: readonly MetricName[], options: Omit<GroupsRequest, "metrics">) => {
+  async (metrics: readonly GroupedName[], options: Omit<GroupsRequest, "metrics">) => {
     const body = { ...options, metrics: [...metrics] };
     return (await unwrap(api.POST("/api/v1/metric-groups", { body }))).metrics;
   },
@@ -275,7 +275,7 @@ const joinedGroups = new JoinedRequests(
 );
 
 /** A metric of groups of trials, with their spread; panels share a request. */
-export const groupsQuery = (metric: MetricName, options: Omit<GroupsRequest, "metrics">) =>
+export const groupsQuery = (metric: GroupedName, options: Omit<GroupsRequest, "metrics">) =>
   queryOptions({
     queryKey: keys.comparedGroups({ metric, options }),
     queryFn: async () => (await joinedGroups.read([metric], options))[0]?.groups ?? [],

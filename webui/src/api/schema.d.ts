@@ -2750,6 +2750,16 @@ export interface components {
             groups: components["schemas"]["GroupCurve"][];
         };
         /**
+         * GroupedName
+         * @description Name of a metric to read of groups.
+         */
+        GroupedName: {
+            /** Group */
+            group: string;
+            /** Name */
+            name: string;
+        };
+        /**
          * GroupsReply
          * @description Metrics in the order of the request.
          */
@@ -2768,7 +2778,7 @@ export interface components {
          */
         GroupsRequest: {
             /** Metrics */
-            metrics: components["schemas"]["MetricName"][];
+            metrics: components["schemas"]["GroupedName"][];
             /** Groups */
             groups: number[][];
             /**

@@ -218,6 +218,13 @@ class CountedName(MetricName):
 _MOST_GROUPED = 1000
 
 
+class GroupedName(Request):
+    """Name of a metric to read of groups."""
+
+    group: str
+    name: str
+
+
 class GroupsRequest(Request):
     """Request for metrics of groups of trials, each group as one curve with its spread.
 
@@ -227,7 +234,7 @@ class GroupsRequest(Request):
     opposite one of the trials' smoothed values, in place of the least and the greatest value.
     """
 
-    metrics: list[MetricName] = Field(min_length=1, max_length=100)
+    metrics: list[GroupedName] = Field(min_length=1, max_length=100)
     groups: list[Annotated[list[RowId], Field(max_length=1000)]] = Field(
         min_length=1, max_length=1000
     )

@@ -27,9 +27,9 @@ from paceline._cluster.master.store.metric_series import Curve, Selection, read_
 from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
 from paceline._cluster.messages.experiment_models import (
     CountedName,
+    GroupedName,
     GroupsReply,
     GroupsRequest,
-    MetricName,
     MetricNamesRequest,
     TrialSet,
 )
@@ -126,7 +126,7 @@ def read_metric_groups(request: GroupsRequest, master: MasterOf) -> Response:
 
 
 def _read_groups(
-    connection: Connection, metric: MetricName, request: GroupsRequest
+    connection: Connection, metric: GroupedName, request: GroupsRequest
 ) -> dict[str, list[dict[str, object]]]:
     trial_ids = list(dict.fromkeys(chain.from_iterable(request.groups)))
     wanted = Selection(trial_id=0, group=metric.group, key=metric.name)

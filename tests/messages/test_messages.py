@@ -32,8 +32,8 @@ from paceline.journal import MetricsReported, StatusReported
 REQUESTS = {
     "BulkAction", "ConfigText", "ContinueExperiment", "ContinueTrial", "CreateExperiment",
     "DrainNode", "EditExperiment", "EditView", "ForkExperiment", "GroupedName",
-    "GroupsRequest", "Login", "LoginForToken", "MetricNamesRequest", "MoveExperiment", "NewPassword", "NewProject",
-    "NewProposal", "NewRole", "NewToken", "NewUser", "NewView", "PreviewSearch", "SeriesOf",
+    "GroupsRequest", "Login", "LoginForToken", "MetricNamesRequest", "MoveExperiment",
+    "NewPassword", "NewProject", "NewProposal", "NewRole", "NewToken", "NewUser", "NewView", "PreviewSearch", "SeriesOf",
     "SeriesRequest", "SetPool", "Shutdown", "Source", "UserChange",
 }  # fmt: skip
 NEEDED = {

@@ -133,7 +133,8 @@ BODIES: dict[str, Any] = {
     "POST /preview-search": {"config": CONFIG},
     "POST /bulk-actions": {"action": "archive", "experiment_ids": [2]},
     "POST /metric-groups": {
-        "metrics": [{"group": "validation", "name": "loss"}], "groups": [[1], [2, 3]]
+        "metrics": [{"group": "validation", "name": "loss"}],
+        "groups": [[1], [2, 3]],
     },
     "POST /metric-names": {"trial_ids": [1, 2]},
     "POST /metric-series": {"series": [SERIES]},

@@ -31,10 +31,10 @@ from paceline.journal import MetricsReported, StatusReported
 
 REQUESTS = {
     "BulkAction", "ConfigText", "ContinueExperiment", "ContinueTrial", "CreateExperiment",
-    "DrainNode", "EditExperiment", "EditView", "ForkExperiment", "GroupedName",
-    "GroupsRequest", "Login", "LoginForToken", "MetricNamesRequest", "MoveExperiment",
-    "NewPassword", "NewProject", "NewProposal", "NewRole", "NewToken", "NewUser", "NewView", "PreviewSearch", "SeriesOf",
-    "SeriesRequest", "SetPool", "Shutdown", "Source", "UserChange",
+    "DrainNode", "EditExperiment", "EditView", "ForkExperiment", "GroupedName", "GroupsRequest",
+    "Login", "LoginForToken", "MetricNamesRequest", "MoveExperiment", "NewPassword",
+    "NewProject", "NewProposal", "NewRole", "NewToken", "NewUser", "NewView", "PreviewSearch",
+    "SeriesOf", "SeriesRequest", "SetPool", "Shutdown", "Source", "UserChange",
 }  # fmt: skip
 NEEDED = {
     "config": {}, "password": "long enough", "commit": "0123abc", "action": "pause",

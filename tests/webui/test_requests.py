@@ -23,18 +23,22 @@ def test_what_pages_show_is_read_before_their_code_is_there(
     assert experiment.wait(0.1).value == "COMPLETED"
     (trial,) = experiment.trials()
     page = open_page(master)
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        held.append(route)
+
     for code, path, asked, heading in (
         ("TrialPage", f"/trials/{trial.id}", f"trials/{trial.id}", f"Trial {trial.id}"),
         ("Compare", f"/compare?trials=[{trial.id}]", "metric-names", "Compare trials"),
     ):
-        held: list[Any] = []
-        page.route(f"**/assets/{code}-*.js", held.append)
+        page.route(f"**/assets/{code}-*.js", hold)
         page.goto("/cluster")
         expect(page.get_by_role("heading", name="Cluster")).to_be_visible()
         with page.expect_request(f"**/api/v1/{asked}"):
             go_on(page, path)
         expect(page.get_by_role("heading", name=heading)).to_have_count(0)
-        page.unroute(f"**/assets/{code}-*.js")
-        for route in held:
-            route.continue_()
+        while held:
+            held.pop().continue_()
         expect(page.get_by_role("heading", name=heading)).to_be_visible()
+        page.unroute(f"**/assets/{code}-*.js")

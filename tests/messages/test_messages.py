@@ -31,17 +31,17 @@ from paceline.journal import MetricsReported, StatusReported
 
 REQUESTS = {
     "BulkAction", "ConfigText", "ContinueExperiment", "ContinueTrial", "CreateExperiment",
-    "DrainNode", "EditExperiment", "EditView", "ForkExperiment", "GroupsRequest", "Login",
-    "LoginForToken", "MetricNamesRequest", "MoveExperiment", "NewPassword", "NewProject",
-    "NewProposal", "NewRole", "NewToken", "NewUser", "NewView", "PreviewSearch", "SeriesOf",
-    "SeriesRequest", "SetPool", "Shutdown", "Source", "UserChange",
+    "DrainNode", "EditExperiment", "EditView", "ForkExperiment", "GroupedName", "GroupsRequest",
+    "Login", "LoginForToken", "MetricNamesRequest", "MoveExperiment", "NewPassword",
+    "NewProject", "NewProposal", "NewRole", "NewToken", "NewUser", "NewView", "PreviewSearch",
+    "SeriesOf", "SeriesRequest", "SetPool", "Shutdown", "Source", "UserChange",
 }  # fmt: skip
 NEEDED = {
     "config": {}, "password": "long enough", "commit": "0123abc", "action": "pause",
     "experiment_ids": [1], "experiment_id": 1, "text": "", "name": "a", "trial_id": 1,
     "hparams": {"lr": 1}, "group": "training", "trial_ids": [1], "groups": [[1]], "role": None,
     "series": [{"trial_id": 1, "group": "a", "name": "b"}], "search": "x=time", "version": 1,
-    "is_admin": False,
+    "is_admin": False, "metrics": [{"group": "a", "name": "b"}],
 }  # fmt: skip
 MODELS = {
     name: model

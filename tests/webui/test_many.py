@@ -136,7 +136,10 @@ def test_a_workspace_draws_groups_and_keeps_its_view_in_the_address(
     page.keyboard.press("Escape")
     expect(page.get_by_text("2 of 2 groups shown")).to_be_visible()
     expect(page.get_by_role("img", name="test_loss: 2 lines")).to_be_visible()
-    page.reload()
+    with page.expect_request("**/api/v1/metric-groups") as sent:
+        page.reload()
+    # All panels in sight share a request.
+    assert len(sent.value.post_data_json["metrics"]) == 2
     expect(page.get_by_role("img", name="test_loss: 2 lines")).to_be_visible()
     expect(runs.get_by_role("listitem").filter(has_text="lr 0.2")).to_contain_text("3 runs")
     expect(page.get_by_role("button", name="Show 1 hidden panel")).to_be_visible()

@@ -2,7 +2,18 @@
 
 import { createRootRoute, createRoute, createRouter } from "@tanstack/react-router";
 
-import { goingQuery, masterQuery, recentQuery } from "./api/queries";
+import {
+  bestTrialsQuery,
+  experimentQuery,
+  goingQuery,
+  masterQuery,
+  namesOfTrialsQuery,
+  recentQuery,
+  type RunFilter,
+  runFilterOf,
+  runsQuery,
+  trialQuery,
+} from "./api/queries";
 import { queryClient } from "./api/queryClient";
 import { ProblemView, Waiting } from "./components/Feedback";
 import { Frame } from "./components/Frame";
@@ -15,6 +26,7 @@ import {
   compareSearch,
   experimentsSearch,
   hyperparametersSearch,
+  isId,
   logsSearch,
   mediaSearch,
   metricsSearch,
@@ -23,7 +35,7 @@ import {
   trialsSearch,
 } from "./lib/search";
 
-const LOAD_ALL_AFTER_MS = 1000;
+const LOAD_ALL_AFTER_MS = 300;
 
 const root = createRootRoute({ component: Frame, notFoundComponent: NotFound });
 
@@ -54,13 +66,6 @@ const experiments = createRoute({
   component: lazyPage(() => import("./pages/Experiments"), "Experiments"),
 });
 
-const newExperiment = createRoute({
-  getParentRoute: () => root,
-  path: "/new",
-  validateSearch: newExperimentSearch,
-  component: lazyPage(() => import("./pages/NewExperiment"), "NewExperiment"),
-});
-
 const parseId = {
   parse: ({ id }: { id: string }) => ({ id: Number(id) }),
   stringify: ({ id }: { id: number }) => ({ id: String(id) }),
@@ -70,6 +75,10 @@ const experiment = createRoute({
   getParentRoute: () => root,
   path: "/experiments/$id",
   params: parseId,
+  // What a page begins with is read while its code is loaded and drawn.
+  loader: ({ params: { id } }) => {
+    if (isId(id)) void queryClient.prefetchQuery(experimentQuery(id));
+  },
   component: lazyPage(() => import("./pages/experiment/ExperimentPage"), "ExperimentPage"),
 });
 
@@ -77,6 +86,9 @@ const experimentOverview = createRoute({
   getParentRoute: () => experiment,
   path: "/",
   validateSearch: metricsSearch,
+  loader: ({ params: { id } }) => {
+    if (isId(id)) void queryClient.prefetchInfiniteQuery(bestTrialsQuery(id));
+  },
   component: lazyPage(() => import("./pages/experiment/Overview"), "Overview"),
 });
 
@@ -85,13 +97,6 @@ const experimentTrials = createRoute({
   path: "/trials",
   validateSearch: trialsSearch,
   component: lazyPage(() => import("./pages/experiment/Trials"), "Trials"),
-});
-
-const experimentHyperparameters = createRoute({
-  getParentRoute: () => experiment,
-  path: "/hyperparameters",
-  validateSearch: hyperparametersSearch,
-  component: lazyPage(() => import("./pages/experiment/Hyperparameters"), "Hyperparameters"),
 });
 
 const experimentRungs = createRoute({
@@ -107,13 +112,6 @@ const experimentCheckpoints = createRoute({
     () => import("./pages/experiment/ExperimentCheckpoints"),
     "ExperimentCheckpoints",
   ),
-});
-
-const experimentCode = createRoute({
-  getParentRoute: () => experiment,
-  path: "/code",
-  validateSearch: codeSearch,
-  component: lazyPage(() => import("./pages/experiment/Code"), "Code"),
 });
 
 const experimentNotes = createRoute({
@@ -133,6 +131,9 @@ const trial = createRoute({
   getParentRoute: () => root,
   path: "/trials/$id",
   params: parseId,
+  loader: ({ params: { id } }) => {
+    if (isId(id)) void queryClient.prefetchQuery(trialQuery(id));
+  },
   component: lazyPage(() => import("./pages/trial/TrialPage"), "TrialPage"),
 });
 
@@ -153,13 +154,6 @@ const trialHyperparameters = createRoute({
   getParentRoute: () => trial,
   path: "/hyperparameters",
   component: lazyPage(() => import("./pages/trial/TrialHyperparameters"), "TrialHyperparameters"),
-});
-
-const trialMedia = createRoute({
-  getParentRoute: () => trial,
-  path: "/media",
-  validateSearch: mediaSearch,
-  component: lazyPage(() => import("./pages/trial/Media"), "Media"),
 });
 
 const trialProfiler = createRoute({
@@ -186,6 +180,8 @@ const compare = createRoute({
   getParentRoute: () => root,
   path: "/compare",
   validateSearch: compareSearch,
+  loaderDeps: ({ search }) => runFilterOf(search),
+  loader: ({ deps }) => void prefetchComparison(deps),
   component: lazyPage(() => import("./pages/Compare"), "Compare"),
 });
 
@@ -199,6 +195,35 @@ const users = createRoute({
   getParentRoute: () => root,
   path: "/users",
   component: lazyPage(() => import("./pages/Users"), "Users"),
+});
+
+// The code of all pages is loaded in this order: what is large comes last.
+const newExperiment = createRoute({
+  getParentRoute: () => root,
+  path: "/new",
+  validateSearch: newExperimentSearch,
+  component: lazyPage(() => import("./pages/NewExperiment"), "NewExperiment"),
+});
+
+const experimentHyperparameters = createRoute({
+  getParentRoute: () => experiment,
+  path: "/hyperparameters",
+  validateSearch: hyperparametersSearch,
+  component: lazyPage(() => import("./pages/experiment/Hyperparameters"), "Hyperparameters"),
+});
+
+const experimentCode = createRoute({
+  getParentRoute: () => experiment,
+  path: "/code",
+  validateSearch: codeSearch,
+  component: lazyPage(() => import("./pages/experiment/Code"), "Code"),
+});
+
+const trialMedia = createRoute({
+  getParentRoute: () => trial,
+  path: "/media",
+  validateSearch: mediaSearch,
+  component: lazyPage(() => import("./pages/trial/Media"), "Media"),
 });
 
 const routeTree = root.addChildren([
@@ -229,6 +254,13 @@ const routeTree = root.addChildren([
   cluster,
   users,
 ]);
+
+/** Read the runs of a comparison, and at once the names of their metrics. */
+async function prefetchComparison(filter: RunFilter): Promise<void> {
+  await queryClient.prefetchQuery(runsQuery(filter));
+  const found = queryClient.getQueryData(runsQuery(filter).queryKey);
+  if (found) await queryClient.prefetchQuery(namesOfTrialsQuery(found.items.map(({ id }) => id)));
+}
 
 export const router = createRouter({
   routeTree,

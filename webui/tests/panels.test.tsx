@@ -3,6 +3,7 @@ import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
 import { render, screen } from "@testing-library/react";
 import { beforeEach, describe, expect, it, vi } from "vitest";
 
+import { groupsQuery } from "../src/api/queries";
 import { readSeries } from "../src/api/series";
 import { metricLineStyle } from "../src/charts/palette";
 import { Sparkline, sparkPath } from "../src/components/Sparkline";
@@ -14,6 +15,7 @@ import { isBare, searchOf, storedSearch, textOf } from "../src/lib/views";
 interface Body {
   max_points: number;
   series: { trial_id: number; name: string }[];
+  metrics?: { name: string }[];
 }
 
 const bodies: Body[] = [];
@@ -24,6 +26,8 @@ vi.mock("../src/api/client", () => ({
   api: {
     POST: (_path: string, { body }: { body: Body }) => {
       bodies.push(body);
+      if (body.metrics !== undefined)
+        return Promise.resolve({ metrics: body.metrics.map(({ name }) => ({ groups: [name] })) });
       if (body.series.some(({ name }) => name === "broken"))
         return Promise.reject(new Error("broken"));
       const series = body.series.map(({ trial_id: id }) => ({
@@ -70,6 +74,33 @@ describe("series that several charts ask for at a time", () => {
     expect(bodies).toHaveLength(3);
   });
 
+  it("of the first charts are read first", async () => {
+    const options = { x: "batches", maxPoints: 42 };
+    const many = Array.from({ length: 50 }, (_, i) => wanted(i + 1));
+    const numSent: number[] = [];
+    await Promise.all(
+      [1, 2, 3, 4, 5].map(async () => {
+        await readSeries(many, options);
+        numSent.push(bodies.length);
+      }),
+    );
+    // Two charts are a request; the others wait for it.
+    expect(numSent[0]).toBeLessThan(3);
+    expect(bodies.map(({ series }) => series.length)).toEqual([100, 100, 50]);
+  });
+
+  it("of groups are one request for several metrics", async () => {
+    const client = new QueryClient();
+    const names = ["a", "b", "c"];
+    const found = await Promise.all(
+      names.map((name) =>
+        client.fetchQuery(groupsQuery({ group: "training", name }, { groups: [[1]] })),
+      ),
+    );
+    expect(found).toEqual(names.map((name) => [name]));
+    expect(bodies.map(({ metrics }) => metrics?.length)).toEqual([3]);
+  });
+
   it("fail together", async () => {
     const options = { x: "batches", maxPoints: 41 };
     const all = [readSeries([wanted(1, "broken")], options), readSeries([wanted(2)], options)];
@@ -94,6 +125,17 @@ describe("a sparkline", () => {
     expect(await screen.findByRole("img", { name: "loss from 3 to 4" })).toBeTruthy();
     expect(screen.getAllByRole("img")).toHaveLength(3);
     expect(bodies.map(({ series }) => series.map(({ trial_id: id }) => id))).toEqual([[1, 2, 3]]);
+  });
+
+  it("of a row that is scrolled past makes no query", () => {
+    const client = new QueryClient();
+    const { unmount } = render(
+      <QueryClientProvider client={client}>
+        <Sparkline trialId={1} metric="loss" />
+      </QueryClientProvider>,
+    );
+    unmount();
+    expect(client.getQueryCache().getAll()).toEqual([]);
   });
 
   it("has gaps where nothing was reported, and needs two points", () => {

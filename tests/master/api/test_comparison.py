@@ -102,8 +102,13 @@ def test_numeric_metrics_are_counted_over_trials(reported: Any) -> None:
 
 
 def test_a_group_has_the_mean_and_the_spread_of_its_trials(reported: Any) -> None:
-    body = {"group": "training", "name": "loss", "groups": [[1, 2, 2], [1], [77]]}
-    both, alone, none = reported.http.post("/metric-groups", json=body).json()["groups"]
+    def read(**other: Any) -> Any:
+        reply = reported.http.post("/metric-groups", json=body | other)
+        return reply.json()["metrics"][0]["groups"]
+
+    loss = {"group": "training", "name": "loss"}
+    body: dict[str, Any] = {"metrics": [loss], "groups": [[1, 2, 2], [1], [77]]}
+    both, alone, none = read()
     assert both == {
         "x": [1, 2, 3], "means": [2, 4, 6], "lows": [1, 2, 3], "highs": [3, 6, 9],
         "deviations": pytest.approx([math.sqrt(2) * n for n in (1, 2, 3)]),
@@ -111,14 +116,17 @@ def test_a_group_has_the_mean_and_the_spread_of_its_trials(reported: Any) -> Non
     }  # fmt: skip
     assert (alone["means"], alone["deviations"]) == ([1, 2, 3], [0, 0, 0])
     assert (none["x"], none["num_trials"]) == ([], 0)
-    smooth = reported.http.post("/metric-groups", json=body | {"smoothing_steps": 1e9}).json()
-    assert smooth["groups"][0]["means"][-1] == pytest.approx(4)
-    assert smooth["groups"][0]["highs"] == [3, 6, 9]
-    by_time = reported.http.post("/metric-groups", json=body | {"x": "time"}).json()
-    assert by_time["groups"][0]["x"][0] == 0
-    quartiles = reported.http.post("/metric-groups", json=body | {"quantile": 0.25}).json()
-    assert quartiles["groups"][0]["lows"] == pytest.approx([1.5, 3, 4.5])
+    smooth = read(smoothing_steps=1e9)
+    assert smooth[0]["means"][-1] == pytest.approx(4)
+    assert smooth[0]["highs"] == [3, 6, 9]
+    assert read(x="time")[0]["x"][0] == 0
+    assert read(quantile=0.25)[0]["lows"] == pytest.approx([1.5, 3, 4.5])
     assert reported.http.post("/metric-groups", json=body | {"quantile": 0.5}).status_code == 422
+    several = body | {"metrics": [{"group": "training", "name": "none"}, loss]}
+    missing, known = reported.http.post("/metric-groups", json=several).json()["metrics"]
+    assert [one["num_trials"] for one in missing["groups"]] == [0, 0, 0]
+    assert known["groups"] == [both, alone, none]
+    assert reported.http.post("/metric-groups", json=body | {"metrics": []}).status_code == 422
     crowd = body | {"groups": [list(range(1, 502)), list(range(1, 502))]}
     reply = reported.http.post("/metric-groups", json=crowd)
     assert reply.status_code == 422

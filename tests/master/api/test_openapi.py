@@ -132,7 +132,10 @@ BODIES: dict[str, Any] = {
     "POST /trials/{trial_id}/continue": {"config": {}},
     "POST /preview-search": {"config": CONFIG},
     "POST /bulk-actions": {"action": "archive", "experiment_ids": [2]},
-    "POST /metric-groups": {"group": "validation", "name": "loss", "groups": [[1], [2, 3]]},
+    "POST /metric-groups": {
+        "metrics": [{"group": "validation", "name": "loss"}],
+        "groups": [[1], [2, 3]],
+    },
     "POST /metric-names": {"trial_ids": [1, 2]},
     "POST /metric-series": {"series": [SERIES]},
     "POST /runs/{run_id}/records": {"batches": [], "is_alive": True},

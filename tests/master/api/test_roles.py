@@ -35,7 +35,7 @@ BODIES: dict[str, Any] = {
     "POST /check-config": {"text": "a: 1"},
     "POST /login": {"user": "nobody", "password": "wrong"},
     "POST /login-token": {"user": "nobody", "password": "wrong", "name": "n"},
-    "POST /metric-groups": {"groups": [[1]], "group": "training", "name": "loss"},
+    "POST /metric-groups": {"groups": [[1]], "metrics": [{"group": "training", "name": "loss"}]},
     "POST /metric-names": {"trial_ids": [1]},
     "POST /metric-series": {"series": [{"trial_id": 1, "group": "training", "name": "loss"}]},
     "POST /projects": {"name": "lab"},

@@ -3,9 +3,11 @@
 import { infiniteQueryOptions, keepPreviousData, queryOptions } from "@tanstack/react-query";
 
 import { api, fetchText, unwrap } from "./client";
+import { JoinedRequests } from "./joined";
 import { keys } from "./keys";
 import { noteAnswer } from "./session";
 import type { Condition } from "../lib/conditions";
+import type { CompareSearch } from "../lib/search";
 import { GOING_STATES, TERMINAL_STATES } from "../lib/states";
 import type { components } from "./schema";
 import type { ExperimentState, TrialState } from "./types";
@@ -139,6 +141,10 @@ export const trialsQuery = (experimentId: number, filter: TrialFilter) =>
     placeholderData: keepPreviousData,
   });
 
+/** The trials of an experiment, the best first. */
+export const bestTrialsQuery = (experimentId: number) =>
+  trialsQuery(experimentId, { sortBy: "metric" });
+
 export const trialQuery = (id: number) =>
   queryOptions({
     queryKey: keys.trial(id),
@@ -183,6 +189,18 @@ export interface RunFilter {
   states?: TrialState[];
   labels?: string[];
   conditions?: Condition[];
+}
+
+/** Return which runs the address of a comparison asks for. */
+export function runFilterOf(search: CompareSearch): RunFilter {
+  return {
+    trials: search.trials,
+    experiments: search.experiments,
+    search: search.runs,
+    states: search.state && [search.state],
+    labels: search.labels,
+    conditions: search.where,
+  };
 }
 
 /** The runs to compare, the newest first, with their experiments. */
@@ -230,21 +248,37 @@ export const viewsQuery = queryOptions({
 });
 
 /** The numeric metrics of some trials, and how many of them have each. */
-export const namesOfTrialsQuery = (trialIds: number[]) =>
-  queryOptions({
-    queryKey: keys.comparedNames(trialIds),
+export const namesOfTrialsQuery = (trialIds: readonly number[]) => {
+  const ids = [...trialIds].sort((a, b) => a - b);
+  return queryOptions({
+    queryKey: keys.comparedNames(ids),
     queryFn: () =>
-      trialIds.length === 0
+      ids.length === 0
         ? []
-        : unwrap(api.POST("/api/v1/metric-names", { body: { trial_ids: trialIds } })),
+        : unwrap(api.POST("/api/v1/metric-names", { body: { trial_ids: ids } })),
     placeholderData: keepPreviousData,
   });
+};
 
-/** A metric of groups of trials, with their spread. */
-export const groupsQuery = (request: components["schemas"]["GroupsRequest"]) =>
+type GroupsRequest = components["schemas"]["GroupsRequest"];
+type GroupedName = components["schemas"]["GroupedName"];
+
+/** Each metric is of up to a thousand runs. */
+const MOST_METRICS = 4;
+
+const joinedGroups = new JoinedRequests(
+  async (metrics: readonly GroupedName[], options: Omit<GroupsRequest, "metrics">) => {
+    const body = { ...options, metrics: [...metrics] };
+    return (await unwrap(api.POST("/api/v1/metric-groups", { body }))).metrics;
+  },
+  MOST_METRICS,
+);
+
+/** A metric of groups of trials, with their spread; panels share a request. */
+export const groupsQuery = (metric: GroupedName, options: Omit<GroupsRequest, "metrics">) =>
   queryOptions({
-    queryKey: keys.comparedGroups(request),
-    queryFn: () => unwrap(api.POST("/api/v1/metric-groups", { body: request })),
+    queryKey: keys.comparedGroups({ metric, options }),
+    queryFn: async () => (await joinedGroups.read([metric], options))[0]?.groups ?? [],
     placeholderData: keepPreviousData,
   });
 

@@ -1456,7 +1456,7 @@ export interface paths {
         put?: never;
         /**
          * Read Metric Groups
-         * @description Read a metric of groups of trials: the mean of each group and its spread, with extremes.
+         * @description Read metrics of groups of trials: the mean of each group and its spread, with extremes.
          */
         post: operations["read_metric_groups_api_v1_metric_groups_post"];
         delete?: never;
@@ -2765,16 +2765,34 @@ export interface components {
             num_trials: number;
         };
         /**
-         * GroupsReply
-         * @description Curves in the order of the request.
+         * GroupedMetric
+         * @description Curves of a metric, in the order of the request's groups.
          */
-        GroupsReply: {
+        GroupedMetric: {
             /** Groups */
             groups: components["schemas"]["GroupCurve"][];
         };
         /**
+         * GroupedName
+         * @description Name of a metric to read of groups.
+         */
+        GroupedName: {
+            /** Group */
+            group: string;
+            /** Name */
+            name: string;
+        };
+        /**
+         * GroupsReply
+         * @description Metrics in the order of the request.
+         */
+        GroupsReply: {
+            /** Metrics */
+            metrics: components["schemas"]["GroupedMetric"][];
+        };
+        /**
          * GroupsRequest
-         * @description Request for a metric of groups of trials, each group as one curve with its spread.
+         * @description Request for metrics of groups of trials, each group as one curve with its spread.
          *
          *     `x`, `x_min`, `x_max` and `smoothing_steps` are those of a request for series, but with "time"
          *     as `x` each trial begins at 0 s. Means and deviations are of the smoothed series; the least and
@@ -2782,10 +2800,8 @@ export interface components {
          *     opposite one of the trials' smoothed values, in place of the least and the greatest value.
          */
         GroupsRequest: {
-            /** Group */
-            group: string;
-            /** Name */
-            name: string;
+            /** Metrics */
+            metrics: components["schemas"]["GroupedName"][];
             /** Groups */
             groups: number[][];
             /**

@@ -2,7 +2,7 @@
 
 import { useDebouncedValue } from "@mantine/hooks";
 import { keepPreviousData, queryOptions } from "@tanstack/react-query";
-import { useEffect, useMemo, useRef, useState } from "react";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "react";
 
 import { hub } from "../live/hub";
 import {
@@ -15,6 +15,7 @@ import {
   type Wanted,
 } from "../live/seriesStore";
 import { api, unwrap } from "./client";
+import { JoinedRequests } from "./joined";
 import { keys } from "./keys";
 
 export type { SeriesName } from "../live/seriesStore";
@@ -48,64 +49,8 @@ interface SeriesOptions {
   smoothing?: number | null;
 }
 
-interface Asked {
-  wanted: readonly Wanted[];
-  resolve: (found: Points[]) => void;
-  reject: (error: unknown) => void;
-}
-
-const JOINED_WITHIN_MS = 20;
 /** More would keep the first panel waiting for all others. */
-const MOST_JOINED = 400;
-const asked = new Map<string, Asked[]>();
-
-/** Read series; what several charts ask for at a time, in the same way, is one request. */
-export function readSeries(wanted: readonly Wanted[], options: SeriesOptions): Promise<Points[]> {
-  const key = JSON.stringify(options);
-  return new Promise((resolve, reject) => {
-    const known = asked.get(key);
-    if (known !== undefined) {
-      known.push({ wanted, resolve, reject });
-      return;
-    }
-    asked.set(key, [{ wanted, resolve, reject }]);
-    setTimeout(() => {
-      const all = asked.get(key) ?? [];
-      asked.delete(key);
-      for (const part of parts(all)) void sendJoined(part, options);
-    }, JOINED_WITHIN_MS);
-  });
-}
-
-function parts(all: readonly Asked[]): Asked[][] {
-  const found: Asked[][] = [];
-  let numSeries = Infinity;
-  for (const one of all) {
-    numSeries += one.wanted.length;
-    if (numSeries > MOST_JOINED) {
-      found.push([]);
-      numSeries = one.wanted.length;
-    }
-    found.at(-1)?.push(one);
-  }
-  return found;
-}
-
-async function sendJoined(part: readonly Asked[], options: SeriesOptions): Promise<void> {
-  try {
-    const all = await sendSeries(
-      part.flatMap(({ wanted }) => wanted),
-      options,
-    );
-    let from = 0;
-    for (const { wanted, resolve } of part) {
-      resolve(all.slice(from, from + wanted.length));
-      from += wanted.length;
-    }
-  } catch (error) {
-    for (const { reject } of part) reject(error);
-  }
-}
+const MOST_JOINED = 100;
 
 async function sendSeries(
   wanted: readonly Wanted[],
@@ -136,6 +81,13 @@ async function sendSeries(
     lastStep: one.last_step,
     isSampled: one.is_sampled,
   }));
+}
+
+const joined = new JoinedRequests(sendSeries, MOST_JOINED);
+
+/** Read series; what several charts ask for at a time, in the same way, is one request. */
+export function readSeries(wanted: readonly Wanted[], options: SeriesOptions): Promise<Points[]> {
+  return joined.read(wanted, options);
 }
 
 const SPARK_POINTS = 40;
@@ -190,12 +142,13 @@ export function useSeries(
   const [settled] = useDebouncedValue(smoothing, SMOOTHING_DELAY_MS);
   const latest = useRef(names);
   const latestSmoothing = useRef(settled);
-  useEffect(() => {
+  // Before the paint: the points come the sooner.
+  useLayoutEffect(() => {
     latest.current = names;
     latestSmoothing.current = settled;
   });
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     const made = new SeriesStore(
       (wanted, span, smoothBy) =>
         readSeries(wanted, { x, maxPoints, span, smoothing: smoothBy }),
@@ -223,7 +176,7 @@ export function useSeries(
   useEffect(() => store.current?.smoothBy(settled), [settled, x, maxPoints]);
 
   const ids = names.map(seriesId).join("\n");
-  useEffect(() => store.current?.want(latest.current), [ids, x, maxPoints]);
+  useLayoutEffect(() => store.current?.want(latest.current), [ids, x, maxPoints]);
 
   const origins = useMemo(() => (x === "time" ? originsOf(view.points) : null), [x, view]);
   const min = zoom?.min;

@@ -3,12 +3,12 @@
 import "uplot/dist/uPlot.min.css";
 
 import { useComputedColorScheme } from "@mantine/core";
-import { useElementSize } from "@mantine/hooks";
 import { useEffect, useRef, useState } from "react";
 import uPlot from "uplot";
 
 import { formatNumber, plural } from "../lib/numbers";
 import { formatClock, formatDuration } from "../lib/times";
+import { useWidth } from "../lib/width";
 import { type Curve, nearestIndex, type Range, xRange, yRange } from "./curves";
 import classes from "./LineChart.module.css";
 
@@ -65,7 +65,7 @@ export function LineChart(props: LineChartProps) {
 function Plot(props: LineChartProps) {
   const { label, curves, xKind = "number", isLog = false, zoom = null, height = HEIGHT } = props;
   const { isLogX = false, doesClip = false } = props;
-  const { ref: sizer, width } = useElementSize();
+  const { ref: sizer, width } = useWidth();
   const holder = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const [hover, setHover] = useState<Hover | null>(null);

@@ -20,10 +20,14 @@ interface SparklineProps {
 /** Draw the metric that a search goes by, of one trial; nothing before it is reported. */
 export function Sparkline({ trialId, metric }: SparklineProps) {
   const isReady = useReady(READY_MS);
-  const isKnown = typeof trialId === "number" && metric !== null;
-  const name = { trialId: trialId ?? 0, group: "validation", metric: metric ?? "" };
-  const { data } = useQuery({ ...sparkQuery(name), enabled: isReady && isKnown });
-  const path = data && isKnown ? sparkPath(data.xs, data.ys) : "";
+  if (!isReady || typeof trialId !== "number" || metric === null) return null;
+  return <Outline trialId={trialId} metric={metric} />;
+}
+
+/** Only rows that stay follow a query: one for each row that passes would slow the scrolling. */
+function Outline({ trialId, metric }: { trialId: number; metric: string }) {
+  const { data } = useQuery(sparkQuery({ trialId, group: "validation", metric }));
+  const path = data ? sparkPath(data.xs, data.ys) : "";
   if (path === "" || !data) return null;
   const known = data.ys.filter((y) => y !== null);
   const ends = [known[0], known.at(-1)].map((y) => formatNumber(y));

@@ -8,7 +8,7 @@ import { useMemo } from "react";
 
 import { keys } from "../api/keys";
 import { problemOf } from "../api/problem";
-import { experimentQuery, goneQuery, MOST_RUNS, runsQuery } from "../api/queries";
+import { experimentQuery, goneQuery, MOST_RUNS, runFilterOf, runsQuery } from "../api/queries";
 import { useSearchChange } from "../charts/ChartControls";
 import { Empty, Failure, ProblemView, Waiting } from "../components/Feedback";
 import { PageHead } from "../components/PageHead";
@@ -33,16 +33,7 @@ export function Compare() {
   useTitle("Compare");
   const search = useSearch({ from: "/compare" });
   const change = useSearchChange();
-  const list = useQuery(
-    runsQuery({
-      trials: search.trials,
-      experiments: search.experiments,
-      search: search.runs,
-      states: search.state && [search.state],
-      labels: search.labels,
-      conditions: search.where,
-    }),
-  );
+  const list = useQuery(runsQuery(runFilterOf(search)));
   useFollowing();
   const { group = NOTHING, sort, base, on = NOTHING, off = NOTHING, top = NOTHING } = search;
   const first = search.first ?? FIRST_ON;

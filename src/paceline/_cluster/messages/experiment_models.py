@@ -218,8 +218,15 @@ class CountedName(MetricName):
 _MOST_GROUPED = 1000
 
 
+class GroupedName(Request):
+    """Name of a metric to read of groups."""
+
+    group: str
+    name: str
+
+
 class GroupsRequest(Request):
-    """Request for a metric of groups of trials, each group as one curve with its spread.
+    """Request for metrics of groups of trials, each group as one curve with its spread.
 
     `x`, `x_min`, `x_max` and `smoothing_steps` are those of a request for series, but with "time"
     as `x` each trial begins at 0 s. Means and deviations are of the smoothed series; the least and
@@ -227,8 +234,7 @@ class GroupsRequest(Request):
     opposite one of the trials' smoothed values, in place of the least and the greatest value.
     """
 
-    group: str
-    name: str
+    metrics: list[GroupedName] = Field(min_length=1, max_length=100)
     groups: list[Annotated[list[RowId], Field(max_length=1000)]] = Field(
         min_length=1, max_length=1000
     )
@@ -266,10 +272,16 @@ class GroupCurve(Message):
     num_trials: int
 
 
-class GroupsReply(Message):
-    """Curves in the order of the request."""
+class GroupedMetric(Message):
+    """Curves of a metric, in the order of the request's groups."""
 
     groups: list[GroupCurve]
+
+
+class GroupsReply(Message):
+    """Metrics in the order of the request."""
+
+    metrics: list[GroupedMetric]
 
 
 class Source(Request):

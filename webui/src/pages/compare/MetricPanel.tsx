@@ -15,7 +15,7 @@ import { metricLineStyle } from "../../charts/palette";
 import { ProblemView } from "../../components/Feedback";
 import { plural } from "../../lib/numbers";
 import type { Panel } from "../../lib/panels";
-import { useReady } from "../../lib/ready";
+import { isStill, useReady } from "../../lib/ready";
 import type { Row } from "../../lib/runs";
 import type { CompareSearch } from "../../lib/search";
 import classes from "./Compare.module.css";
@@ -23,6 +23,7 @@ import { PanelDialog } from "./PanelDialog";
 
 /** What is scrolled past quickly is neither read nor drawn. */
 const READY_MS = 80;
+const isInPlace = () => isStill(READY_MS);
 const NAMED = 3;
 const FEW_LINES = 12;
 /** Quantiles below the middle that a spread shows, with the opposite ones. */
@@ -46,7 +47,7 @@ export const MetricPanel = memo(function MetricPanel(props: MetricPanelProps) {
     () => (hasOwnX ? { ...search, x: panel.x, ...zoomSearch(zoom) } : search),
     [hasOwnX, panel.x, search, zoom],
   );
-  if (!useReady(READY_MS))
+  if (!useReady(READY_MS, isInPlace))
     return (
       <section className={`card ${classes.waiting}`} aria-label={panel.title}>
         <Title order={2} size="h5" className="wrap-anywhere">
@@ -87,7 +88,7 @@ function RunPanel(props: ShownProps) {
   );
 }
 
-type Groups = components["schemas"]["GroupsReply"];
+type Groups = components["schemas"]["GroupCurve"][];
 
 function combined(answers: UseQueryResult<Groups>[]) {
   return {
@@ -103,24 +104,25 @@ function GroupPanel(props: ShownProps) {
   const zoom = zoomOf(search);
   const { replies, error, isPending } = useQueries({
     queries: panel.metrics.map(({ group, metric }) =>
-      groupsQuery({
-        group,
-        name: metric,
-        groups: rows.map(({ runs }) => runs.map(({ id }) => id)),
-        max_points: 300,
-        x: search.x ?? "batches",
-        x_min: zoom?.min,
-        x_max: zoom?.max,
-        smoothing_steps: smoothing,
-        quantile: QUANTILES[search.spread ?? ""],
-      }),
+      groupsQuery(
+        { group, name: metric },
+        {
+          groups: rows.map(({ runs }) => runs.map(({ id }) => id)),
+          max_points: 300,
+          x: search.x ?? "batches",
+          x_min: zoom?.min,
+          x_max: zoom?.max,
+          smoothing_steps: smoothing,
+          quantile: QUANTILES[search.spread ?? ""],
+        },
+      ),
     ),
     combine: combined,
   });
   const requests = useMemo(() => namesIn(rows, panel), [rows, panel]);
   const found = useMemo(
     () =>
-      replies.flatMap((reply) => rows.map((row, i) => groupCurve(row, reply?.groups[i], search))),
+      replies.flatMap((reply) => rows.map((row, i) => groupCurve(row, reply?.[i], search))),
     [rows, replies, search],
   );
   return (

@@ -1,7 +1,6 @@
 /** The metrics of the runs that are switched on, in sections; only what is in sight is read. */
 
 import { Button, Group, SimpleGrid, Text, UnstyledButton } from "@mantine/core";
-import { useElementSize } from "@mantine/hooks";
 import { IconChevronDown, IconChevronRight } from "@tabler/icons-react";
 import { useQuery } from "@tanstack/react-query";
 import { useWindowVirtualizer } from "@tanstack/react-virtual";
@@ -16,6 +15,7 @@ import { plural } from "../../lib/numbers";
 import { changedPanels, type Panel, panelsOf, type Section, sectionsOf } from "../../lib/panels";
 import type { Row, Run } from "../../lib/runs";
 import type { CompareSearch } from "../../lib/search";
+import { useWidth } from "../../lib/width";
 import classes from "./Compare.module.css";
 import { MetricPanel } from "./MetricPanel";
 
@@ -34,7 +34,7 @@ interface PanelsProps {
 
 export function Panels({ rows, runs, search }: PanelsProps) {
   const change = useSearchChange();
-  const ids = useMemo(() => runs.map(({ id }) => id).sort((a, b) => a - b), [runs]);
+  const ids = useMemo(() => runs.map(({ id }) => id), [runs]);
   const names = useQuery(namesOfTrialsQuery(ids));
   const { pinned = NOTHING, hidden = NOTHING, folded = NOTHING, q = "" } = search;
   const { panels: changes, re: isExpression = false } = search;
@@ -122,7 +122,7 @@ interface PanelRowsProps {
 }
 
 function PanelRows({ sections, rows, search, known, xNames }: PanelRowsProps) {
-  const { ref: sizer, width } = useElementSize();
+  const { ref: sizer, width } = useWidth();
   const place = useRef<HTMLDivElement>(null);
   const [top, setTop] = useState(0);
   useEffect(() => {
@@ -143,6 +143,7 @@ function PanelRows({ sections, rows, search, known, xNames }: PanelRowsProps) {
     gap: ROW_GAP,
     overscan: 1,
     scrollMargin: top,
+    initialRect: { width: window.innerWidth, height: window.innerHeight },
     getItemKey: (index) => lines[index]?.key ?? index,
   });
   return (

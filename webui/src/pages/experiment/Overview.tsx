@@ -4,7 +4,7 @@ import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
 import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
 import { type ReactNode, useMemo } from "react";
 
-import { experimentQuery, trialQuery, trialsQuery } from "../../api/queries";
+import { bestTrialsQuery, experimentQuery, trialQuery } from "../../api/queries";
 import { type Series, type SeriesName, useSeries } from "../../api/series";
 import type { Experiment, Trial } from "../../api/types";
 import { Ago, Lasted } from "../../components/Ago";
@@ -28,7 +28,7 @@ const BEST_ROWS = 5;
 export function Overview() {
   const { id } = useParams({ from: "/experiments/$id" });
   const experiment = useQuery(experimentQuery(id)).data;
-  const list = useInfiniteQuery(trialsQuery(id, { sortBy: "metric" }));
+  const list = useInfiniteQuery(bestTrialsQuery(id));
   const trials = useMemo(() => list.data?.pages.flatMap((page) => page.items) ?? [], [list.data]);
   const total = list.data?.pages[0]?.total ?? trials.length;
   if (!experiment) return <Waiting />;

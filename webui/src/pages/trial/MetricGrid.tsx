@@ -117,6 +117,7 @@ function ChartRows({ trial, charts, numSeries, search }: ChartRowsProps) {
     gap: ROW_GAP,
     overscan: 1,
     scrollMargin: top,
+    initialRect: { width: window.innerWidth, height: window.innerHeight },
     getItemKey: (index) => charts[index * numColumns]?.[0] ?? index,
   });
   const rows = virtual.getVirtualItems();

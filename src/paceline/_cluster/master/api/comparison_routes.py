@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 from fastapi import Query, Response
-from sqlalchemy import distinct, func, select
+from sqlalchemy import Connection, distinct, func, select
 
 from paceline._cluster.master.api.list_routes import list_condition
 from paceline._cluster.master.api.readers import ReadingRoute
@@ -27,6 +27,7 @@ from paceline._cluster.master.store.metric_series import Curve, Selection, read_
 from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
 from paceline._cluster.messages.experiment_models import (
     CountedName,
+    GroupedName,
     GroupsReply,
     GroupsRequest,
     MetricNamesRequest,
@@ -118,23 +119,30 @@ def count_metric_names(request: MetricNamesRequest, master: MasterOf) -> list[Co
 
 @comparison_router.post("/metric-groups", response_model=GroupsReply)
 def read_metric_groups(request: GroupsRequest, master: MasterOf) -> Response:
-    """Read a metric of groups of trials: the mean of each group and its spread, with extremes."""
-    trial_ids = list(dict.fromkeys(chain.from_iterable(request.groups)))
-    wanted = Selection(trial_id=0, group=request.group, key=request.name)
+    """Read metrics of groups of trials: the mean of each group and its spread, with extremes."""
     with master.database.read() as connection:
-        curves = read_curves(connection, trial_ids, wanted, x=request.x)
-        parts = {
-            trial_id: _part_for(curve, request)
-            for trial_id, (curve, _) in zip(trial_ids, curves, strict=True)
-        }
-    groups = []
+        found = [_read_groups(connection, metric, request) for metric in request.metrics]
+    return Response(msgspec.json.encode({"metrics": found}), media_type="application/json")
+
+
+def _read_groups(
+    connection: Connection, metric: GroupedName, request: GroupsRequest
+) -> dict[str, list[dict[str, object]]]:
+    trial_ids = list(dict.fromkeys(chain.from_iterable(request.groups)))
+    wanted = Selection(trial_id=0, group=metric.group, key=metric.name)
+    curves = read_curves(connection, trial_ids, wanted, x=request.x)
+    parts = {
+        trial_id: _part_for(curve, request)
+        for trial_id, (curve, _) in zip(trial_ids, curves, strict=True)
+    }
+    groups: list[dict[str, object]] = []
     for group in request.groups:
         members = [parts[trial_id] for trial_id in dict.fromkeys(group)]
         one = spread_of(members, request.max_points, request.quantile)
         names = ("x", "means", "deviations", "lows", "highs", "counts")
         lists = {name: getattr(one, name).tolist() for name in names}
         groups.append({**lists, "num_trials": one.num_curves})
-    return Response(msgspec.json.encode({"groups": groups}), media_type="application/json")
+    return {"groups": groups}
 
 
 def _part_for(curve: Curve, request: GroupsRequest) -> CurvePart:

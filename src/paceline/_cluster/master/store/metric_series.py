@@ -5,6 +5,7 @@ import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -396,23 +397,40 @@ def sample_curve(curve: Curve, max_points: int) -> Curve:
     spike of one point shows in the longest series. Some of many gaps are kept.
     """
     import numpy as np
-    from tsdownsample import MinMaxDownsampler
 
     if len(curve.x) <= max_points:
         return curve
     is_finite = np.isfinite(curve.y)
+    if is_finite.all():
+        index = _extremes(curve.x, curve.y, max_points)
+        return Curve(curve.x[index], curve.y[index], curve.steps[index])
     finite = np.flatnonzero(is_finite)
     kept = finite
     if len(finite) > max_points:
-        x, y = np.ascontiguousarray(curve.x[finite]), np.ascontiguousarray(curve.y[finite])
-        sampler: Any = MinMaxDownsampler
-        chosen = sampler().downsample(x, y, n_out=max_points // 2 * 2)
-        kept = finite[np.concatenate([[0], chosen.astype(np.int64), [len(finite) - 1]])]
+        kept = finite[_extremes(curve.x[finite], curve.y[finite], max_points)]
     starts = np.flatnonzero(~is_finite & np.concatenate([[True], is_finite[:-1]]))
     if len(starts) > max_points // 4:
         starts = starts[np.linspace(0, len(starts) - 1, max_points // 4).astype(np.int64)]
     index = np.union1d(kept, starts)
     return Curve(curve.x[index], curve.y[index], curve.steps[index])
+
+
+def _extremes(x: "Floats", y: "Floats", max_points: int) -> "Integers":
+    """Return the ascending indices of each part's least and greatest value, and of both ends."""
+    import numpy as np
+
+    chosen = _sampler().downsample(
+        np.ascontiguousarray(x), np.ascontiguousarray(y), n_out=max_points // 2 * 2
+    )
+    return np.unique(np.concatenate([[0], chosen.astype(np.int64), [len(x) - 1]]))
+
+
+@cache
+def _sampler() -> Any:
+    from tsdownsample import MinMaxDownsampler
+
+    sampler: Any = MinMaxDownsampler
+    return sampler()
 
 
 def _read_series_arrays(
@@ -484,20 +502,30 @@ def _join_arrays(
 
     visible = []
     for attempt, pieces in parts:
-        steps, values, times = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        steps, values, times = map(_joined_array, zip(*pieces, strict=True))
         limit = limits.get(attempt)
         wanted = steps > after_step
         if limit is not None:
             wanted &= steps <= limit
-        visible.append((steps[wanted], values[wanted], times[wanted] if len(times) else times))
+        # Long series: a copy costs more than this look.
+        if not wanted.all():
+            steps, values = steps[wanted], values[wanted]
+            times = times[wanted] if len(times) else times
+        visible.append((steps, values, times))
     if not visible:
         return np.empty(0, np.int64), np.empty(0), np.empty(0)
-    steps, values, times = (np.concatenate(column) for column in zip(*visible, strict=True))
+    steps, values, times = map(_joined_array, zip(*visible, strict=True))
     if not (steps[1:] > steps[:-1]).all():
         # Duplicates at the same step: the first report of the earliest attempt counts.
         steps, index = np.unique(steps, return_index=True)
         values, times = values[index], times[index] if len(times) else times
     return steps, values, times
+
+
+def _joined_array(parts: "Sequence[NDArray[Any]]") -> "NDArray[Any]":
+    import numpy as np
+
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _decode_series(kind: str, steps: bytes, value_bytes: bytes, times: bytes = b"") -> "_Arrays":

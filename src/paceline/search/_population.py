@@ -111,7 +111,7 @@ class PbtMethod(base.SearchMethod):
             return []
         member.is_open = False
         if not strong:
-            return [Stop(request_id=request_id)]
+            return [base.Stop(request_id=request_id)]
         parent = self._maker.one_of(strong)
         copied = self._members[parent]
         create = self._maker.changed(

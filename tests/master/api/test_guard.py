@@ -62,6 +62,7 @@ ROUTES = [
     "GET    /api/v1/pools",
     "GET    /api/v1/projects",
     "GET    /api/v1/projects/{project}/members",
+    "GET    /api/v1/query-completions",
     "GET    /api/v1/queue",
     "GET    /api/v1/runs",
     "GET    /api/v1/session",

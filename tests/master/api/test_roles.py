@@ -48,7 +48,8 @@ NOT_FOUND, FORBIDDEN = 404, 403
 ANYONE = [
     "GET /checkpoints", "GET /config-schema", "GET /docs", "GET /experiment-columns",
     "GET /experiments", "GET /master", "GET /metrics", "GET /nodes", "GET /notify-channels",
-    "GET /openapi.json", "GET /pools", "GET /projects", "GET /queue", "GET /slots", "GET /status",
+    "GET /openapi.json", "GET /pools", "GET /projects", "GET /query-completions",
+    "GET /queue", "GET /slots", "GET /status",
     "GET /tokens", "GET /trials", "GET /users", "GET /views", "HEAD /openapi.json",
     "POST /check-config",
     "POST /metric-groups", "POST /metric-names", "POST /metric-series", "POST /preview-search",

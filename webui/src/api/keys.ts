@@ -27,6 +27,7 @@ export const keys = {
   comparedGone: (trialIds: readonly number[]) => ["compared", "gone", trialIds] as const,
   views: () => ["views"] as const,
   spark: (trialId: number, ...of: readonly string[]) => ["spark", trialId, ...of] as const,
+  completions: (query: string) => ["completions", query] as const,
   columns: () => ["columns"] as const,
   hyperparameters: (experimentId: number) => ["hyperparameters", experimentId] as const,
   config: (experimentId: number) => ["config", experimentId] as const,

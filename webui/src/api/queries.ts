@@ -51,7 +51,7 @@ export const slotsQuery = queryOptions({
 
 export interface ExperimentFilter {
   states?: ExperimentState[];
-  search?: string;
+  query?: string;
   isArchived?: boolean;
   owner?: string;
   columns?: string[];
@@ -73,7 +73,7 @@ export const experimentsQuery = (filter: ExperimentFilter) =>
               limit: filter.limit ?? PAGE,
               cursor: pageParam,
               state: filter.states,
-              search: filter.search,
+              query: filter.query,
               archived: filter.isArchived ? "only" : "no",
               owner: filter.owner,
               column: filter.columns,
@@ -179,7 +179,7 @@ export const MOST_RUNS = 1000;
 export interface RunFilter {
   trials?: number[];
   experiments?: number[];
-  search?: string;
+  query?: string;
   states?: TrialState[];
   labels?: string[];
   conditions?: Condition[];
@@ -197,7 +197,7 @@ export const runsQuery = (filter: RunFilter) =>
               limit: MOST_RUNS,
               trial: filter.trials?.slice(0, MOST_RUNS),
               experiment: filter.experiments?.slice(0, MOST_RUNS),
-              search: filter.search,
+              query: filter.query,
               state: filter.states,
               label: filter.labels,
               where: filter.conditions?.map((one) => JSON.stringify(one)),
@@ -338,6 +338,13 @@ export const columnsQuery = queryOptions({
   queryKey: keys.columns(),
   queryFn: () => unwrap(api.GET("/api/v1/experiment-columns")),
 });
+
+/** What the last word of a query may become. */
+export const completionsQuery = (query: string) =>
+  queryOptions({
+    queryKey: keys.completions(query),
+    queryFn: () => unwrap(api.GET("/api/v1/query-completions", { params: { query: { query } } })),
+  });
 
 export const configQuery = (experimentId: number) =>
   queryOptions({

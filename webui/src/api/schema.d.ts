@@ -986,6 +986,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/query-completions": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Query Completions
+         * @description List what the last word of a query may become: fields, or values of the field before it.
+         */
+        get: operations["list_query_completions_api_v1_query_completions_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/experiments/{experiment_id}": {
         parameters: {
             query?: never;
@@ -3580,6 +3600,16 @@ export interface components {
             trial_id: number | null;
         };
         /**
+         * QueryCompletions
+         * @description What the last word of a query may become; the word begins at `place`.
+         */
+        QueryCompletions: {
+            /** Place */
+            place: number;
+            /** Texts */
+            texts: string[];
+        };
+        /**
          * QueueEntry
          * @description Trial waiting for slots, listed in scheduling order, with the reason for the wait.
          *
@@ -6073,6 +6103,8 @@ export interface operations {
                 project?: string | null;
                 /** @description Conditions, each as JSON: `["last:validation/loss", "<", 0.5]`. One on `hparam:NAME` holds if any trial meets it; other columns are of the best trial. */
                 where?: string[] | null;
+                /** @description A query such as `lr < 0.01 and tag:baseline and not state:ERROR`; an experiment is listed if it holds for one of its trials. */
+                query?: string | null;
                 /** @description Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`. */
                 column?: string[] | null;
                 /** @description A field or one of those columns. */
@@ -6159,6 +6191,38 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["ColumnNames"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_query_completions_api_v1_query_completions_get: {
+        parameters: {
+            query?: {
+                /** @description The text up to the cursor. */
+                query?: string;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["QueryCompletions"];
                 };
             };
             /** @description What was wrong, with a `code`. */
@@ -6927,6 +6991,8 @@ export interface operations {
                 search?: string | null;
                 /** @description Conditions as in the list of experiments, on each trial itself. */
                 where?: string[] | null;
+                /** @description A query such as `lr < 0.01 and tag:baseline and not state:ERROR`; an experiment is listed if it holds for one of its trials. */
+                query?: string | null;
                 /** @description The experiment has all of these labels. */
                 label?: string[] | null;
                 state?: components["schemas"]["TrialState"][] | null;

@@ -636,6 +636,13 @@ class Trial(Message):
         )
 
 
+class QueryCompletions(Message):
+    """What the last word of a query may become; the word begins at `place`."""
+
+    place: int
+    texts: list[str]
+
+
 class TrialSet(Message):
     """Trials of several experiments, newest first, and their experiments.
 

@@ -81,6 +81,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /pools",
         "GET /projects",
         "GET /projects/{project}/members",
+        "GET /query-completions",
         "GET /queue",
         "GET /runs",
         "GET /slots",

@@ -36,7 +36,8 @@ PAGES = {
 }
 EXPERIMENT_TABS = [
     "", "?table=true", "/trials", "/hyperparameters", "/hyperparameters?view=scatter",
-    "/hyperparameters?view=heat", "/search", "/checkpoints", "/code", "/notes", "/logs",
+    "/hyperparameters?view=heat", "/search", "/checkpoints", "/code", "/lineage", "/notes",
+    "/logs",
 ]  # fmt: skip
 TRIAL_TABS = ["", "/media", "/checkpoints", "/hyperparameters", "/profiler", "/attempts", "/logs"]
 

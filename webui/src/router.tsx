@@ -116,6 +116,12 @@ const experimentCode = createRoute({
   component: lazyPage(() => import("./pages/experiment/Code"), "Code"),
 });
 
+const experimentLineage = createRoute({
+  getParentRoute: () => experiment,
+  path: "/lineage",
+  component: lazyPage(() => import("./pages/experiment/Lineage"), "Lineage"),
+});
+
 const experimentNotes = createRoute({
   getParentRoute: () => experiment,
   path: "/notes",
@@ -213,6 +219,7 @@ const routeTree = root.addChildren([
     experimentRungs,
     experimentCheckpoints,
     experimentCode,
+    experimentLineage,
     experimentNotes,
     experimentLogs,
   ]),

@@ -48,6 +48,7 @@ ROUTES = [
     "GET    /api/v1/experiments/{experiment_id}/logs",
     "GET    /api/v1/experiments/{experiment_id}/loss",
     "GET    /api/v1/experiments/{experiment_id}/metric-names",
+    "GET    /api/v1/experiments/{experiment_id}/notes-history",
     "GET    /api/v1/experiments/{experiment_id}/proposals",
     "GET    /api/v1/experiments/{experiment_id}/search",
     "GET    /api/v1/experiments/{experiment_id}/tree",

@@ -64,6 +64,7 @@ SEEN = [
     "GET /experiments/{experiment_id}/checkpoints", "GET /experiments/{experiment_id}/config",
     "GET /experiments/{experiment_id}/diff", "GET /experiments/{experiment_id}/files",
     "GET /experiments/{experiment_id}/files/{path:path}",
+    "GET /experiments/{experiment_id}/notes-history",
     "GET /experiments/{experiment_id}/proposals", "GET /experiments/{experiment_id}/tree",
     "GET /experiments/{experiment_id}/hyperparameters", "GET /experiments/{experiment_id}/logs",
     "GET /experiments/{experiment_id}/loss", "GET /experiments/{experiment_id}/metric-names",

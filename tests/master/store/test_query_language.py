@@ -94,6 +94,8 @@ FOUND: list[tuple[str, list[float]]] = [
     ('"g mod"', [0.001]),
     ("sweep and lr > 0.15", [0.2]),
     ("experiment = 2", [0.001]),
+    ('settings:"kind of noise" and settings:slots_per_trial', [0.1, 0.2]),
+    ("settings:hush", []),
     ("name:swe and name != big", [0.1, 0.2]),
     ("description = none and error = none", [0.001, 0.1, 0.2]),
     ("NOT (lr = 0.1 OR lr = 0.2)", [0.001]),

@@ -339,6 +339,32 @@ export const columnsQuery = queryOptions({
   queryFn: () => unwrap(api.GET("/api/v1/experiment-columns")),
 });
 
+/** What an experiment came from and all that came of it, parents before children. */
+export const treeQuery = (experimentId: number) =>
+  queryOptions({
+    queryKey: keys.tree(experimentId),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}/tree", {
+          params: { path: { experiment_id: experimentId } },
+        }),
+      ),
+    staleTime: 0,
+  });
+
+/** The versions of an experiment's notes, read anew for each version of the stored ones. */
+export const notesHistoryQuery = (experimentId: number, version: string) =>
+  queryOptions({
+    queryKey: keys.notesHistory(experimentId, version),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}/notes-history", {
+          params: { path: { experiment_id: experimentId } },
+        }),
+      ),
+    placeholderData: keepPreviousData,
+  });
+
 /** What the last word of a query may become. */
 export const completionsQuery = (query: string) =>
   queryOptions({

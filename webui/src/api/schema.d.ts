@@ -1260,6 +1260,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/experiments/{experiment_id}/notes-history": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Notes Versions
+         * @description List the versions of an experiment's notes, the newest first.
+         */
+        get: operations["read_notes_versions_api_v1_experiments__experiment_id__notes_history_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/experiments/{experiment_id}/diff": {
         parameters: {
             query?: never;
@@ -3385,6 +3405,20 @@ export interface components {
             rests_until?: number | null;
         };
         /**
+         * NotesVersion
+         * @description Version of an experiment's notes; without a user it was there before the first edit.
+         */
+        NotesVersion: {
+            /** Number */
+            number: number;
+            /** Text */
+            text: string;
+            /** User */
+            user: string | null;
+            /** Saved At */
+            saved_at: number;
+        };
+        /**
          * NotifyChannel
          * @description Channel for messages to people, without its address.
          *
@@ -3656,6 +3690,8 @@ export interface components {
         /**
          * Relative
          * @description Experiment of a tree: `parent` is what it was forked from or continues, None for the root.
+         *
+         *     `parent_trial_id` is the trial that it continues, `checkpoint` what its first trial starts from.
          */
         Relative: {
             /** Id */
@@ -3674,6 +3710,10 @@ export interface components {
             best_metric: number | {
                 [key: string]: string;
             } | null;
+            /** Parent Trial Id */
+            parent_trial_id?: number | null;
+            /** Checkpoint */
+            checkpoint?: string | null;
         };
         /**
          * Role
@@ -6716,6 +6756,37 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Relative"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_notes_versions_api_v1_experiments__experiment_id__notes_history_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["NotesVersion"][];
                 };
             };
             /** @description What was wrong, with a `code`. */

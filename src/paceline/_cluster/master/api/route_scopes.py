@@ -68,6 +68,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /experiments/{experiment_id}/logs",
         "GET /experiments/{experiment_id}/loss",
         "GET /experiments/{experiment_id}/metric-names",
+        "GET /experiments/{experiment_id}/notes-history",
         "GET /experiments/{experiment_id}/proposals",
         "GET /experiments/{experiment_id}/search",
         "GET /experiments/{experiment_id}/tree",

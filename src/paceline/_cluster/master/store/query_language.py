@@ -21,7 +21,6 @@ from sqlalchemy import (
     and_,
     case,
     cast,
-    distinct,
     func,
     literal,
     or_,
@@ -77,10 +76,13 @@ _NUMBERS = {
 _STATE: ColumnElement[Any] = case(
     (and_(_experiment.state == "PAUSED", _state.in_(("ACTIVE", "PAUSED"))), "PAUSED"), else_=_state
 )
+_HIDDEN_PATHS = [f"$.environment.{field}" for field in sorted(HIDDEN_FIELDS)]
 _TEXTS: dict[str, ColumnElement[Any]] = {
     "name": _experiment.name,
     "description": _experiment.description,
     "notes": _experiment.notes,
+    "settings": cast(func.json_remove(_experiment.config, *_HIDDEN_PATHS), Text)
+    + func.coalesce(cast(_trial.hparams, Text), ""),
     "error": _trial.error,
     "owner": _experiment.owner,
     "project": PROJECT_NAME,
@@ -452,12 +454,11 @@ def _values_of(connection: Connection, name: str) -> list[str]:
     if name in _TIMES:
         return ["-1h", "-1d", "-7d", "-30d"]
     if name in _LABELS:
-        labels = func.json_each(tables.experiments.c.labels).table_valued("value")
-        query: Select[Any] = select(distinct(labels.c.value)).select_from(
-            tables.experiments.join(labels, true())
-        )
-    elif name in ("name", "owner", "project", "searcher", "metric"):
-        query = select(distinct(_TEXTS[name])).select_from(tables.experiments)
+        lists = select(cast(_experiment.labels, Text)).distinct().limit(_NEWEST_TRIALS)
+        known = {label for text in connection.scalars(lists) for label in json.loads(text)}
+        return [_quoted(label) for label in sorted(known)]
+    if name in ("name", "owner", "project", "searcher", "metric"):
+        query: Select[Any] = select(_TEXTS[name]).distinct().select_from(tables.experiments)
     elif name in _FIELDS:
         return []
     else:
@@ -467,6 +468,6 @@ def _values_of(connection: Connection, name: str) -> list[str]:
         kind = func.json_type(rows.c.hparams, path)
         value = func.json_extract(rows.c.hparams, path)
         shown = case((kind.in_(("true", "false")), kind), else_=cast(value, Text))
-        query = select(distinct(shown)).where(kind.not_in(("object", "array", "null")))
+        query = select(shown).distinct().where(kind.not_in(("object", "array", "null")))
     found = connection.scalars(query.limit(_NEWEST_TRIALS))
     return [_quoted(one) for one in found if one]

@@ -130,6 +130,25 @@ def test_axe_finds_nothing_on_any_page(
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_in_the_search_and_the_sheet_of_shortcuts(
+    master: Any, searched: Any, open_page: Any, find_problems: Any, theme: str
+) -> None:
+    page = open_page(master, f"/experiments/{searched.id}/lineage", color_scheme=theme)
+    expect(page.get_by_role("heading", name=searched.name)).to_be_visible()
+    page.keyboard.press("Control+k")
+    page.get_by_role("combobox", name="Search everything").fill("searched")
+    expect(page.get_by_role("region", name="Experiments").get_by_role("link")).to_have_count(1)
+    problems = find_problems(page)
+    page.get_by_role("combobox", name="Search everything").fill("colour = 3")
+    expect(page.get_by_role("alert")).to_be_visible()
+    problems += find_problems(page)
+    page.keyboard.press("Escape")
+    page.keyboard.press("Shift+?")
+    expect(page.get_by_role("cell", name="New experiment")).to_be_visible()
+    assert problems + find_problems(page) == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing_in_the_dialogs_of_comparisons(
     master: Any, searched: Any, open_page: Any, find_problems: Any, theme: str
 ) -> None:

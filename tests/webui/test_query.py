@@ -1,6 +1,7 @@
 """Search for people: queries with completion, search over everything, lineage, history of notes."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_query_is_completed_answered_and_refused_in_a_sentence(
     master: Any, stored: Any, open_page: Any
 ) -> None:
     page = open_page(master, "/experiments")
-    box = page.get_by_label("Search by name, label or id")
+    box = page.get_by_role("combobox", name="Search by name, label or id")
     box.fill("pace < 0.01 and ta")
     page.get_by_role("option", name="tag", exact=True).click()
     expect(box).to_have_value("pace < 0.01 and tag")
@@ -57,9 +58,9 @@ def test_a_query_is_completed_answered_and_refused_in_a_sentence(
     # The same text chooses runs to compare.
     page.goto("/compare?runs=pace < 0.01 and tag:reference")
     expect(page.get_by_text("1 of 1 run shown")).to_be_visible()
-    page.get_by_label("Search runs").fill("pace < blue")
+    page.get_by_role("combobox", name="Search runs").fill("pace < blue")
     expect(page.get_by_role("alert")).to_contain_text("`pace` must be compared to a number")
-    page.get_by_label("Search runs").fill("tag:reference")
+    page.get_by_role("combobox", name="Search runs").fill("tag:reference")
     expect(page.get_by_text("3 of 3 runs shown")).to_be_visible()
 
 
@@ -72,7 +73,7 @@ def test_one_search_finds_all_kinds_by_keyboard_alone(
     expect(page.get_by_role("heading", name="Cluster")).to_be_visible()
     page.keyboard.press("Control+k")
     dialog = page.get_by_role("dialog", name="Search")
-    box = dialog.get_by_label("Search everything")
+    box = dialog.get_by_role("combobox", name="Search everything")
     expect(box).to_be_focused()
     box.fill("needle")
     notes = dialog.get_by_role("region", name="Notes")
@@ -85,6 +86,7 @@ def test_one_search_finds_all_kinds_by_keyboard_alone(
     )
     box.fill("pace = 0.001 and tag:reference")
     trials = dialog.get_by_role("region", name="Trials and runs")
+    expect(trials.get_by_role("link")).to_have_count(1)
     expect(trials.get_by_role("link")).to_contain_text("of near the shore")
     box.fill("shore")
     experiments = dialog.get_by_role("region", name="Experiments")
@@ -133,3 +135,47 @@ def test_lineage_is_a_tree_and_earlier_notes_can_be_restored(
     page.get_by_role("button", name="Save").click()
     expect(page.get_by_role("button", name="History: 3 versions")).to_be_visible()
     assert fork.reload().data.notes == "earlier words"
+
+
+def test_code_is_uploaded_and_a_fork_changes_one_value_in_a_form(
+    master: Any, open_page: Any, tmp_path: Path
+) -> None:
+    code = tmp_path / "code"
+    (code / "deep" / ".git").mkdir(parents=True)
+    (code / "deep" / ".git" / "config").write_text("not sent")
+    long = f"deep/{'folder-' * 10}/{'long-' * 12}.py"
+    (code / long).parent.mkdir()
+    (code / long).write_text("x = 1\n" * 200)
+    (code / "train.py").write_text("print('uploaded')\n")
+    page = open_page(master, "/new")
+    # A directory that is not there is told before anything is created.
+    warning = page.get_by_text("must be a directory on the machine that trains, but /path/to/code")
+    expect(warning).to_be_visible()
+    page.get_by_label("Directory of the code").set_input_files(code)
+    expect(page.get_by_text("2 files, 1.2 KiB, are sent with it")).to_be_visible()
+    expect(warning).to_have_count(0)
+    page.get_by_role("switch", name="Do not start yet").click()
+    page.get_by_role("button", name="Create, paused").click()
+    expect(page.get_by_role("heading", name="my-experiment")).to_be_visible()
+    made = int(page.url.rsplit("/", 1)[1])
+    client = master.client
+    assert client.get_experiment(made).config["environment"]["working_dir"] is None
+    copy = tmp_path / "copy"
+    client.get_experiment(made).download_code(copy)
+    sent = sorted(one.relative_to(copy).as_posix() for one in copy.rglob("*.py"))
+    assert sent == [long, "train.py"]
+    assert (copy / "train.py").read_text() == "print('uploaded')\n"
+
+    page.goto(f"/new?fork={made}")
+    page.get_by_role("combobox", name="Hyperparameter").click()
+    page.get_by_role("option", name="learning_rate").click()
+    value = page.get_by_role("textbox", name="Value")
+    expect(value).to_have_value("0.001")
+    value.fill("0.02")
+    page.get_by_role("button", name="Change it").click()
+    expect(page.get_by_text("learning_rate: 0.02")).to_be_visible()
+    page.get_by_role("switch", name="Do not start yet").click()
+    page.get_by_role("button", name="Create, paused").click()
+    expect(page).to_have_url(re.compile(f"/experiments/(?!{made}$)[0-9]+$"))
+    fork = client.get_experiment(int(page.url.rsplit("/", 1)[1]))
+    assert fork.config["hyperparameters"] == {"learning_rate": 0.02}

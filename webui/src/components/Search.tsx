@@ -54,11 +54,11 @@ export function ShortcutSheet({ onClose }: { onClose: () => void }) {
 /** Move the focus among the results. */
 function moveFocus(event: KeyboardEvent<HTMLDivElement>) {
   const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-  const isTyping = event.target instanceof HTMLInputElement;
-  if (step === undefined || (isTyping && event.target.getAttribute("aria-expanded") === "true"))
-    return;
+  const from = event.target as HTMLElement;
+  // The keys choose among the completions while those are shown.
+  if (step === undefined || from.getAttribute("aria-expanded") === "true") return;
   const links = [...event.currentTarget.querySelectorAll<HTMLElement>("a, button[data-result]")];
-  const next = links[links.indexOf(event.target as HTMLElement) + step];
+  const next = links[links.indexOf(from) + step];
   if (next === undefined) return;
   event.preventDefault();
   next.focus();

@@ -62,7 +62,9 @@ export function Compare() {
   return (
     <>
       <PageHead title="Compare trials" actions={<SavedViews search={search} />} />
-      {list.isError && !isQueryError(list.error) && <ProblemView error={list.error} onRetry={() => void list.refetch()} />}
+      {list.isError && !isQueryError(list.error) && (
+        <ProblemView error={list.error} onRetry={() => void list.refetch()} />
+      )}
       {gone !== "" && <Failure title="Not here any more" message={gone} />}
       {list.isPending && <Waiting what="runs" />}
       {(list.isSuccess || isQueryError(list.error)) && (

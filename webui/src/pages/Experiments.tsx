@@ -160,7 +160,9 @@ export function Experiments() {
         )}
       </Group>
       {list.isPending && <Waiting what="experiments" />}
-      {list.isError && !isQueryError(list.error) && <ProblemView error={list.error} onRetry={() => void list.refetch()} />}
+      {list.isError && !isQueryError(list.error) && (
+        <ProblemView error={list.error} onRetry={() => void list.refetch()} />
+      )}
       {list.isSuccess && rows.length === 0 && (
         <NothingHere isFiltered={Boolean(search.q ?? search.state ?? search.where ?? owner)} />
       )}

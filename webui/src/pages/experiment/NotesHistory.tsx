@@ -42,7 +42,13 @@ export function NotesHistory({ id, version, onRestore }: NotesHistoryProps) {
             <li key={number}>
               <Group gap="xs">
                 <Text size="sm" c={user === null ? "dimmed" : undefined}>
-                  {user === null ? "before the first edit" : <>{user}, <Ago time={savedAt} /></>}
+                  {user === null ? (
+                    "before the first edit"
+                  ) : (
+                    <>
+                      {user}, <Ago time={savedAt} />
+                    </>
+                  )}
                 </Text>
                 <Button
                   size="compact-xs"

@@ -90,14 +90,16 @@ export function SearchDialog({ onClose }: { onClose: () => void }) {
         <Text size="xs" c="dimmed" role="status">
           {asked === ""
             ? "Experiments, trials, labels, settings, notes and logs; or a query."
-            : found.isFetching
-              ? "Searching …"
-              : isNothing
-                ? "Nothing is found"
-                : plural(
-                    groups.reduce((sum, { entries }) => sum + entries.length, 0),
-                    "result",
-                  )}
+            : found.isError
+              ? ""
+              : found.isFetching
+                ? "Searching …"
+                : isNothing
+                  ? "Nothing is found"
+                  : plural(
+                      groups.reduce((sum, { entries }) => sum + entries.length, 0),
+                      "result",
+                    )}
         </Text>
         {groups.map(({ title, entries, all }) => (
           <Results key={title} title={title}>

@@ -95,15 +95,12 @@ def read_tree(experiment_id: ExperimentId, master: MasterOf) -> list[Relative]:
         rows = connection.execute(select(tables.experiments).where(experiments.id.in_(found)))
         known = {row.id: row for row in rows}
         counts = experiment_counts(connection, found)
-        started = dict(
-            connection.execute(
-                select(trials.experiment_id, trials.source_checkpoint)
-                .where(trials.experiment_id.in_(found), trials.source_checkpoint.is_not(None))
-                .order_by(trials.id.desc())
-            )
-            .tuples()
-            .all()
+        sources = (
+            select(trials.experiment_id, trials.source_checkpoint)
+            .where(trials.experiment_id.in_(found), trials.source_checkpoint.is_not(None))
+            .order_by(trials.id.desc())
         )
+        started = {row.experiment_id: row.source_checkpoint for row in connection.execute(sources)}
     shown = []
     for row in (known[id_] for id_ in found if id_ in known):
         before = known.get(parents.get(row.id) or 0)

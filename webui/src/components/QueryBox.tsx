@@ -68,6 +68,11 @@ export function QueryBox({ label, value, onChange, error, ...rest }: QueryBoxPro
         tell(next);
       }}
       error={isQueryError(error) ? problemOf(error).message : undefined}
+      // The library's red is too pale to read.
+      styles={{
+        input: { color: "var(--mantine-color-text)" },
+        error: { color: "var(--state-failed)" },
+      }}
       errorProps={{ role: "alert", className: "wrap-anywhere" }}
     />
   );

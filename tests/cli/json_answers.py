@@ -203,6 +203,7 @@ COMMANDS: dict[str, Any] = {
     "experiment list-trials": list[Trial],
     "experiment list-checkpoints": list[Checkpoint],
     "experiment logs": LogLine,
+    "trial list": list[Trial],
     "trial describe": Trial | list[AttemptEnvironment],
     "trial metrics": MetricRow,
     "trial time": TrialTime,

@@ -84,6 +84,7 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("experiment describe", one)["best_trial"]["id"] == trial
     assert run("experiment wait", one)["state"] == "COMPLETED"
     assert run("experiment list-trials", one)[0]["state"] == "COMPLETED"
+    assert [each["id"] for each in run("trial list", "--query", "lr = 0.5")] == [trial]
     assert run("experiment logs", one)["text"] == "step 1"
     assert run("trial describe", trial)["id"] == trial
     assert run("trial describe", trial, "--environment")[0]["number"] == 1

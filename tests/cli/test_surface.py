@@ -73,8 +73,8 @@ COMMANDS = {
     "sync": [],
     "token": ["create", "list", "renew-home", "revoke"],
     "trial": [
-        *("continue", "describe", "download", "download-files", "files", "kill", "logs"),
-        *("metrics", "stop", "time"),
+        *("continue", "describe", "download", "download-files", "files", "kill", "list"),
+        *("logs", "metrics", "stop", "time"),
     ],
     "up": [],
     "usage": [],

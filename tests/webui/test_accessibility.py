@@ -36,7 +36,8 @@ PAGES = {
 }
 EXPERIMENT_TABS = [
     "", "?table=true", "/trials", "/hyperparameters", "/hyperparameters?view=scatter",
-    "/hyperparameters?view=heat", "/search", "/checkpoints", "/code", "/notes", "/logs",
+    "/hyperparameters?view=heat", "/search", "/checkpoints", "/code", "/lineage", "/notes",
+    "/logs",
 ]  # fmt: skip
 TRIAL_TABS = ["", "/media", "/checkpoints", "/hyperparameters", "/profiler", "/attempts", "/logs"]
 
@@ -126,6 +127,26 @@ def test_axe_finds_nothing_on_any_page(
         if found := find_problems(page):
             problems[name] = found
     assert problems == {}, json.dumps(problems, indent=2)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_in_the_search_and_the_sheet_of_shortcuts(
+    master: Any, searched: Any, open_page: Any, find_problems: Any, theme: str
+) -> None:
+    page = open_page(master, f"/experiments/{searched.id}/lineage", color_scheme=theme)
+    expect(page.get_by_role("heading", name=searched.name)).to_be_visible()
+    page.keyboard.press("Control+k")
+    page.get_by_role("combobox", name="Search everything").fill("searched")
+    expect(page.get_by_role("region", name="Experiments").get_by_role("link")).to_have_count(1)
+    problems = find_problems(page)
+    page.get_by_role("combobox", name="Search everything").fill("colour = 3")
+    expect(page.get_by_role("alert")).to_be_visible()
+    problems += find_problems(page)
+    page.get_by_role("dialog", name="Search").get_by_role("button", name="Close").click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    page.keyboard.press("Shift+?")
+    expect(page.get_by_role("cell", name="New experiment")).to_be_visible()
+    assert problems + find_problems(page) == []
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

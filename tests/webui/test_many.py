@@ -75,7 +75,7 @@ def test_compare_says_what_is_not_drawn_and_finds_runs_by_their_experiments(
         assert experiment.wait(0.1).value == "COMPLETED"
         trials.append(experiment.trials()[0].id)
     page = open_page(master, "/compare")
-    page.get_by_role("textbox", name="Search runs").fill("of test_")
+    page.get_by_role("combobox", name="Search runs").fill("of test_")
     expect(page.get_by_text("2 of 2 runs shown")).to_be_visible()
     expect(page.get_by_role("img", name="test_loss: 1 lines")).to_be_visible()
     expect(page.get_by_text("1 of 2 drawn. No points of of test_error")).to_be_visible()

@@ -114,6 +114,12 @@ const experimentCheckpoints = createRoute({
   ),
 });
 
+const experimentLineage = createRoute({
+  getParentRoute: () => experiment,
+  path: "/lineage",
+  component: lazyPage(() => import("./pages/experiment/Lineage"), "Lineage"),
+});
+
 const experimentNotes = createRoute({
   getParentRoute: () => experiment,
   path: "/notes",
@@ -238,6 +244,7 @@ const routeTree = root.addChildren([
     experimentRungs,
     experimentCheckpoints,
     experimentCode,
+    experimentLineage,
     experimentNotes,
     experimentLogs,
   ]),

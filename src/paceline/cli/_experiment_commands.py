@@ -17,7 +17,6 @@ from paceline.cli._console_output import (
     exit_code,
     experiment_word,
     format_bytes,
-    format_values,
     lost_records_text,
     num_trials_text,
     print_agent_hint,
@@ -35,6 +34,7 @@ from paceline.cli._experiment_description import (
     experiment_result,
     newest_before,
     print_created,
+    print_trials,
 )
 from paceline.cli._options_and_errors import (
     AllLogs,
@@ -47,6 +47,7 @@ from paceline.cli._options_and_errors import (
     Limit,
     Limits,
     Overrides,
+    QueryText,
     RequestKey,
     Tail,
     Timestamps,
@@ -256,13 +257,15 @@ def list_experiments(
     project: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show only those in this project.")
     ] = None,
+    query: QueryText = None,
 ) -> None:
-    """List experiments, newest first."""
+    """List experiments, newest first. One fits a query if one of its trials does."""
 
     with connect() as client:
         where: list[tuple[str, str, Any]] = [] if name is None else [("name", "contains", name)]
         where += [] if since is None else [("created_at", ">=", _moment(since))]
         filters = {"labels": labels or (), "where": where, "owner": owner, "project": project}
+        filters["query"] = query
         found = _listed(client, state, limit, "only" if archived else "no", filters)
     print_list(
         found,
@@ -281,7 +284,7 @@ def list_experiments(
         ],
         right=["ID", "Progress", "Trials", "Best metric"],
         shortened=["Name"],
-        empty=_nothing_listed(state, is_filtered=bool(where or labels or owner or project)),
+        empty=_nothing_listed(state, is_filtered=bool(where or any(filters.values()))),
     )
 
 
@@ -510,22 +513,7 @@ def list_trials(
     with connect() as client:
         of = client.get_experiment(experiment)
         found = of.trials(sort_by="metric" if best else "id", limit=limit)
-    print_list(
-        [trial.data for trial in found],
-        ["Trial", "State", "Batches", "Best metric", "Hyperparameters"],
-        [
-            (
-                t.id,
-                state_text(t.data.shown_state.value),
-                t.steps_completed,
-                t.best_metric,
-                format_values(t.hparams),
-            )
-            for t in found
-        ],
-        right=["Trial", "Batches", "Best metric"],
-        empty="No trials yet.",
-    )
+    print_trials([trial.data for trial in found], "No trials yet.")
 
 
 experiment_app.command("lt", hidden=True, is_list=True)(list_trials)

@@ -21,6 +21,7 @@ from paceline.cli._console_output import (
     print_facts,
     print_hint,
     print_json,
+    print_list,
     print_note,
     print_table,
     progress_text,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
     from paceline._cluster.messages.experiment_models import SearchView
+    from paceline._cluster.messages.experiment_models import Trial as TrialData
     from paceline.client._client import Client
     from paceline.client._experiment_and_trial import Experiment, Trial
     from paceline.client._experiment_lineage import Repeats
@@ -42,6 +44,26 @@ if TYPE_CHECKING:
 # The most that the master lists at once.
 _MOST_WAITING = 1000
 _MOST_NODES = 10
+
+
+def print_trials(found: "list[TrialData]", empty: str) -> None:
+    """Print a list of trials."""
+    print_list(
+        found,
+        ["Trial", "State", "Batches", "Best metric", "Hyperparameters"],
+        [
+            (
+                trial.id,
+                state_text(trial.shown_state.value),
+                trial.steps_completed,
+                trial.best_metric,
+                format_values(trial.hparams),
+            )
+            for trial in found
+        ],
+        right=["Trial", "Batches", "Best metric"],
+        empty=empty,
+    )
 
 
 def describe(

@@ -54,6 +54,15 @@ RequestKey = Annotated[
     ),
 ]
 Limit = Annotated[int, typer.Option("--limit", min=1, metavar="N", help="Show at most N entries.")]
+QueryText = Annotated[
+    str | None,
+    typer.Option(
+        "--query",
+        "--where",
+        metavar="QUERY",
+        help='Show only what a query describes, such as "lr < 0.01 and tag:baseline".',
+    ),
+]
 Overrides = Annotated[
     list[str],
     typer.Option("--config", metavar="KEY=VALUE", help="Set a field of the config. Repeatable."),

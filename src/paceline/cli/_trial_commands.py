@@ -26,7 +26,7 @@ from paceline.cli._console_output import (
     restarts_text,
     state_text,
 )
-from paceline.cli._experiment_description import print_created
+from paceline.cli._experiment_description import print_created, print_trials
 from paceline.cli._options_and_errors import (
     ChangedCode,
     CommandError,
@@ -34,7 +34,9 @@ from paceline.cli._options_and_errors import (
     Json,
     JsonLines,
     Level,
+    Limit,
     Overrides,
+    QueryText,
     Rank,
     RequestKey,
     Search,
@@ -58,6 +60,14 @@ if TYPE_CHECKING:
 
 
 trial_app = CommandGroup(help="Show and change a trial.")
+
+
+@trial_app.command("list", is_list=True)
+def list_trials(limit: Limit = 20, query: QueryText = None) -> None:
+    """List trials of all experiments, newest first."""
+    with connect() as client:
+        found = client.list_trials(query, limit=limit)
+    print_trials([one.data for one in found], "No trial fits." if query else "No trials yet.")
 
 
 @trial_app.command()

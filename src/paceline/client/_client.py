@@ -503,6 +503,7 @@ class Client(ClusterClient):
         archived: Literal["no", "only", "all"] = "no",
         labels: Sequence[str] = (),
         where: Sequence[Sequence[Any]] = (),
+        query: str | None = None,
         owner: str | None = None,
         project: str | None = None,
     ) -> list[Experiment]:
@@ -515,6 +516,7 @@ class Client(ClusterClient):
             labels: Only those with all of these labels.
             where: Only those that meet all of these conditions, each a column, an operator and a
                 value, such as ``("name", "contains", "mnist")`` or ``("created_at", ">=", 1.7e9)``.
+            query: Only those with a trial that this query describes; see `list_trials`.
             owner: Only those of this user.
             project: Only those in this project.
         """
@@ -526,11 +528,27 @@ class Client(ClusterClient):
             state=state,
             archived=archived,
             label=list(labels) or None,
+            query=query,
             owner=owner,
             project=project,
             where=[json.dumps(list(condition)) for condition in where] or None,
         )
         return [Experiment(self._session, data) for data in pages]
+
+    def list_trials(self, query: str | None = None, *, limit: int = 1000) -> list[Trial]:
+        """Return trials of all experiments but archived ones, the newest first.
+
+        Args:
+            query: Only those that it describes, such as ``"lr < 0.01 and tag:baseline"``.
+            limit: At most this many, up to 1,000.
+
+        Raises:
+            ApiError: The query has an error, or the limit is out of range.
+        """
+        from paceline._cluster.messages.experiment_models import TrialSet
+
+        found = self._session.get("trials", TrialSet, query=query, limit=limit)
+        return [Trial(self._session, data) for data in found.items]
 
     def get_trial(self, trial_id: int) -> Trial:
         """Return a trial by its number, with its summary and attempts."""

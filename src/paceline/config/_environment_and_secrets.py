@@ -34,6 +34,8 @@ from paceline.config._read_yaml import compose_yaml
 HIDDEN = "***"
 _SECRETS = ("secrets",)
 _VARIABLES = ("variables", "environment_variables")
+HIDDEN_FIELDS = frozenset((*_SECRETS, *_VARIABLES))
+"""Fields of `environment` that may hold secrets."""
 _WORDS = frozenset(
     {
         "APIKEY", "AUTH", "AUTHORIZATION", "COOKIE", "CREDENTIAL", "CREDENTIALS", "KEY", "KEYS",

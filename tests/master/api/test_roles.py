@@ -48,7 +48,8 @@ NOT_FOUND, FORBIDDEN = 404, 403
 ANYONE = [
     "GET /checkpoints", "GET /config-schema", "GET /docs", "GET /experiment-columns",
     "GET /experiments", "GET /master", "GET /metrics", "GET /nodes", "GET /notify-channels",
-    "GET /openapi.json", "GET /pools", "GET /projects", "GET /queue", "GET /slots", "GET /status",
+    "GET /openapi.json", "GET /pools", "GET /projects", "GET /query-completions",
+    "GET /queue", "GET /slots", "GET /status",
     "GET /tokens", "GET /trials", "GET /usage", "GET /users", "GET /views", "HEAD /openapi.json",
     "POST /check-config",
     "POST /metric-groups", "POST /metric-names", "POST /metric-series", "POST /preview-search",
@@ -63,6 +64,7 @@ SEEN = [
     "GET /experiments/{experiment_id}/checkpoints", "GET /experiments/{experiment_id}/config",
     "GET /experiments/{experiment_id}/diff", "GET /experiments/{experiment_id}/files",
     "GET /experiments/{experiment_id}/files/{path:path}",
+    "GET /experiments/{experiment_id}/notes-history",
     "GET /experiments/{experiment_id}/proposals", "GET /experiments/{experiment_id}/tree",
     "GET /experiments/{experiment_id}/hyperparameters", "GET /experiments/{experiment_id}/logs",
     "GET /experiments/{experiment_id}/loss", "GET /experiments/{experiment_id}/metric-names",

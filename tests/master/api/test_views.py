@@ -6,6 +6,7 @@ import io
 import math
 import tarfile
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -194,6 +195,29 @@ def test_a_right_configuration_has_no_problems(master: Any) -> None:
     told = master.http.post("/check-config", json={"text": text}).json()
     assert (told["problems"], told["config"]["entrypoint"]) == ([], "a")
     assert "searcher" in item(master.http, "/config-schema")["properties"]
+
+
+def test_a_directory_that_is_not_there_is_told_to_who_may_name_one(
+    master: Any, tmp_path: Path
+) -> None:
+    start = "entrypoint: a\nsearcher: {name: single, metric: loss}\n"
+
+    def warnings(directory: Path, http: httpx2.Client = master.http) -> list[str]:
+        text = f"{start}environment: {{working_dir: {directory}}}\n"
+        reply = http.post("/check-config", json={"text": text})
+        assert reply.status_code == 200, reply.text
+        return reply.json()["warnings"]
+
+    assert warnings(tmp_path) == []
+    [told] = warnings(tmp_path / "gone")
+    assert f"but {tmp_path / 'gone'} is none on the master's machine" in told
+    # Others could learn which directories there are.
+    assert master.http.post("/users", json={"name": "eve", "role": "editor"}).status_code == 201
+    token = {"name": "of-eve", "scope": "admin", "user": "eve"}
+    secret = master.http.post("/tokens", json=token).json()["secret"]
+    headers = {"Authorization": f"Bearer {secret}"}
+    with httpx2.Client(base_url=master.url, headers=headers, verify=False) as stranger:
+        assert warnings(tmp_path / "gone", stranger) == []
 
 
 def test_the_queue_tells_why_each_trial_waits(master: Any) -> None:

@@ -1,6 +1,8 @@
 /** What the pages change. */
 
+import { type CodeFile, digestOf, packCode } from "../lib/packCode";
 import { api, unwrap } from "./client";
+import { problemFrom } from "./problem";
 import type { Experiment, Role, View } from "./types";
 
 export type ExperimentAction = "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive";
@@ -111,16 +113,28 @@ export function continueTrial(
   );
 }
 
-export function createExperiment(
+export async function createExperiment(
   config: Record<string, unknown>,
   submitted: string,
   activate: boolean,
+  code: readonly CodeFile[] | null = null,
 ): Promise<Experiment> {
+  const digest = code === null ? undefined : await uploadCode(code);
   return unwrap(
     api.POST("/api/v1/experiments", {
-      body: { config, submitted_config: submitted, activate },
+      body: { config, submitted_config: submitted, activate, context_digest: digest },
     }),
   );
+}
+
+/** Send code to the master, and return its digest. */
+async function uploadCode(code: readonly CodeFile[]): Promise<string> {
+  const body = await packCode(code);
+  const digest = await digestOf(body);
+  const headers = { "content-type": "application/gzip" };
+  const response = await fetch(`/api/v1/contexts/${digest}`, { method: "PUT", body, headers });
+  if (!response.ok) throw problemFrom(response, await response.json().catch(() => null));
+  return digest;
 }
 
 export function previewSearch(config: Record<string, unknown>) {

@@ -27,6 +27,11 @@ export const keys = {
   comparedGone: (trialIds: readonly number[]) => ["compared", "gone", trialIds] as const,
   views: () => ["views"] as const,
   spark: (trialId: number, ...of: readonly string[]) => ["spark", trialId, ...of] as const,
+  found: (text: string) => ["found", text] as const,
+  tree: (experimentId: number) => ["tree", experimentId] as const,
+  notesHistory: (experimentId: number, version: string) =>
+    ["notes-history", experimentId, version] as const,
+  completions: (query: string) => ["completions", query] as const,
   columns: () => ["columns"] as const,
   hyperparameters: (experimentId: number) => ["hyperparameters", experimentId] as const,
   config: (experimentId: number) => ["config", experimentId] as const,

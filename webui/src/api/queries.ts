@@ -53,7 +53,7 @@ export const slotsQuery = queryOptions({
 
 export interface ExperimentFilter {
   states?: ExperimentState[];
-  search?: string;
+  query?: string;
   isArchived?: boolean;
   owner?: string;
   columns?: string[];
@@ -75,7 +75,7 @@ export const experimentsQuery = (filter: ExperimentFilter) =>
               limit: filter.limit ?? PAGE,
               cursor: pageParam,
               state: filter.states,
-              search: filter.search,
+              query: filter.query,
               archived: filter.isArchived ? "only" : "no",
               owner: filter.owner,
               column: filter.columns,
@@ -185,7 +185,7 @@ export const MOST_RUNS = 1000;
 export interface RunFilter {
   trials?: number[];
   experiments?: number[];
-  search?: string;
+  query?: string;
   states?: TrialState[];
   labels?: string[];
   conditions?: Condition[];
@@ -196,7 +196,7 @@ export function runFilterOf(search: CompareSearch): RunFilter {
   return {
     trials: search.trials,
     experiments: search.experiments,
-    search: search.runs,
+    query: search.runs,
     states: search.state && [search.state],
     labels: search.labels,
     conditions: search.where,
@@ -215,7 +215,7 @@ export const runsQuery = (filter: RunFilter) =>
               limit: MOST_RUNS,
               trial: filter.trials?.slice(0, MOST_RUNS),
               experiment: filter.experiments?.slice(0, MOST_RUNS),
-              search: filter.search,
+              query: filter.query,
               state: filter.states,
               label: filter.labels,
               where: filter.conditions?.map((one) => JSON.stringify(one)),
@@ -372,6 +372,39 @@ export const columnsQuery = queryOptions({
   queryKey: keys.columns(),
   queryFn: () => unwrap(api.GET("/api/v1/experiment-columns")),
 });
+
+/** What an experiment came from and all that came of it, parents before children. */
+export const treeQuery = (experimentId: number) =>
+  queryOptions({
+    queryKey: keys.tree(experimentId),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}/tree", {
+          params: { path: { experiment_id: experimentId } },
+        }),
+      ),
+    staleTime: 0,
+  });
+
+/** The versions of an experiment's notes, read anew for each version of the stored ones. */
+export const notesHistoryQuery = (experimentId: number, version: string) =>
+  queryOptions({
+    queryKey: keys.notesHistory(experimentId, version),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}/notes-history", {
+          params: { path: { experiment_id: experimentId } },
+        }),
+      ),
+    placeholderData: keepPreviousData,
+  });
+
+/** What the last word of a query may become. */
+export const completionsQuery = (query: string) =>
+  queryOptions({
+    queryKey: keys.completions(query),
+    queryFn: () => unwrap(api.GET("/api/v1/query-completions", { params: { query: { query } } })),
+  });
 
 export const configQuery = (experimentId: number) =>
   queryOptions({

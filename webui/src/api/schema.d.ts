@@ -1009,6 +1009,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/query-completions": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Query Completions
+         * @description List what the last word of a query may become: fields, or values of the field before it.
+         */
+        get: operations["list_query_completions_api_v1_query_completions_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/experiments/{experiment_id}": {
         parameters: {
             query?: never;
@@ -1255,6 +1275,26 @@ export interface paths {
          * @description List what an experiment came from and all that came of that, parents before children.
          */
         get: operations["read_tree_api_v1_experiments__experiment_id__tree_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/experiments/{experiment_id}/notes-history": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Notes Versions
+         * @description List the versions of an experiment's notes, the newest first.
+         */
+        get: operations["read_notes_versions_api_v1_experiments__experiment_id__notes_history_get"];
         put?: never;
         post?: never;
         delete?: never;
@@ -3404,6 +3444,20 @@ export interface components {
             rests_until?: number | null;
         };
         /**
+         * NotesVersion
+         * @description Version of an experiment's notes; without a user it was there before the first edit.
+         */
+        NotesVersion: {
+            /** Number */
+            number: number;
+            /** Text */
+            text: string;
+            /** User */
+            user: string | null;
+            /** Saved At */
+            saved_at: number;
+        };
+        /**
          * NotifyChannel
          * @description Channel for messages to people, without its address.
          *
@@ -3619,6 +3673,16 @@ export interface components {
             trial_id: number | null;
         };
         /**
+         * QueryCompletions
+         * @description What the last word of a query may become; the word begins at `place`.
+         */
+        QueryCompletions: {
+            /** Place */
+            place: number;
+            /** Texts */
+            texts: string[];
+        };
+        /**
          * QueueEntry
          * @description Trial waiting for slots, listed in scheduling order, with the reason for the wait.
          *
@@ -3665,6 +3729,8 @@ export interface components {
         /**
          * Relative
          * @description Experiment of a tree: `parent` is what it was forked from or continues, None for the root.
+         *
+         *     `parent_trial_id` is the trial that it continues, `checkpoint` what its first trial starts from.
          */
         Relative: {
             /** Id */
@@ -3683,6 +3749,10 @@ export interface components {
             best_metric: number | {
                 [key: string]: string;
             } | null;
+            /** Parent Trial Id */
+            parent_trial_id?: number | null;
+            /** Checkpoint */
+            checkpoint?: string | null;
         };
         /**
          * Role
@@ -6175,6 +6245,8 @@ export interface operations {
                 project?: string | null;
                 /** @description Conditions, each as JSON: `["last:validation/loss", "<", 0.5]`. One on `hparam:NAME` holds if any trial meets it; other columns are of the best trial. */
                 where?: string[] | null;
+                /** @description A query such as `lr < 0.01 and tag:baseline and not state:ERROR`; an experiment is listed if it holds for one of its trials. */
+                query?: string | null;
                 /** @description Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`. */
                 column?: string[] | null;
                 /** @description A field or one of those columns. */
@@ -6261,6 +6333,38 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["ColumnNames"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_query_completions_api_v1_query_completions_get: {
+        parameters: {
+            query?: {
+                /** @description The text up to the cursor. */
+                query?: string;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["QueryCompletions"];
                 };
             };
             /** @description What was wrong, with a `code`. */
@@ -6767,6 +6871,37 @@ export interface operations {
             };
         };
     };
+    read_notes_versions_api_v1_experiments__experiment_id__notes_history_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["NotesVersion"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     read_diff_api_v1_experiments__experiment_id__diff_get: {
         parameters: {
             query?: {
@@ -7029,6 +7164,8 @@ export interface operations {
                 search?: string | null;
                 /** @description Conditions as in the list of experiments, on each trial itself. */
                 where?: string[] | null;
+                /** @description A query such as `lr < 0.01 and tag:baseline and not state:ERROR`; an experiment is listed if it holds for one of its trials. */
+                query?: string | null;
                 /** @description The experiment has all of these labels. */
                 label?: string[] | null;
                 state?: components["schemas"]["TrialState"][] | null;

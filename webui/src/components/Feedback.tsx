@@ -69,7 +69,7 @@ export function Warnings({ messages }: { messages: string[] }) {
       icon={<IconAlertTriangle aria-hidden />}
       color="yellow"
       variant="outline"
-      styles={{ title: { color: "inherit" } }}
+      styles={{ title: { color: "var(--mantine-color-text)" } }}
       title={messages.length === 1 ? "1 warning" : `${messages.length} warnings`}
       role="note"
     >

@@ -2,6 +2,7 @@
 
 import { ActionIcon, AppShell, Group, Menu, Modal, Text, Tooltip } from "@mantine/core";
 import { useMantineColorScheme } from "@mantine/core";
+import { useHotkeys } from "@mantine/hooks";
 import {
   IconBook,
   IconChartDots3,
@@ -10,21 +11,27 @@ import {
   IconHome,
   IconLogout,
   IconMoon,
+  IconSearch,
   IconServer2,
   IconSun,
   IconUsers,
 } from "@tabler/icons-react";
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
-import { Link, Outlet, useRouterState } from "@tanstack/react-router";
+import { Link, Outlet, useNavigate, useRouterState } from "@tanstack/react-router";
+import { Suspense, useRef, useState } from "react";
 
 import { masterQuery, sessionQuery } from "../api/queries";
 import { noteSignOut, useSession } from "../api/session";
 import { signOut } from "../api/signIn";
 import { slotsInWords } from "../lib/cluster";
 import { useEventStream, useStreamState } from "../live/useLive";
+import { lazyPage } from "../lib/lazyPage";
 import { SignInForm } from "../pages/SignIn";
 import { ProblemView, Waiting } from "./Feedback";
 import classes from "./Frame.module.css";
+
+const SearchDialog = lazyPage(() => import("./Search"), "SearchDialog");
+const ShortcutSheet = lazyPage(() => import("./Search"), "ShortcutSheet");
 
 const PAGES = [
   { to: "/", label: "Home", Icon: IconHome },
@@ -67,6 +74,7 @@ export function Frame() {
           </Link>
           <Group gap={4}>
             <Connection />
+            <Shortcuts />
             <Tooltip label="Documentation">
               <ActionIcon
                 component="a"
@@ -146,6 +154,44 @@ function Navigation({ className, label }: { className: string | undefined; label
         </Link>
       ))}
     </nav>
+  );
+}
+
+const GO_MS = 1500;
+const TARGETS = { H: "/", E: "/experiments", C: "/compare", L: "/cluster", N: "/new" } as const;
+
+/** The button that opens the search, and the keys that work on all pages. */
+function Shortcuts() {
+  const [open, setOpen] = useState<"search" | "sheet" | null>(null);
+  const navigate = useNavigate();
+  const goAt = useRef(0);
+  const search = () => setOpen("search");
+  const close = () => setOpen(null);
+  // It works in fields too.
+  useHotkeys([["mod+K", search]], []);
+  useHotkeys([
+    ["/", search],
+    ["shift+?", () => setOpen("sheet")],
+    ["G", () => void (goAt.current = Date.now())],
+    ...Object.entries(TARGETS).map(([key, to]): [string, () => void] => [
+      key,
+      () => {
+        if (Date.now() - goAt.current < GO_MS) void navigate({ to });
+      },
+    ]),
+  ]);
+  return (
+    <>
+      <Tooltip label="Search (Ctrl K); all shortcuts: ?">
+        <ActionIcon variant="subtle" color="gray" aria-label="Search" size="lg" onClick={search}>
+          <IconSearch size={20} />
+        </ActionIcon>
+      </Tooltip>
+      <Suspense>
+        {open === "search" && <SearchDialog onClose={close} />}
+        {open === "sheet" && <ShortcutSheet onClose={close} />}
+      </Suspense>
+    </>
   );
 }
 

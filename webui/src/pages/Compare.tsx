@@ -12,6 +12,7 @@ import { experimentQuery, goneQuery, MOST_RUNS, runFilterOf, runsQuery } from ".
 import { useSearchChange } from "../charts/ChartControls";
 import { Empty, Failure, ProblemView, Waiting } from "../components/Feedback";
 import { PageHead } from "../components/PageHead";
+import { isQueryError } from "../components/QueryBox";
 import { namesOf, type Row, rowsOf, type Run, runsOf, sorted, switchedOn } from "../lib/runs";
 import type { CompareSearch } from "../lib/search";
 import { useTitle } from "../lib/title";
@@ -52,10 +53,12 @@ export function Compare() {
   return (
     <>
       <PageHead title="Compare trials" actions={<SavedViews search={search} />} />
-      {list.isError && <ProblemView error={list.error} onRetry={() => void list.refetch()} />}
+      {list.isError && !isQueryError(list.error) && (
+        <ProblemView error={list.error} onRetry={() => void list.refetch()} />
+      )}
       {gone !== "" && <Failure title="Not here any more" message={gone} />}
       {list.isPending && <Waiting what="runs" />}
-      {list.isSuccess && (
+      {(list.isSuccess || isQueryError(list.error)) && (
         <div className={classes.workspace}>
           <RunList
             rows={rows}
@@ -63,8 +66,9 @@ export function Compare() {
             total={
               (search.trials?.length ?? 0) > MOST_RUNS
                 ? (search.trials?.length ?? 0)
-                : list.data.total
+                : (list.data?.total ?? 0)
             }
+            error={list.error}
             shown={chosen}
             search={search}
           />

@@ -1,7 +1,5 @@
-import { Button, Group, Menu, Select, Switch, Text, TextInput } from "@mantine/core";
-import { useDebouncedCallback } from "@mantine/hooks";
+import { Button, Group, Menu, Select, Switch, Text } from "@mantine/core";
 import { notifications } from "@mantine/notifications";
-import { IconSearch } from "@tabler/icons-react";
 import { useInfiniteQuery, useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useSearch } from "@tanstack/react-router";
 import { useCallback, useMemo, useState } from "react";
@@ -18,6 +16,7 @@ import { type Column, DataTable, widthFor } from "../components/DataTable";
 import { Empty, ProblemView, Waiting } from "../components/Feedback";
 import { LinkButton, RowLink } from "../components/links";
 import { PageHead } from "../components/PageHead";
+import { isQueryError, QueryBox } from "../components/QueryBox";
 import { ProgressCell } from "../components/ProgressCell";
 import { Sparkline } from "../components/Sparkline";
 import { StateBadge } from "../components/StateBadge";
@@ -44,7 +43,7 @@ export function Experiments() {
   const list = useInfiniteQuery(
     experimentsQuery({
       states: search.state && [search.state],
-      search: search.q,
+      query: search.q,
       isArchived: search.archived,
       owner,
       columns: search.columns,
@@ -83,7 +82,14 @@ export function Experiments() {
         }
       />
       <Group gap="sm" mb="sm">
-        <NameSearch value={search.q ?? ""} onChange={(q) => change({ q: q || undefined })} />
+        <QueryBox
+          label="Search by name, label or id"
+          flex="1 1 260px"
+          maw={420}
+          value={search.q ?? ""}
+          onChange={(q) => change({ q: q || undefined })}
+          error={list.error}
+        />
         <Select
           aria-label="State"
           placeholder="Any state"
@@ -154,7 +160,9 @@ export function Experiments() {
         )}
       </Group>
       {list.isPending && <Waiting what="experiments" />}
-      {list.isError && <ProblemView error={list.error} onRetry={() => void list.refetch()} />}
+      {list.isError && !isQueryError(list.error) && (
+        <ProblemView error={list.error} onRetry={() => void list.refetch()} />
+      )}
       {list.isSuccess && rows.length === 0 && (
         <NothingHere isFiltered={Boolean(search.q ?? search.state ?? search.where ?? owner)} />
       )}
@@ -187,26 +195,6 @@ function NothingHere({ isFiltered }: { isFiltered: boolean }) {
     <Empty title="No experiments yet" command="paceline experiment create config.yaml .">
       Create one in the directory of your code:
     </Empty>
-  );
-}
-
-function NameSearch({ value, onChange }: { value: string; onChange: (value: string) => void }) {
-  const [text, setText] = useState(value);
-  const tell = useDebouncedCallback(onChange, 250);
-  return (
-    <TextInput
-      aria-label="Search by name, label or id"
-      placeholder="Name, label or id"
-      size="xs"
-      flex="1 1 180px"
-      maw={210}
-      leftSection={<IconSearch size={16} />}
-      value={text}
-      onChange={(event) => {
-        setText(event.currentTarget.value);
-        tell(event.currentTarget.value);
-      }}
-    />
   );
 }
 

@@ -17,10 +17,17 @@ import type { Experiment } from "../api/types";
 import { CodeView } from "../components/CodeView";
 import { Command, ProblemView, Quoted, Waiting, Warnings } from "../components/Feedback";
 import { PageHead } from "../components/PageHead";
+import type { CodeFile } from "../lib/packCode";
 import { completeConfig, type Schema } from "../lib/configCompletion";
 import { formatLength, plural } from "../lib/numbers";
 import { useTitle } from "../lib/title";
+import { CodeChoice, ValueForm } from "./ConfigForms";
 
+/** Goes once code is uploaded. */
+const PLACE = `environment:
+  # Where the code is, on the machine that trains.
+  working_dir: /path/to/code
+`;
 const TEMPLATE = `name: my-experiment
 entrypoint: python3 train.py
 hyperparameters:
@@ -29,10 +36,7 @@ searcher:
   name: single
   metric: validation_loss
   smaller_is_better: true
-environment:
-  # Where the code is, on the machine that trains.
-  working_dir: /path/to/code
-`;
+${PLACE}`;
 const CHANGES = `# For example:
 # hyperparameters:
 #   learning_rate: 0.0001
@@ -43,7 +47,12 @@ interface Origin {
   title: string;
   text: string;
   hint: string;
-  create: (config: Record<string, unknown>, text: string, activate: boolean) => Promise<Experiment>;
+  create: (
+    config: Record<string, unknown>,
+    text: string,
+    activate: boolean,
+    code: CodeFile[] | null,
+  ) => Promise<Experiment>;
 }
 
 export function NewExperiment() {
@@ -89,9 +98,10 @@ export function NewExperiment() {
       origin={{
         title: "New experiment",
         text: TEMPLATE,
-        hint: "Code is not uploaded from here: name the directory where it is, fork an experiment that has it, or use the command line.",
+        hint: "Upload the directory of your code, name one on the machine that trains, or use the command line.",
         create: createExperiment,
       }}
+      takesCode
       command="paceline experiment create config.yaml ."
     />
   );
@@ -101,16 +111,22 @@ interface EditorProps {
   origin: Origin;
   /** Only changes of a config, which cannot be checked alone. */
   isPartial?: boolean;
+  takesCode?: boolean;
   command?: string;
 }
 
-function Editor({ origin, isPartial, command }: EditorProps) {
+function Editor({ origin, isPartial, takesCode, command }: EditorProps) {
   const navigate = useNavigate();
   const [text, setText] = useState(origin.text);
+  const [code, setCode] = useState<CodeFile[] | null>(null);
   const [isPaused, setPaused] = useState(false);
   const [checkedText] = useDebouncedValue(text, CHECK_DELAY_MS);
   const schema = useQuery(schemaQuery).data;
   const complete = useMemo(() => schema && completeConfig(schema as Schema), [schema]);
+  const chooseCode = (files: CodeFile[] | null) => {
+    setCode(files);
+    if (files) setText(text.replace(PLACE, ""));
+  };
   const check = useQuery({
     queryKey: ["check", checkedText],
     queryFn: () => checkConfig(checkedText),
@@ -128,7 +144,7 @@ function Editor({ origin, isPartial, command }: EditorProps) {
       const wanted: unknown = parse(text) ?? (isPartial ? {} : null);
       if (typeof wanted !== "object" || wanted === null)
         throw new Error("A config must be a mapping of names to values.");
-      return origin.create(wanted as Record<string, unknown>, text, !isPaused);
+      return origin.create(wanted as Record<string, unknown>, text, !isPaused, code);
     },
     onSuccess: (created) => navigate({ to: "/experiments/$id", params: { id: created.id } }),
   });
@@ -143,6 +159,8 @@ function Editor({ origin, isPartial, command }: EditorProps) {
       <Text size="sm" c="dimmed" component="div">
         {origin.hint} {command && <Command text={command} />}
       </Text>
+      {takesCode && <CodeChoice files={code} onChange={chooseCode} />}
+      {!takesCode && !isPartial && <ValueForm text={text} onChange={setText} />}
       <CodeView
         label="Config in YAML"
         text={text}

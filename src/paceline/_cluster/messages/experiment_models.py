@@ -458,8 +458,20 @@ class Proposal(Message):
     trial_id: int | None
 
 
+class NotesVersion(Message):
+    """Version of an experiment's notes; without a user it was there before the first edit."""
+
+    number: int
+    text: str
+    user: str | None
+    saved_at: float
+
+
 class Relative(Message):
-    """Experiment of a tree: `parent` is what it was forked from or continues, None for the root."""
+    """Experiment of a tree: `parent` is what it was forked from or continues, None for the root.
+
+    `parent_trial_id` is the trial that it continues, `checkpoint` what its first trial starts from.
+    """
 
     id: int
     name: str
@@ -468,6 +480,8 @@ class Relative(Message):
     parent: int | None
     has_changed_code: bool
     best_metric: Number | None
+    parent_trial_id: int | None = None
+    checkpoint: str | None = None
 
 
 class FileDiff(Message):
@@ -646,6 +660,13 @@ class Trial(Message):
         return shown_trial_state(
             self.state, self.is_running, self.stop_reason, self.experiment_state
         )
+
+
+class QueryCompletions(Message):
+    """What the last word of a query may become; the word begins at `place`."""
+
+    place: int
+    texts: list[str]
 
 
 class TrialSet(Message):

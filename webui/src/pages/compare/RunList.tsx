@@ -10,18 +10,17 @@ import {
   Select,
   TagsInput,
   Text,
-  TextInput,
   useComputedColorScheme,
 } from "@mantine/core";
-import { useDebouncedCallback } from "@mantine/hooks";
-import { IconDots, IconPinned, IconSearch } from "@tabler/icons-react";
+import { IconDots, IconPinned } from "@tabler/icons-react";
 import { useVirtualizer } from "@tanstack/react-virtual";
-import { useMemo, useRef, useState } from "react";
+import { useMemo, useRef } from "react";
 
 import { manyChoices, useSearchChange } from "../../charts/ChartControls";
 import { lineStyle } from "../../charts/palette";
 import { LineMark } from "../../charts/CurveCard";
 import { RowLink } from "../../components/links";
+import { QueryBox } from "../../components/QueryBox";
 import type { Condition } from "../../lib/conditions";
 import { plural } from "../../lib/numbers";
 import {
@@ -48,9 +47,10 @@ interface RunListProps {
   total: number;
   shown: ReadonlySet<string>;
   search: CompareSearch;
+  error: unknown;
 }
 
-export function RunList({ rows, runs, total, shown, search }: RunListProps) {
+export function RunList({ rows, runs, total, shown, search, error }: RunListProps) {
   const change = useSearchChange();
   const isGrouped = search.group !== undefined;
   const isAll = rows.length > 0 && shown.size === rows.length;
@@ -58,7 +58,13 @@ export function RunList({ rows, runs, total, shown, search }: RunListProps) {
   const isNarrowed = search.trials !== undefined || search.experiments !== undefined;
   return (
     <section className={classes.runs} aria-label="Runs">
-      <RunSearch value={search.runs ?? ""} />
+      <QueryBox
+        label="Search runs by experiment, label or id"
+        mb={6}
+        value={search.runs ?? ""}
+        onChange={(runs) => change({ runs: runs || undefined })}
+        error={error}
+      />
       <RunFilters search={search} />
       <Controls runs={runs} search={search} />
       <Group gap="xs" my={6} justify="space-between" wrap="nowrap">
@@ -101,26 +107,6 @@ const NO_CONDITIONS: readonly Condition[] = [];
 const NARROWED = { trials: undefined, experiments: undefined };
 const SWITCHES = { first: undefined, on: undefined, off: undefined };
 const OF_ROWS = { ...SWITCHES, top: undefined, base: undefined };
-
-function RunSearch({ value }: { value: string }) {
-  const change = useSearchChange();
-  const [text, setText] = useState(value);
-  const tell = useDebouncedCallback((runs: string) => change({ runs: runs || undefined }), 250);
-  return (
-    <TextInput
-      aria-label="Search runs by experiment, label or id"
-      placeholder="Experiment, label or id"
-      size="xs"
-      mb={6}
-      leftSection={<IconSearch size={16} />}
-      value={text}
-      onChange={(event) => {
-        setText(event.currentTarget.value);
-        tell(event.currentTarget.value);
-      }}
-    />
-  );
-}
 
 /** Choosing runs by state, label, hyperparameters and metrics. */
 function RunFilters({ search }: { search: CompareSearch }) {

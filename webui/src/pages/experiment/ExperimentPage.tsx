@@ -110,6 +110,7 @@ function tabsOf({ id, has_rungs, num_trials }: Experiment) {
     ...(has_rungs ? [{ label: "Rungs", to: `${at}/search` }] : []),
     { label: "Checkpoints", to: `${at}/checkpoints` },
     { label: "Code and config", to: `${at}/code` },
+    { label: "Lineage", to: `${at}/lineage` },
     { label: "Notes", to: `${at}/notes` },
     { label: "Logs", to: `${at}/logs` },
   ];

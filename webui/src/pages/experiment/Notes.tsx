@@ -10,6 +10,7 @@ import { keys } from "../../api/keys";
 import { problemOf } from "../../api/problem";
 import { experimentQuery } from "../../api/queries";
 import { ProblemView, Waiting } from "../../components/Feedback";
+import { NotesHistory } from "./NotesHistory";
 
 export function Notes() {
   const { id } = useParams({ from: "/experiments/$id" });
@@ -109,6 +110,7 @@ export function Editor({ id, stored }: { id: number; stored: Version }) {
           {isChanged ? "Not saved yet" : save.isSuccess ? "Saved" : ""}
         </Text>
       </Group>
+      <NotesHistory id={id} version={stored.version} onRestore={type} />
     </Stack>
   );
 }

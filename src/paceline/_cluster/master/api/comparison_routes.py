@@ -8,7 +8,7 @@ import numpy as np
 from fastapi import Query, Response
 from sqlalchemy import Connection, distinct, func, select
 
-from paceline._cluster.master.api.list_routes import list_condition
+from paceline._cluster.master.api.list_routes import QueryText, list_condition
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import ApiError, Limit, MasterOf, RecordsOf
 from paceline._cluster.master.api.route_scopes import ApiRouter
@@ -24,6 +24,7 @@ from paceline._cluster.master.store.experiment_list import (
 )
 from paceline._cluster.master.store.group_curves import CurvePart, part_of, spread_of
 from paceline._cluster.master.store.metric_series import Curve, Selection, read_curves, smooth_at
+from paceline._cluster.master.store.query_language import QueryError, matching_trials_of
 from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
 from paceline._cluster.messages.experiment_models import (
     CountedName,
@@ -57,6 +58,7 @@ def list_all_trials(
             description="Conditions as in the list of experiments, on each trial itself.",
         ),
     ] = None,
+    query: QueryText = None,
     label: Annotated[
         list[str] | None,
         Query(max_length=100, description="The experiment has all of these labels."),
@@ -78,13 +80,17 @@ def list_all_trials(
     is_named = trial is not None or experiment is not None
     with records.database.read() as connection:
         try:
-            query = ExperimentQuery(
+            wanted = ExperimentQuery(
                 search=search, labels=label or (), is_archived=None if is_named else False
             )
-            conditions.append(trials.experiment_id.in_(matching_ids(query)))
+            conditions.append(trials.experiment_id.in_(matching_ids(wanted)))
+            if query:
+                conditions.append(trials.id.in_(matching_trials_of(connection, query)))
             if where:
                 met = matching_trials([list_condition(text) for text in where])
                 conditions.append(trials.id.in_(met))
+        except QueryError as error:
+            raise ApiError(400, "invalid_query", str(error)) from error
         except ValueError as error:
             raise ApiError(422, "invalid_request", str(error)) from error
         found = select(*LISTED_TRIAL_COLUMNS).where(*conditions).order_by(trials.id.desc())

@@ -19,6 +19,7 @@ from sqlalchemy import select
 
 from paceline._base.files import open_private, replacing_atomically, sync_directory
 from paceline._cluster.master.api.access_guard import IdentityOf
+from paceline._cluster.master.api.attempt_and_log_routes import may_name_directories
 from paceline._cluster.master.api.experiment_routes import ExperimentId
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import (
@@ -29,6 +30,7 @@ from paceline._cluster.master.api.requests_and_answers import (
     write_rows,
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.storage_calls import in_own_thread
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database_reading import note_contexts
@@ -103,6 +105,8 @@ config_router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
+# Limit for the file system of a directory that a config names.
+_DIRECTORY_S = 2.0
 
 
 @config_router.get("/experiments/{experiment_id}/config")
@@ -159,7 +163,7 @@ def read_config_schema() -> dict[str, Any]:
 
 
 @config_router.post("/check-config")
-def check_config(request: ConfigText) -> CheckedConfig:
+def check_config(request: ConfigText, identity: IdentityOf) -> CheckedConfig:
     """Parse and check a configuration without creating anything; its problems are the answer."""
     try:
         data = parse_yaml(request.text, file_name="config")
@@ -169,7 +173,22 @@ def check_config(request: ConfigText) -> CheckedConfig:
         checked = validate_config(data)
     except ConfigError as error:
         return CheckedConfig(config=data, problems=config_problems(error, request.text))
-    return CheckedConfig(config=data, problems=[], warnings=list(checked.warnings))
+    warnings = list(checked.warnings)
+    directory = checked.environment.working_dir
+    if directory is not None and may_name_directories(identity) and _is_missing(directory):
+        warnings.append(
+            "`environment.working_dir` must be a directory on the machine that trains, but"
+            f" {directory} is none on the master's machine. Hint: correct it, or upload the code."
+        )
+    return CheckedConfig(config=data, problems=[], warnings=warnings)
+
+
+def _is_missing(directory: str) -> bool:
+    """Return whether a directory is not there; not if its file system gives no answer in time."""
+    try:
+        return not in_own_thread(Path(directory).is_dir).result(_DIRECTORY_S)
+    except (TimeoutError, OSError, ValueError):
+        return False
 
 
 def _encode_yaml(config: dict[str, Any]) -> bytes:

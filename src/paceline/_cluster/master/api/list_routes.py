@@ -38,6 +38,11 @@ from paceline._cluster.master.store.experiment_list import (
     sample_trials,
 )
 from paceline._cluster.master.store.metric_series import tagged
+from paceline._cluster.master.store.query_language import (
+    QueryError,
+    complete_query,
+    matching_experiments_of,
+)
 from paceline._cluster.master.store.reach import current_reach
 from paceline._cluster.master.store.row_ids_and_counts import EXPERIMENTS, TRIALS, number_by_state
 from paceline._cluster.master.store.series_writer import all_metric_names
@@ -48,6 +53,7 @@ from paceline._cluster.messages.experiment_models import (
     HparamTable,
     MetricName,
     Page,
+    QueryCompletions,
     Trial,
 )
 from paceline._cluster.messages.states import ExperimentState, TrialState
@@ -301,6 +307,13 @@ experiment_list_router = ApiRouter(tags=["experiments"], route_class=ReadingRout
 
 _MAX_SPACES = 1000
 Names = Annotated[list[str], Query(max_length=100)]
+QueryText = Annotated[
+    str | None,
+    Query(
+        description="A query such as `lr < 0.01 and tag:baseline and not state:ERROR`; an"
+        " experiment is listed if it holds for one of its trials."
+    ),
+]
 
 
 @experiment_list_router.get("/experiments", response_model=Page[Experiment])
@@ -323,6 +336,7 @@ def list_experiments(
             " `hparam:NAME` holds if any trial meets it; other columns are of the best trial."
         ),
     ] = None,
+    query: QueryText = None,
     column: Annotated[
         Names | None,
         Query(description="Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`."),
@@ -335,7 +349,7 @@ def list_experiments(
     after = place_in_rows(cursor, f"{sort_by} {order}", num_keys=2)
     with records.database.read() as connection:
         try:
-            query = ExperimentQuery(
+            wanted = ExperimentQuery(
                 states=[one.value for one in state or ()],
                 search=search,
                 labels=label or (),
@@ -343,17 +357,20 @@ def list_experiments(
                 owner=owner,
                 project=project,
                 conditions=[list_condition(text) for text in where or ()],
+                within=matching_experiments_of(connection, query) if query else None,
                 columns=column or (),
                 sort_by=sort_by,
                 is_descending=order == "desc",
             )
             # One more row shows whether there is a further page.
-            listed = list_rows(connection, query, after=after, limit=limit + 1)
+            listed = list_rows(connection, wanted, after=after, limit=limit + 1)
             total = None
             if cursor is None:
                 # Looking through all of them twice is dear.
                 is_whole = len(listed) <= limit
-                total = len(listed) if is_whole else count_rows(connection, query)
+                total = len(listed) if is_whole else count_rows(connection, wanted)
+        except QueryError as error:
+            raise ApiError(400, "invalid_query", str(error)) from error
         except ValueError as error:
             raise ApiError(422, "invalid_request", str(error)) from error
         items = encode_experiments(connection, listed[:limit], records.encodings, is_brief=brief)
@@ -373,6 +390,19 @@ def list_experiment_columns(records: RecordsOf) -> ColumnNames:
         metrics=[MetricName(group=group, name=name) for group, name in names],
         hparams=hparams,
     )
+
+
+@experiment_list_router.get("/query-completions")
+def list_query_completions(
+    records: RecordsOf,
+    query: Annotated[str, Query(description="The text up to the cursor.")] = "",
+) -> QueryCompletions:
+    """List what the last word of a query may become: fields, or values of the field before it."""
+    with records.database.read() as connection:
+        names = _hparam_names(connection, records.kept_names)
+        metrics = dict.fromkeys(name for _, name in all_metric_names(connection))
+        place, texts = complete_query(connection, query, [*names, *metrics])
+    return QueryCompletions(place=place, texts=texts)
 
 
 def _hparam_names(connection: Connection, kept: NameCache) -> list[str]:

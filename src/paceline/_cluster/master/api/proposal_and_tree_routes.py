@@ -23,6 +23,7 @@ from paceline._cluster.master.api.requests_and_answers import (
     write_once,
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.notes_history import read_notes_history
 from paceline._cluster.master.experiments.proposals import read_proposals
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.row_ids_and_counts import NO_COUNTS, experiment_counts
@@ -30,6 +31,7 @@ from paceline._cluster.messages.experiment_models import (
     CodeDiff,
     FileDiff,
     NewProposal,
+    NotesVersion,
     Proposal,
     Relative,
 )
@@ -96,6 +98,12 @@ def read_tree(experiment_id: ExperimentId, master: MasterOf) -> list[Relative]:
         rows = connection.execute(select(tables.experiments).where(experiments.id.in_(found)))
         known = {row.id: row for row in rows}
         counts = experiment_counts(connection, found)
+        sources = (
+            select(trials.experiment_id, trials.source_checkpoint)
+            .where(trials.experiment_id.in_(found), trials.source_checkpoint.is_not(None))
+            .order_by(trials.id.desc())
+        )
+        started = {row.experiment_id: row.source_checkpoint for row in connection.execute(sources)}
     shown = []
     for row in (known[id_] for id_ in found if id_ in known):
         before = known.get(parents.get(row.id) or 0)
@@ -109,9 +117,19 @@ def read_tree(experiment_id: ExperimentId, master: MasterOf) -> list[Relative]:
                 parent=None if before is None else before.id,
                 has_changed_code=before is not None and before.context_digest != row.context_digest,
                 best_metric=row.best_metric,
+                parent_trial_id=row.parent_trial_id,
+                checkpoint=started.get(row.id),
             )
         )
     return shown
+
+
+@proposal_router.get("/experiments/{experiment_id}/notes-history")
+def read_notes_versions(experiment_id: ExperimentId, master: MasterOf) -> list[NotesVersion]:
+    """List the versions of an experiment's notes, the newest first."""
+    with master.database.read() as connection:
+        experiment_row(connection, experiment_id)
+        return [NotesVersion(**one) for one in read_notes_history(connection, experiment_id)]
 
 
 def _family(experiment_id: int, parents: dict[int, int | None]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, delete, or_, select, update
 
 from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, checkpoint_places
+from paceline._cluster.master.experiments.notes_history import add_notes_version
 from paceline._cluster.master.experiments.scheduler_input import waiting_trials
 from paceline._cluster.master.experiments.search_limits import change_limits
 from paceline._cluster.master.experiments.state_decisions import RefusedError
@@ -88,6 +89,8 @@ def edit_experiment(
     if limits is not None:
         change_limits(transaction, changes, row, limits)
         transaction.emit("experiment_changed", experiment_id, fields=["limits"])
+    if notes is not None:
+        add_notes_version(transaction.connection, experiment_id, row.notes, notes)
     _change_experiment(transaction, experiment_id, changed)
 
 

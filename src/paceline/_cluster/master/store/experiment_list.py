@@ -302,7 +302,7 @@ _NUMBER_OPERATORS = ("<", "<=", ">", ">=", "=", "!=")
 LONGEST_TEXT = 1000
 
 _experiments = tables.experiments
-_best = tables.trials.alias("best")
+BEST = tables.trials.alias("best")
 _any_trial = tables.trials.alias("any_trial")
 _first_trial = (
     select(tables.trials.c.id)
@@ -384,6 +384,8 @@ class ExperimentQuery:
     owner: str | None = None
     project: str | None = None
     conditions: Sequence[Condition] = ()
+    within: Select[Any] | None = None
+    """The query for the ids of those that may be listed."""
     columns: Sequence[str] = ()
     sort_by: str = "id"
     is_descending: bool = True
@@ -413,7 +415,7 @@ def list_rows(
     Raises:
         ValueError: A column is unknown.
     """
-    place = _sortable(query.sort_by)
+    place = sortable_column(query.sort_by)
     # Found first and read whole afterwards: sorting whole rows would cost far more.
     found = _joined(select(_experiments.c.id, place.label("place")), query)
     order = Order((place, _experiments.c.id), query.is_descending)
@@ -462,20 +464,21 @@ def matching_trials(conditions: Sequence[Condition]) -> Select[Any]:
     Raises:
         ValueError: A column is unknown.
     """
-    own = {"best_metric": _best.c.best_metric, "progress": _best.c.progress}
-    joined = _best.join(_experiments, _experiments.c.id == _best.c.experiment_id)
+    own = {"best_metric": BEST.c.best_metric, "progress": BEST.c.progress}
+    joined = BEST.join(_experiments, _experiments.c.id == BEST.c.experiment_id)
     held = (
         _compares(one, own[one.column], own[one.column])
         if one.column in own
-        else _compares(one, _shown_column(one.column), _sortable(one.column))
+        else _compares(one, _shown_column(one.column), sortable_column(one.column))
         for one in conditions
     )
-    return select(_best.c.id).select_from(joined).where(*held)
+    return select(BEST.c.id).select_from(joined).where(*held)
 
 
 def count_rows(connection: Connection, query: ExperimentQuery) -> int:
     """Return how many experiments a query lists."""
-    if not (query.search or query.labels or query.conditions or query.owner or query.project):
+    is_narrowed = query.search or query.labels or query.conditions or query.owner or query.project
+    if not is_narrowed and query.within is None:
         return _kept_count(connection, query)
     statement = _joined(select(func.count(_experiments.c.id)), query)
     found: int = connection.execute(statement).scalar_one()
@@ -505,7 +508,7 @@ def _names_best(columns: Sequence[str]) -> bool:
 
 
 def _with_best(statement: Select[Any]) -> Select[Any]:
-    return statement.select_from(_experiments.outerjoin(_best, _best.c.id == _best_id))
+    return statement.select_from(_experiments.outerjoin(BEST, BEST.c.id == _best_id))
 
 
 def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
@@ -522,23 +525,25 @@ def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
         found.append(PROJECT_NAME.in_([query.project]))
     labels = cast(_experiments.c.labels, Text)
     # Labels are stored as a JSON list, so each one is found by its own JSON text.
-    found += [_column_contains(labels, json.dumps(label)) for label in query.labels]
+    found += [column_contains(labels, json.dumps(label)) for label in query.labels]
+    if query.within is not None:
+        found.append(_experiments.c.id.in_(query.within))
     if query.search:
-        found.append(_experiments.c.id.in_(_found_by_text(query.search)))
+        found.append(_experiments.c.id.in_(found_by_text(query.search)))
     return found
 
 
-def _found_by_text(text: str) -> Select[Any]:
+def found_by_text(text: str) -> Select[Any]:
     """Return the ids of experiments with a matching name, description, label list or id."""
     table = _experiments.alias()
     columns = (table.c.name, table.c.description, cast(table.c.labels, Text))
-    matches = [_column_contains(column, text) for column in columns]
+    matches = [column_contains(column, text) for column in columns]
     if text.isascii() and text.isdecimal() and len(text) < 19:
         matches.append(table.c.id == int(text))
     return select(table.c.id).where(or_(*matches))
 
 
-def _column_contains(column: ColumnElement[str], text: str) -> ColumnElement[bool]:
+def column_contains(column: ColumnElement[str], text: str) -> ColumnElement[bool]:
     """Return whether a column has a text; SQLite's LIKE takes a-z and A-Z for the same.
 
     Raises:
@@ -555,7 +560,7 @@ def _column_contains(column: ColumnElement[str], text: str) -> ColumnElement[boo
 def _condition_holds(condition: Condition) -> ColumnElement[bool]:
     if not _is_hparam(condition.column):
         shown = _shown_column(condition.column)
-        return _compares(condition, shown, _sortable(condition.column))
+        return _compares(condition, shown, sortable_column(condition.column))
     # Any trial may meet a condition on a hyperparameter, not only the best one.
     path = json_path(condition.column.partition(":")[2])
     value = func.json_extract(_any_trial.c.hparams, path)
@@ -581,7 +586,7 @@ def _compares(
     if isinstance(value, str):
         column: ColumnElement[str] = cast(shown, Text)
         if operator == "contains":
-            return _column_contains(column, value)
+            return column_contains(column, value)
         is_equal = func.lower(column) == value.lower()
         return is_equal if operator == "=" else ~is_equal
     if value is None:
@@ -590,7 +595,7 @@ def _compares(
     return compared
 
 
-def _sortable(name: str) -> ColumnElement[Any]:
+def sortable_column(name: str) -> ColumnElement[Any]:
     """Return a column's expression to sort and to compare by; NaN and text are no numbers."""
     kind, _, rest = name.partition(":")
     if name in _FIELDS:
@@ -609,7 +614,7 @@ def _told_column(name: str) -> ColumnElement[Any]:
     if kind == "hparam" and rest:
         # Path given twice: SQLite then returns a JSON list, in which true differs from 1.
         path = json_path(rest)
-        return func.json_extract(_best.c.hparams, path, path)
+        return func.json_extract(BEST.c.hparams, path, path)
     return _shown_column(name)
 
 
@@ -625,7 +630,7 @@ def _shown_column(name: str) -> ColumnElement[Any]:
     if name in _FIELDS:
         return _FIELDS[name]
     if kind == "hparam" and rest:
-        return func.json_extract(_best.c.hparams, json_path(rest))
+        return func.json_extract(BEST.c.hparams, json_path(rest))
     group, _, key = rest.partition("/")
     if kind not in ("last", "min", "max") or not group or not key:
         known = ", ".join(_FIELDS)
@@ -634,7 +639,7 @@ def _shown_column(name: str) -> ColumnElement[Any]:
             f" max:GROUP/NAME, but got {name!r}."
         )
     series = tables.series.c
-    of_best = (series.trial_id == _best.c.id, series.group == group, series.key == key)
+    of_best = (series.trial_id == BEST.c.id, series.group == group, series.key == key)
     if kind == "last":
         query: Select[Any] = (
             select(series.last).where(*of_best).order_by(series.attempt.desc()).limit(1)

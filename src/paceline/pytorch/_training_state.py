@@ -24,6 +24,7 @@ from paceline._training.engine.checkpoints.checkpoint_retention import BestValid
 from paceline._training.engine.checkpoints.checkpoint_saver import Destination
 from paceline._training.engine.checkpoints.models_and_optimizers import (
     ModelsAndOptimizers,
+    own_buffers,
     restore_generators,
     summed_gradients,
 )
@@ -42,18 +43,26 @@ from paceline._training.engine.metric_reducers import ReducerSet
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import check_same_data
-from paceline._training.engine.schedules import LRScheduler, Position, share_schedulers
+from paceline._training.engine.schedules import (
+    LRScheduler,
+    Position,
+    scheduler_state,
+    share_schedulers,
+)
 from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
 from paceline.core._core_context import Context
 from paceline.data._batches_to_device import mover_to
 from paceline.data._order_and_random_generators import (
+    packed_random_state,
     restore_random_state,
     seed_everything,
+    unpacked_random_state,
     worker_shards,
 )
 from paceline.data._sharded_loader import ShardedData
 from paceline.pytorch._loop_agreement_and_reports import LoopHooks, RankWish
 from paceline.pytorch._memory_checkpoints import begin_memory
+from paceline.pytorch._survivor_states import SmallState
 from paceline.pytorch._training_checkpoints import EarlierState
 from paceline.pytorch._training_fit import TrainingFit
 from paceline.pytorch._training_loop import DrivenLoop, TrainingLoop
@@ -112,6 +121,63 @@ class TrainingState:
             first = self._stepper.grid.first_rank
             own = StateInPieces(own, f"rank_{first}", first)
         return {**shared, f"rank_{self._rank}": own}
+
+    def small_state(self, loop: TrainingLoop, facts: Mapping[str, Any]) -> SmallState:
+        """Return what is small of this rank's state, without buffers; no gradient is open.
+
+        Args:
+            loop: The loop.
+            facts: Additions to "training".
+        """
+        stepper = self._stepper
+        own = {"random": packed_random_state(), "gradients": None, **self._own_of_loop(loop)}
+        training = {
+            **self._counts(loop),
+            "schedulers": [scheduler_state(scheduler) for scheduler in self._schedulers],
+            "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
+            **facts,
+        }
+        groups = [
+            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            for optimizer in stepper.optimizers
+        ]
+        return SmallState(own, training, groups)
+
+    def captured_at(
+        self, loop: TrainingLoop, facts: Mapping[str, Any], by_rank: Sequence[SmallState]
+    ) -> dict[str, Any]:
+        """Return all parts of a checkpoint: this rank's weights with small states of all ranks.
+
+        Args:
+            loop: The loop, at the position of the small states.
+            facts: The chief's additions to "training".
+            by_rank: The small states of all ranks, from the time when the weights were the same.
+
+        Raises:
+            ValueError: An optimizer has other parameter groups now.
+        """
+        objects = self._objects()
+        parts = self._shared(objects, loop, facts)
+        mine, chief = by_rank[self._rank], by_rank[0]
+        parts["training"] |= mine.training | {"callbacks": chief.training["callbacks"]}
+        for index, groups in enumerate(mine.groups):
+            present = parts[f"optimizer_{index}"]["param_groups"]
+            for group, settings in zip(present, groups, strict=True):
+                group.update(settings)
+        for index, buffers in enumerate(chief.buffers):
+            model = parts[f"model_{index}"]
+            model.update({name: each for name, each in buffers.items() if name in model})
+        for rank, state in enumerate(by_rank):
+            names = [own_buffers(model, is_chief=rank == 0) for model in objects.models]
+            parts[f"rank_{rank}"] = {
+                **state.own,
+                "random": unpacked_random_state(state.own["random"]),
+                "buffers": [
+                    {name: buffers[name] for name in own}
+                    for own, buffers in zip(names, state.buffers, strict=True)
+                ],
+            }
+        return parts
 
     def restore_shared(
         self, parts: Mapping[str, Any], loop: TrainingLoop, changes: SettingChanges
@@ -200,10 +266,7 @@ class TrainingState:
             "version": STATE_VERSION,
             "paceline": _own_version(),
             "torch": str(torch.__version__),
-            "position": loop.position._asdict(),
-            "num_optimizer_steps": stepper.accumulation.num_steps,
-            "optimizer_steps": [stepper.num_steps_of.get(id(o), 0) for o in stepper.optimizers],
-            "last_validation": loop.last_validation,
+            **self._counts(loop),
             "num_models": len(models),
             "num_optimizers": len(optimizers),
             **({"has_gradients": gradients is not None} if stepper.is_sharded else {}),
@@ -216,8 +279,19 @@ class TrainingState:
         return parts
 
     def _own(self, objects: ModelsAndOptimizers, loop: TrainingLoop) -> dict[str, Any]:
+        return {**objects.own_state(), **self._own_of_loop(loop)}
+
+    def _counts(self, loop: TrainingLoop) -> dict[str, Any]:
+        stepper = self._stepper
         return {
-            **objects.own_state(),
+            "position": loop.position._asdict(),
+            "num_optimizer_steps": stepper.accumulation.num_steps,
+            "optimizer_steps": [stepper.num_steps_of.get(id(o), 0) for o in stepper.optimizers],
+            "last_validation": loop.last_validation,
+        }
+
+    def _own_of_loop(self, loop: TrainingLoop) -> dict[str, Any]:
+        return {
             "means": loop.means.state(),
             "reducers": self._collected.storable_state(),
             "stream": loop.data.stream_state(),
@@ -757,7 +831,30 @@ class ResumableTraining(TrainingFit, LoopHooks):
 
     def keep_in_memory(self, every: float | None) -> None:
         """Save states to memory between checkpoints; see `MemoryCheckpoints`."""
-        self.checkpoints.memory = begin_memory(self._core, every)
+        self.checkpoints.memory = memory = begin_memory(self._core, every)
+        self.loop.boundaries = None
+        if memory is not None:
+            hooks = ("on_checkpoint_save_start", *_HOOKS_WITH_FILES)
+            told = [hook for hook in hooks if self._callbacks.overrides(hook)]
+            problem = f"callbacks have `{told[0]}`" if told else ""
+            memory.note_boundaries(self._parts.stepper, self, problem)
+            self.loop.boundaries = memory.boundaries
+
+    def small_state(self) -> SmallState:
+        """Return the small state of this rank at the present position, but for buffers."""
+        facts = {**self.best_validation.state(), "piece_end": self.piece_end}
+        if self._core.distributed.rank == 0:
+            facts["callbacks"] = self._callbacks.state()
+        return self._state.small_state(self.loop, facts)
+
+    def captured_at(self, by_rank: Sequence[SmallState]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return all parts and the metadata of a checkpoint at the position of small states."""
+        present, self.loop.position = self.loop.position, position_of({"training": by_rank[0][1]})
+        try:
+            parts = self._state.captured_at(self.loop, self._all_facts(), by_rank)
+            return parts, self._metadata()
+        finally:
+            self.loop.position = present
 
     def serve_memory(self, wish: RankWish) -> None:
         """Save the state to memory unless this position is stored, or give the memory up."""

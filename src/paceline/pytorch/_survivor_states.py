@@ -86,7 +86,7 @@ class _Slots:
         sizes = [-(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT for buffer in buffers]
         self._offsets = [_HEADER_BYTES + sum(sizes[:index]) for index in range(len(sizes))]
         self._data_at = _HEADER_BYTES + sum(sizes)
-        self._seed = xxhash.xxh3_64_intdigest(repr(self._forms))
+        self._seed = xxhash.xxh3_64_intdigest(repr(self._forms).encode())
         self._size = 0
         self._next = 0
         self._map: mmap.mmap | None = None
@@ -190,7 +190,6 @@ class BoundaryStates:
         self._watched: list[torch.Tensor] = []
         self._num_states: list[int] = []
         self._versions: list[int] = []
-        self._num_steps: dict[int, int] = {}
         self._places = [(m._buffers, name) for m in _modules(stepper) for name in m._buffers]
         self._slots: _Slots | None = _Slots(self._buffers())
         # Also for optimizers that nobody knows here.
@@ -235,7 +234,6 @@ class BoundaryStates:
             self._watched = [*self._parameters, *(t for t in tensors if type(t) is torch.Tensor)]
         self._versions = [tensor._version for tensor in self._watched]
         self._sampled = torch.cat(self._samples)
-        self._num_steps = dict(stepper.num_steps_of)
         self._has_stepped = False
 
     def _pace(self, num_batches: int, began_s: float) -> None:
@@ -302,8 +300,7 @@ class BoundaryStates:
             return False
         parameters = stepper.parameters()
         return (
-            stepper.num_steps_of == self._num_steps
-            and [*map(id, parameters)] == [*map(id, self._parameters)]
+            [*map(id, parameters)] == [*map(id, self._parameters)]
             and [tensor._version for tensor in self._watched] == self._versions
             # Changes of `parameter.data` have no version.
             and torch.equal(torch.cat(_samples(parameters)), self._sampled)

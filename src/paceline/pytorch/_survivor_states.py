@@ -274,7 +274,7 @@ class BoundaryStates:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if (self._directory / _SAVED).exists():
                 return True
-            by_rank = [self._read(descriptor, rank) for rank in range(self._world_size)]
+            by_rank = [self.read(rank) for rank in range(self._world_size)]
             states = [state for state in by_rank if state is not None]
             if len(states) < self._world_size or not _agree(states):
                 return False
@@ -306,10 +306,18 @@ class BoundaryStates:
             and torch.equal(torch.cat(_samples(parameters)), self._sampled)
         )
 
-    def _read(self, directory: int, rank: int) -> SmallState | None:
+    def read(self, rank: int) -> SmallState | None:
+        """Return what a rank has noted at this rank's last boundary, or None.
+
+        Raises:
+            NotRegularFileError: Its file is a link, or of another user.
+        """
         assert self._slots is not None
         try:
-            with open_regular_below(directory, str(rank), owners=[os.geteuid()]) as file:
+            with (
+                opened_directory(self._directory) as directory,
+                open_regular_below(directory, str(rank), owners=[os.geteuid()]) as file,
+            ):
                 found = self._slots.read(file.read(), self._step)
         except FileNotFoundError:
             return None

@@ -107,18 +107,19 @@ def test_a_survivor_saves_the_state_before_the_interrupted_step(
     launch: Launch, script: Script, tmp_path: Path, dropout_trial: str, memory: Path
 ) -> None:
     name = script(dropout_trial + TRAIN)
-    options = ["--nproc-per-node=3", "--max-restarts=6", name]
+    options = ["--nproc-per-node=3", "--max-restarts=6", "--grace-s=100", name]
     # The first state alone is copied to memory.
     variables = {"PACELINE_MEMORY_DIR": str(memory), "EVERY": "1e6"}
     assert launch(*options, NAME="straight", **variables).returncode == 0
-    kills = "5-0 7-2 14-1 16-0 16-2"
+    kills = "4-0 7-2 14-1 16-0 16-2"
     result = launch(*options, NAME="killed", KILLS=kills, IN_STEP="1", **variables)
     assert result.returncode == 0, result.stderr
     straight, killed = (read_run_facts(run_named(tmp_path, n)) for n in ("straight", "killed"))
     assert compare_runs(straight, killed) == []
     starts = [attempt.start_step for attempt in killed.attempts][1:]
     # The last sum before a kill may have reached some ranks alone.
-    assert all(any(at - 1 <= start <= at for start in starts) for at in (5, 7, 14, 16))
+    lost = [at for at in (4, 7, 14, 16) if not {at - 1, at} & {*starts}]
+    assert not lost, (starts, result.stderr)
     # A rank that was lost within its optimizer step: the state in memory before that is taken.
     assert 6 <= starts[2] <= 9
     assert not [*memory.iterdir()]

@@ -1,7 +1,6 @@
 """Order of samples by seed and epoch, shards of a worker, random number generators (torch)."""
 
 import random
-import struct
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
@@ -230,39 +229,22 @@ def _seed_torch(seed: int) -> None:
 
 def capture_random_state() -> dict[str, Any]:
     """Return the state of all generators of this process: tensors, lists and numbers."""
-    state = unpacked_random_state(packed_random_state())
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    if _has_numpy():
+        import numpy
+
+        legacy: Any = numpy.random.get_state(legacy=True)
+        kind, keys, position, has_gauss, cached = legacy
+        state["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
     # Uninitialised CUDA is left alone: asking for the state would take GPU memory.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         state["cuda"] = torch.cuda.get_rng_state()
         if others := _other_devices():
             state["cuda_others"] = [torch.cuda.get_rng_state(device) for device in others]
-    return state
-
-
-_PYTHON_WORDS = struct.Struct("625I")
-
-
-def packed_random_state() -> tuple[Any, ...]:
-    """Return the state of the generators without those of GPUs, in less time than all of it."""
-    version, internal, gauss = random.getstate()
-    packed: list[Any] = [version, _PYTHON_WORDS.pack(*internal), gauss]
-    packed.append(torch.get_rng_state().numpy())
-    if _has_numpy():
-        import numpy
-
-        packed.append(numpy.random.get_state(legacy=True))
-    return tuple(packed)
-
-
-def unpacked_random_state(packed: tuple[Any, ...]) -> dict[str, Any]:
-    """Return what `capture_random_state` returned where `packed_random_state` was called."""
-    version, words, gauss, generator, *legacy = packed
-    state: dict[str, Any] = {
-        "python": [version, list(_PYTHON_WORDS.unpack(words)), gauss],
-        "torch": torch.from_numpy(generator),
-    }
-    for kind, keys, position, has_gauss, cached in legacy:
-        state["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
     return state
 
 

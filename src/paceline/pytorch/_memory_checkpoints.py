@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline._base.process_and_network import num_cores
 from paceline._base.run_memory import MEMORY_DIRECTORY_VARIABLE, memory_root
@@ -18,8 +18,11 @@ from paceline._training.workers.shared_memory import available_bytes
 from paceline.core._background_checkpoints import CheckpointParts, StoreFailures
 from paceline.core._core_context import Context
 from paceline.pytorch._loop_agreement_and_reports import RankWish
-from paceline.pytorch._survivor_states import BoundaryStates, HasBoundaries, survivors_problem
+from paceline.pytorch._survivor_states import BoundaryStates, survivors_problem
 from paceline.storage._checkpoint_files import CheckpointError, series_uuid
+
+if TYPE_CHECKING:
+    from paceline.pytorch._training_state import ResumableTraining
 
 logger = logging.getLogger(__name__)
 
@@ -105,28 +108,24 @@ class MemoryCheckpoints:
         self._num_saves = 0
         self.boundaries: BoundaryStates | None = None
 
-    def note_boundaries(self, stepper: Stepper, training: HasBoundaries, problem: str) -> None:
+    def note_boundaries(
+        self, stepper: Stepper, training: "ResumableTraining", *, has_hooks: bool
+    ) -> None:
         """Have survivors of a lost rank save the state of the last boundary, if they can.
 
         Args:
             stepper: The models and optimizers.
             training: The training.
-            problem: Why it cannot be done; empty if no reason is known.
+            has_hooks: Whether callbacks add to checkpoints.
         """
-        distributed = self._distributed
-        if distributed.size == 1:
-            return
-        if problem := problem or survivors_problem(stepper):
+        place = self._distributed.rank, self._distributed.size
+        problem = "callbacks add to checkpoints" if has_hooks else survivors_problem(stepper)
+        if problem:
             logger.info("Surviving ranks will not save their states: %s.", problem)
-        else:
-            self.boundaries = BoundaryStates(
-                stepper,
-                training,
-                self._directory / f"boundaries-{self._series}",
-                rank=distributed.rank,
-                world_size=distributed.size,
-                share=(self._every if self._every < 1 else _SHARE) / 2,
-            )
+        elif place[1] > 1:
+            path = self._directory / f"boundaries-{self._series}"
+            share = (self._every if self._every < 1 else _SHARE) / 2
+            self.boundaries = BoundaryStates(stepper, training, path, place, share)
 
     def wish(self) -> RankWish:
         """Return what this rank wants: nothing, the next state in memory, or to give it up."""

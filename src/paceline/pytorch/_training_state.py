@@ -6,12 +6,10 @@ Files: ``model_<i>`` and ``optimizer_<i>`` (weights can be read by plain safeten
 ``docs/checkpoints.md`` lists every key.
 """
 
-import inspect
 import logging
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -53,16 +51,16 @@ from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
 from paceline.core._core_context import Context
 from paceline.data._batches_to_device import mover_to
 from paceline.data._order_and_random_generators import (
-    packed_random_state,
+    capture_random_state,
     restore_random_state,
     seed_everything,
-    unpacked_random_state,
     worker_shards,
 )
 from paceline.data._sharded_loader import ShardedData
 from paceline.pytorch._loop_agreement_and_reports import LoopHooks, RankWish
 from paceline.pytorch._memory_checkpoints import begin_memory
-from paceline.pytorch._survivor_states import SmallState
+from paceline.pytorch._survivor_states import Buffers, SmallState
+from paceline.pytorch._training_callbacks import TrainingCallbacks
 from paceline.pytorch._training_checkpoints import EarlierState
 from paceline.pytorch._training_fit import TrainingFit
 from paceline.pytorch._training_loop import DrivenLoop, TrainingLoop
@@ -121,63 +119,6 @@ class TrainingState:
             first = self._stepper.grid.first_rank
             own = StateInPieces(own, f"rank_{first}", first)
         return {**shared, f"rank_{self._rank}": own}
-
-    def small_state(self, loop: TrainingLoop, facts: Mapping[str, Any]) -> SmallState:
-        """Return what is small of this rank's state, without buffers; no gradient is open.
-
-        Args:
-            loop: The loop.
-            facts: Additions to "training".
-        """
-        stepper = self._stepper
-        own = {"random": packed_random_state(), "gradients": None, **self._own_of_loop(loop)}
-        training = {
-            **self._counts(loop),
-            "schedulers": [scheduler_state(scheduler) for scheduler in self._schedulers],
-            "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
-            **facts,
-        }
-        groups = [
-            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            for optimizer in stepper.optimizers
-        ]
-        return SmallState(own, training, groups)
-
-    def captured_at(
-        self, loop: TrainingLoop, facts: Mapping[str, Any], by_rank: Sequence[SmallState]
-    ) -> dict[str, Any]:
-        """Return all parts of a checkpoint: this rank's weights with small states of all ranks.
-
-        Args:
-            loop: The loop, at the position of the small states.
-            facts: The chief's additions to "training".
-            by_rank: The small states of all ranks, from the time when the weights were the same.
-
-        Raises:
-            ValueError: An optimizer has other parameter groups now.
-        """
-        objects = self._objects()
-        parts = self._shared(objects, loop, facts)
-        mine, chief = by_rank[self._rank], by_rank[0]
-        parts["training"] |= mine.training | {"callbacks": chief.training["callbacks"]}
-        for index, groups in enumerate(mine.groups):
-            present = parts[f"optimizer_{index}"]["param_groups"]
-            for group, settings in zip(present, groups, strict=True):
-                group.update(settings)
-        for index, buffers in enumerate(chief.buffers):
-            model = parts[f"model_{index}"]
-            model.update({name: each for name, each in buffers.items() if name in model})
-        for rank, state in enumerate(by_rank):
-            names = [own_buffers(model, is_chief=rank == 0) for model in objects.models]
-            parts[f"rank_{rank}"] = {
-                **state.own,
-                "random": unpacked_random_state(state.own["random"]),
-                "buffers": [
-                    {name: buffers[name] for name in own}
-                    for own, buffers in zip(names, state.buffers, strict=True)
-                ],
-            }
-        return parts
 
     def restore_shared(
         self, parts: Mapping[str, Any], loop: TrainingLoop, changes: SettingChanges
@@ -266,12 +207,12 @@ class TrainingState:
             "version": STATE_VERSION,
             "paceline": _own_version(),
             "torch": str(torch.__version__),
-            **self._counts(loop),
             "num_models": len(models),
             "num_optimizers": len(optimizers),
             **({"has_gradients": gradients is not None} if stepper.is_sharded else {}),
             **({"tensor_parallel_size": tensor_size} if tensor_size > 1 else {}),
             **state,
+            **self.counts(loop),
             **epoch_sizes(loop.data.known_order(loop.position.epochs)),
             **({} if identity is None else {"data": identity}),
             **facts,
@@ -279,23 +220,31 @@ class TrainingState:
         return parts
 
     def _own(self, objects: ModelsAndOptimizers, loop: TrainingLoop) -> dict[str, Any]:
-        return {**objects.own_state(), **self._own_of_loop(loop)}
+        return {**objects.own_state(), **self.own_of_loop(loop)}
 
-    def _counts(self, loop: TrainingLoop) -> dict[str, Any]:
+    def counts(self, loop: TrainingLoop) -> dict[str, Any]:
+        """Return what each batch changes of the state shared by all ranks, besides tensors."""
         stepper = self._stepper
         return {
             "position": loop.position._asdict(),
             "num_optimizer_steps": stepper.accumulation.num_steps,
             "optimizer_steps": [stepper.num_steps_of.get(id(o), 0) for o in stepper.optimizers],
             "last_validation": loop.last_validation,
+            "schedulers": [scheduler_state(scheduler) for scheduler in self._schedulers],
+            "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
         }
 
-    def _own_of_loop(self, loop: TrainingLoop) -> dict[str, Any]:
+    def own_of_loop(self, loop: TrainingLoop) -> dict[str, Any]:
+        """Return what belongs to this rank alone, besides generators and tensors."""
         return {
             "means": loop.means.state(),
             "reducers": self._collected.storable_state(),
             "stream": loop.data.stream_state(),
         }
+
+    def whole(self, loop: TrainingLoop, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parts that all ranks share, from any rank whose models are not divided."""
+        return self._shared(self._objects(), loop, facts)
 
 
 def read_state(
@@ -437,91 +386,6 @@ class RegisteredModels:
     def get_trial_seed(self) -> int:
         """Return the seed of the trial."""
         return self._seed
-
-
-class TrainingCallbacks:
-    """Dispatcher of training events to the callbacks, in order.
-
-    Args:
-        callbacks: The callbacks by name; empty without any.
-        base: The class whose methods are the hooks.
-
-    Raises:
-        TypeError: A hook cannot be called with the arguments that it gets; the message names it.
-    """
-
-    def __init__(self, callbacks: Mapping[str, Any], base: type) -> None:
-        self._callbacks = callbacks
-        self._base: Any = base
-        for name, callback in callbacks.items():
-            _check_hooks(name, callback, base)
-        self._started: list[Any] = []
-
-    @property
-    def has_started(self) -> bool:
-        """Whether `start` was called since the last `stop`; False without callbacks."""
-        return bool(self._started)
-
-    def tell(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of each callback."""
-        for callback in self._callbacks.values():
-            getattr(callback, hook)(*arguments)
-
-    def overrides(self, hook: str) -> bool:
-        """Tell whether some callback overrides a hook."""
-        default = getattr(self._base, hook)
-        return any(getattr(type(each), hook) is not default for each in self._callbacks.values())
-
-    def start(self, num_batches: int, checkpoint: str | None) -> None:
-        """Call the startup hooks; a callback with a failing hook is also shut down.
-
-        Args:
-            num_batches: How many batches are trained already.
-            checkpoint: The checkpoint to resume from.
-        """
-        for callback in self._callbacks.values():
-            # Recorded before its hook: a callback that fails in startup is shut down as well.
-            self._started.append(callback)
-            callback.on_trial_startup(num_batches, checkpoint)
-
-    def stop(self) -> ExitStack:
-        """Return an exit stack to run the shutdown hooks of all started callbacks."""
-        stack = ExitStack()
-        for callback in self._started:
-            stack.callback(callback.on_trial_shutdown)
-        self._started = []
-        return stack
-
-    def state(self) -> dict[str, Any]:
-        """Return the states of all callbacks."""
-        return {name: callback.state_dict() for name, callback in self._callbacks.items()}
-
-    def load_state(self, states: Mapping[str, dict[str, Any]], warn: Callable[[str], None]) -> None:
-        """Restore the callbacks' states; report unknown or missing states to `warn`."""
-        for name, callback in self._callbacks.items():
-            if name in states:
-                callback.load_state_dict(states[name])
-            elif type(callback).load_state_dict is not self._base.load_state_dict:
-                warn(f"The checkpoint has no state of the callback {name!r}: it begins anew.")
-        for name in states.keys() - self._callbacks.keys():
-            if states[name]:
-                warn(f"The checkpoint has a state of {name!r}, which is no callback now.")
-
-
-def _check_hooks(name: str, callback: Any, base: type) -> None:
-    for hook, default in vars(base).items():
-        own = getattr(type(callback), hook, None)
-        if hook.startswith("_") or not inspect.isfunction(default) or not inspect.isfunction(own):
-            continue
-        wanted = [each for each in inspect.signature(default).parameters if each != "self"]
-        # Bound, not compared: other names, defaults and `*args` fit as well.
-        try:
-            inspect.signature(getattr(callback, hook)).bind(*wanted)
-        except TypeError as error:
-            raise TypeError(
-                f"`{hook}` of the callback {name!r} must take ({', '.join(wanted)}), but {error}."
-                f" Hint: def {hook}({', '.join(['self', *wanted])})."
-            ) from error
 
 
 # Hooks that are called with the directory in which the files of a checkpoint are.
@@ -835,26 +699,50 @@ class ResumableTraining(TrainingFit, LoopHooks):
         self.loop.boundaries = None
         if memory is not None:
             hooks = ("on_checkpoint_save_start", *_HOOKS_WITH_FILES)
-            told = [hook for hook in hooks if self._callbacks.overrides(hook)]
-            problem = f"callbacks have `{told[0]}`" if told else ""
-            memory.note_boundaries(self._parts.stepper, self, problem)
+            has_hooks = any(map(self._callbacks.overrides, hooks))
+            memory.note_boundaries(self._parts.stepper, self, has_hooks=has_hooks)
             self.loop.boundaries = memory.boundaries
 
-    def small_state(self) -> SmallState:
-        """Return the small state of this rank at the present position, but for buffers."""
-        facts = {**self.best_validation.state(), "piece_end": self.piece_end}
+    def small_state(self, buffers: Buffers) -> SmallState:
+        """Return what is small of this rank's state; it may refer to what changes later."""
+        loop, optimizers = self.loop, self._parts.stepper.optimizers
+        own = {"random": capture_random_state(), "gradients": None, **self._state.own_of_loop(loop)}
+        training = {**self._state.counts(loop), **self._validation_facts()}
         if self._core.distributed.rank == 0:
-            facts["callbacks"] = self._callbacks.state()
-        return self._state.small_state(self.loop, facts)
+            training["callbacks"] = self._callbacks.state()
+        groups = [
+            [{k: v for k, v in group.items() if k != "params"} for group in each.param_groups]
+            for each in optimizers
+        ]
+        return SmallState(own, training, groups, buffers)
 
     def captured_at(self, by_rank: Sequence[SmallState]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return all parts and the metadata of a checkpoint at the position of small states."""
-        present, self.loop.position = self.loop.position, position_of({"training": by_rank[0][1]})
+        """Return a checkpoint's parts and metadata: own weights, and small states of all ranks.
+
+        Raises:
+            ValueError: An optimizer has other parameter groups now.
+        """
+        loop, mine, chief = self.loop, by_rank[self._core.distributed.rank], by_rank[0]
+        present, loop.position = loop.position, position_of({"training": mine.training})
         try:
-            parts = self._state.captured_at(self.loop, self._all_facts(), by_rank)
-            return parts, self._metadata()
+            parts, metadata = self._state.whole(loop, self._all_facts()), self._metadata()
         finally:
-            self.loop.position = present
+            loop.position = present
+        parts["training"] |= mine.training | {"callbacks": chief.training["callbacks"]}
+        for index, groups in enumerate(mine.groups):
+            for group, then in zip(
+                parts[f"optimizer_{index}"]["param_groups"], groups, strict=True
+            ):
+                group.update(then)
+        for index, buffers in enumerate(chief.buffers):
+            model = parts[f"model_{index}"]
+            model.update({name: each for name, each in buffers.items() if name in model})
+        for rank, state in enumerate(by_rank):
+            names = (own_buffers(model, is_chief=rank == 0) for model in self._parts.models)
+            pairs = zip(names, state.buffers, strict=True)
+            own = [{name: buffers[name] for name in each} for each, buffers in pairs]
+            parts[f"rank_{rank}"] = {**state.own, "buffers": own}
+        return parts, metadata
 
     def serve_memory(self, wish: RankWish) -> None:
         """Save the state to memory unless this position is stored, or give the memory up."""
@@ -886,14 +774,16 @@ class ResumableTraining(TrainingFit, LoopHooks):
             "seed": self._seed,
         }
 
+    def _validation_facts(self) -> dict[str, Any]:
+        return {**self.best_validation.state(), "piece_end": self.piece_end}
+
     def _all_facts(self) -> dict[str, Any]:
         """Return all entries of a checkpoint besides the registered parts' state."""
         return {
             "seed": self._seed,
             "num_shards": self._parts.num_shards,
             "world_size": self._core.distributed.size,
-            **self.best_validation.state(),
-            "piece_end": self.piece_end,
+            **self._validation_facts(),
             "built": self._parts.built,
             "callbacks": self._callbacks.state(),
             **self.facts(),

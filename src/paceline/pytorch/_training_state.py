@@ -704,7 +704,13 @@ class ResumableTraining(TrainingFit, LoopHooks):
             self.loop.boundaries = memory.boundaries
 
     def small_state(self, buffers: Buffers) -> SmallState:
-        """Return what is small of this rank's state; it may refer to what changes later."""
+        """Return what is small of this rank's state; it may refer to what changes later.
+
+        Raises:
+            OSError: Reports before this state would be lost with this process.
+        """
+        if not self._core.checkpoint.are_reports_written():
+            raise OSError("reports wait for space on the disk of the run")
         loop, optimizers = self.loop, self._parts.stepper.optimizers
         own = {"random": capture_random_state(), "gradients": None, **self._state.own_of_loop(loop)}
         training = {**self._state.counts(loop), **self._validation_facts()}

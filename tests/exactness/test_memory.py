@@ -54,7 +54,7 @@ SURVIVOR_CELLS = [
     (3, 2, 14, {"SCALER": "1", "LOADERS": "2"}),
     (3, 1, 23, {"WINDOW": "4"}),
     (3, 0, 17, {"DATA_PARALLEL": "overlapped", "PRECISION": "bf16"}),
-    (2, 1, 8, {}),
+    (2, 1, 15, {}),
 ]
 
 

@@ -120,7 +120,7 @@ class MemoryCheckpoints:
         """
         place = self._distributed.rank, self._distributed.size
         problem = "callbacks add to checkpoints" if has_hooks else survivors_problem(stepper)
-        if problem:
+        if problem and place[1] > 1:
             logger.info("Surviving ranks will not save their states: %s.", problem)
         elif place[1] > 1:
             path = self._directory / f"boundaries-{self._series}"

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ class Rank:
 
     def __init__(self, rank: int, directory: Path) -> None:
         torch.manual_seed(1)
-        self.model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.stepper: Any = SimpleNamespace(
             models=[self.model],
@@ -51,8 +51,8 @@ class Rank:
             all_reduce=None,
         )
         self.training = Training(rank)
-        training: Any = self.training
-        self.states = BoundaryStates(self.stepper, training, directory, (rank, 2), 1.0)
+        stepper, training = cast("tuple[Any, Any]", (self.stepper, self.training))
+        self.states = BoundaryStates(stepper, training, directory, (rank, 2), 1.0)
         self.stored: list[Mapping[str, Any]] = []
 
     def train(self) -> None:

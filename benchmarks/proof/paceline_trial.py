@@ -50,4 +50,5 @@ if __name__ == "__main__":
             max_length=pytorch.Batch(NUM_STEPS),
             checkpoint_period=pytorch.Batch(CHECKPOINT_PERIOD),
             reporting_period=pytorch.Batch(1),
+            memory_checkpoints=True,
         )

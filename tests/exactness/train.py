@@ -4,7 +4,8 @@ Variables: PRECISION, DATA_PARALLEL, SHARDING (words for what is special in a sh
 (batches per optimizer step), LOADERS (loader processes), SCALER, and DROP, the item of the saved
 state that is replaced by a fresh one when the training is resumed.
 CHECKPOINT_EVERY is 6 by default; with "continuous", a batch lasts long enough for a checkpoint.
-With MEMORY, states are in memory too: each batch waits until the last one is whole there.
+With MEMORY, states are in memory too: each batch waits until the last one is whole there. With
+SURVIVORS, only the first state is copied there, and survivors of a lost rank save theirs.
 There are three epochs of nine batches.
 """
 
@@ -20,7 +21,7 @@ from torch import nn
 from paceline import pytorch
 from paceline._training.engine.weighted_means import WeightedMeans
 from paceline.data._order_and_random_generators import capture_random_state
-from paceline.pytorch import _memory_checkpoints, _training_state
+from paceline.pytorch import _memory_checkpoints, _survivor_states, _training_state
 from paceline.pytorch._loop_agreement_and_reports import RankAgreement
 
 CHECKPOINT_EVERY: Any = os.environ.get("CHECKPOINT_EVERY", "6")
@@ -194,6 +195,8 @@ def main() -> None:
     if "MEMORY" in os.environ:
         # A state as often as the ranks can agree on one.
         RankAgreement.look_interval_s = _memory_checkpoints._LEAST_INTERVAL_S = 1e-6
+    # Small states at each boundary, on a busy machine too.
+    _survivor_states._MAX_STRIDE = 1
     hparams = {"global_batch_size": SHARD * NUM_WORKERS}
     with pytorch.init(
         hparams=hparams,
@@ -214,7 +217,9 @@ def main() -> None:
             reporting_period=pytorch.Batch(5),
             checkpoint_policy="none",
             aggregation_frequency=int(os.environ.get("WINDOW", "1")),
-            memory_checkpoints=0.99 if "MEMORY" in os.environ else None,
+            memory_checkpoints={"MEMORY": 0.99, "SURVIVORS": 1e6}.get(
+                next((name for name in ("MEMORY", "SURVIVORS") if name in os.environ), "")
+            ),
         )
 
 

@@ -317,3 +317,20 @@ def test_leftovers_of_killed_owners_are_removed_and_no_others(tmp_path: Path, me
     assert memory.exists()
     assert (tmp_path / "memory" / "paceline-locked-link").is_symlink()
     assert foreign.exists() == (os.geteuid() == 0)
+
+
+def test_a_state_is_not_noted_while_reports_wait_for_disk_space(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytorch.init(hparams={"global_batch_size": 1}, seed=1, name="run") as context:
+        trial = Trial(context, lambda batch_idx: None)
+        trial.trainer = pytorch.Trainer(trial, context)
+        trial.trainer.fit(max_length=pytorch.Batch(2))
+        training = trial.trainer._training
+        assert training.small_state([]).training["position"]["batches"] == 2
+        journal = context.core.checkpoint._journal
+        with monkeypatch.context() as patched:
+            patched.setattr(journal, "_is_disk_full", True)
+            patched.setattr(journal, "_write_pending", lambda: None)
+            with pytest.raises(OSError, match="reports wait for space"):
+                training.small_state([])

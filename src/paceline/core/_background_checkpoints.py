@@ -291,6 +291,21 @@ class CheckpointParts:
         if self._rank == 0:
             self._add(uuid, dict(metadata), num_parts or self._world_size)
 
+    def store_whole(self, metadata: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+        """Store all parts of a checkpoint from this rank alone, and commit it.
+
+        Args:
+            metadata: The checkpoint's metadata.
+            write: Writes all files to a directory.
+
+        Raises:
+            CheckpointWriteError: The files cannot be written.
+        """
+        uuid = self.new_series()
+        with self._storage.store_path(uuid) as path:
+            write(path)
+        self._storage.commit(uuid, dict(metadata))
+
     def check(self) -> None:
         """Raise the error of a failed commit."""
         if self._error is not None:

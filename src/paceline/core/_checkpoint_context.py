@@ -416,6 +416,10 @@ class CheckpointContext:
             commit=commit,
         )
 
+    def are_reports_written(self) -> bool:
+        """Return whether this rank's reports so far outlive its process."""
+        return self._journal.flush(0.0)
+
     def memory_parts(self, failures: StoreFailures) -> CheckpointParts | None:
         """Return the background store of states in memory; None if no parent owns such memory.
 

@@ -8,16 +8,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline._base.process_and_network import num_cores
 from paceline._base.run_memory import MEMORY_DIRECTORY_VARIABLE, memory_root
 from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
+from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.workers.shared_memory import available_bytes
 from paceline.core._background_checkpoints import CheckpointParts, StoreFailures
 from paceline.core._core_context import Context
 from paceline.pytorch._loop_agreement_and_reports import RankWish
+from paceline.pytorch._survivor_states import BoundaryStates, survivors_problem
 from paceline.storage._checkpoint_files import CheckpointError, series_uuid
+
+if TYPE_CHECKING:
+    from paceline.pytorch._training_state import ResumableTraining
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +82,9 @@ class MemoryCheckpoints:
         failures: What `parts` reports failures to.
         every: Seconds between two states, or a share of the time that they may cost, below 1.
         series: The UUID from which those of the states follow, the same on all ranks.
+
+    Attributes:
+        boundaries: The small states between batches, if survivors of a lost rank can use them.
     """
 
     def __init__(
@@ -98,6 +106,26 @@ class MemoryCheckpoints:
         self._processor_share = min(1.0, local_size / num_cores())
         self._begun_s, self._stall_s = -math.inf, 0.0
         self._num_saves = 0
+        self.boundaries: BoundaryStates | None = None
+
+    def note_boundaries(
+        self, stepper: Stepper, training: "ResumableTraining", *, has_hooks: bool
+    ) -> None:
+        """Have survivors of a lost rank save the state of the last boundary, if they can.
+
+        Args:
+            stepper: The models and optimizers.
+            training: The training.
+            has_hooks: Whether callbacks add to checkpoints.
+        """
+        place = self._distributed.rank, self._distributed.size
+        problem = "callbacks add to checkpoints" if has_hooks else survivors_problem(stepper)
+        if problem and place[1] > 1:
+            logger.info("Surviving ranks will not save their states: %s.", problem)
+        elif place[1] > 1:
+            path = self._directory / f"boundaries-{self._series}"
+            share = (self._every if self._every < 1 else _SHARE) / 2
+            self.boundaries = BoundaryStates(stepper, training, path, place, share)
 
     def wish(self) -> RankWish:
         """Return what this rank wants: nothing, the next state in memory, or to give it up."""
@@ -172,6 +200,8 @@ class MemoryCheckpoints:
                 error,
             )
         self._end()
+        if self.boundaries is not None:
+            self.boundaries.close()
         # No rank writes any more.
         self._distributed.allgather(None)
         self._clear()
@@ -185,11 +215,23 @@ class MemoryCheckpoints:
         if error is None:
             self._end()
             self._clear()
-        elif not isinstance(error, KeyboardInterrupt):
+        elif not isinstance(error, KeyboardInterrupt) and not self._save_boundary(error):
             with suppress(CheckpointError, OSError):
                 self._saver.finish()
                 self._parts.finish(timeout_s=_PARTS_AFTER_ERROR_S)
+        if self.boundaries is not None:
+            self.boundaries.close()
         self._parts.close()
+
+    def _save_boundary(self, error: BaseException) -> bool:
+        if self.boundaries is None:
+            return False
+        try:
+            return self.boundaries.save(error, self._parts.store_whole, _free(self._directory))
+        except Exception as problem:
+            # The error of the training is the one to be seen.
+            logger.warning("The state of this rank cannot be kept in memory. %s", problem)
+            return False
 
     def _end(self) -> None:
         with suppress(CheckpointError, OSError):
@@ -203,11 +245,15 @@ class MemoryCheckpoints:
 
 def _room(directory: Path) -> int:
     """Return how many bytes states may take, with those of a state that is there from before."""
+    return _free(directory) + sum(path.stat().st_size for path in directory.glob("*/*"))
+
+
+def _free(directory: Path) -> int:
     facts = os.statvfs(directory.parent)
     room = facts.f_bavail * facts.f_frsize
     if not os.environ.get(MEMORY_DIRECTORY_VARIABLE):
         room = min(room, available_bytes() - _SPARE_BYTES)
-    return room + sum(path.stat().st_size for path in directory.glob("*/*"))
+    return room
 
 
 def begin_memory(core: Context, every: float | None) -> MemoryCheckpoints | None:

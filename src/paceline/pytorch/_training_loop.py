@@ -28,6 +28,7 @@ from paceline.pytorch._loop_agreement_and_reports import (
     RankWish,
     check_losses,
 )
+from paceline.pytorch._survivor_states import BoundaryStates
 
 faults.register("engine.batch", "engine.validation")
 
@@ -58,6 +59,7 @@ class TrainingLoop:
         self.last_checkpoint = position if position.batches else None
         self.tracer: TraceProfiler | None = None
         self.replay: StepReplay | None = None
+        self.boundaries: BoundaryStates | None = None
         # Position of the batch being trained, or of the last trained batch.
         self.present: Position | None = None
         self._core = core
@@ -146,6 +148,7 @@ class TrainingLoop:
                 self._serve_boundaries(schedule, before)
                 next_look = schedule.next_look(after)
                 is_reached = schedule.is_reached(after)
+            self._note_boundary()
             reason = self._listen(is_at_end=is_reached)
             if reason is not None and not is_reached:
                 return reason
@@ -375,7 +378,12 @@ class TrainingLoop:
         if schedule.checkpoint is not None and schedule.checkpoint.is_due(before, after):
             wants_checkpoint = True
         if wants_checkpoint:
+            self._note_boundary()
             self._loop_hooks.save()
+
+    def _note_boundary(self) -> None:
+        if self.boundaries is not None:
+            self.boundaries.note(self.position.batches)
 
     def report(self) -> None:
         """Report the training metrics since the last report, if a batch was trained since then."""

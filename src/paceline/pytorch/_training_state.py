@@ -6,12 +6,10 @@ Files: ``model_<i>`` and ``optimizer_<i>`` (weights can be read by plain safeten
 ``docs/checkpoints.md`` lists every key.
 """
 
-import inspect
 import logging
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +22,7 @@ from paceline._training.engine.checkpoints.checkpoint_retention import BestValid
 from paceline._training.engine.checkpoints.checkpoint_saver import Destination
 from paceline._training.engine.checkpoints.models_and_optimizers import (
     ModelsAndOptimizers,
+    own_buffers,
     restore_generators,
     summed_gradients,
 )
@@ -42,11 +41,17 @@ from paceline._training.engine.metric_reducers import ReducerSet
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import check_same_data
-from paceline._training.engine.schedules import LRScheduler, Position, share_schedulers
+from paceline._training.engine.schedules import (
+    LRScheduler,
+    Position,
+    scheduler_state,
+    share_schedulers,
+)
 from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
 from paceline.core._core_context import Context
 from paceline.data._batches_to_device import mover_to
 from paceline.data._order_and_random_generators import (
+    capture_random_state,
     restore_random_state,
     seed_everything,
     worker_shards,
@@ -54,6 +59,8 @@ from paceline.data._order_and_random_generators import (
 from paceline.data._sharded_loader import ShardedData
 from paceline.pytorch._loop_agreement_and_reports import LoopHooks, RankWish
 from paceline.pytorch._memory_checkpoints import begin_memory
+from paceline.pytorch._survivor_states import Buffers, SmallState
+from paceline.pytorch._training_callbacks import TrainingCallbacks
 from paceline.pytorch._training_checkpoints import EarlierState
 from paceline.pytorch._training_fit import TrainingFit
 from paceline.pytorch._training_loop import DrivenLoop, TrainingLoop
@@ -190,15 +197,12 @@ class TrainingState:
             "version": STATE_VERSION,
             "paceline": _own_version(),
             "torch": str(torch.__version__),
-            "position": loop.position._asdict(),
-            "num_optimizer_steps": stepper.accumulation.num_steps,
-            "optimizer_steps": [stepper.num_steps_of.get(id(o), 0) for o in stepper.optimizers],
-            "last_validation": loop.last_validation,
             "num_models": len(models),
             "num_optimizers": len(optimizers),
             **({"has_gradients": gradients is not None} if stepper.is_sharded else {}),
             **({"tensor_parallel_size": tensor_size} if tensor_size > 1 else {}),
             **state,
+            **self.counts(loop),
             **epoch_sizes(loop.data.known_order(loop.position.epochs)),
             **({} if identity is None else {"data": identity}),
             **facts,
@@ -206,12 +210,31 @@ class TrainingState:
         return parts
 
     def _own(self, objects: ModelsAndOptimizers, loop: TrainingLoop) -> dict[str, Any]:
+        return {**objects.own_state(), **self.own_of_loop(loop)}
+
+    def counts(self, loop: TrainingLoop) -> dict[str, Any]:
+        """Return what each batch changes of the state shared by all ranks, besides tensors."""
+        stepper = self._stepper
         return {
-            **objects.own_state(),
+            "position": loop.position._asdict(),
+            "num_optimizer_steps": stepper.accumulation.num_steps,
+            "optimizer_steps": [stepper.num_steps_of.get(id(o), 0) for o in stepper.optimizers],
+            "last_validation": loop.last_validation,
+            "schedulers": [scheduler_state(scheduler) for scheduler in self._schedulers],
+            "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
+        }
+
+    def own_of_loop(self, loop: TrainingLoop) -> dict[str, Any]:
+        """Return what belongs to this rank alone, besides generators and tensors."""
+        return {
             "means": loop.means.state(),
             "reducers": self._collected.storable_state(),
             "stream": loop.data.stream_state(),
         }
+
+    def whole(self, loop: TrainingLoop, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parts that all ranks share, from any rank whose models are not divided."""
+        return self._shared(self._objects(), loop, facts)
 
 
 def read_state(
@@ -353,91 +376,6 @@ class RegisteredModels:
     def get_trial_seed(self) -> int:
         """Return the seed of the trial."""
         return self._seed
-
-
-class TrainingCallbacks:
-    """Dispatcher of training events to the callbacks, in order.
-
-    Args:
-        callbacks: The callbacks by name; empty without any.
-        base: The class whose methods are the hooks.
-
-    Raises:
-        TypeError: A hook cannot be called with the arguments that it gets; the message names it.
-    """
-
-    def __init__(self, callbacks: Mapping[str, Any], base: type) -> None:
-        self._callbacks = callbacks
-        self._base: Any = base
-        for name, callback in callbacks.items():
-            _check_hooks(name, callback, base)
-        self._started: list[Any] = []
-
-    @property
-    def has_started(self) -> bool:
-        """Whether `start` was called since the last `stop`; False without callbacks."""
-        return bool(self._started)
-
-    def tell(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of each callback."""
-        for callback in self._callbacks.values():
-            getattr(callback, hook)(*arguments)
-
-    def overrides(self, hook: str) -> bool:
-        """Tell whether some callback overrides a hook."""
-        default = getattr(self._base, hook)
-        return any(getattr(type(each), hook) is not default for each in self._callbacks.values())
-
-    def start(self, num_batches: int, checkpoint: str | None) -> None:
-        """Call the startup hooks; a callback with a failing hook is also shut down.
-
-        Args:
-            num_batches: How many batches are trained already.
-            checkpoint: The checkpoint to resume from.
-        """
-        for callback in self._callbacks.values():
-            # Recorded before its hook: a callback that fails in startup is shut down as well.
-            self._started.append(callback)
-            callback.on_trial_startup(num_batches, checkpoint)
-
-    def stop(self) -> ExitStack:
-        """Return an exit stack to run the shutdown hooks of all started callbacks."""
-        stack = ExitStack()
-        for callback in self._started:
-            stack.callback(callback.on_trial_shutdown)
-        self._started = []
-        return stack
-
-    def state(self) -> dict[str, Any]:
-        """Return the states of all callbacks."""
-        return {name: callback.state_dict() for name, callback in self._callbacks.items()}
-
-    def load_state(self, states: Mapping[str, dict[str, Any]], warn: Callable[[str], None]) -> None:
-        """Restore the callbacks' states; report unknown or missing states to `warn`."""
-        for name, callback in self._callbacks.items():
-            if name in states:
-                callback.load_state_dict(states[name])
-            elif type(callback).load_state_dict is not self._base.load_state_dict:
-                warn(f"The checkpoint has no state of the callback {name!r}: it begins anew.")
-        for name in states.keys() - self._callbacks.keys():
-            if states[name]:
-                warn(f"The checkpoint has a state of {name!r}, which is no callback now.")
-
-
-def _check_hooks(name: str, callback: Any, base: type) -> None:
-    for hook, default in vars(base).items():
-        own = getattr(type(callback), hook, None)
-        if hook.startswith("_") or not inspect.isfunction(default) or not inspect.isfunction(own):
-            continue
-        wanted = [each for each in inspect.signature(default).parameters if each != "self"]
-        # Bound, not compared: other names, defaults and `*args` fit as well.
-        try:
-            inspect.signature(getattr(callback, hook)).bind(*wanted)
-        except TypeError as error:
-            raise TypeError(
-                f"`{hook}` of the callback {name!r} must take ({', '.join(wanted)}), but {error}."
-                f" Hint: def {hook}({', '.join(['self', *wanted])})."
-            ) from error
 
 
 # Hooks that are called with the directory in which the files of a checkpoint are.
@@ -757,7 +695,60 @@ class ResumableTraining(TrainingFit, LoopHooks):
 
     def keep_in_memory(self, every: float | None) -> None:
         """Save states to memory between checkpoints; see `MemoryCheckpoints`."""
-        self.checkpoints.memory = begin_memory(self._core, every)
+        self.checkpoints.memory = memory = begin_memory(self._core, every)
+        self.loop.boundaries = None
+        if memory is not None:
+            hooks = ("on_checkpoint_save_start", *_HOOKS_WITH_FILES)
+            has_hooks = any(map(self._callbacks.overrides, hooks))
+            memory.note_boundaries(self._parts.stepper, self, has_hooks=has_hooks)
+            self.loop.boundaries = memory.boundaries
+
+    def small_state(self, buffers: Buffers) -> SmallState:
+        """Return what is small of this rank's state; it may refer to what changes later.
+
+        Raises:
+            OSError: Reports before this state would be lost with this process.
+        """
+        if not self._core.checkpoint.are_reports_written():
+            raise OSError("reports wait for space on the disk of the run")
+        loop, optimizers = self.loop, self._parts.stepper.optimizers
+        own = {"random": capture_random_state(), "gradients": None, **self._state.own_of_loop(loop)}
+        training = {**self._state.counts(loop), **self._validation_facts()}
+        if self._core.distributed.rank == 0:
+            training["callbacks"] = self._callbacks.state()
+        groups = [
+            [{k: v for k, v in group.items() if k != "params"} for group in each.param_groups]
+            for each in optimizers
+        ]
+        return SmallState(own, training, groups, buffers)
+
+    def captured_at(self, by_rank: Sequence[SmallState]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a checkpoint's parts and metadata: own weights, and small states of all ranks.
+
+        Raises:
+            ValueError: An optimizer has other parameter groups now.
+        """
+        loop, mine, chief = self.loop, by_rank[self._core.distributed.rank], by_rank[0]
+        present, loop.position = loop.position, position_of({"training": mine.training})
+        try:
+            parts, metadata = self._state.whole(loop, self._all_facts()), self._metadata()
+        finally:
+            loop.position = present
+        parts["training"] |= mine.training | {"callbacks": chief.training["callbacks"]}
+        for index, groups in enumerate(mine.groups):
+            for group, then in zip(
+                parts[f"optimizer_{index}"]["param_groups"], groups, strict=True
+            ):
+                group.update(then)
+        for index, buffers in enumerate(chief.buffers):
+            model = parts[f"model_{index}"]
+            model.update({name: each for name, each in buffers.items() if name in model})
+        for rank, state in enumerate(by_rank):
+            names = (own_buffers(model, is_chief=rank == 0) for model in self._parts.models)
+            pairs = zip(names, state.buffers, strict=True)
+            own = [{name: buffers[name] for name in each} for each, buffers in pairs]
+            parts[f"rank_{rank}"] = {**state.own, "buffers": own}
+        return parts, metadata
 
     def serve_memory(self, wish: RankWish) -> None:
         """Save the state to memory unless this position is stored, or give the memory up."""
@@ -789,14 +780,16 @@ class ResumableTraining(TrainingFit, LoopHooks):
             "seed": self._seed,
         }
 
+    def _validation_facts(self) -> dict[str, Any]:
+        return {**self.best_validation.state(), "piece_end": self.piece_end}
+
     def _all_facts(self) -> dict[str, Any]:
         """Return all entries of a checkpoint besides the registered parts' state."""
         return {
             "seed": self._seed,
             "num_shards": self._parts.num_shards,
             "world_size": self._core.distributed.size,
-            **self.best_validation.state(),
-            "piece_end": self.piece_end,
+            **self._validation_facts(),
             "built": self._parts.built,
             "callbacks": self._callbacks.state(),
             **self.facts(),

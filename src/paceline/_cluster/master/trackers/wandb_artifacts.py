@@ -42,7 +42,7 @@ from paceline._cluster.master.trackers.wandb_runs import (
     encode_id,
     upsert_project,
 )
-from paceline.importers._wandb_values import storable
+from paceline._cluster.master.trackers.wandb_values import storable
 
 ARTIFACT, COLLECTION = "wandb-artifact", "wandb-collection"
 _CLIENT_ID, _USE = "wandb-client-id", "wandb-use"

@@ -37,7 +37,7 @@ from paceline._cluster.master.trackers.wandb_runs import (
 )
 from paceline._cluster.master.trackers.wandb_streams import StreamRequest, take_stream
 from paceline.config._fields_and_problems import ConfigError
-from paceline.importers._wandb_values import media_type_of
+from paceline._cluster.master.trackers.wandb_values import media_type_of
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from paceline._cluster.master.trackers.wandb_runs import (
     store_run,
 )
 from paceline._cluster.messages.runner_messages import LogEntry
-from paceline.importers._wandb_values import (
+from paceline._cluster.master.trackers.wandb_values import (
     parse_json,
     records_of_line,
     step_of,

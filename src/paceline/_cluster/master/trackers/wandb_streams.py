@@ -27,7 +27,6 @@ from paceline._cluster.master.trackers.wandb_runs import (
     open_run,
     store_run,
 )
-from paceline._cluster.messages.runner_messages import LogEntry
 from paceline._cluster.master.trackers.wandb_values import (
     parse_json,
     records_of_line,
@@ -35,6 +34,7 @@ from paceline._cluster.master.trackers.wandb_values import (
     system_record,
     time_of,
 )
+from paceline._cluster.messages.runner_messages import LogEntry
 
 _MAX_LINE = 64 * 1024
 _LOG_LINE = re.compile(r"(ERROR )?(\d{4}-\d\d-\d\dT[\d:.]+) ?(.*)", re.DOTALL)

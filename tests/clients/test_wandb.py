@@ -20,7 +20,9 @@ import pytest
 pytest.importorskip("wandb", reason="NOT TESTED: needs W&B")
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
+from cut_once import CutOnce
 from fault_lab.masters import MasterProcess
+from small_trainings import LIBRARIES
 
 UPSERT = """
 mutation UpsertBucket($name: String!, $project: String, $config: JSONString, $tags: [String!]) {
@@ -368,6 +370,107 @@ def test_resumed_run_and_synced_offline_run_are_whole(
     assert [row["loss"] for row in synced["history"]] == [0, 1, 2]
     assert (synced["state"], synced["historyLineCount"]) == ("finished", 3)
     assert json.loads(synced["config"])["a"]["value"] == 1
+
+
+def test_two_scripts_that_resume_one_run_at_once_lose_nothing(
+    server: WandbServer, start_script: Script
+) -> None:
+    script = """
+        import os, wandb
+        with wandb.init(project="raw", id="both", name="both", resume="allow") as run:
+            print("begun", flush=True)
+            input()
+            for step in range(20):
+                run.log({os.environ["KEY"]: step})
+    """
+    keys = ("first", "second")
+    scripts = []
+    for key in keys:
+        scripts.append(start_script(server, script, KEY=key, WANDB_CONSOLE="off"))
+        stdout = scripts[-1].stdout
+        assert stdout is not None
+        assert stdout.readline() == "begun\n"
+    for process in scripts:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in scripts:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+
+    rows = server.run("both")["history"]
+    for key in keys:
+        assert sorted(row[key] for row in rows if key in row) == list(range(20))
+
+
+def test_artifact_that_is_cut_on_its_way_arrives_whole(
+    server: WandbServer, start_script: Script
+) -> None:
+    size = 64 * 2**20
+    proxy = CutOnce(httpx2.URL(server.url).port or 80, size * 3 // 10)
+    process = start_script(
+        server,
+        """
+        import os, pathlib, wandb
+        content = os.urandom(int(os.environ["SIZE"]))
+        pathlib.Path("big.bin").write_bytes(content)
+        with wandb.init(project="raw", id="cut64", name="cut on its way") as run:
+            artifact = wandb.Artifact("big", type="model")
+            artifact.add_file("big.bin")
+            run.log_artifact(artifact).wait()
+            got = run.use_artifact("big:v0").download("got")
+            assert pathlib.Path(got, "big.bin").read_bytes() == content
+        """,
+        WANDB_BASE_URL=proxy.url,
+        SIZE=str(size),
+    )
+    _, errors = process.communicate(timeout=240)
+    proxy.close()
+
+    assert process.returncode == 0, errors
+    assert proxy.is_cut
+
+
+def test_unknown_release_of_the_client_logs(
+    server: WandbServer, run_script: Callable[..., str]
+) -> None:
+    script = """
+        import wandb
+        wandb.__version__ = "99.0.0"
+        with wandb.init(project="raw", id="future", name="future") as run:
+            run.log({"loss": 1.0})
+    """
+    run_script(server, script)
+
+    assert [row["loss"] for row in server.run("future")["history"]] == [1.0]
+
+
+def test_libraries_that_log_by_themselves_log_here(
+    server: WandbServer, run_script: Callable[..., str]
+) -> None:
+    """Transformers with `report_to`, and Lightning with its logger; the words are theirs."""
+    script = (
+        LIBRARIES
+        + """
+        fit_transformers("wandb", run_name="hf")
+        wandb.finish()
+        from lightning.pytorch.loggers import WandbLogger
+        fit_lightning(WandbLogger(project="pl", name="pl", log_model=True))
+        wandb.finish()
+    """
+    )
+    run_script(server, "import wandb\n" + textwrap.dedent(script), WANDB_PROJECT="hf")
+
+    for name, metric, steps in (("hf", "train.loss", 4), ("pl", "train_loss", 8)):
+        experiment = server.experiment(name)
+        assert experiment["state"] == "COMPLETED"
+        [trial] = server.get(f"/experiments/{experiment['id']}/trials")["items"]
+        rows = server.get(f"/trials/{trial['id']}/metrics?group=training")["items"]
+        values = [row["metrics"][metric] for row in rows if metric in row["metrics"]]
+        assert len(values) == steps, rows
+    assert trial["hparams"]["lr"] == 0.1
+    files = server.get(f"/trials/{trial['id']}/files")["items"]
+    assert any(file["path"].endswith("/model.ckpt") for file in files)
 
 
 @pytest.mark.parametrize(

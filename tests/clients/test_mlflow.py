@@ -18,7 +18,7 @@ import httpx2
 import pytest
 
 pytest.importorskip("mlflow", reason="NOT TESTED: needs MLflow")
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("faults", "clients"))
 
 from cut_once import CutOnce
 from fault_lab.masters import MasterProcess

@@ -17,7 +17,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
-RELEASES = ("3.18.0", "3.17.2", "3.16.1", "3.14.0", "3.9.0", "3.4.0", "2.22.5")
+RELEASES = ("3.17.2", "3.16.1", "3.14.0", "3.9.0", "3.4.0", "2.22.5")
 NEEDS = ("pandas", "pillow", "matplotlib", "psutil")
 SUITE = [
     f"tests/tracking/test_{name}.py"

@@ -47,8 +47,10 @@ class CutOnce:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        """Take no more connections."""
-        # It wakes the thread that waits for one.
+    def __enter__(self) -> "CutOnce":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # It wakes the thread that waits for a connection.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

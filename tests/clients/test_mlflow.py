@@ -127,7 +127,7 @@ def start_script(tmp_path: Path, clean_environment: dict[str, str]) -> Iterator[
 
 def finish(process: "subprocess.Popen[str]") -> str:
     """Wait for a script, and return what it printed."""
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=270)
     assert process.returncode == 0, errors
     return output
 
@@ -201,7 +201,6 @@ def test_artifact_of_a_client_that_is_cut_on_its_way_arrives_whole_or_not_at_all
     server: MlflowServer, start_script: Script
 ) -> None:
     size = 64 * 2**20
-    proxy = CutOnce(httpx2.URL(server.url).port or 80, size * 3 // 10)
     script = """
         import os, pathlib, mlflow
         content = os.urandom(int(os.environ["SIZE"]))
@@ -215,10 +214,10 @@ def test_artifact_of_a_client_that_is_cut_on_its_way_arrives_whole_or_not_at_all
             got = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, dst_path="got")
         assert pathlib.Path(got, "big.bin").read_bytes() == content
     """
-    finish(start_script(server, script, MLFLOW_TRACKING_URI=proxy.url, SIZE=str(size)))
-    proxy.close()
+    with CutOnce(httpx2.URL(server.url).port or 80, size * 3 // 10) as proxy:
+        finish(start_script(server, script, MLFLOW_TRACKING_URI=proxy.url, SIZE=str(size)))
 
-    assert proxy.is_cut
+        assert proxy.is_cut
 
 
 def test_unknown_release_of_the_client_logs(server: MlflowServer, start_script: Script) -> None:

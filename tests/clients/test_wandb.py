@@ -135,7 +135,7 @@ def run_script(start_script: Script) -> Callable[..., str]:
 
     def run(server: WandbServer, script: str, **variables: str) -> str:
         process = start_script(server, script, **variables)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=270)
         assert process.returncode == 0, errors
         return output
 
@@ -404,13 +404,10 @@ def test_two_scripts_that_resume_one_run_at_once_lose_nothing(
 
 
 def test_artifact_that_is_cut_on_its_way_arrives_whole(
-    server: WandbServer, start_script: Script
+    server: WandbServer, run_script: Callable[..., str]
 ) -> None:
     size = 64 * 2**20
-    proxy = CutOnce(httpx2.URL(server.url).port or 80, size * 3 // 10)
-    process = start_script(
-        server,
-        """
+    script = """
         import os, pathlib, wandb
         content = os.urandom(int(os.environ["SIZE"]))
         pathlib.Path("big.bin").write_bytes(content)
@@ -420,15 +417,11 @@ def test_artifact_that_is_cut_on_its_way_arrives_whole(
             run.log_artifact(artifact).wait()
             got = run.use_artifact("big:v0").download("got")
             assert pathlib.Path(got, "big.bin").read_bytes() == content
-        """,
-        WANDB_BASE_URL=proxy.url,
-        SIZE=str(size),
-    )
-    _, errors = process.communicate(timeout=240)
-    proxy.close()
+    """
+    with CutOnce(httpx2.URL(server.url).port or 80, size * 3 // 10) as proxy:
+        run_script(server, script, WANDB_BASE_URL=proxy.url, SIZE=str(size))
 
-    assert process.returncode == 0, errors
-    assert proxy.is_cut
+        assert proxy.is_cut
 
 
 def test_unknown_release_of_the_client_logs(

@@ -127,7 +127,7 @@ def start_script(tmp_path: Path, clean_environment: dict[str, str]) -> Iterator[
 
 def finish(process: "subprocess.Popen[str]") -> str:
     """Wait for a script, and return what it printed."""
-    output, errors = process.communicate(timeout=270)
+    output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     return output
 
@@ -235,6 +235,8 @@ def test_unknown_release_of_the_client_logs(server: MlflowServer, start_script: 
     assert server.trial("future")["experiment"]["state"] == "COMPLETED"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_libraries_that_log_by_themselves_log_here(
     server: MlflowServer, start_script: Script
 ) -> None:

@@ -135,7 +135,7 @@ def run_script(start_script: Script) -> Callable[..., str]:
 
     def run(server: WandbServer, script: str, **variables: str) -> str:
         process = start_script(server, script, **variables)
-        output, errors = process.communicate(timeout=270)
+        output, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors
         return output
 
@@ -438,6 +438,8 @@ def test_unknown_release_of_the_client_logs(
     assert [row["loss"] for row in server.run("future")["history"]] == [1.0]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_libraries_that_log_by_themselves_log_here(
     server: WandbServer, run_script: Callable[..., str]
 ) -> None:

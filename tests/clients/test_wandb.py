@@ -378,6 +378,7 @@ def test_two_scripts_that_resume_one_run_at_once_lose_nothing(
     script = """
         import os, wandb
         with wandb.init(project="raw", id="both", name="both", resume="allow") as run:
+            run.log({"begun": 1})
             print("begun", flush=True)
             input()
             for step in range(20):
@@ -390,6 +391,11 @@ def test_two_scripts_that_resume_one_run_at_once_lose_nothing(
         stdout = scripts[-1].stdout
         assert stdout is not None
         assert stdout.readline() == "begun\n"
+        # The next one goes on from what has arrived of this one.
+        deadline = time.monotonic() + 120
+        while not server.run("both")["history"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
     for process in scripts:
         assert process.stdin is not None
         process.stdin.write("\n")

@@ -398,7 +398,8 @@ def _extended_series_tail(
     summary = stored_summary(row)
     summary.add(points)
     is_tail = len(row.steps) // POINT_BYTES + len(points.steps) < _CHUNK_POINTS
-    column, full = encode_points(points), None
+    column = encode_points(points)
+    full: Points | None = None
     if column.kind == row.kind != MIXED and is_tail:
         old = (row.steps, row.times, row.value_bytes)
         column = PointColumn(row.kind, *map(add, old, column[1:]))

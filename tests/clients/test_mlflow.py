@@ -23,6 +23,7 @@ sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("faults",
 from cut_once import CutOnce
 from fault_lab.masters import MasterProcess
 from forked_processes import free_ports
+from small_trainings import LIBRARIES
 
 PROXY = "/api/2.0/mlflow-artifacts/artifacts"
 
@@ -232,6 +233,40 @@ def test_unknown_release_of_the_client_logs(server: MlflowServer, start_script: 
     finish(start_script(server, script))
 
     assert server.trial("future")["experiment"]["state"] == "COMPLETED"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_libraries_that_log_by_themselves_log_here(
+    server: MlflowServer, start_script: Script
+) -> None:
+    """Autologging of Transformers and Lightning, and Lightning's logger; the words are theirs."""
+    script = (
+        LIBRARIES
+        + """
+        import mlflow
+        from lightning.pytorch.loggers import MLFlowLogger
+        mlflow.set_experiment("auto")
+        mlflow.transformers.autolog()
+        fit_transformers("mlflow", run_name="hf")
+        mlflow.end_run()
+        mlflow.pytorch.autolog(log_every_n_step=1, log_models=False)
+        with mlflow.start_run(run_name="pl"):
+            fit_lightning(False)
+        mlflow.pytorch.autolog(disable=True)
+        fit_lightning(MLFlowLogger("auto", run_name="logged", log_model=True))
+    """
+    )
+    finish(start_script(server, textwrap.dedent(script)))
+
+    for name, metric in (("hf", "loss"), ("pl", "train_loss"), ("logged", "train_loss")):
+        trial = server.trial(name)
+        assert trial["experiment"]["state"] == "COMPLETED", name
+        rows = server.get(f"trials/{trial['id']}/metrics", group="training")["items"]
+        assert sum(metric in row["metrics"] for row in rows) >= 2, (name, rows)
+        assert trial["hparams"], name
+    files = server.get(f"trials/{trial['id']}/files")["items"]
+    assert any(file["path"].endswith(".ckpt") for file in files)
 
 
 def test_client_says_why_its_token_is_refused(server: MlflowServer, start_script: Script) -> None:

@@ -1,9 +1,10 @@
 """MLflow's client against Paceline and against MLflow's own server, in one run.
 
-    python benchmarks/clients.py [CALLS]
+    python benchmarks/clients.py [CALLS [SECONDS]]
 
-Sixteen clients at once log ten metrics a call, each to a run of its own. Printed are the median
-and the 95th percentile of an answer, calls a second, and how many values came back.
+Sixteen clients at once log ten metrics a call, each to a run of its own: first as fast as they can,
+then once a second, as trainings do, for SECONDS. Printed are the median and the 95th percentile of
+an answer, calls a second, and how many values came back.
 """
 
 import json
@@ -29,25 +30,37 @@ SERVE = Path(__file__).parents[1] / "tests" / "clients" / "run_mlflow.py"
 
 def main() -> None:
     """Measure both, one after the other and then once more in the other order."""
-    num_calls = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+    num_calls, seconds = (*map(int, sys.argv[1:]), *(50, 30)[len(sys.argv) - 1 :])
     servers = {"paceline": paceline_server, "mlflow": mlflow_server}
     for name in ("paceline", "mlflow", "mlflow", "paceline"):
         with servers[name]() as url:
-            print(json.dumps({"server": name, **measure(url, num_calls)}), flush=True)
+            for case, calls, every_s in (("closed", num_calls, 0.0), ("open", seconds, 1.0)):
+                found = measure(url, calls, every_s)
+                print(json.dumps({"server": name, "case": case, **found}), flush=True)
 
 
-def measure(url: str, num_calls: int) -> dict[str, float]:
-    """Log with all clients at once; return what their calls took, in milliseconds."""
+def measure(url: str, num_calls: int, every_s: float) -> dict[str, float]:
+    """Log with all clients at once; return what their calls took, in milliseconds.
+
+    Args:
+        url: The server.
+        num_calls: How often each client logs.
+        every_s: Seconds from one call of a client to its next; the clients begin evenly spread. A
+            call counts from when it was due. With 0 each follows the answer to the one before.
+    """
     client = MlflowClient(url)
     run_ids = [client.create_run("0").info.run_id for _ in range(NUM_CLIENTS)]
 
     def log(run_id: str) -> list[float]:
         times = []
+        first = began + every_s * run_ids.index(run_id) / NUM_CLIENTS
         for step in range(num_calls):
             metrics = [Metric(f"m{key}", step, 1000 + step, step) for key in range(NUM_KEYS)]
-            began = time.perf_counter()
+            due = first + step * every_s
+            time.sleep(max(0.0, due - time.perf_counter()))
+            due = due if every_s else time.perf_counter()
             client.log_batch(run_id, metrics)
-            times.append((time.perf_counter() - began) * 1000)
+            times.append((time.perf_counter() - due) * 1000)
         return times
 
     began = time.perf_counter()

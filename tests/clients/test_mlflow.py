@@ -18,10 +18,12 @@ import httpx2
 import pytest
 
 pytest.importorskip("mlflow", reason="NOT TESTED: needs MLflow")
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("faults", "clients"))
 
+from cut_once import CutOnce
 from fault_lab.masters import MasterProcess
 from forked_processes import free_ports
+from small_trainings import LIBRARIES
 
 PROXY = "/api/2.0/mlflow-artifacts/artifacts"
 
@@ -125,7 +127,7 @@ def start_script(tmp_path: Path, clean_environment: dict[str, str]) -> Iterator[
 
 def finish(process: "subprocess.Popen[str]") -> str:
     """Wait for a script, and return what it printed."""
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     return output
 
@@ -193,6 +195,78 @@ def test_run_goes_on_over_a_restart_of_the_master(
     finally:
         served.http.close()
         process.close()
+
+
+def test_artifact_of_a_client_that_is_cut_on_its_way_arrives_whole_or_not_at_all(
+    server: MlflowServer, start_script: Script
+) -> None:
+    size = 64 * 2**20
+    script = """
+        import os, pathlib, mlflow
+        content = os.urandom(int(os.environ["SIZE"]))
+        pathlib.Path("big.bin").write_bytes(content)
+        with mlflow.start_run() as run:
+            try:
+                mlflow.log_artifact("big.bin")
+            except Exception:
+                assert mlflow.artifacts.list_artifacts(run_id=run.info.run_id) == []
+                mlflow.log_artifact("big.bin")
+            got = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, dst_path="got")
+        assert pathlib.Path(got, "big.bin").read_bytes() == content
+    """
+    with CutOnce(httpx2.URL(server.url).port or 80, size * 3 // 10) as proxy:
+        finish(start_script(server, script, MLFLOW_TRACKING_URI=proxy.url, SIZE=str(size)))
+
+        assert proxy.is_cut
+
+
+def test_unknown_release_of_the_client_logs(server: MlflowServer, start_script: Script) -> None:
+    script = """
+        import mlflow
+        from mlflow.tracking.request_header import default_request_header_provider as headers
+        headers._DEFAULT_HEADERS |= {"User-Agent": "mlflow-python-client/99.0.0",
+                                     "X-MLflow-Client-Version": "99.0.0"}
+        mlflow.set_experiment("future")
+        with mlflow.start_run(run_name="future"):
+            mlflow.log_metric("loss", 1.0)
+    """
+    finish(start_script(server, script))
+
+    assert server.trial("future")["experiment"]["state"] == "COMPLETED"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_libraries_that_log_by_themselves_log_here(
+    server: MlflowServer, start_script: Script
+) -> None:
+    """Autologging of Transformers and Lightning, and Lightning's logger; the words are theirs."""
+    script = (
+        LIBRARIES
+        + """
+        import mlflow
+        from lightning.pytorch.loggers import MLFlowLogger
+        mlflow.set_experiment("auto")
+        mlflow.transformers.autolog()
+        fit_transformers("mlflow", run_name="hf")
+        mlflow.end_run()
+        mlflow.pytorch.autolog(log_every_n_step=1, log_models=False)
+        with mlflow.start_run(run_name="pl"):
+            fit_lightning(False)
+        mlflow.pytorch.autolog(disable=True)
+        fit_lightning(MLFlowLogger("auto", run_name="logged", log_model=True))
+    """
+    )
+    finish(start_script(server, textwrap.dedent(script)))
+
+    for name, metric in (("hf", "loss"), ("pl", "train_loss"), ("logged", "train_loss")):
+        trial = server.trial(name)
+        assert trial["experiment"]["state"] == "COMPLETED", name
+        rows = server.get(f"trials/{trial['id']}/metrics", group="training")["items"]
+        assert sum(metric in row["metrics"] for row in rows) >= 2, (name, rows)
+        assert trial["hparams"], name
+    files = server.get(f"trials/{trial['id']}/files")["items"]
+    assert any(file["path"].endswith(".ckpt") for file in files)
 
 
 def test_client_says_why_its_token_is_refused(server: MlflowServer, start_script: Script) -> None:

@@ -18,8 +18,9 @@ import httpx2
 import pytest
 
 pytest.importorskip("wandb", reason="NOT TESTED: needs W&B")
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("faults", "clients"))
 
+from cut_once import CutOnce
 from fault_lab.masters import MasterProcess
 
 UPSERT = """
@@ -133,7 +134,7 @@ def run_script(start_script: Script) -> Callable[..., str]:
 
     def run(server: WandbServer, script: str, **variables: str) -> str:
         process = start_script(server, script, **variables)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors
         return output
 
@@ -368,6 +369,78 @@ def test_resumed_run_and_synced_offline_run_are_whole(
     assert [row["loss"] for row in synced["history"]] == [0, 1, 2]
     assert (synced["state"], synced["historyLineCount"]) == ("finished", 3)
     assert json.loads(synced["config"])["a"]["value"] == 1
+
+
+def test_two_scripts_that_resume_one_run_at_once_lose_nothing(
+    server: WandbServer, start_script: Script
+) -> None:
+    script = """
+        import os, wandb
+        with wandb.init(project="raw", id="both", name="both", resume="allow") as run:
+            run.log({"begun": 1})
+            print("begun", flush=True)
+            input()
+            for step in range(20):
+                run.log({os.environ["KEY"]: step})
+    """
+    keys = ("first", "second")
+    scripts = []
+    for key in keys:
+        scripts.append(start_script(server, script, KEY=key, WANDB_CONSOLE="off"))
+        stdout = scripts[-1].stdout
+        assert stdout is not None
+        assert stdout.readline() == "begun\n"
+        # The next one goes on from what has arrived of this one.
+        deadline = time.monotonic() + 120
+        while not server.run("both")["history"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    for process in scripts:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in scripts:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+
+    rows = server.run("both")["history"]
+    for key in keys:
+        assert sorted(row[key] for row in rows if key in row) == list(range(20))
+
+
+def test_artifact_that_is_cut_on_its_way_arrives_whole(
+    server: WandbServer, run_script: Callable[..., str]
+) -> None:
+    size = 64 * 2**20
+    script = """
+        import os, pathlib, wandb
+        content = os.urandom(int(os.environ["SIZE"]))
+        pathlib.Path("big.bin").write_bytes(content)
+        with wandb.init(project="raw", id="cut64", name="cut on its way") as run:
+            artifact = wandb.Artifact("big", type="model")
+            artifact.add_file("big.bin")
+            run.log_artifact(artifact).wait()
+            got = run.use_artifact("big:v0").download("got")
+            assert pathlib.Path(got, "big.bin").read_bytes() == content
+    """
+    with CutOnce(httpx2.URL(server.url).port or 80, size * 3 // 10) as proxy:
+        run_script(server, script, WANDB_BASE_URL=proxy.url, SIZE=str(size))
+
+        assert proxy.is_cut
+
+
+def test_unknown_release_of_the_client_logs(
+    server: WandbServer, run_script: Callable[..., str]
+) -> None:
+    script = """
+        import wandb
+        wandb.__version__ = "99.0.0"
+        with wandb.init(project="raw", id="future", name="future") as run:
+            run.log({"loss": 1.0})
+    """
+    run_script(server, script)
+
+    assert [row["loss"] for row in server.run("future")["history"]] == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ def import_store(
     source: Annotated[
         Path,
         typer.Argument(
-            help="Store of another tracker, such as `mlruns`, `mlflow.db`, `wandb` or a TensorBoard"
-            " log directory; or what `paceline export` wrote.",
+            help="Store of another tracker, such as `mlruns`, `mlflow.db` or a TensorBoard log"
+            " directory; or what `paceline export` wrote.",
             metavar="SOURCE",
         ),
     ],
     kind: Annotated[
-        Literal["export", "mlflow", "tensorboard", "wandb"] | None,
+        Literal["export", "mlflow", "tensorboard"] | None,
         typer.Option("--kind", help="Kind of the store. By default it is found by looking."),
     ] = None,
     into: Annotated[

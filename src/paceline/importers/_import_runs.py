@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline._base.journal_records import AnyRecord, AttemptFinished
-from paceline.importers import _mlflow_stores, _tensorboard_logs, _wandb_logs
+from paceline.importers import _mlflow_stores, _tensorboard_logs
 from paceline.importers._export_files import is_export, read_export
 from paceline.importers._run_files import RunFiles
 from paceline.importers._run_writer import (
@@ -74,7 +74,6 @@ def _read_mlflow(path: Path, problems: list[str]) -> Iterator[SourceRun]:
 _KINDS: dict[str, tuple[Callable[[Path], Any], Reader]] = {
     "export": (is_export, read_export),
     "mlflow": (_mlflow, _read_mlflow),
-    "wandb": (_wandb_logs.run_logs, _wandb_logs.read_offline_runs),
     "tensorboard": (_tensorboard_logs.log_directories, _read_logs),
 }
 KINDS = tuple(_KINDS)
@@ -102,8 +101,8 @@ def kind_of_store(path: Path) -> str:
     if found:
         return found[0]
     raise ImportRefusedError(
-        f"`SOURCE` must hold what MLflow, W&B, TensorBoard or `paceline export` has written, but"
-        f" {str(path)!r} holds nothing of it."
+        f"`SOURCE` must hold what MLflow, TensorBoard or `paceline export` has written, but"
+        f" {str(path)!r} holds nothing of it. Hint: `wandb sync` sends W&B's runs to a master."
     )
 
 

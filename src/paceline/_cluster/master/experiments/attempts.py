@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, bindparam, select
 
 from paceline._base.journal_records import encode_float
 from paceline._base.process_and_network import LOOPBACK
@@ -128,15 +128,16 @@ class Leases:
             loop.call_later(_TICK_S, self._tick, loop)
 
 
+_ATTEMPT = select(tables.attempts).where(tables.attempts.c.id == bindparam("wanted"))
+
+
 def read_attempt(connection: Connection, attempt_id: int) -> Row[Any]:
     """Return an attempt's row.
 
     Raises:
         NotFoundError: There is none.
     """
-    row = connection.execute(
-        select(tables.attempts).where(tables.attempts.c.id == attempt_id)
-    ).first()
+    row = connection.execute(_ATTEMPT, {"wanted": attempt_id}).first()
     if row is None:
         raise NotFoundError(f"There is no attempt {attempt_id}.")
     return row

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, update
 
 from paceline._base.journal_records import (
     AnyRecord,
@@ -26,12 +26,31 @@ from paceline._cluster.master.experiments.unmanaged_runs import (
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.reach import NotAllowedError, sees_document
+from paceline._cluster.master.store.reach import NotAllowedError, check_object, sees_document
 from paceline._cluster.messages.runner_messages import RunBatch
 from paceline._cluster.messages.states import AttemptState
 
 PROJECT_LABEL = "project:"
 """What the label of a run's project begins with."""
+
+_attempts = tables.attempts.c
+# Made once: for each report it costs more to make than to run.
+_NEWEST_ATTEMPT = (
+    select(
+        _attempts.id,
+        _attempts.run_attempt,
+        _attempts.state,
+        _attempts.outcome,
+        select(func.max(tables.journal_marks.c.sequence))
+        .where(tables.journal_marks.c.attempt_id == _attempts.id)
+        .scalar_subquery()
+        .label("newest"),
+    )
+    .join(tables.experiments, tables.experiments.c.id == _attempts.experiment_id)
+    .where(tables.experiments.c.external_id == bindparam("wanted"))
+    .order_by(_attempts.number.desc())
+    .limit(1)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,17 +156,20 @@ class LoggedRuns:
             NotFoundError: There is no such run.
             ValueError: A record has a value that cannot be.
         """
-        run = self.get(transaction.connection, run_id)
-        number = _newest_number(transaction.connection, run.attempt.id)
-        is_running = run.attempt.state == AttemptState.RUNNING.value and run.attempt.outcome is None
+        check_object(transaction.connection, "run_id", run_id)
+        attempt = transaction.connection.execute(_NEWEST_ATTEMPT, {"wanted": run_id}).first()
+        if attempt is None:
+            raise NotFoundError(f"There is no run {run_id!r}.")
+        number = -1 if attempt.newest is None else attempt.newest
+        is_running = attempt.state == AttemptState.RUNNING.value and attempt.outcome is None
         if is_running and is_alive and lease_s is None and all(map(_is_metrics, records)):
             # Most calls: they need none of the statements that look for changes of states.
             numbered = list(enumerate(records, start=number + 1))
-            batch = RunBatch(run.attempt.run_attempt, 0, 0, numbered, number)
-            self._unmanaged.append(transaction, run.attempt, batch)
+            batch = RunBatch(attempt.run_attempt, 0, 0, numbered, number)
+            self._unmanaged.append(transaction, attempt.id, batch)
             return
         self._take(
-            transaction, run_id, run.attempt.run_attempt, records, number,
+            transaction, run_id, attempt.run_attempt, records, number,
             is_alive=is_alive, lease_s=lease_s,
         )  # fmt: skip
 
@@ -231,13 +253,6 @@ class LoggedRuns:
 
 def _is_metrics(record: AnyRecord) -> bool:
     return isinstance(record, MetricsReported)
-
-
-def _newest_number(connection: Connection, attempt_id: int) -> int:
-    marks = tables.journal_marks.c
-    query = select(func.max(marks.sequence)).where(marks.attempt_id == attempt_id)
-    newest = connection.scalar(query)
-    return -1 if newest is None else newest
 
 
 def get_document(connection: Connection, kind: str, parent: str, name: str) -> Any:

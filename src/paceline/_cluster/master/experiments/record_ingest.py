@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, select, update
+from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
 from paceline import faults
 from paceline._base.journal_records import (
@@ -197,7 +198,8 @@ class RecordIngest:
             if not fresh:
                 continue
             # Mark and rows share a transaction, so a batch sent twice is stored once.
-            _write_mark(connection, attempt_id, batch, mark, fresh[-1][0])
+            key = {"attempt_id": attempt_id, "generation": batch.generation, "rank": batch.rank}
+            connection.execute(_MARK, key | {"sequence": fresh[-1][0]})
             marks[batch.generation, batch.rank] = fresh[-1][0]
             whose = f"rank {batch.rank} (generation {batch.generation})"
             take_lost_records(self._changes, transaction, attempt, whose, mark, fresh)
@@ -509,25 +511,21 @@ def _take_restarts(transaction: Transaction, attempt: Row[Any], record: AttemptS
     )
 
 
+# Made once: for each report they cost more to make than to run.
+_MARKS = select(tables.journal_marks).where(
+    tables.journal_marks.c.attempt_id == bindparam("wanted")
+)
+_MARK = sqlite_insert(tables.journal_marks)
+_MARK = _MARK.on_conflict_do_update(
+    index_elements=["attempt_id", "generation", "rank"],
+    set_={"sequence": _MARK.excluded.sequence},
+)
+
+
 def _read_marks(connection: Connection, attempt_id: int) -> dict[tuple[int, int], int]:
     """Return the highest stored sequence number per (generation, rank)."""
-    marks = tables.journal_marks
-    rows = connection.execute(select(marks).where(marks.c.attempt_id == attempt_id))
+    rows = connection.execute(_MARKS, {"wanted": attempt_id})
     return {(row.generation, row.rank): row.sequence for row in rows}
-
-
-def _write_mark(
-    connection: Connection, attempt_id: int, batch: RecordBatch, present: int, sequence: int
-) -> None:
-    marks = tables.journal_marks
-    key = {"attempt_id": attempt_id, "generation": batch.generation, "rank": batch.rank}
-    if present < 0:
-        connection.execute(insert(marks).values(**key, sequence=sequence))
-        return
-    statement = update(marks).values(sequence=sequence)
-    for name, value in key.items():
-        statement = statement.where(marks.c[name] == value)
-    connection.execute(statement)
 
 
 def _update_attempt(connection: Connection, attempt_id: int, **values: Any) -> None:

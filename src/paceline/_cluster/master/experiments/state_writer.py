@@ -74,6 +74,8 @@ _BRIEF_TRIAL = select(*(each for each in tables.trials.c if each.name not in _LA
     tables.trials.c.id == bindparam("wanted")
 )
 
+_TRIAL_CHANGE = update(tables.trials).where(tables.trials.c.id == bindparam("wanted"))
+
 
 class StateChanges:
     """Set states, and wake whoever waits for the outcome.
@@ -337,9 +339,7 @@ class StateChanges:
     @staticmethod
     def update_trial(transaction: Transaction, trial_id: int, **values: Any) -> None:
         """Set columns of a trial."""
-        transaction.connection.execute(
-            update(tables.trials).where(tables.trials.c.id == trial_id).values(**values)
-        )
+        transaction.connection.execute(_TRIAL_CHANGE, {"wanted": trial_id, **values})
 
     def stop_trial(
         self, transaction: Transaction, trial: Row[Any], state: TrialState, reason: str

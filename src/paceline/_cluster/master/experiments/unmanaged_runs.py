@@ -405,10 +405,10 @@ class Unmanaged:
             self._deadlines[experiment.id] = deadline
         return trial_of_run(connection, experiment.id)
 
-    def append(self, transaction: Transaction, attempt: Row[Any], batch: RunBatch) -> None:
+    def append(self, transaction: Transaction, attempt_id: int, batch: RunBatch) -> None:
         """Store records of an attempt that runs and goes on: they change no state."""
         own = RecordBatch(batch.generation, batch.rank, batch.records, batch.after)
-        self._ingest.store(transaction, attempt.id, [own])
+        self._ingest.store(transaction, attempt_id, [own])
 
     def end_silent(self, transaction: Transaction) -> None:
         """End live-reported runs silent for longer than their lease.

@@ -203,6 +203,9 @@ class DatabaseDamagedError(DatabaseVersionError):
     """Raised when the database file is damaged, or no database at all."""
 
 
+_EVENT = insert(tables.events)
+
+
 class Transaction:
     """Transaction of a write job: a connection, and callbacks for after the commit."""
 
@@ -215,15 +218,9 @@ class Transaction:
 
     def emit(self, kind: str, experiment_id: int, trial_id: int | None = None, **data: Any) -> None:
         """Store an event for those who follow."""
-        self.connection.execute(
-            insert(tables.events).values(
-                time=time.time(),
-                experiment_id=experiment_id,
-                trial_id=trial_id,
-                kind=kind,
-                data=data,
-            )
-        )
+        told = {"time": time.time(), "kind": kind, "data": data}
+        told |= {"experiment_id": experiment_id, "trial_id": trial_id}
+        self.connection.execute(_EVENT, told)
         self.has_events = True
 
     def force(self) -> None:

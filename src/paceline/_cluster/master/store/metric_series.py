@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, case, func, or_, select
 
@@ -39,8 +39,7 @@ class Points:
             self.values = [decode_value(value) for value in self.values]
 
 
-@dataclass(frozen=True, slots=True)
-class PointColumn:
+class PointColumn(NamedTuple):
     """Points of a single value kind in encoded form."""
 
     kind: str

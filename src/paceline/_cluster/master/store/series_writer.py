@@ -3,13 +3,16 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite, nan
+from operator import add
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, func, insert, select, text, tuple_, update
 
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_series import (
+    MIXED,
     POINT_BYTES,
+    PointColumn,
     Points,
     Selection,
     decode_points,
@@ -308,29 +311,30 @@ def _extreme(choose: Any, left: float | None, right: float | None) -> float | No
 
 
 _CHUNK_POINTS = 1024
+# Made once: for each report they cost more to make than to run.
+_series = tables.series.c
+_OF_KEYS = select(tables.series).where(
+    _series.trial_id == bindparam("of_trial"),
+    _series.attempt == bindparam("of_attempt"),
+    _series.group == bindparam("of_group"),
+    _series.key.in_(many_ids()),
+)
+_CHANGE = update(tables.series).where(_series.id == bindparam("row_id"))
 
 
 def store_columns(
     connection: Connection, trial_id: int, attempt: int, columns: dict[tuple[str, str], Points]
 ) -> None:
     """Append points to an attempt's series, by (group, key)."""
-    series = tables.series.c
     groups: dict[str, list[str]] = {}
+    place = {"of_trial": trial_id, "of_attempt": attempt}
     for group, key in columns:
         groups.setdefault(group, []).append(key)
     # Only these: a trial may have a hundred thousand others.
     existing = {
         (group, row.key): row
         for group, keys in groups.items()
-        for row in connection.execute(
-            select(tables.series).where(
-                series.trial_id == trial_id,
-                series.attempt == attempt,
-                series.group == group,
-                series.key.in_(many_ids()),
-            ),
-            ids_parameter(keys),
-        )
+        for row in connection.execute(_OF_KEYS, ids_parameter(keys) | place | {"of_group": group})
     }
     inserts: list[dict[str, Any]] = []
     updates: list[dict[str, Any]] = []
@@ -353,23 +357,9 @@ def store_columns(
     if long:
         full += _first_series_chunks(connection, trial_id, attempt, long)
     if updates:
-        _update_series(connection, updates)
+        connection.execute(_CHANGE, updates)
     if full:
         connection.execute(insert(tables.chunks), full)
-
-
-def _update_series(connection: Connection, updates: list[dict[str, Any]]) -> None:
-    """Change rows of series: each of the dictionaries has a `row_id` and the same columns."""
-    names = [name for name in updates[0] if name != "row_id"]
-    statement = update(tables.series).where(tables.series.c.id == bindparam("row_id"))
-    # Bound under other names, as SQLAlchemy keeps column names to itself in an update.
-    connection.execute(
-        statement.values({name: bindparam(f"new_{name}") for name in names}),
-        [
-            {"row_id": row["row_id"], **{f"new_{name}": row[name] for name in names}}
-            for row in updates
-        ],
-    )
 
 
 def _new_series_tail(points: Points, summary: Summary) -> dict[str, Any]:
@@ -407,20 +397,19 @@ def _extended_series_tail(
     """Return the changed columns of the series, and the chunks made from a full tail."""
     summary = stored_summary(row)
     summary.add(points)
-    num_points = len(row.steps) // POINT_BYTES + len(points.steps)
+    is_tail = len(row.steps) // POINT_BYTES + len(points.steps) < _CHUNK_POINTS
     column = encode_points(points)
-    tail = decode_points(row.kind, row.steps, row.times, row.value_bytes)
-    # Tails hold a single value kind: points of another kind turn the tail into a chunk.
-    if column.kind == row.kind and num_points < _CHUNK_POINTS:
-        tail.extend(points)
-        column = encode_points(tail)
-        full = None
-    elif column.kind == row.kind:
-        tail.extend(points)
-        full = tail
-        column = encode_points(Points())
+    full: Points | None = None
+    if column.kind == row.kind != MIXED and is_tail:
+        old = (row.steps, row.times, row.value_bytes)
+        column = PointColumn(row.kind, *map(add, old, column[1:]))
     else:
-        full = tail
+        tail = decode_points(row.kind, row.steps, row.times, row.value_bytes)
+        # Tails hold a single value kind: points of another kind turn the tail into a chunk.
+        if column.kind == row.kind:
+            tail.extend(points)
+            column = encode_points(tail if is_tail else Points())
+        full = None if column.kind == row.kind and is_tail else tail
     kind = column.kind if column.steps else row.kind
     return {
         "kind": kind,

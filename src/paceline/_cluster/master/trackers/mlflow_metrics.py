@@ -5,7 +5,7 @@ from itertools import groupby
 from math import isfinite, isnan
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, bindparam, select
 from sqlalchemy.dialects.sqlite import insert
 
 from paceline._base.journal_records import MetricsReported, encode_float
@@ -19,6 +19,7 @@ from paceline._cluster.master.store.metric_series import (
     load_series_points,
     visible_series_pieces,
 )
+from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
     Fields,
@@ -35,6 +36,18 @@ TRAINING_GROUP, _SYSTEM_GROUP = "training", "system"
 # What the client measures of its machine has names that begin so.
 _SYSTEM_PREFIX = "system/"
 _MAX_HISTORY = 1_000_000
+# Made once: for each call they cost more to make than to run.
+_documents = tables.documents.c
+_LAST = select(_documents.content).where(
+    _documents.kind == METRIC_KIND,
+    _documents.parent == bindparam("run_id"),
+    _documents.name.in_(many_ids()),
+)
+_KEEP = insert(tables.documents)
+_KEEP = _KEEP.on_conflict_do_update(
+    index_elements=["kind", "parent", "name"],
+    set_={name: _KEEP.excluded[name] for name in ("content", "changed_at")},
+)
 
 
 class Metric(NamedTuple):
@@ -88,7 +101,9 @@ def read_metric(given: Fields) -> Metric:
     return Metric(key, value, timestamp, step, *map(given.text_or_none, names))
 
 
-def log_metrics(call: Call, run_id: str, metrics: Sequence[Metric]) -> None:
+def log_metrics(
+    call: Call, run_id: str, experiment_id: int | None, metrics: Sequence[Metric]
+) -> None:
     """Append metrics to a run's series, and keep the last value of each key."""
     records: list[MetricsReported] = []
     for (step, timestamp, group), same in groupby(metrics, lambda metric: metric.place):
@@ -101,7 +116,7 @@ def log_metrics(call: Call, run_id: str, metrics: Sequence[Metric]) -> None:
             values[name] = encode_float(metric.value)
         records.append(_record(step, timestamp, group, values))
     call.runs.append(call.writer, run_id, records)
-    _keep_last(call.connection, run_id, metrics)
+    _keep_last(call.connection, run_id, experiment_id, metrics)
     of_models: dict[str, list[dict[str, Any]]] = {}
     for metric in metrics:
         if metric.model_id:
@@ -136,33 +151,23 @@ def _record(step: int, timestamp: int, group: str, values: dict[str, Any]) -> Me
     return MetricsReported(time=timestamp / 1000, group=group, steps_completed=step, metrics=values)
 
 
-def _keep_last(connection: Connection, run_id: str, metrics: Sequence[Metric]) -> None:
-    documents = tables.documents
+def _keep_last(
+    connection: Connection, run_id: str, experiment_id: int | None, metrics: Sequence[Metric]
+) -> None:
     last: dict[str, Metric] = {}
     for metric in metrics:
         if metric.key not in last or metric.rank > last[metric.key].rank:
             last[metric.key] = metric
-    place = (documents.c.kind == METRIC_KIND, documents.c.parent == run_id)
-    for keys in chunks([*last]):
-        query = select(documents.c.content).where(*place, documents.c.name.in_(keys))
-        for (content,) in connection.execute(query):
-            if _stored(content).rank > last[content["key"]].rank:
-                del last[content["key"]]
-    if not last:
-        return
-    owner = experiment_of_run(connection, run_id)
-    assert owner is not None
+    for (content,) in connection.execute(_LAST, ids_parameter(last) | {"run_id": run_id}):
+        if _stored(content).rank > last[content["key"]].rank:
+            del last[content["key"]]
     rows = [
         {"kind": METRIC_KIND, "parent": run_id, "name": key, "content": _shown(metric),
-         "created_at": 0.0, "changed_at": metric.timestamp / 1000, "experiment_id": owner.id}
+         "created_at": 0.0, "changed_at": metric.timestamp / 1000, "experiment_id": experiment_id}
         for key, metric in last.items()
     ]  # fmt: skip
-    statement = insert(documents)
-    changed = {name: statement.excluded[name] for name in ("content", "changed_at")}
-    connection.execute(
-        statement.on_conflict_do_update(index_elements=["kind", "parent", "name"], set_=changed),
-        rows,
-    )
+    if rows:
+        connection.execute(_KEEP, rows)
 
 
 def _history(connection: Connection, run_id: str, key: str) -> list[Metric]:

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, bindparam, select
 
 from paceline._cluster.master.experiments.logged_runs import change_document
 from paceline._cluster.master.store import tables
@@ -50,6 +50,13 @@ _MAX_METRICS, _MAX_OTHERS, _MAX_ALL = 1000, 100, 1000
 # Names here may be shorter than those of MLflow.
 _MAX_SHOWN_NAME = 200
 
+# Made once: for each call it costs more to make than to run.
+_RUN = (
+    select(tables.documents)
+    .join(tables.experiments, tables.experiments.c.id == tables.documents.c.experiment_id)
+    .where(tables.experiments.c.external_id == bindparam("run_id"), tables.documents.c.kind == RUN)
+)
+
 
 def find_run(connection: Connection, run_id: str) -> Row[Any]:
     """Return the document of a run.
@@ -57,13 +64,7 @@ def find_run(connection: Connection, run_id: str) -> Row[Any]:
     Raises:
         MlflowError: There is no such run.
     """
-    documents, experiments = tables.documents, tables.experiments
-    query = (
-        select(documents)
-        .join(experiments, experiments.c.id == documents.c.experiment_id)
-        .where(experiments.c.external_id == run_id, documents.c.kind == RUN)
-    )
-    found = connection.execute(query).first()
+    found = connection.execute(_RUN, {"run_id": run_id}).first()
     if found is None or not sees_document(connection, found.experiment_id, found.project_id):
         raise missing(f"Run with id={run_id[:200]} not found")
     return found
@@ -71,13 +72,7 @@ def find_run(connection: Connection, run_id: str) -> Row[Any]:
 
 def change_run(call: Call, run_id: str, change: Callable[[Content], Content]) -> Content:
     """Replace the content of an active run's document; return the new one."""
-    row = find_run(call.connection, run_id)
-    check_active("run", run_id, row.content["lifecycle_stage"])
-    before = json.dumps(row.content)
-    after = change(row.content)
-    if json.dumps(after) != before:
-        _store(call, row, after)
-    return after
+    return _change(call, find_run(call.connection, run_id), change)
 
 
 @endpoint("POST", "runs/create", writes=True)
@@ -293,9 +288,10 @@ def _log(
         after["run_name"] = after["tags"].get(_NAME_TAG, content["run_name"])
         return after
 
-    change_run(call, run_id, change)
+    row = find_run(call.connection, run_id)
+    _change(call, row, change)
     if metrics:
-        log_metrics(call, run_id, metrics)
+        log_metrics(call, run_id, row.experiment_id, metrics)
     return {}
 
 
@@ -309,6 +305,15 @@ def _store(call: Call, row: Row[Any], content: Content) -> None:
     )
     notes = content["tags"].get(_NOTE_TAG)
     call.runs.relabel(call.writer, row.name, name=_shown_name(content), notes=notes)
+
+
+def _change(call: Call, row: Row[Any], change: Callable[[Content], Content]) -> Content:
+    check_active("run", row.name, row.content["lifecycle_stage"])
+    before = json.dumps(row.content)
+    after = change(row.content)
+    if json.dumps(after) != before:
+        _store(call, row, after)
+    return after
 
 
 def _mark(call: Call, stage: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from paceline._cluster.master.trackers.wandb_runs import (
     encode_id,
     upsert_project,
 )
-from paceline.importers._wandb_values import storable
+from paceline._cluster.master.trackers.wandb_values import storable
 
 ARTIFACT, COLLECTION = "wandb-artifact", "wandb-collection"
 _CLIENT_ID, _USE = "wandb-client-id", "wandb-use"
@@ -263,7 +263,10 @@ def _collection_view(asked: Asked, parent: str, name: str, document: Mapping[str
 
     def version_page(arguments: Mapping[str, Any]) -> Fields:
         numbers = [number for number in document["versions"] if number]
-        found = [(number, _document(asked, number)) for number in reversed(numbers)]
+        # The order is that of the versions; by default the newest comes first.
+        is_falling = str(arguments.get("order") or "-").startswith("-")
+        numbers = numbers[::-1] if is_falling else numbers
+        found = [(number, _document(asked, number)) for number in numbers]
         there = [each for each in found if each[1] is not None]
         shown = page(there, arguments, lambda each: _view(asked, *each))
         for edge in shown["edges"]:
@@ -272,7 +275,10 @@ def _collection_view(asked: Asked, parent: str, name: str, document: Mapping[str
 
     def latest(_: Any) -> Fields | None:
         number = document.get("aliases", {}).get(_LATEST)
-        return None if number is None else {"id": encode_id("Artifact", number)}
+        if number is None or number not in document["versions"]:
+            return None
+        index = document["versions"].index(number)
+        return {"id": encode_id("Artifact", number), "versionIndex": index}
 
     def aliases(arguments: Mapping[str, Any]) -> Fields:
         return page(sorted(document.get("aliases", {})), arguments, lambda alias: {

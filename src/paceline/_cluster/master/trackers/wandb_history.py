@@ -14,8 +14,8 @@ from paceline._base.journal_records import (
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_rows_and_times import read_rows
 from paceline._cluster.master.store.metric_series import visible_series_limits
+from paceline._cluster.master.trackers.wandb_values import MAX_INTEGER, storable
 from paceline.importers._run_writer import GROUP
-from paceline.importers._wandb_values import MAX_INTEGER, storable
 
 MAX_KEYS = 10_000
 """Most metrics and media of a run; further ones are left out, and its log says so."""

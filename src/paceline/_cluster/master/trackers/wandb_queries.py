@@ -46,8 +46,8 @@ from paceline._cluster.master.trackers.wandb_runs import (
     upsert_run,
 )
 from paceline._cluster.master.trackers.wandb_streams import EVENTS, HISTORY
+from paceline._cluster.master.trackers.wandb_values import storable
 from paceline.importers._run_writer import SYSTEM_GROUP
-from paceline.importers._wandb_values import storable
 
 # Clients refuse servers that are older than 0.70.0, and warn of clients newer than the second.
 _SERVER_VERSION, _MAX_CLIENT_VERSION = "0.85.0", "9.0.0"

@@ -36,8 +36,8 @@ from paceline._cluster.master.trackers.wandb_runs import (
     decode_id,
 )
 from paceline._cluster.master.trackers.wandb_streams import StreamRequest, take_stream
+from paceline._cluster.master.trackers.wandb_values import media_type_of
 from paceline.config._fields_and_problems import ConfigError
-from paceline.importers._wandb_values import media_type_of
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError
+from paceline._cluster.master.trackers.wandb_values import parse_json
 from paceline._cluster.messages.states import AttemptState
-from paceline.importers._wandb_values import parse_json
 
 ENTITY = "paceline"
 """The entity of a client that names none: all people here share it."""

@@ -28,14 +28,14 @@ from paceline._cluster.master.trackers.wandb_runs import (
     open_run,
     store_run,
 )
-from paceline._cluster.messages.runner_messages import LogEntry
-from paceline.importers._wandb_values import (
+from paceline._cluster.master.trackers.wandb_values import (
     parse_json,
     records_of_line,
     step_of,
     system_record,
     time_of,
 )
+from paceline._cluster.messages.runner_messages import LogEntry
 
 _MAX_LINE = 64 * 1024
 _LOG_LINE = re.compile(r"(ERROR )?(\d{4}-\d\d-\d\dT[\d:.]+) ?(.*)", re.DOTALL)

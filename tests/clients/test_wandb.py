@@ -22,6 +22,7 @@ sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("faults",
 
 from cut_once import CutOnce
 from fault_lab.masters import MasterProcess
+from small_trainings import LIBRARIES
 
 UPSERT = """
 mutation UpsertBucket($name: String!, $project: String, $config: JSONString, $tags: [String!]) {
@@ -441,6 +442,36 @@ def test_unknown_release_of_the_client_logs(
     run_script(server, script)
 
     assert [row["loss"] for row in server.run("future")["history"]] == [1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_libraries_that_log_by_themselves_log_here(
+    server: WandbServer, run_script: Callable[..., str]
+) -> None:
+    """Transformers with `report_to`, and Lightning with its logger; the words are theirs."""
+    script = (
+        LIBRARIES
+        + """
+        fit_transformers("wandb", run_name="hf")
+        wandb.finish()
+        from lightning.pytorch.loggers import WandbLogger
+        fit_lightning(WandbLogger(project="pl", name="pl", log_model=True))
+        wandb.finish()
+    """
+    )
+    run_script(server, "import wandb\n" + textwrap.dedent(script), WANDB_PROJECT="hf")
+
+    for name, metric, steps in (("hf", "train/loss", 4), ("pl", "train_loss", 8)):
+        experiment = server.experiment(name)
+        assert experiment["state"] == "COMPLETED"
+        [trial] = server.get(f"/experiments/{experiment['id']}/trials")["items"]
+        rows = server.get(f"/trials/{trial['id']}/metrics?group=training")["items"]
+        values = [row["metrics"][metric] for row in rows if metric in row["metrics"]]
+        assert len(values) == steps, rows
+    assert trial["hparams"]["lr"] == 0.1
+    files = server.get(f"/trials/{trial['id']}/files")["items"]
+    assert any(file["path"].endswith("/model.ckpt") for file in files)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ class _StoredState(str, Enum):
     @property
     def is_stopping(self) -> bool:
         """Whether it only waits for running attempts to end."""
-        return self.value.startswith("STOPPING_")
+        return str(self.value).startswith("STOPPING_")
 
 
 class ExperimentState(_StoredState):

@@ -382,7 +382,7 @@ def _compare_state(sign: str, value: _Value) -> Condition:
     wanted = value.text.upper()
     if wanted not in _ALL_STATES:
         raise QueryError(f"`state` must be one of {', '.join(_STATES)}, but got {value.text!r}.")
-    return (wanted != _STATE) if sign == "!=" else (wanted == _STATE)
+    return (_STATE != wanted) if sign == "!=" else (_STATE == wanted)  # noqa: SIM300
 
 
 def _compare_text(name: str, column: ColumnElement[Any], sign: str, value: _Value) -> Condition:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ def test_each_command_has_two_examples_that_call_it() -> None:
         for example in examples:
             path = []
             command = ROOT
-            words = example.split()
+            words = shlex.split(example)
             while words and words[0] in getattr(command, "commands", {}):
                 word = words.pop(0)
                 path.append(

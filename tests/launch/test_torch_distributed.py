@@ -95,10 +95,9 @@ signal.pause()
     assert "[rank=1] ValueError: boom" in result.stderr.splitlines()
     assert result.stderr.count("[rank=1] Traceback") == 1
     last = result.stderr.splitlines()[-1]
-    assert last.startswith("ERROR: [")
-    assert last.endswith(
-        "] paceline.launch: Rank 1 exited with code 1 (ValueError: boom), the first of 3 to fail;"
-        " its output is above."
+    assert last == (
+        "ERROR: Rank 1 exited with code 1 (ValueError: boom), the first of 3 to fail; its output is"
+        " above."
     )
 
 

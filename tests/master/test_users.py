@@ -195,6 +195,28 @@ ARTIFACT = """mutation { createArtifact(input: {projectName: "hush", runName: "r
   artifactCollectionName: "net", artifactTypeName: "model", digest: "d"}) { artifact { id } } }"""
 
 
+def test_a_run_belongs_to_the_project_of_what_its_client_logs_it_in(master: Any, add: Any) -> None:
+    root = master.url.removesuffix("/api/v1")
+    ada, eve, vic = add("ada"), add("eve", role=None), add("vic", role="viewer")
+    master.http.post("/projects", json={"name": "own"})
+    for name, role in (("eve", "editor"), ("ada", "editor")):
+        master.http.put(f"/projects/own/members/{name}", json={"role": role})
+    calls = f"{root}/api/2.0/mlflow/"
+    place = eve.post(calls + "experiments/create", json={"name": "e"}).json()
+    eve.post(f"{root}/graphql", json={"query": UPSERT, "variables": {"name": "a", "project": "p"}})
+    assert ada.post(calls + "runs/create", json=place).is_success
+    variables = {"name": "b", "project": "p"}
+    told = ada.post(f"{root}/graphql", json={"query": UPSERT, "variables": variables}).json()
+    assert told["data"]["upsertBucket"]["inserted"]
+    projects = [one["project"] for one in master.http.get("/experiments").json()["items"]]
+    assert projects == ["own"] * 3
+    assert vic.get("/experiments").json()["items"] == []
+    # Who only sees it adds nothing to it.
+    master.http.put("/projects/own/members/ada", json={"role": "viewer"})
+    assert ada.post(calls + "runs/create", json=place).status_code == 403
+    assert len(master.http.get("/experiments").json()["items"]) == 3
+
+
 def test_clients_of_trackers_see_and_change_their_users_projects(master: Any, add: Any) -> None:
     root = master.url.removesuffix("/api/v1")
     ada, stranger = add("ada"), add("eve", role=None)

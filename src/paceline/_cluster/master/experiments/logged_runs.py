@@ -26,7 +26,12 @@ from paceline._cluster.master.experiments.unmanaged_runs import (
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.reach import NotAllowedError, check_object, sees_document
+from paceline._cluster.master.store.reach import (
+    NotAllowedError,
+    check_object,
+    creating_in,
+    sees_document,
+)
 from paceline._cluster.messages.runner_messages import RunBatch
 from paceline._cluster.messages.states import AttemptState
 
@@ -85,6 +90,7 @@ class LoggedRuns:
         created: float | None = None,
         host: str = "",
         lease_s: float | None = None,
+        within: tuple[str, str, str] | None = None,
     ) -> LoggedRun:
         """Begin a run; one that is known goes on in a further attempt, unless it still runs.
 
@@ -98,6 +104,8 @@ class LoggedRuns:
             created: When it began, in seconds since the epoch; now by default.
             host: The machine on which it runs, if known.
             lease_s: Seconds without a record after which it counts as lost; None is for ever.
+            within: Kind, parent and name of the client's document to which it belongs: only those
+                who see that see the run.
         """
         now = time.time()
         known = experiment_of_run(transaction.connection, run_id)
@@ -109,7 +117,8 @@ class LoggedRuns:
                 checkpoint_storage="",
                 hparams=dict(hparams or {}),
             )
-            self._unmanaged.register(transaction, info, "", is_trusted=False)
+            with creating_in(_project_of(transaction.connection, within)):
+                self._unmanaged.register(transaction, info, "", is_trusted=False)
             self.relabel(transaction, run_id, project=project, tags=tags)
         elif hparams:
             self.set_hparams(transaction, run_id, hparams)
@@ -354,6 +363,11 @@ def change_document(
         statement = update(documents).where(*place)
         connection.execute(statement.values(content=after, changed_at=now))
     return after
+
+
+def _project_of(connection: Connection, place: tuple[str, str, str] | None) -> int | None:
+    column = tables.documents.c.project_id
+    return None if place is None else connection.scalar(select(column).where(*_place(*place)))
 
 
 def _place(kind: str, parent: str, name: str) -> tuple[Any, ...]:

@@ -25,9 +25,9 @@ def add_notes_version(connection: Connection, experiment_id: int, before: str, t
         _store(connection, experiment_id, number, before, user=None)
         number += 1
     _store(connection, experiment_id, number, text, user=current_user())
-    old = [f"{one['number']:09}" for one in found[_MOST_VERSIONS - 2 :]]
     of_notes = (_documents.c.kind == _KIND, _documents.c.parent == str(experiment_id))
-    connection.execute(delete(_documents).where(*of_notes, _documents.c.name.in_(old)))
+    last = f"{max(number - _MOST_VERSIONS, 0):09}"
+    connection.execute(delete(_documents).where(*of_notes, _documents.c.name <= last))
 
 
 def read_notes_history(connection: Connection, experiment_id: int) -> list[dict[str, Any]]:

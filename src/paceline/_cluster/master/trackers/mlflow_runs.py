@@ -21,6 +21,7 @@ from paceline._cluster.master.trackers.mlflow_calls import (
 from paceline._cluster.master.trackers.mlflow_experiments import (
     ACTIVE,
     DELETED,
+    EXPERIMENT,
     check_active,
     now_ms,
     path_below,
@@ -112,6 +113,7 @@ def _create(call: Call) -> dict[str, Any]:
         name=_shown_name(content),
         project=experiment["name"],
         created=start / 1000,
+        within=(EXPERIMENT, "", project),
     )
     change_document(
         call.connection, RUN, project, run_id, lambda _: content, experiment_id=logged.experiment_id

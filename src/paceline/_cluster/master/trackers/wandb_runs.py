@@ -282,6 +282,7 @@ def open_run(asked: Asked, place: RunPlace, document: Mapping[str, Any]) -> None
         hparams=config_values(document),
         host=document.get("host") or "",
         lease_s=LEASE_S,
+        within=(PROJECT, place.entity, place.project),
     )
     _tell(asked, place, document)
 

@@ -171,6 +171,10 @@ os._exit(9)
         assert told(study) == told(whole)
         with pytest.raises(RuntimeError, match="while it is running"):
             Study(SPACE, method=HALVING, directory=tmp_path)
+        study.close()
+    # Another process may have the directory now.
+    with pytest.raises(RuntimeError, match="must be open"):
+        study.ask()
     with pytest.raises(ValueError, match="same `space`"):
         Study({"y": SPACE["x"]}, method=HALVING, directory=tmp_path)
 

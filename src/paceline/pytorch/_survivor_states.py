@@ -209,8 +209,7 @@ class BoundaryStates:
         batch_s = (self._noted_s - noted_s) / (step - self._step)
         newest = (self._noted_s - began_s) / (self._share * batch_s)
         self._cost += (_NEWEST_SHARE if self._cost else 1.0) * (newest - self._cost)
-        wanted = min(self._cost, _MAX_STRIDE)
-        self._stride = 1 << max(0, math.ceil(math.log2(wanted)))
+        self._stride = 1 << math.ceil(math.log2(min(max(self._cost, 1.0), _MAX_STRIDE)))
 
     def save(
         self,

@@ -115,6 +115,7 @@ class Study:
         if spec.name != "random" and not isinstance(sampler, Sampler):
             check_installed(spec, takes_places=True)
         self._journal: SearchJournal | None = None
+        self._is_closed = False
         if directory is not None:
             self._journal = search_journal(config, local_directory(directory, "directory"), seed)
             seed = self._journal.seed
@@ -163,7 +164,8 @@ class Study:
     def _close(self, error: BaseException | None) -> None:
         if self._program is not None:
             self._program.close()
-        if self._journal is not None:
+        if self._journal is not None and not self._is_closed:
+            self._is_closed = True
             self._journal.close(error)
 
     @property
@@ -280,6 +282,11 @@ class Study:
             )
 
     def _take(self, given: Input) -> None:
+        if self._is_closed:
+            raise RuntimeError(
+                "A study must be open to be asked and told, but `close` has left its directory.\n"
+                "Hint: the same call with the same `directory` continues it."
+            )
         self._apply(given)
         if self._journal is not None:
             self._journal.add(given)

@@ -2,16 +2,14 @@
 
     python benchmarks/import_rate.py [--runs 100] [--keys 10] [--steps 1000]
 
-Each store has the same runs; they are written first, which is not measured. W&B's and TensorBoard's
-stores need these libraries. One JSON object a line on stdout.
+Each store has the same runs; they are written first, which is not measured. TensorBoard's store
+needs its library. One JSON object a line on stdout.
 """
 
 import argparse
 import json
-import struct
 import tempfile
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,40 +40,9 @@ def write_tensorboard(store: Path, number: int, num_keys: int, num_steps: int) -
     writer.close()
 
 
-def write_wandb(store: Path, number: int, num_keys: int, num_steps: int) -> None:
-    """Write the log of an offline run as W&B's client does."""
-    from wandb.proto import wandb_internal_pb2 as pb  # type: ignore[import-not-found, unused-ignore]
-
-    run = pb.Record()
-    run.run.run_id, run.run.project = f"run{number}", "project"
-    run.run.start_time.FromSeconds(_START_MS // 1000)
-    bodies = [run.SerializeToString()]
-    for step in range(num_steps):
-        record = pb.Record()
-        for name, value in (("_step", step), ("_timestamp", _START_MS / 1000 + step)):
-            record.history.item.add(nested_key=[name], value_json=repr(value))
-        for key in range(num_keys):
-            record.history.item.add(nested_key=[f"metric_{key}"], value_json=repr(step / (key + 3)))
-        bodies.append(record.SerializeToString())
-    log = bytearray(struct.pack("<4sHB", b":W&B", 0xBEE1, 0))
-    for body in bodies:
-        if 32768 - len(log) % 32768 < len(body) + 7:
-            # A record that finds no place in a block begins the next one.
-            log += b"\0" * min(6, 32768 - len(log) % 32768)
-            filler = 32768 - len(log) % 32768
-            if filler >= 7:
-                text = b"\0" * (filler - 7)
-                log += struct.pack("<IHB", zlib.crc32(text, zlib.crc32(b"\3")), len(text), 3) + text
-        log += struct.pack("<IHB", zlib.crc32(body, zlib.crc32(b"\1")), len(body), 1) + body
-    place = store / f"offline-run-{number}"
-    place.mkdir(parents=True)
-    (place / f"run-run{number}.wandb").write_bytes(bytes(log))
-
-
 WRITERS: dict[str, Callable[[Path, int, int, int], None]] = {
     "mlflow": write_mlflow,
     "tensorboard": write_tensorboard,
-    "wandb": write_wandb,
 }
 
 

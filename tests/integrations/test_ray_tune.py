@@ -120,6 +120,33 @@ def test_lost_workers_end_a_trial_as_often_as_the_failure_config_allows(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_a_group_of_one_to_four_workers_holds_its_placement_group_through_a_loss(
+    tune: Any, tmp_path: Path
+) -> None:
+    trainable = train.Trainer(num_workers=(1, 4), cpus_per_worker=1).to_trainable(climb)
+    space = {
+        "lr": 1.0,
+        "steps": 6,
+        "notes": str(tmp_path / "notes"),
+        "name": "elastic",
+        "victim": 2,
+    }
+    (tmp_path / "notes").mkdir()
+    (result,) = tune.Tuner(
+        trainable,
+        param_space=space | {"saves_first": True},
+        run_config=run_config(tune, tmp_path, failure_config=tune.FailureConfig(max_failures=1)),
+    ).fit()
+    assert result.error is None
+    rows = result.metrics_dataframe
+    assert rows["step"].tolist() == [*range(6)]
+    assert rows["value"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert set(rows["size"]) == {4}
+    check_nothing_is_left(tmp_path / "notes")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("reuses", [False, True])
 def test_asha_stops_trials_and_leaves_nothing_behind(
     tune: Any, tmp_path: Path, reuses: bool

@@ -1,5 +1,7 @@
 """The judgement whether ranks wait in vain."""
 
+import errno
+import os
 import re
 import socket
 import sys
@@ -224,6 +226,36 @@ def test_code_that_waits_in_pythons_library_is_named_by_the_users_line() -> None
         leave.set()
         thread.join()
     assert re.fullmatch(r"test_watchdog\.py:\d+ in wait_for_it", place)
+
+
+def refuse_descriptors(name: str) -> int:
+    raise OSError(errno.EMFILE, name)
+
+
+def test_progress_is_read_without_frame_objects_of_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Python ended with a segmentation fault where they were followed while torch compiled.
+    monkeypatch.delattr(sys, "_current_frames")
+    leave, entered = threading.Event(), threading.Event()
+
+    def descend(depth: int) -> None:
+        if depth:
+            descend(depth - 1)
+        entered.set()
+        leave.wait()
+
+    thread = threading.Thread(target=descend, args=(150,))
+    thread.start()
+    try:
+        entered.wait()
+        meter = ProgressMeter(thread)
+        assert re.fullmatch(r"test_watchdog\.py:\d+ in descend", meter.measure().place)
+        monkeypatch.setattr(os, "memfd_create", refuse_descriptors, raising=False)
+        assert meter.measure() == Progress()
+    finally:
+        leave.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(

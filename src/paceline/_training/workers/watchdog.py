@@ -1,16 +1,18 @@
 """Watchdog of ranks waiting in vain, and the progress of a worker's main thread."""
 
+import faulthandler
 import json
 import os
+import re
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from paceline._base.arguments_and_errors import CollectiveMismatchError
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
@@ -69,6 +71,40 @@ class Progress(NamedTuple):
         return cls(*json.loads(data))
 
 
+class _Frame(NamedTuple):
+    path: str
+    line: str
+    function: str
+
+
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+
+
+def _thread_stack(thread: int) -> list[_Frame]:
+    """Return the innermost 100 frames of a thread, newest first; none if unknown.
+
+    Frame objects of a running thread are never touched: a worker whose main thread compiled a model
+    with torch was ended by a segmentation fault while another thread followed their `f_back`.
+    """
+    try:
+        # No file that stays: a script may close all descriptors, and get this number for its own.
+        with _memory_file() as file:
+            faulthandler.dump_traceback(file)
+            text = os.pread(file.fileno(), file.tell(), 0).decode(errors="replace")
+    except OSError:
+        return []
+    _, _, rest = text.partition(f"Thread 0x{thread:016x} ")
+    # Frames follow the thread's header, and the next thread an empty line.
+    lines = rest.partition("\n\n")[0].splitlines()[1:]
+    return [_Frame(*match.groups()) for line in lines if (match := _FRAME.match(line))]
+
+
+def _memory_file() -> IO[bytes]:
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("paceline-stacks"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
 class ProgressMeter:
     """Measures the progress of a thread; `measure` is for another thread.
 
@@ -79,24 +115,24 @@ class ProgressMeter:
     def __init__(self, thread: threading.Thread | None = None) -> None:
         self._thread = (thread and thread.ident) or threading.get_ident()
         self._idle = _IdleMeter()
-        self._instruction: tuple[int, int, int] | None = None
+        self._instruction: tuple[Sequence[_Frame], int] | None = None
         self._since = 0.0
         self._cpu_since = 0.0
 
     def measure(self) -> Progress:
         """Return the present progress of the thread."""
-        frame = sys._current_frames().get(self._thread)
-        if frame is None:
+        stack = _thread_stack(self._thread)
+        if not stack:
             return Progress()
         num_collectives = _num_collectives()
-        # Number of collectives included: a loop can be at the same instruction at every look.
-        instruction = id(frame), frame.f_lasti, num_collectives
+        # Number of collectives included: a loop can be at the same line at every look.
+        instruction = stack, num_collectives
         now, cpu = time.monotonic(), self._cpu_s()
         if instruction != self._instruction:
             self._instruction, self._since, self._cpu_since = instruction, now, cpu
         stuck_s = now - self._since
         is_waiting = stuck_s > 0 and cpu - self._cpu_since < _WAITING_SHARE * stuck_s
-        operation = _operation(frame)
+        operation = _operation(stack[0])
         if wait := _wait_in_store(self._thread):
             # Waits in the store poll: the thread is never at one instruction for long.
             stuck_s, is_waiting, operation = now - wait[0], True, wait[1]
@@ -105,7 +141,7 @@ class ProgressMeter:
             is_waiting=is_waiting,
             operation=operation,
             num_collectives=num_collectives,
-            place=_thread_place(frame),
+            place=_thread_place(stack),
             idle_s=self._idle.measure(now),
         )
 
@@ -165,31 +201,29 @@ def _wait_in_store(thread: int) -> tuple[float, str] | None:
     return wait
 
 
-def _operation(frame: FrameType) -> str:
-    if _IN_TORCH in frame.f_code.co_filename:
-        return frame.f_code.co_name
-    return "backward" if frame.f_code.co_name == _BACKWARD else ""
+def _operation(frame: _Frame) -> str:
+    if _IN_TORCH in frame.path:
+        return frame.function
+    return "backward" if frame.function == _BACKWARD else ""
 
 
-def _thread_place(frame: FrameType) -> str:
+def _thread_place(stack: Sequence[_Frame]) -> str:
     """Return the place of the user's code, as far as distinguishable from other code.
 
     That is Python's, torch's and ours.
     """
-    ours: FrameType | None = None
+    ours: _Frame | None = None
+    seen: _Frame | None = None
     is_in_loader = False
-    outer: FrameType | None = frame
-    while outer is not None:
-        path = outer.f_code.co_filename
-        is_in_loader = is_in_loader or path.endswith(_LOADERS_CODE)
-        if path.startswith(_OWN_CODE):
-            ours = ours or outer
-        elif f"{os.sep}torch{os.sep}" not in path and not _is_pythons(path):
+    for frame in stack:
+        is_in_loader = is_in_loader or frame.path.endswith(_LOADERS_CODE)
+        if frame.path.startswith(_OWN_CODE):
+            ours = ours or frame
+        elif f"{os.sep}torch{os.sep}" not in frame.path and not _is_pythons(frame.path):
+            seen = frame
             break
-        outer = outer.f_back
-    seen = outer or ours or frame
-    name = os.path.basename(seen.f_code.co_filename)
-    place = f"{name}:{seen.f_lineno} in {seen.f_code.co_name}"
+    seen = seen or ours or stack[0]
+    place = f"{os.path.basename(seen.path)}:{seen.line} in {seen.function}"
     return f"{place}, in a data loader" if is_in_loader else place
 
 

@@ -1,7 +1,11 @@
 """Compare: several metrics in a panel, own axes, filters, saved views, curves in lists."""
 
+import re
+import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -92,6 +96,34 @@ def test_a_panel_has_several_metrics_and_an_x_axis_of_its_own(
     alone.get_by_role("img", name="test_loss: 2 lines").hover(position={"x": 270, "y": 100})
     # Quartiles of lr 0.2 at batch 5 among 0.04, 0.05 and 0.06.
     expect(alone.get_by_text("0.045 to 0.055, 3 runs")).to_be_visible()
+
+
+def test_a_chart_is_a_picture_for_a_paper_whatever_the_page_looks_like(
+    master: Any, sweep: Any, open_page: Any
+) -> None:
+    address = f"/compare?experiments=[{sweep.id}]&group=[%22lr%22]"
+    files: dict[str, bytes] = {}
+    for theme in ("light", "dark"):
+        page = open_page(master, address, color_scheme=theme)
+        expect(page.get_by_role("img", name="accuracy: 2 lines")).to_be_visible()
+        for kind in ("SVG", "PNG"):
+            page.get_by_role("button", name="Download accuracy", exact=True).click()
+            with page.expect_download() as download:
+                page.get_by_role("menuitem", name=kind).click()
+            assert download.value.suggested_filename == f"accuracy.{kind.lower()}"
+            files[theme + kind] = Path(download.value.path()).read_bytes()
+    text = files["lightSVG"].decode()
+    # Ids that ECharts counts over all its pictures are no difference.
+    assert re.sub(r"zr\d+", "", files["darkSVG"].decode()) == re.sub(r"zr\d+", "", text)
+    svg = ElementTree.fromstring(text)
+    shown = [each.text for each in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"batches", "accuracy", "lr 0.1", "lr 0.2"} <= {*shown}
+    # The spread of each group, and its mean.
+    assert text.count('fill-opacity="0.18"') == 2
+    assert text.count('stroke="#0072b2"') >= 1
+    width, height = struct.unpack(">II", files["darkPNG"][16:24])
+    assert (files["darkPNG"][:8], width) == (b"\x89PNG\r\n\x1a\n", 2160)
+    assert height > 1200
 
 
 def test_the_panel_search_takes_regular_expressions(

@@ -1,11 +1,12 @@
 /** One chart with its title, legend, table and download. */
 
-import { ActionIcon, Group, Text, Title, Tooltip } from "@mantine/core";
+import { ActionIcon, Group, Menu, Text, Title } from "@mantine/core";
+import { notifications } from "@mantine/notifications";
 import { IconDownload } from "@tabler/icons-react";
 import { type ReactNode, useMemo } from "react";
 
 import { csvAddress, type SeriesName } from "../api/series";
-import { downloadFrom } from "../lib/download";
+import { download, downloadFrom } from "../lib/download";
 import { formatNumber, plural } from "../lib/numbers";
 import { Scroll } from "../components/Scroll";
 import { formatDuration } from "../lib/times";
@@ -13,6 +14,7 @@ import type { MetricsSearch } from "../lib/search";
 import { useSearchChange, zoomOf, zoomSearch } from "./ChartControls";
 import { type Curve, numClipped, type Range, withAverages } from "./curves";
 import { LineChart } from "./LineChart";
+import type { Picture } from "./picture";
 
 const LEGEND_ENTRIES = 8;
 const TABLE_ROWS = 500;
@@ -49,6 +51,15 @@ export function CurveCard(props: CurveCardProps) {
     [curves, smoothing],
   );
   const zoom = zoomOf(search);
+  const picture: Picture = {
+    title,
+    xName,
+    curves: shown,
+    isLog: search.log,
+    isLogX: search.logx,
+    doesClip: search.clip,
+    zoom,
+  };
   const clipped = search.clip ? numClipped(shown, zoom, search.log === true) : 0;
   return (
     <section className="card" aria-label={title}>
@@ -58,16 +69,7 @@ export function CurveCard(props: CurveCardProps) {
         </Title>
         <Group gap={2} wrap="nowrap">
           {actions}
-          <Tooltip label="Download as CSV">
-            <ActionIcon
-              variant="subtle"
-              color="gray"
-              aria-label={`Download ${title} as CSV`}
-              onClick={() => downloadFrom(`${title}.csv`, csvAddress(series, xName))}
-            >
-              <IconDownload size={18} />
-            </ActionIcon>
-          </Tooltip>
+          <DownloadMenu title={title} csv={csvAddress(series, xName)} picture={picture} />
         </Group>
       </Group>
       {legendNote ? (
@@ -99,13 +101,8 @@ export function CurveCard(props: CurveCardProps) {
         <LineChart
           label={title}
           isWaiting={isWaiting}
-          curves={shown}
-          xName={xName}
+          {...picture}
           xKind={xName === "time" ? "seconds" : "number"}
-          isLog={search.log}
-          isLogX={search.logx}
-          doesClip={search.clip}
-          zoom={zoom}
           onZoom={onZoom ?? ((next) => change(zoomSearch(next), true))}
           syncKey={syncKey}
           height={height}
@@ -113,6 +110,34 @@ export function CurveCard(props: CurveCardProps) {
         />
       )}
     </section>
+  );
+}
+
+function DownloadMenu(props: { title: string; csv: string; picture: Picture }) {
+  const { title, csv, picture } = props;
+  const draw = async (kind: "svg" | "png") => {
+    try {
+      const { pngOf, svgOf } = await import("./picture");
+      if (kind === "svg") download(`${title}.svg`, svgOf(picture), "image/svg+xml");
+      else download(`${title}.png`, await pngOf(picture));
+    } catch (error) {
+      const message = `${String(error)}. Is the master there? Then try again.`;
+      notifications.show({ color: "red", title: "The picture could not be drawn", message });
+    }
+  };
+  return (
+    <Menu position="bottom-end">
+      <Menu.Target>
+        <ActionIcon variant="subtle" color="gray" aria-label={`Download ${title}`}>
+          <IconDownload size={18} />
+        </ActionIcon>
+      </Menu.Target>
+      <Menu.Dropdown>
+        <Menu.Item onClick={() => downloadFrom(`${title}.csv`, csv)}>CSV, every point</Menu.Item>
+        <Menu.Item onClick={() => void draw("svg")}>SVG, as drawn</Menu.Item>
+        <Menu.Item onClick={() => void draw("png")}>PNG, as drawn</Menu.Item>
+      </Menu.Dropdown>
+    </Menu>
   );
 }
 

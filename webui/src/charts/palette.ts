@@ -36,6 +36,11 @@ export function lineStyle(index: number, isDark: boolean): LineStyle {
   };
 }
 
+/** Return the colour on a light page of a line that has another one on a dark page. */
+export function lightColor(color: string): string {
+  return CATEGORICAL.light[CATEGORICAL.dark.indexOf(color)] ?? color;
+}
+
 /** Return the style of a run's line for the n-th metric of a chart: dashes tell metrics apart. */
 export function metricLineStyle(run: number, metric: number, isDark: boolean): LineStyle {
   const style = lineStyle(run, isDark);

@@ -1,8 +1,10 @@
 /** Handing files to the browser. */
 
-/** Store text as a file. */
-export function download(name: string, text: string, type = "text/plain"): void {
-  const address = URL.createObjectURL(new Blob([text], { type: `${type};charset=utf-8` }));
+/** Store text, or other content, as a file. */
+export function download(name: string, content: string | Blob, type = "text/plain"): void {
+  const file =
+    content instanceof Blob ? content : new Blob([content], { type: `${type};charset=utf-8` });
+  const address = URL.createObjectURL(file);
   downloadFrom(name, address);
   setTimeout(() => URL.revokeObjectURL(address), 1000);
 }

@@ -227,7 +227,7 @@ def torch_ranks() -> Iterator[RankServer]:
 def master_server() -> Iterator[MasterServer]:
     """Return a server of masters, so that each has loaded what it needs."""
     server = MasterServer(
-        "paceline.cli._app", "paceline.client", "httpcore2", "paceline._cluster.master"
+        "paceline.cli._app", "paceline.client", "httpcore2", "paceline._cluster.master.server"
     )
     yield server
     server.close()
@@ -243,7 +243,7 @@ _OF_COMMANDS = (
         "paceline._cluster.messages.experiment_models",
     ),
     *("encodings.idna", "h11", "httpcore2", "httpx2", "pathspec"),
-    *("pydantic.type_adapter", "typer._adapters", "yaml"),
+    *("pydantic.type_adapter", "rich.table", "typer._adapters", "yaml"),
 )
 
 

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -17,18 +18,23 @@ import sys
 
 def serve(channel: socket.socket) -> list[str]:
     """Fork until nobody asks any more, and tell how they end; return the command to run."""
-    num_running = 0
+    poll, running = select.poll(), {}
+    poll.register(channel, select.POLLIN)
     while True:
-        channel.settimeout(0.02 if num_running else None)
+        ready = [number for number, _ in poll.poll()]
+        for number in running.keys() & ready:
+            poll.unregister(number)
+            os.close(number)
+            pid = running.pop(number)
+            told = {"pid": pid, "code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
+            try:
+                channel.send(json.dumps(told).encode())
+            except BrokenPipeError:
+                os._exit(0)
+        if channel.fileno() not in ready:
+            continue
         try:
             message, files, _, _ = socket.recv_fds(channel, 1 << 20, 2)
-        except TimeoutError:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid:
-                num_running -= 1
-                told = {"pid": pid, "code": os.waitstatus_to_exitcode(status)}
-                channel.send(json.dumps(told).encode())
-            continue
         except ConnectionResetError:  # some ends have been told of that nobody asked for
             os._exit(0)
         if not message:
@@ -36,8 +42,12 @@ def serve(channel: socket.socket) -> list[str]:
         pid = os.fork()
         if pid == 0:
             channel.close()
+            for number in running:
+                os.close(number)
             return take_place(files, **json.loads(message))
-        num_running += 1
+        number = os.pidfd_open(pid)
+        running[number] = pid
+        poll.register(number, select.POLLIN)
         for file in files:
             os.close(file)
         channel.send(json.dumps({"pid": pid}).encode())

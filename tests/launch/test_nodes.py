@@ -232,8 +232,14 @@ raise core.DistributedPeerError(f"rank {sys.argv[1]} failed: OSError", error_typ
 """
 
 
-@pytest.mark.parametrize("num_nodes", [1, 3])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("rank", "num_nodes"),
+    [
+        *(pytest.param(*place, marks=pytest.mark.slow) for place in ((0, 1), (2, 3))),
+        (2, 1),
+        (0, 3),
+    ],
+)
 def test_a_rank_that_leaves_long_after_it_has_failed_is_named_as_the_cause(
     start_node: StartNode, script: Script, rank: int, num_nodes: int
 ) -> None:

@@ -114,7 +114,7 @@ train.Trainer(3).run(fit)
 """
 
 
-@pytest.mark.parametrize("struck", [0, 2])
+@pytest.mark.parametrize("struck", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_train_function_that_lost_a_rank_goes_on(
     launch: Launch, script: Script, tmp_path: Path, struck: int
 ) -> None:

@@ -56,8 +56,17 @@ if __name__ == "__main__":
 PLACE = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
-@pytest.mark.parametrize("apart", [None, 0, 2])
-@pytest.mark.parametrize("script", [TRAIN, PYTORCH], ids=["train", "pytorch"])
+@pytest.mark.parametrize(
+    ("script", "apart"),
+    [
+        pytest.param(TRAIN, None, id="train-None"),
+        pytest.param(TRAIN, 0, id="train-0"),
+        pytest.param(TRAIN, 2, id="train-2", marks=pytest.mark.slow),
+        pytest.param(PYTORCH, None, id="pytorch-None", marks=pytest.mark.slow),
+        pytest.param(PYTORCH, 0, id="pytorch-0", marks=pytest.mark.slow),
+        pytest.param(PYTORCH, 2, id="pytorch-2"),
+    ],
+)
 def test_a_storage_that_one_machine_does_not_see_is_refused_before_training(
     script: str, apart: int | None, tmp_path: Path, clean_environment: dict[str, str]
 ) -> None:

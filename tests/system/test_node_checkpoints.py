@@ -211,7 +211,12 @@ def test_what_a_node_that_is_gone_did_not_send_to_the_end_is_removed(
 
 
 @pytest.mark.parametrize(
-    "fault", ["storage.piece_written:3", "storage.before_moved_in", "master.checkpoint.moved_in"]
+    "fault",
+    [
+        pytest.param("storage.piece_written:3", marks=pytest.mark.slow),
+        "storage.before_moved_in",
+        pytest.param("master.checkpoint.moved_in", marks=pytest.mark.slow),
+    ],
 )
 def test_a_master_that_was_killed_while_it_takes_a_checkpoint_goes_on_with_it(
     fault: str, master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],

@@ -139,7 +139,8 @@ def test_a_runner_that_was_killed_finds_its_attempt_again(
     assert len(attempts(master, 1)) == 1
 
 
-@pytest.mark.parametrize("victim", ["runner", "training"])
+# `test_group_faults.py` kills a training process in every run.
+@pytest.mark.parametrize("victim", ["runner", pytest.param("training", marks=pytest.mark.slow)])
 def test_a_trial_goes_on_from_its_checkpoint_after_kill_9(
     victim: str, master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
     wait_until: Callable[..., None],
@@ -237,7 +238,8 @@ def test_down_tells_how_many_trials_run_on_nodes_and_what_becomes_of_them(
 
 # Far more than the test takes: no lease ends in it.
 @pytest.mark.parametrize("lease_s", [3600])
-@pytest.mark.parametrize("how", ["drain", "SIGTERM"])
+# `test_groups.py` stops a runner in every run.
+@pytest.mark.parametrize("how", ["drain", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_what_runs_on_a_node_that_leaves_goes_on_elsewhere(
     how: str, master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
     wait_until: Callable[..., None],

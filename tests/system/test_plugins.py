@@ -57,7 +57,7 @@ def plugin_server(installed: Path, fork_server_class: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
         server = fork_server_class(
-            "paceline.cli._app", "paceline.client", "paceline._cluster.master"
+            "paceline.cli._app", "paceline.client", "paceline._cluster.master.server"
         )
     yield server
     server.close()

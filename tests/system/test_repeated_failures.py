@@ -22,7 +22,8 @@ with core.init(distributed=core.DistributedContext.from_torch_distributed()) as 
 MAX_RESTARTS = 3
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+# With rank 2, others fail because of it: one more thing to see than with rank 0.
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("varies", [True, False])
 def test_restarts_go_on_while_the_failures_of_a_rank_differ(
     make_master: Callable[..., Any],

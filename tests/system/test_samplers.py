@@ -67,7 +67,13 @@ def describe(master: Any, *command: str) -> str:
     return " ".join(found.output.split())
 
 
-@pytest.mark.parametrize("fault", [None, "master.search.applied:4", "master.search.applied:9"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "master.search.applied:4",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (None, "master.search.applied:9")),
+    ],
+)
 def test_a_search_by_tpe_ends_with_the_decisions_that_it_stored(
     fault: str | None,
     make_master: Callable[..., Any],

@@ -129,7 +129,7 @@ def test_axe_finds_nothing_on_any_page(
     assert problems == {}, json.dumps(problems, indent=2)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_axe_finds_nothing_in_the_search_and_the_sheet_of_shortcuts(
     master: Any, searched: Any, open_page: Any, find_problems: Any, theme: str
 ) -> None:
@@ -149,7 +149,7 @@ def test_axe_finds_nothing_in_the_search_and_the_sheet_of_shortcuts(
     assert problems + find_problems(page) == []
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_axe_finds_nothing_in_the_dialogs_of_comparisons(
     master: Any, searched: Any, open_page: Any, find_problems: Any, theme: str
 ) -> None:

@@ -165,7 +165,7 @@ with core.init() as context:
 """
 
 
-@pytest.mark.parametrize("alone", [0, 2])
+@pytest.mark.parametrize("alone", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_in_the_store_is_named_beside_others_in_a_collective(
     tmp_path: Path, clean_environment: dict[str, str], alone: int
 ) -> None:

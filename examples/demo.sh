@@ -29,4 +29,6 @@ search=$!
 status=0
 wait "$search" || status=$?
 search=
+echo "The demo now removes its master with all that it shows. With your own, it stays:"
+echo "paceline up --detach && paceline e create $example/adaptive.yaml $example -f"
 exit "$status"

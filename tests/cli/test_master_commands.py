@@ -256,6 +256,9 @@ def test_a_single_experiment_is_followed_to_its_end(mastered: Any, code: Path) -
     assert "validation after batch 3: loss=0.3333 epochs=3" in result.stdout
     assert "Best loss: 0.3333 after 3 batches" in result.stdout
     assert "is COMPLETED after" in result.stdout.splitlines()[-1]
+    look, go_on = result.stderr.splitlines()[-2:]
+    assert re.fullmatch(r"look: paceline e describe \d+, or http://\S+/experiments/\d+", look)
+    assert re.fullmatch(r"continue: paceline e fork \d+ --config FIELD=VALUE", go_on)
     assert "\x1b" not in result.stdout
 
 

@@ -1,5 +1,6 @@
 """A Python program under the launcher sees what it would see under plain Python."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -98,6 +99,19 @@ def test_a_traceback_is_that_of_plain_python(
         f'"{name}"', f'"{tmp_path / name}"'
     ) == plain.stderr.replace(f'"{name}"', f'"{tmp_path / name}"')
     assert plain.stderr.splitlines()[-1] in _closing_line(result)
+
+
+def test_a_rank_that_lost_another_says_where_in_one_line(launch: Launch, script: Script) -> None:
+    name = script(
+        "import concurrent.futures\n"
+        "def reduce():\n"
+        "    raise RuntimeError('[gloo/transport/tcp/pair.cc:537] Connection reset by peer')\n"
+        "concurrent.futures.ThreadPoolExecutor().submit(reduce).result()\n"
+    )
+    line, closing = launch(name).stderr.splitlines()[-2:]
+    assert re.search(rf"lost another one at \S*{name}:3, in reduce; the launcher says", line)
+    assert line.endswith("[gloo/transport/tcp/pair.cc:537] Connection reset by peer)")
+    assert closing.startswith("ERROR: ")
 
 
 def test_a_hook_for_exceptions_is_called(launch: Launch, script: Script) -> None:

@@ -211,7 +211,9 @@ def test_workers_that_are_always_lost_are_an_error_that_says_so() -> None:
         ) as raised:
             trainer.run(function, callbacks=[seen])
         assert raised.value.num_losses == 2
-        assert isinstance(raised.value.__cause__, train.WorkerFailedError)
+        cause = raised.value.__cause__
+        assert isinstance(cause, train.WorkerFailedError)
+        assert cause.__traceback__ is None, "frames of the driver, which explain nothing"
         assert seen.error is raised.value
         # What a worker reported before its death is not lost.
         assert seen.num_reports == 2

@@ -13,6 +13,7 @@ import cloudpickle
 import pytest
 
 from paceline import core, train
+from paceline._training.masterless_search import search_name
 from paceline._training.masterless_search_trials import checked_search
 from paceline.config import Searcher
 from paceline.search import (
@@ -570,6 +571,16 @@ def test_a_search_goes_on_after_its_driver_was_killed(
     rows = [line for line in straight.stdout.splitlines() if line.startswith("row:")]
     assert len(rows) == 8
     assert [line for line in resumed.stdout.splitlines() if line.startswith("row:")] == rows
+
+
+@pytest.mark.parametrize(
+    ("script", "name"), [("fit.py", "fit-search"), ("hp-search.py", "hp-search-trials")]
+)
+def test_a_search_has_the_name_of_its_script(
+    monkeypatch: pytest.MonkeyPatch, script: str, name: str
+) -> None:
+    monkeypatch.setattr("sys.argv", [script])
+    assert search_name() == name
 
 
 INTERRUPTED = """

@@ -54,6 +54,12 @@ faults.register("train.search.input")
 _search_numbers = count(1)
 
 
+def search_name() -> str:
+    """Return the name of the script's searches; runs of the script itself have its name alone."""
+    name = run_name()
+    return f"{name}-{'trials' if name.endswith('search') else 'search'}"
+
+
 def _search_to_resume(name: str) -> Path | None:
     """Return the directory that PACELINE_RESUME names, if it has a search of this name.
 
@@ -63,7 +69,8 @@ def _search_to_resume(name: str) -> Path | None:
     if next(_search_numbers) > 1:
         return None
     path = Path(os.environ.get(RESUME_VARIABLE) or "auto")
-    is_search = (path / "run.json").exists() and RunDirectory(path).read_info().name == name
+    names = (name, f"{run_name()}-search")  # The second is that of 0.1.0.
+    is_search = (path / "run.json").exists() and RunDirectory(path).read_info().name in names
     return path.absolute() if is_search else None
 
 
@@ -83,7 +90,7 @@ class SearchJournal:
 
     def __init__(self, directory: Path | None, setup: Mapping[str, Any], seed: int | None) -> None:
         self._lock = ExitStack()
-        name = f"{run_name()}-search"
+        name = search_name()
         self._opened = opened = open_run(
             name=name,
             directory=_search_to_resume(name) if directory is None else directory,

@@ -258,6 +258,23 @@ class ExperimentFollower:
             lost = lost_records_text(data.num_records_lost)
             text = f"{lost}; `paceline e logs {data.id}` says which."
             self._console.print(text, style="bold red", soft_wrap=True)
+        self._print_next()
+
+    def _print_next(self) -> None:
+        """Print how to look at the experiment and how to go on with it, as scripts do."""
+        data = self._experiment.data
+        page = f"{self._client.url}/experiments/{data.id}"
+        go_on = f"paceline e continue {data.id}"
+        if data.state.value != "COMPLETED":
+            word = "resume"
+        elif self._is_single:
+            word, go_on = "continue", f"paceline e fork {data.id} --config FIELD=VALUE"
+        else:
+            word, go_on = "continue", f"{go_on} --max-trials N"
+        lines = [f"look: paceline e describe {data.id}, or {page}"]
+        # A script's own run goes on by the script.
+        lines += [] if data.is_unmanaged else [f"{word}: {go_on}"]
+        error_console().print("\n".join(lines), soft_wrap=True)
 
     def _print(self, line: FeedLine) -> None:
         from rich.text import Text

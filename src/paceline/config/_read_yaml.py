@@ -218,14 +218,16 @@ def _yaml_problems_of(text: str, file_name: str) -> Iterator[None]:
 
 def _yaml_problem_of(error: Exception, text: str, file_name: str) -> Problem:
     reason, line = str(error), None
+    lines = text.splitlines()
     if isinstance(error, yaml.MarkedYAMLError):
         reason = ", ".join(part for part in (error.context, error.problem) if part)
-        mark = error.problem_mark or error.context_mark
-        line = mark.line if mark else None
+        marks = [mark.line for mark in (error.problem_mark, error.context_mark) if mark]
+        # Behind the last line the text lacks the end of what the context began.
+        within = [line for line in marks if line < len(lines)]
+        line = next(iter(within or marks), None)
     elif isinstance(error, yaml.reader.ReaderError):
         reason = f"character #x{error.character:04x} is not allowed"
         line = text.count("\n", 0, error.position)
-    lines = text.splitlines()
     shown = lines[line] if line is not None and line < len(lines) else text
     is_beyond = isinstance(error, _LimitError)
     return Problem(

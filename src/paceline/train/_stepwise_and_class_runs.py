@@ -13,6 +13,7 @@ from typing import Any
 from paceline import core
 from paceline._base.journal_records import encode_metrics
 from paceline._base.run_directory import Control, RunDirectory
+from paceline._training.workers.failures_and_restarts import without_our_frames
 from paceline._training.workers.worker_pools import PendingCall
 from paceline.core._arguments import GivenUpError
 from paceline.train._results_and_checkpoints import (
@@ -76,7 +77,7 @@ class RunIterator(Iterator[Report]):
         self._on_end()
         error, self._error = self._error or self._driver.error, None
         if error is not None:
-            raise error
+            raise without_our_frames(error)
         assert self._driver.results is not None
         return self._driver.results
 
@@ -112,7 +113,7 @@ class RunIterator(Iterator[Report]):
         """Raise the error of the run, only once."""
         error, self._error = self._error, None
         if error is not None:
-            raise error
+            raise without_our_frames(error)
 
 
 def as_ranks(ranks: Any) -> Collection[int] | None:

@@ -125,6 +125,15 @@ def is_told(error: BaseException) -> bool:
     return isinstance(error.__cause__, RemoteTraceback)
 
 
+def without_our_frames(error: BaseException) -> BaseException:
+    """Return an error of the workers without the frames of the driver, which explain nothing."""
+    if isinstance(error, (WorkerFailedError, WorkersLostError)) or is_told(error):
+        error.__traceback__ = None
+        if isinstance(error.__cause__, WorkerFailedError):
+            error.__cause__.__traceback__ = None
+    return error
+
+
 class Told(NamedTuple):
     """Exception raised by a rank's function, as known to the driver.
 

@@ -308,12 +308,28 @@ def _error_outcome(error: BaseException) -> ProgramOutcome:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     error = error.with_traceback(frames)
+    if outcome.is_consequence and sys.excepthook is sys.__excepthook__:
+        # Of no use to the user: the launcher names the rank that failed first, and why.
+        _attempt(lambda: print(_survivor_line(outcome.error, frames), file=sys.stderr))
+        return outcome
     try:
         # Experiment trackers and debuggers put their own hook here.
         sys.excepthook(type(error), error, frames)
     except BaseException:
         _attempt(lambda: sys.__excepthook__(type(error), error, frames))
     return outcome
+
+
+def _survivor_line(error: "str | None", frames: "types.TracebackType | None") -> str:
+    """Return what became of a rank that lost another: its error, and where in the user's code."""
+    package = os.path.realpath(os.path.join(_own_directory(), "..", "..", ".."))
+    libraries = (package + os.sep, os.sep + "site-packages" + os.sep, "<frozen ")
+    all_frames = traceback.extract_tb(frames)
+    own = [
+        frame for frame in all_frames if not any(part in frame.filename for part in libraries)
+    ] or all_frames
+    where = f" at {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
+    return f"This rank lost another one{where}; the launcher says which failed first. ({error})"
 
 
 def is_consequence(error: BaseException) -> bool:

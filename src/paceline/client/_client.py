@@ -381,7 +381,8 @@ class Client(ClusterClient):
         self, *, user: str | None = None, project: str | None = None, revision: int
     ) -> None:
         """Delete share and limits; arguments and errors are those of `set_quota`."""
-        self._session.send("DELETE", f"{self._quota_path(user, project)}?revision={revision}")
+        path = self._quota_path(user, project)
+        self._session.send("DELETE", path, params={"revision": revision})
 
     def _quota_path(self, user: str | None, project: str | None) -> str:
         if (user is None) == (project is None):

@@ -121,6 +121,9 @@ def test_who_used_little_comes_first_whatever_each_holds() -> None:
     assert [one.trial_id for one in plan.assignments] == [2]
     # But nothing that runs is taken for it: each keeps what is a fair part of the slots now.
     assert plan.preemptions == []
+    full = [*holding, held(3, "much", 2)]
+    plan = schedule(waiting, full, nodes, FAIR, Sharing(past=past))
+    assert (plan.assignments, plan.preemptions) == ([], [])
     plan = schedule(waiting, holding, nodes, FAIR, Sharing())
     assert [one.trial_id for one in plan.assignments] == [1]
 

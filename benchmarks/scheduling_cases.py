@@ -71,7 +71,7 @@ def measure_scheduling() -> list[Figure]:
                     unit="ms", values=values, bar=50,
                 )
             )  # fmt: skip
-    return figures + _measure_groups() + _measure_ticks()
+    return figures + _measure_groups() + _measure_lab() + _measure_ticks()
 
 
 def _measure_groups() -> list[Figure]:
@@ -100,6 +100,59 @@ def _measure_groups() -> list[Figure]:
         values = [_milliseconds(decision) for _ in range(_ROUNDS)]
         text = f"1,000 waiting, 500 slots, 125 nodes, all free, {what}"
         figures.append(Figure(what=text, unit="ms", values=values, bar=50))
+    return figures
+
+
+def _measure_lab() -> list[Figure]:
+    """200 users with past use and quotas, 5,000 waiting trials, and 50 nodes of 8 slots."""
+    from paceline._cluster.master.scheduling.pools import (
+        Holding,
+        NodeSlots,
+        PolicyName,
+        PoolSettings,
+        QuotaLimits,
+        Waiting,
+    )
+    from paceline._cluster.master.scheduling.schedule import schedule
+    from paceline._cluster.master.scheduling.shares import Sharing
+
+    users = [f"user-{n}" for n in range(200)]
+    reserved = frozenset({users[0]})
+    nodes = [
+        NodeSlots(
+            node_id=n, slots=tuple(range(8)), can_join=True,
+            reserved_for=reserved if n < 3 else None,
+        )
+        for n in range(50)
+    ]  # fmt: skip
+    waiting = [
+        Waiting(
+            trial_id=n, experiment_id=n % 1000, num_slots=1 + n % 4, max_slots=None,
+            user=users[n % 200],
+        )
+        for n in range(5000)
+    ]  # fmt: skip
+    # Each eighth user has a running attempt more than others.
+    held = [
+        Holding(
+            experiment_id=n % 1000, slots=(n % 8,), node_id=n // 8, attempt_id=n,
+            user=users[n // 2 if n % 8 else 0],
+        )
+        for n in range(400)
+    ]  # fmt: skip
+    sharing = Sharing(
+        weights={user: 1.0 + n % 3 for n, user in enumerate(users)},
+        past={"default": {user: float(n * 37 % 101) for n, user in enumerate(users)}},
+        quotas={user: QuotaLimits(whose=user, max_slots=4) for user in users},
+    )
+    figures = []
+    for policy in (PolicyName.FIFO, PolicyName.FAIR_SHARE):
+        pools = {"default": PoolSettings(policy=policy, backfill=True)}
+        for what, holding in (("all slots in use", held), ("all slots free", [])):
+            decision = partial(schedule, waiting, holding, nodes, pools, sharing)
+            values = [_milliseconds(decision) for _ in range(_ROUNDS)]
+            text = f"5,000 waiting, 200 users, 400 slots, 50 nodes, {policy.value}, {what}"
+            figures.append(Figure(what=text, unit="ms", values=values, bar=50))
     return figures
 
 

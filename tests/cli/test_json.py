@@ -162,6 +162,14 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("user role", "ada", "viewer", "--project", "vision")["role"] == "viewer"
     assert run("project members", "vision") == [{"user": "ada", "role": "viewer"}]
     assert [one["name"] for one in run("project list")] == ["Default", "vision"]
+    assert run("quota set", "--user", "ada", "--slots", 3)["revision"] == 1
+    assert run("quota set", "--user", "ada", "--weight", 2)["max_slots"] == 3
+    assert [(one["user"], one["weight"]) for one in run("quota list")] == [("ada", 2)]
+    assert run("quota delete", "--user", "ada")["user"] == "ada"
+    until = ("--until", "2099-01-01", "--from", "2098-01-01T12:00")
+    number = run("runner reserve", "local", "--for", "ada", *until)["id"]
+    assert run("runner list")[0]["reservations"][0]["user"] == "ada"
+    assert run("runner release", "local", number)["id"] == number
     assert run("user remove", "ada")["user"] == "ada"
     assert [one["is_active"] for one in run("user list")] == [False, True]
     assert run("audit")[0]["action"] == "DELETE /users/ada"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -237,3 +238,30 @@ def make_slow_log(
 
     yield make
     is_released.set()
+
+
+@pytest.fixture
+def add(master: Any, add_to: Callable[..., httpx2.Client]) -> Callable[..., httpx2.Client]:
+    """Return a function that adds a user and returns a client with the user's token."""
+    return partial(add_to, master)
+
+
+@pytest.fixture
+def add_to() -> Iterator[Callable[..., httpx2.Client]]:
+    """Return `add` for a master that it is given."""
+    clients = []
+
+    def make(master: Any, name: str, scope: str = "admin", **fields: Any) -> httpx2.Client:
+        reply = master.http.post("/users", json={"name": name, **fields})
+        assert reply.status_code == 201, reply.text
+        body = {"name": f"of-{name}", "scope": scope, "user": name}
+        secret = master.http.post("/tokens", json=body).json()["secret"]
+        headers = {"Authorization": f"Bearer {secret}"}
+        clients.append(
+            httpx2.Client(base_url=master.url, headers=headers, timeout=60, verify=False)
+        )
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()

@@ -2,7 +2,6 @@
 
 import json
 import tarfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,6 @@ from paceline._cluster.master.upkeep.home_restore import restore
 from paceline._cluster.master.users import Users
 
 STORED = Path(__file__).parents[1] / "stored"
-
-
-@pytest.fixture
-def add(master: Any) -> Iterator[Callable[..., httpx2.Client]]:
-    """Return a function that adds a user and returns a client with the user's token."""
-    clients = []
-
-    def make(name: str, scope: str = "admin", **fields: Any) -> httpx2.Client:
-        reply = master.http.post("/users", json={"name": name, **fields})
-        assert reply.status_code == 201, reply.text
-        body = {"name": f"of-{name}", "scope": scope, "user": name}
-        secret = master.http.post("/tokens", json=body).json()["secret"]
-        headers = {"Authorization": f"Bearer {secret}"}
-        clients.append(
-            httpx2.Client(base_url=master.url, headers=headers, timeout=60, verify=False)
-        )
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close()
 
 
 def config(**fields: Any) -> dict[str, Any]:

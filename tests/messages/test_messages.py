@@ -33,8 +33,9 @@ REQUESTS = {
     "BulkAction", "ConfigText", "ContinueExperiment", "ContinueTrial", "CreateExperiment",
     "DrainNode", "EditExperiment", "EditView", "ForkExperiment", "GroupedName", "GroupsRequest",
     "Login", "LoginForToken", "MetricNamesRequest", "MoveExperiment", "NewPassword",
-    "NewProject", "NewProposal", "NewRole", "NewToken", "NewUser", "NewView", "PreviewSearch",
-    "SeriesOf", "SeriesRequest", "SetPool", "Shutdown", "Source", "UserChange",
+    "NewProject", "NewProposal", "NewReservation", "NewRole", "NewToken", "NewUser", "NewView",
+    "PreviewSearch", "SeriesOf", "SeriesRequest", "SetPool", "SetQuota", "Shutdown", "Source",
+    "UserChange",
 }  # fmt: skip
 NEEDED = {
     "config": {}, "password": "long enough", "commit": "0123abc", "action": "pause",
@@ -42,6 +43,7 @@ NEEDED = {
     "hparams": {"lr": 1}, "group": "training", "trial_ids": [1], "groups": [[1]], "role": None,
     "series": [{"trial_id": 1, "group": "a", "name": "b"}], "search": "x=time", "version": 1,
     "is_admin": False, "metrics": [{"group": "a", "name": "b"}],
+    "user": "a", "begins_at": 1, "ends_at": 2,
 }  # fmt: skip
 MODELS = {
     name: model

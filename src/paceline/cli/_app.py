@@ -42,6 +42,7 @@ from paceline.cli._options_and_errors import (
     report_error,
     trust,
 )
+from paceline.cli._quota_commands import quota_app
 from paceline.cli._run_command import run
 from paceline.cli._runner_and_pool_commands import pool_app, runner_app
 from paceline.cli._runs_commands import runs_app, sync
@@ -207,6 +208,7 @@ for _name, _short, _group in (
     ("token", None, token_app),
     ("user", None, user_app),
     ("project", None, project_app),
+    ("quota", None, quota_app),
     ("home", None, home_app),
 ):
     _help = str(_group.info.help).removesuffix(".")

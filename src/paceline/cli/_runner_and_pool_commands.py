@@ -6,6 +6,7 @@ import signal
 import socket
 import stat
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +15,7 @@ import typer
 from paceline._base.files import DamagedSecretError, read_secret
 from paceline.cli._command_classes import CommandGroup
 from paceline.cli._completions import complete_node, complete_pool
-from paceline.cli._console_output import Age, format_bytes, print_answer, print_list
+from paceline.cli._console_output import Age, format_bytes, format_moment, print_answer, print_list
 from paceline.cli._options_and_errors import (
     CaFile,
     CommandError,
@@ -27,7 +28,7 @@ from paceline.cli._options_and_errors import (
 from paceline.cli._slot_and_job_commands import labels_text, memory_text, slots_text
 
 if TYPE_CHECKING:
-    from paceline._cluster.messages.master_models import Node
+    from paceline._cluster.messages.master_models import Node, Pool
     from paceline.client._client import Client
 
 
@@ -187,6 +188,11 @@ def list_nodes() -> None:
             "Address": node.address,
             "Trials": ", ".join(map(str, sorted(trials.get(node.name, ())))),
             "Seen": Age(node.seen_at),
+            "Reserved": "; ".join(
+                f"{one.id}: {one.user} {format_moment(one.begins_at)} to"
+                f" {format_moment(one.ends_at)}"
+                for one in node.reservations
+            ),
         }
         for node in nodes
     ]
@@ -245,6 +251,52 @@ def resume(name: _Name) -> None:
     with connect() as client:
         client.resume_node(name)
         _print_node(client, name, f"The node {name} gets trials again.")
+
+
+@runner_app.command("reserve")
+def reserve(
+    name: _Name,
+    user: Annotated[str, typer.Option("--for", metavar="USER", help="Whose trials may start.")],
+    until: Annotated[
+        str, typer.Option("--until", metavar="TIME", help="Its end, such as 2026-12-04T18:00.")
+    ],
+    begin: Annotated[
+        str | None, typer.Option("--from", metavar="TIME", help="Its beginning. Default: now.")
+    ] = None,
+) -> None:
+    """Reserve a node for a user. Trials of others leave when it begins, with a checkpoint."""
+
+    begins_at = time.time() if begin is None else _moment("--from", begin)
+    ends_at = _moment("--until", until)
+    with connect() as client:
+        made = client.reserve_node(name, user=user, begins_at=begins_at, ends_at=ends_at)
+    undo = f"`paceline runner release {name} {made.id}` undoes it."
+    print_answer(made, f"The node {name} is reserved for {user}. {undo}")
+
+
+def _moment(option: str, text: str) -> float:
+    """Return a local time, or one with an offset, in seconds since the epoch."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError) as error:
+        raise CommandError(
+            f"`{option}` must be a time such as 2026-12-04T18:00, but got {text!r}."
+        ) from error
+
+
+@runner_app.command("release")
+def release(
+    name: _Name,
+    reservation: Annotated[
+        int, typer.Argument(metavar="RESERVATION", min=1, help="Its number in `runner list`.")
+    ],
+) -> None:
+    """End a reservation of a node, also before it began."""
+
+    with connect() as client:
+        client.end_reservation(name, reservation)
+    answer = {"node": name, "id": reservation}
+    print_answer(answer, f"The reservation {reservation} of the node {name} is over.")
 
 
 @runner_app.command("forget")
@@ -332,7 +384,7 @@ def list_pools() -> None:
         [
             (
                 pool.name,
-                f"{pool.policy}, backfill" if pool.backfill else pool.policy,
+                _policy_text(pool),
                 pool.num_nodes,
                 slots_text(pool, pool.num_slots),
                 pool.max_slots,
@@ -348,6 +400,11 @@ def list_pools() -> None:
             typer.echo(f"Pool {pool.name}: {pool.failure}", err=True)
         elif pool.detail is not None and output_format.get() == "table":
             typer.echo(f"Pool {pool.name}: {pool.detail}")
+
+
+def _policy_text(pool: "Pool") -> str:
+    half_life = f", half-life {pool.half_life_hours:g} h" if pool.half_life_hours else ""
+    return f"{pool.policy}{half_life}{', backfill' * pool.backfill}"
 
 
 @pool_app.command("set")
@@ -376,9 +433,21 @@ def set_pool(
             help="Run trials in the gap in front of one that needs more slots than are free.",
         ),
     ] = False,
+    half_life: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            max=10_000,
+            metavar="HOURS",
+            help="Under fair_share: past use of users counts by half for each so many hours."
+            " Default: not at all.",
+        ),
+    ] = None,
 ) -> None:
     """Set all settings of a pool. Options not given get their defaults."""
 
+    if half_life is not None and policy != "fair_share":
+        raise CommandError(f"`--half-life` is for the policy fair_share, but got {policy}.")
     with connect() as client:
         client.set_pool(
             name,
@@ -386,6 +455,7 @@ def set_pool(
             max_slots=max_slots,
             labels=read_labels(labels or []),
             backfill=backfill,
+            half_life_hours=half_life,
         )
         gaps = ", and its gaps are filled" if backfill else ""
         _print_pool(client, name, f"The pool {name} has the policy {policy}{gaps}.")

@@ -81,6 +81,29 @@ class ClusterClient:
         """Take a drained node back; raises like `drain_node`."""
         self._session.send("POST", f"nodes/{name}/resume")
 
+    def reserve_node(
+        self, name: str, *, user: str, begins_at: float, ends_at: float
+    ) -> "models.Reservation":
+        """Reserve a node for the trials of a user.
+
+        Args:
+            name: The node's name.
+            user: The user.
+            begins_at: Its beginning in seconds since the epoch. Trials of others leave then.
+            ends_at: Its end.
+
+        Raises:
+            ApiError: There is no such node or user, or the end is not later.
+        """
+
+        body = models.NewReservation(user=user, begins_at=begins_at, ends_at=ends_at)
+        path = f"nodes/{name}/reservations"
+        return self._session.call("POST", path, models.Reservation, body=body)
+
+    def end_reservation(self, name: str, reservation_id: int) -> None:
+        """End a reservation of a node, also before it began."""
+        self._session.send("DELETE", f"nodes/{name}/reservations/{reservation_id}")
+
     def forget_node(self, name: str) -> None:
         """Forget a node in the state lost, left or drained.
 
@@ -120,6 +143,7 @@ class ClusterClient:
         max_slots: int | None = None,
         labels: Mapping[str, str] | None = None,
         backfill: bool = False,
+        half_life_hours: float | None = None,
     ) -> None:
         """Set the sharing rules of a pool; arguments not given get their defaults.
 
@@ -130,14 +154,17 @@ class ClusterClient:
             labels: Nodes that have all of these, and name no pool themselves, belong to it.
             backfill: Whether trials run in the gap in front of one that needs more slots than are
                 free; they store a checkpoint and leave once it has room.
+            half_life_hours: Under `fair_share`, past use of users counts by half for each so many
+                hours; None is not at all.
 
         Raises:
             ApiError: One of them is not possible.
         """
 
         body = models.SetPool(
-            policy=policy, max_slots=max_slots, labels=dict(labels or {}), backfill=backfill
-        )
+            policy=policy, max_slots=max_slots, labels=dict(labels or {}), backfill=backfill,
+            half_life_hours=half_life_hours,
+        )  # fmt: skip
         self._session.send("PUT", f"pools/{name}", content=body.model_dump_json().encode())
 
     def reset_pool(self, name: str) -> None:
@@ -318,6 +345,52 @@ class Client(ClusterClient):
         """Return the members of a project and their roles, by name."""
 
         return self._session.get(f"projects/{quote(project, safe='')}/members", list[models.Member])
+
+    def quotas(self) -> "list[models.Quota]":
+        """Return quotas and what counts against them: one's own, and those of seen projects."""
+
+        return self._session.get("quotas", list[models.Quota])
+
+    def set_quota(
+        self,
+        *,
+        user: str | None = None,
+        project: str | None = None,
+        revision: int = 0,
+        **limits: float | None,
+    ) -> None:
+        """Set share and limits of a user or a project.
+
+        Args:
+            user: The user, or else
+            project: the project.
+            revision: The revision that the change began from; 0 if there is no quota yet.
+            limits: `weight`, `max_slots`, `slot_hours` a month and `checkpoint_bytes`; those not
+                given get their defaults: 1, and no limit.
+
+        Raises:
+            ApiError: `quota_changed` if it was changed since `revision`.
+            ValueError: A limit is out of its range.
+        """
+
+        body = models.SetQuota.model_validate({**limits, "revision": revision})
+        path = self._quota_path(user, project)
+        self._session.send("PUT", path, content=body.model_dump_json().encode())
+
+    def delete_quota(
+        self, *, user: str | None = None, project: str | None = None, revision: int
+    ) -> None:
+        """Delete share and limits; arguments and errors are those of `set_quota`."""
+        path = self._quota_path(user, project)
+        self._session.send("DELETE", path, params={"revision": revision})
+
+    def _quota_path(self, user: str | None, project: str | None) -> str:
+        if (user is None) == (project is None):
+            raise ValueError(
+                f"Either `user` or `project` must be given, but got {user!r} and {project!r}."
+            )
+        kind = "user" if project is None else "project"
+        return f"quotas/{kind}/{quote(user or project or '', safe='')}"
 
     def audit(self, *, user: str | None = None, limit: int = 100) -> "list[models.AuditEntry]":
         """Return who changed what, the newest first; of one user if given."""

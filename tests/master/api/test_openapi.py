@@ -82,6 +82,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "POST /nodes/{name}/slots/{slot}/resume": {"name": "local", "slot": 0},
     "PUT /pools/{name}": {"name": "big"},
     "DELETE /pools/{name}": {"name": "small"},
+    "POST /nodes/{name}/reservations": {"name": "local"},
+    "DELETE /nodes/{name}/reservations/{reservation_id}": {"name": "local", "reservation_id": 1},
+    "PUT /quotas/{kind}/{name}": {"kind": "user", "name": "admin"},
+    "DELETE /quotas/{kind}/{name}": {"kind": "project", "name": "Default"},
     # Its trial has ended by then.
     "DELETE /checkpoints/{uuid}": {"uuid": "v"},
     # One that is being sent.
@@ -92,6 +96,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 PIECES = "/attempts/{attempt_id}/checkpoints/{uuid}/pieces"
 FILE = {"digest": hashlib.sha256(b"x").hexdigest(), "media_type": "text/plain", "is_known": False}
 QUERIES: dict[str, dict[str, Any]] = {
+    "DELETE /quotas/{kind}/{name}": {"revision": 1},
     "DELETE /views/{view_id}": {"version": 1},
     "GET /runs": {"link": "experiments/1/runs/r1"},
     "PUT /attempts/{attempt_id}/files/{path}": FILE,
@@ -145,6 +150,8 @@ BODIES: dict[str, Any] = {
     "POST /nodes/{name}/drain": {"finish": False},
     "POST /nodes/{name}/slots/{slot}/drain": {"finish": False},
     "PUT /pools/{name}": {"policy": "priority", "max_slots": 4, "labels": {"gpu": "a100"}},
+    "POST /nodes/{name}/reservations": {"user": "admin", "begins_at": 1, "ends_at": 2**33},
+    "PUT /quotas/{kind}/{name}": {"max_slots": 4, "revision": 0},
     "POST /queue/move": {"experiment_id": 1, "to": "front"},
     "POST /views": {"name": "mine", "search": "x=time"},
     "PUT /views/{view_id}": {"name": "ours", "search": "x=time", "version": 1},
@@ -202,6 +209,9 @@ def master(
     assert (session["node_id"], session["session"]) == (1, 1)
     served.http.post("/nodes", json=NODE | {"name": "drained"})
     assert served.http.put("/pools/small", json={}).status_code == 204
+    assert served.http.put("/quotas/project/Default", json={}).status_code == 204
+    body = {"user": "admin", "begins_at": 1, "ends_at": 2**33}
+    assert served.http.post("/nodes/local/reservations", json=body).json()["id"] == 1
     drained = served.http.post("/nodes/drained/drain", json={})
     assert drained.status_code == 204, drained.text
     goes_on = {"name": "random", "metric": "loss", "max_trials": 9, "max_concurrent_trials": 1}

@@ -31,6 +31,7 @@ QUERIES = {
 BODIES: dict[str, Any] = {
     "PATCH /experiments/{experiment_id}": {"description": "changed"},
     "PATCH /users/{name}": {"is_admin": False},
+    "POST /nodes/{name}/reservations": {"user": "admin", "begins_at": 1, "ends_at": 2},
     "POST /bulk-actions": {"action": "unarchive", "experiment_ids": [1]},
     "POST /check-config": {"text": "a: 1"},
     "POST /login": {"user": "nobody", "password": "wrong"},
@@ -41,6 +42,7 @@ BODIES: dict[str, Any] = {
     "POST /projects": {"name": "lab"},
     "POST /queue/move": {"experiment_id": 1, "to": "front"},
     "PUT /projects/{project}/members/{name}": {"role": "viewer"},
+    "PUT /quotas/{kind}/{name}": {"max_slots": 1},
 }
 # For whom each route answers with what it was asked for. What strangers get of a list is empty.
 ALL = (*SEE, "stranger")
@@ -49,7 +51,7 @@ ANYONE = [
     "GET /checkpoints", "GET /config-schema", "GET /docs", "GET /experiment-columns",
     "GET /experiments", "GET /master", "GET /metrics", "GET /nodes", "GET /notify-channels",
     "GET /openapi.json", "GET /pools", "GET /projects", "GET /query-completions",
-    "GET /queue", "GET /slots", "GET /status",
+    "GET /queue", "GET /quotas", "GET /slots", "GET /status",
     "GET /tokens", "GET /trials", "GET /usage", "GET /users", "GET /views", "HEAD /openapi.json",
     "POST /check-config",
     "POST /metric-groups", "POST /metric-names", "POST /metric-series", "POST /preview-search",
@@ -94,6 +96,8 @@ ADMINS = [
     "POST /nodes/{name}/slots/{slot}/drain", "POST /nodes/{name}/slots/{slot}/resume",
     "POST /notify-channels/{name}/test", "POST /projects", "POST /users", "PUT /pools/{name}",
     "PUT /home-token", "POST /master/shutdown",
+    "DELETE /nodes/{name}/reservations/{reservation_id}", "POST /nodes/{name}/reservations",
+    "DELETE /quotas/{kind}/{name}", "PUT /quotas/{kind}/{name}",
     "POST /nodes", "POST /nodes/{node_id}/poll",
     "DELETE /attempts/{attempt_id}/checkpoints/{uuid}",
     "GET /attempts/{attempt_id}/checkpoints/{uuid}",
@@ -194,7 +198,7 @@ def sent(lab: Any, role: str, route: str, **more: Any) -> httpx2.Response:
     given = {
         "experiment_id": "1", "trial_id": "1", "uuid": UUID, "digest": DIGEST, "run_id": RUN,
         "path:path": "f", "action": "pause", "token_id": "1", "project": "lab", "name": "admin",
-        "slot": "0", "node_id": "1", "attempt_id": "1",
+        "slot": "0", "node_id": "1", "attempt_id": "1", "kind": "user", "reservation_id": "1",
     }  # fmt: skip
     if path == "/projects/{project}/members/{name}":
         given["name"] = "viewer"

@@ -47,8 +47,11 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
     node = {"id": 4, "name": "box", "key": "k", "session": 7, "facts": facts, "is_draining": True,
             "registered_at": 1.0, "seen_at": 2.0, "has_left": True}  # fmt: skip
     pools = [{"name": name, "policy": "priority", "max_slots": 3, "labels": {"gpu": "a"},
-              "backfill": True}
+              "backfill": True, "half_life_hours": 12.5}
              for name in ("big", "gone")]  # fmt: skip
+    quota = {"user": "eve", "project_id": 0, "weight": 2.0, "max_slots": 3, "slot_hours": 1.5,
+             "checkpoint_bytes": None, "revision": 4}  # fmt: skip
+    reservation = {"id": 1, "node": "box", "user": "eve", "begins_at": 1.0, "ends_at": 2.0}
     slots = [{"node_id": 0, "slot": 1}, {"node_id": 4, "slot": 0}, {"node_id": 4, "slot": 2}]
     token = {"id": 3, "name": "box", "scope": "runner", "digest": "d", "created_at": 1.0,
              "expires_at": None, "revoked_at": None, "node": "box", "pool": "big",
@@ -58,6 +61,8 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
         tables.nodes: [node | {"token_id": 3}],
         tables.pools: pools[:1],
         tables.drained_slots: slots[:2],
+        tables.quotas: [quota],
+        tables.reservations: [reservation],
     }
 
     def change(transaction: Transaction) -> None:
@@ -66,6 +71,8 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
         connection.execute(insert(tables.nodes).values(**node, token_id=3))
         connection.execute(insert(tables.pools), pools)
         connection.execute(insert(tables.drained_slots), slots)
+        connection.execute(insert(tables.quotas).values(**quota))
+        connection.execute(insert(tables.reservations).values(**reservation))
 
     def delete_some(transaction: Transaction) -> None:
         connection = transaction.connection

@@ -1553,6 +1553,90 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/quotas": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Show Quotas
+         * @description List quotas and what counts against them: the sender's own, and those of seen projects.
+         */
+        get: operations["show_quotas_api_v1_quotas_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/quotas/{kind}/{name}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        /**
+         * Set Quota
+         * @description Set share and limits of a user or a project, unless they were changed since `revision`.
+         */
+        put: operations["set_quota_api_v1_quotas__kind___name__put"];
+        post?: never;
+        /**
+         * Delete Quota
+         * @description Delete share and limits, unless they were changed since `revision`.
+         */
+        delete: operations["delete_quota_api_v1_quotas__kind___name__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/nodes/{name}/reservations": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Reserve Node
+         * @description Reserve a node for the trials of a user.
+         */
+        post: operations["reserve_node_api_v1_nodes__name__reservations_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/nodes/{name}/reservations/{reservation_id}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        post?: never;
+        /**
+         * End Reservation
+         * @description End a reservation of a node, also before it began.
+         */
+        delete: operations["end_reservation_api_v1_nodes__name__reservations__reservation_id__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/metric-series": {
         parameters: {
             query?: never;
@@ -3309,6 +3393,18 @@ export interface components {
             why?: string;
         };
         /**
+         * NewReservation
+         * @description A node to be reserved for a user, between two times in seconds since the epoch.
+         */
+        NewReservation: {
+            /** User */
+            user: string;
+            /** Begins At */
+            begins_at: number;
+            /** Ends At */
+            ends_at: number;
+        };
+        /**
          * NewRole
          * @description The role that a user is to have in a project; None for none.
          */
@@ -3442,6 +3538,8 @@ export interface components {
             num_slots_draining?: number;
             /** Rests Until */
             rests_until?: number | null;
+            /** Reservations */
+            reservations?: components["schemas"]["Reservation"][];
         };
         /**
          * NotesVersion
@@ -3552,6 +3650,7 @@ export interface components {
          * @description Set of nodes sharing a queue; `max_slots` limits the slots in use at the same time.
          *
          *     With `backfill`, trials run in the gap in front of one that needs more slots than are free.
+         *     Under `fair_share`, past use counts by half for each `half_life_hours`; None is not at all.
          *     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
          *     the master could not start a runner for it, or that one was started and has not registered. It
          *     goes once one has registered. `detail` says what missing nodes wait for.
@@ -3597,6 +3696,8 @@ export interface components {
              * @default false
              */
             backfill?: boolean;
+            /** Half Life Hours */
+            half_life_hours?: number | null;
         };
         /**
          * PreviewRow
@@ -3704,7 +3805,7 @@ export interface components {
              * Reason
              * @enum {string}
              */
-            reason: "slots_in_use" | "behind_others" | "max_slots" | "too_large" | "pool_limit" | "preempting" | "pausing" | "starting";
+            reason: "slots_in_use" | "behind_others" | "max_slots" | "too_large" | "pool_limit" | "preempting" | "pausing" | "quota" | "reserved" | "starting";
             /** Detail */
             detail: string;
             /**
@@ -3725,6 +3826,35 @@ export interface components {
             priority?: number | null;
             /** Weight */
             weight?: number | null;
+        };
+        /**
+         * Quota
+         * @description Share and limits of a user or a project, and what counts against them; None is no limit.
+         *
+         *     `weight` is for fair shares of users. `slot_hours` are those of a month in UTC. A change names
+         *     the `revision` that it began from.
+         */
+        Quota: {
+            /** User */
+            user: string | null;
+            /** Project */
+            project: string | null;
+            /** Weight */
+            weight: number;
+            /** Max Slots */
+            max_slots: number | null;
+            /** Slot Hours */
+            slot_hours: number | null;
+            /** Checkpoint Bytes */
+            checkpoint_bytes: number | null;
+            /** Revision */
+            revision: number;
+            /** Num Slots Used */
+            num_slots_used: number;
+            /** Slot Hours Used */
+            slot_hours_used: number;
+            /** Checkpoint Bytes Used */
+            checkpoint_bytes_used: number;
         };
         /**
          * Relative
@@ -3753,6 +3883,25 @@ export interface components {
             parent_trial_id?: number | null;
             /** Checkpoint */
             checkpoint?: string | null;
+        };
+        /**
+         * Reservation
+         * @description A time, in seconds since the epoch, in which a node runs trials of one user only.
+         *
+         *     Several of one node at the same time let each of their users in. Trials of others do not start
+         *     there from an hour before on, and leave with a checkpoint when it begins.
+         */
+        Reservation: {
+            /** Id */
+            id: number;
+            /** Node */
+            node: string;
+            /** User */
+            user: string;
+            /** Begins At */
+            begins_at: number;
+            /** Ends At */
+            ends_at: number;
         };
         /**
          * Role
@@ -4027,6 +4176,30 @@ export interface components {
              * @default false
              */
             backfill?: boolean;
+            /** Half Life Hours */
+            half_life_hours?: number | null;
+        };
+        /**
+         * SetQuota
+         * @description Complete quota of a user or a project; `revision` is 0 if there is none yet.
+         */
+        SetQuota: {
+            /**
+             * Weight
+             * @default 1
+             */
+            weight?: number;
+            /** Max Slots */
+            max_slots?: number | null;
+            /** Slot Hours */
+            slot_hours?: number | null;
+            /** Checkpoint Bytes */
+            checkpoint_bytes?: number | null;
+            /**
+             * Revision
+             * @default 0
+             */
+            revision?: number;
         };
         /**
          * ShownState
@@ -7368,6 +7541,167 @@ export interface operations {
             header?: never;
             path: {
                 view_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    show_quotas_api_v1_quotas_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Quota"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    set_quota_api_v1_quotas__kind___name__put: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                kind: "user" | "project";
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["SetQuota"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    delete_quota_api_v1_quotas__kind___name__delete: {
+        parameters: {
+            query: {
+                /** @description The revision that the change began from. */
+                revision: number;
+            };
+            header?: never;
+            path: {
+                kind: "user" | "project";
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    reserve_node_api_v1_nodes__name__reservations_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["NewReservation"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Reservation"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    end_reservation_api_v1_nodes__name__reservations__reservation_id__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+                reservation_id: number;
             };
             cookie?: never;
         };

@@ -53,6 +53,7 @@ from paceline._cluster.master.starters.pool_runners import PoolDefinition, PoolR
 from paceline._cluster.master.starters.starter_base import Starter
 from paceline._cluster.master.store.database import Database, Transaction, settle_cluster_id
 from paceline._cluster.master.store.experiment_list import EncodingCache, NameCache
+from paceline._cluster.master.store.quotas import note_use_of_month
 from paceline._cluster.master.store.run_files import FileContents
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.master.upkeep.recovery_records import Recorder
@@ -244,6 +245,7 @@ class Master:
         self.sign_ins = SignIns(self.database)
         self.tokens = Tokens(self.database)
         self.users = Users(self.database, self.tokens.load)
+        self.database.write(lambda made: note_use_of_month(made.connection)).result()
         self.audit = AuditLog(self.database)
         self.home_token = home.token.encode()
         self.attempt_tokens = AttemptTokens(self.database, home.attempt_key)

@@ -114,6 +114,29 @@ class Node(Message):
     num_slots_drained: int = 0
     num_slots_draining: int = 0
     rests_until: float | None = None
+    reservations: "list[Reservation]" = Field(default_factory=list)
+
+
+class Reservation(Message):
+    """A time, in seconds since the epoch, in which a node runs trials of one user only.
+
+    Several of one node at the same time let each of their users in. Trials of others do not start
+    there from an hour before on, and leave with a checkpoint when it begins.
+    """
+
+    id: int
+    node: str
+    user: str
+    begins_at: float
+    ends_at: float
+
+
+class NewReservation(Request):
+    """A node to be reserved for a user, between two times in seconds since the epoch."""
+
+    user: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
+    begins_at: Annotated[float, Field(ge=0, le=2**40)]
+    ends_at: Annotated[float, Field(ge=0, le=2**40)]
 
 
 class DrainNode(Request):
@@ -152,6 +175,7 @@ class Pool(Message):
     """Set of nodes sharing a queue; `max_slots` limits the slots in use at the same time.
 
     With `backfill`, trials run in the gap in front of one that needs more slots than are free.
+    Under `fair_share`, past use counts by half for each `half_life_hours`; None is not at all.
     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
     the master could not start a runner for it, or that one was started and has not registered. It
     goes once one has registered. `detail` says what missing nodes wait for.
@@ -171,6 +195,7 @@ class Pool(Message):
     failure: str | None = None
     detail: str | None = None
     backfill: bool = False
+    half_life_hours: float | None = None
 
 
 class NotifyChannel(Message):
@@ -200,6 +225,7 @@ class SetPool(Request):
     max_slots: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     labels: dict[str, Label] = Field(default_factory=dict, max_length=20)
     backfill: bool = False
+    half_life_hours: Annotated[float, Field(ge=1, le=10_000)] | None = None
 
 
 class MoveExperiment(Request):
@@ -231,6 +257,8 @@ class QueueEntry(Message):
         "pool_limit",
         "preempting",
         "pausing",
+        "quota",
+        "reserved",
         "starting",
     ]
     detail: str
@@ -459,6 +487,35 @@ class Usage(Message):
     slot_hours: float
     wait_hours: float
     num_trials: int
+
+
+class Quota(Message):
+    """Share and limits of a user or a project, and what counts against them; None is no limit.
+
+    `weight` is for fair shares of users. `slot_hours` are those of a month in UTC. A change names
+    the `revision` that it began from.
+    """
+
+    user: str | None
+    project: str | None
+    weight: float
+    max_slots: int | None
+    slot_hours: float | None
+    checkpoint_bytes: int | None
+    revision: int
+    num_slots_used: int
+    slot_hours_used: float
+    checkpoint_bytes_used: int
+
+
+class SetQuota(Request):
+    """Complete quota of a user or a project; `revision` is 0 if there is none yet."""
+
+    weight: Annotated[float, Field(ge=0.001, le=1e6, allow_inf_nan=False)] = 1.0
+    max_slots: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    slot_hours: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)] | None = None
+    checkpoint_bytes: Annotated[int, Field(ge=0, le=2**62)] | None = None
+    revision: Annotated[int, Field(ge=0, le=2**31 - 2)] = 0
 
 
 class AuditEntry(Message):

@@ -49,6 +49,7 @@ from paceline._cluster.master.api.node_and_slot_routes import node_router, slot_
 from paceline._cluster.master.api.notify_routes import notify_router
 from paceline._cluster.master.api.pool_and_queue_routes import pool_router, queue_router
 from paceline._cluster.master.api.proposal_and_tree_routes import proposal_router
+from paceline._cluster.master.api.quota_routes import quota_router
 from paceline._cluster.master.api.readers import NUM_THREADS, Readers
 from paceline._cluster.master.api.request_limits import BodyLimits, RequestCounting
 from paceline._cluster.master.api.requests_and_answers import (
@@ -179,6 +180,7 @@ _ROUTERS = (
     trial_list_router,
     comparison_router,
     view_router,
+    quota_router,
     series_router,
     series_csv_router,
     trial_router,

@@ -27,6 +27,7 @@ from paceline._cluster.master.scheduling.pools import NodeSlots, PoolSettings, i
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import slots_by_node
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.quotas import read_reservations
 from paceline._cluster.master.store.reach import current_reach
 from paceline._cluster.messages.master_models import DrainNode, Node, NodeState, Slot
 from paceline._cluster.messages.runner_messages import (
@@ -263,6 +264,7 @@ def list_nodes(master: MasterOf, include_local: Annotated[bool, Query()] = False
         drained = all_drained(master, connection)
         pools = read_pools(connection)
         resting = master.reconciler.resting_nodes(connection, time.time())
+        reserved = read_reservations(connection, time.time())
     nodes = [_node_view(master, node, live, drained) for node in master.nodes.all()]
     if include_local and master.devices:
         pool = pool_of(DEFAULT_POOL, {}, pools)
@@ -273,6 +275,7 @@ def list_nodes(master: MasterOf, include_local: Annotated[bool, Query()] = False
             update={
                 "rests_until": resting.get(node.id),
                 "attempts": [one for one in node.attempts if one not in hidden],
+                "reservations": [one for one in reserved if one.node == node.name],
             }
         )
         for node in nodes

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from itertools import islice
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ from paceline._cluster.master.scheduling.pools import (
     PoolSettings,
     Reason,
     SchedulingResult,
+    Waiting,
     needs_node,
 )
 from paceline._cluster.master.scheduling.schedule import decide
@@ -68,6 +70,7 @@ def list_pools(master: MasterOf) -> list[Pool]:
                 policy=settings.policy.value,
                 max_slots=settings.max_slots,
                 backfill=settings.backfill,
+                half_life_hours=settings.half_life_s and settings.half_life_s / 3600,
                 labels=dict(settings.labels),
                 num_nodes=len(nodes),
                 num_slots=sum(sizes.values()),
@@ -258,7 +261,7 @@ def _queue_results(connection: Connection, cluster: Cluster) -> Iterator[Schedul
             else:
                 yield trial
 
-    yield from decide(ready(), cluster.holding, cluster.nodes, cluster.pools)
+    yield from decide(ready(), cluster.holding, cluster.nodes, cluster.pools, cluster.sharing)
     for trial in resting:
         yield SchedulingResult(waiting=trial, reason=Reason.PAUSING)
 
@@ -322,7 +325,9 @@ def _queue_detail(
     of_pool = [
         len(set(node.slots) - node.drained)
         for node in cluster.nodes
-        if node.pool == waiting.pool and node.node_id not in cluster.failing_nodes
+        if node.pool == waiting.pool
+        and node.node_id not in cluster.failing_nodes
+        and not node.is_closed_to(waiting.user)
     ]
     total, largest = sum(of_pool), max(of_pool, default=0)
     match result.reason:
@@ -338,12 +343,10 @@ def _queue_detail(
                 f"Trial {behind.trial_id} of experiment {behind.experiment_id} comes before it and"
                 f" waits for {_slots_text(behind.num_slots)}."
             )
-        case Reason.MAX_SLOTS:
-            return f"Its experiment may use {waiting.max_slots} slots at a time."
-        case Reason.MAX_TRIALS:
-            return f"Its search may run {waiting.max_trials} trial(s) at a time."
-        case Reason.POOL_LIMIT:
-            return f"The pool {waiting.pool!r} may use {settings.max_slots} slots at a time."
+        case Reason.MAX_SLOTS | Reason.MAX_TRIALS | Reason.POOL_LIMIT | Reason.QUOTA:
+            return _limit_in_queue(settings, result)
+        case Reason.RESERVED:
+            return _reserved_in_queue(cluster, waiting)
         case Reason.PREEMPTING:
             return "Trials behind it, or less important ones, store a checkpoint and make room."
         case Reason.ELSEWHERE:
@@ -356,6 +359,19 @@ def _queue_detail(
             return f"It needs {_slots_text(waiting.num_slots)}, but there are only {total}."
         case _:
             return _too_large_for_queue(cluster, result, total, largest, addresses)
+
+
+def _limit_in_queue(settings: PoolSettings, result: SchedulingResult) -> str:
+    waiting, quota = result.waiting, result.quota
+    if result.reason is Reason.MAX_SLOTS:
+        return f"Its experiment may use {waiting.max_slots} slots at a time."
+    if result.reason is Reason.MAX_TRIALS:
+        return f"Its search may run {waiting.max_trials} trial(s) at a time."
+    if quota is None:
+        return f"The pool {waiting.pool!r} may use {settings.max_slots} slots at a time."
+    if quota.spent is None:
+        return f"Quota: the {quota.whose} may use {_slots_text(quota.max_slots or 0)} at a time."
+    return f"Quota: the {quota.whose} has used up {quota.spent}."
 
 
 def _are_all_closed(cluster: Cluster, pool: str) -> bool:
@@ -412,6 +428,14 @@ def _pausing_in_queue(cluster: Cluster, result: SchedulingResult, now: float) ->
                 f" {max(until - now, 0.0):.0f} s; another node would do."
             )
     return f"{why}; the next one starts in {max(until - now, 0.0):.0f} s."
+
+
+def _reserved_in_queue(cluster: Cluster, waiting: Waiting) -> str:
+    nodes = [node for node in cluster.nodes if node.pool == waiting.pool]
+    closed = [node for node in nodes if node.is_closed_to(waiting.user)]
+    users = ", ".join(sorted({user for node in closed for user in node.reserved_for or ()}))
+    until = datetime.fromtimestamp(min(node.reserved_until for node in closed), timezone.utc)
+    return f"The nodes that it needs are reserved for {users}, until {until:%Y-%m-%d %H:%M} UTC."
 
 
 def _slots_text(number: int) -> str:

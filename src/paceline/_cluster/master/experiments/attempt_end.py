@@ -41,8 +41,9 @@ from paceline._cluster.master.experiments.state_decisions import (
 from paceline._cluster.master.experiments.state_writer import StateChanges, end_unmeasured
 from paceline._cluster.master.scheduling.pools import in_pools
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.api_models_from_rows import config_of
+from paceline._cluster.master.store.api_models_from_rows import config_of, num_slots_of
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.quotas import note_use
 from paceline._cluster.messages.runner_messages import (
     DEFAULT_POOL,
     LOCAL_NAME,
@@ -101,6 +102,10 @@ def end_attempt(
     trial = changes.trial(connection, attempt.trial_id)
     experiment = changes.experiment(connection, attempt.experiment_id)
     config = config_of(experiment)
+    note_use(
+        connection, experiment, config.resources.pool, num_slots_of(attempt), attempt.created_at,
+        end.time,
+    )  # fmt: skip
     facts = _end_facts(changes, transaction, trial, attempt, config, end, error)
     _note_node(changes, transaction, attempt, facts)
     decision = judge_exit(facts)

@@ -40,6 +40,7 @@ from paceline._cluster.master.scheduling.pools import (
     needs_of,
 )
 from paceline._cluster.master.scheduling.schedule import Schedule, decide, schedule
+from paceline._cluster.master.scheduling.shares import QuotaUse
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import Member, config_of, stored_members
 from paceline._cluster.master.store.database import Database, DatabaseLostError, Transaction
@@ -244,6 +245,7 @@ class Reconciler:
     def _schedule(self, transaction: Transaction) -> None:
         connection, now = transaction.connection, time.time()
         cluster = self.cluster(connection, now)
+        self._clear_reserved(transaction, cluster, now)
         if cluster.is_full and not cluster.preempts:
             return
         waiting = (
@@ -251,10 +253,23 @@ class Reconciler:
             for trial in cluster.waiting_trials(connection)
             if trial.trial_id not in cluster.pausing_trials
         )
-        found = schedule(waiting, cluster.holding, cluster.nodes, cluster.pools)
+        found = schedule(waiting, cluster.holding, cluster.nodes, cluster.pools, cluster.sharing)
         self._preempt(transaction, found, cluster.policies)
         for assignment in found.assignments:
             create_attempt(self._changes, transaction, assignment)
+
+    def _clear_reserved(self, transaction: Transaction, cluster: Cluster, now: float) -> None:
+        """Ask attempts of others to leave nodes whose reservation has begun, as by a drain."""
+        begun = {one.node_id: one for one in cluster.nodes if one.reserved_from <= now}
+        leaving = {
+            one.attempt_id
+            for one in cluster.holding
+            for node_id, _ in one.parts
+            if node_id in begun and begun[node_id].is_closed_to(one.user) and not one.is_leaving
+        }
+        for attempt in live_attempts(transaction.connection) if leaving else ():
+            if attempt.id in leaving:
+                self._changes.preempt(transaction, attempt, "its node is reserved for others")
 
     def _preempt(
         self, transaction: Transaction, found: Schedule, policies: dict[int, PolicyName]
@@ -280,8 +295,9 @@ class Reconciler:
         with self._database.read() as connection:
             cluster = self.cluster(connection, time.time())
             waiting = cluster.waiting_trials(connection)
-            results = decide(waiting, cluster.holding, cluster.nodes, cluster.pools)
-            return needs_of(results, cluster.holding)
+            sharing, holding = cluster.sharing, cluster.holding
+            results = decide(waiting, holding, cluster.nodes, cluster.pools, sharing)
+            return needs_of(results, holding, QuotaUse(sharing.quotas, holding))
 
     def _kill_all(self, transaction: Transaction) -> None:
         for attempt in live_attempts(transaction.connection):

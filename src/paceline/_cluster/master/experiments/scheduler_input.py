@@ -25,8 +25,10 @@ from paceline._cluster.master.scheduling.pools import (
     in_pools,
 )
 from paceline._cluster.master.scheduling.schedule import fits_nodes
+from paceline._cluster.master.scheduling.shares import Sharing
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, slots_by_node
+from paceline._cluster.master.store.quotas import read_quotas, read_sharing, reserve
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
 from paceline.config._experiment_config import ExperimentConfig
@@ -47,6 +49,7 @@ class Cluster:
         returning: Nodes that are not open, but were a moment ago.
         pausing_trials: The same of trials.
         failed_on: Of trials whose last attempts failed, the nodes of these.
+        sharing: Weights, past use and quotas.
     """
 
     nodes: list[NodeSlots]
@@ -57,6 +60,7 @@ class Cluster:
     returning: list[NodeSlots]
     pausing_trials: dict[int, float]
     failed_on: dict[int, frozenset[int]]
+    sharing: Sharing
 
     def waiting_trials(self, connection: Connection) -> "Iterator[Waiting]":
         """Yield the waiting trials in order, marking those with a better node about to return."""
@@ -137,10 +141,15 @@ def read_cluster(
     ]
     # Lacking nodes count as returning: their shortage may pass in a moment.
     returning += [node for node in known if node.node_id in lacking and node.node_id not in failing]
+    known, quotas = reserve(connection, known, now), read_quotas(connection)
+    is_reserved = any(node.reserved_for is not None for node in known)
     is_ranked = any(one.policy is not PolicyName.FIFO for one in pools.values())
+    is_owned = is_ranked or is_reserved or bool(quotas)
+    holding = _slot_holdings(connection, is_ranked=is_owned)
     return Cluster(
         nodes=known,
-        holding=_slot_holdings(connection, is_ranked=is_ranked),
+        holding=holding,
+        sharing=read_sharing(connection, quotas, holding, known, pools, now),
         pools=pools,
         pausing_nodes=resting,
         failing_nodes=failing,
@@ -158,6 +167,7 @@ def read_pools(connection: Connection) -> dict[str, PoolSettings]:
             max_slots=row.max_slots,
             labels=row.labels,
             backfill=row.backfill,
+            half_life_s=None if row.half_life_hours is None else row.half_life_hours * 3600,
         )
         for row in connection.execute(select(tables.pools)).all()
     }
@@ -172,7 +182,7 @@ def drained_slots(connection: Connection) -> dict[int, frozenset[int]]:
 
 
 def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
-    """Return the holders of slots; with priorities and weights only if the order needs these."""
+    """Return the holders of slots; with ranks and owners only if the decisions need these."""
     ranks = _QueueRanks(connection)
     attempts = live_attempts(connection)
     if is_ranked:
@@ -180,9 +190,7 @@ def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
     found: list[Holding] = []
     places = _moved_places(connection) if any(one.is_filler for one in attempts) else {}
     for attempt in attempts:
-        priority, weight = DEFAULT_PRIORITY, 1.0
-        if is_ranked:
-            priority, weight = ranks.of(attempt.experiment_id)
+        rank = ranks.of(attempt.experiment_id) if is_ranked else {}
         parts = [(node_id, tuple(held)) for node_id, held in slots_by_node(attempt).items()]
         (node_id, slots), *others = parts
         found.append(
@@ -192,11 +200,11 @@ def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
                 node_id=node_id,
                 others=tuple(others),
                 attempt_id=attempt.id,
-                priority=priority,
-                weight=weight,
                 is_leaving=attempt.preempt_reason is not None or attempt.should_kill,
                 queue_place=places.get(attempt.experiment_id, attempt.trial_id),
                 is_filler=attempt.is_filler,
+                since=attempt.created_at,
+                **rank,
             )
         )
     return found
@@ -285,6 +293,8 @@ class _QueueRanks:
             experiments.c.weight,
             experiments.c.max_slots,
             experiments.c.created_at,
+            experiments.c.owner,
+            experiments.c.project_id,
         ).where(experiments.c.id.in_(wanted))
         self._known |= {row.id: (row, config_of(row)) for row in self._connection.execute(query)}
 
@@ -303,9 +313,12 @@ class _QueueRanks:
         self._served |= {id_: self._known[id_][0].created_at for id_ in wanted}
         self._served |= {row[0]: row[1] for row in self._connection.execute(query)}
 
-    def of(self, experiment_id: int) -> tuple[int, float]:
-        """Return the priority and the weight of an experiment."""
-        return rank_of(*self._known[experiment_id])
+    def of(self, experiment_id: int) -> dict[str, Any]:
+        """Return priority, weight, user and project of an experiment, as fields."""
+        row, config = self._known[experiment_id]
+        priority, weight = rank_of(row, config)
+        owner = {"user": row.owner, "project": row.project_id}
+        return {"priority": priority, "weight": weight, **owner}
 
     def waiting(self, experiment_id: int) -> Callable[..., Waiting] | None:
         """Return a factory of `Waiting` for an experiment; None without its search method.
@@ -321,7 +334,6 @@ class _QueueRanks:
         if isinstance(config.searcher, MissingSearcher):
             return None
         wanted = config.resources
-        priority, weight = self.of(experiment_id)
         return partial(
             Waiting,
             experiment_id=experiment_id,
@@ -330,8 +342,7 @@ class _QueueRanks:
             # Brackets and trials that are continued may be more than a search may run.
             max_trials=getattr(config.searcher, "max_concurrent_trials", None) or None,
             pool=wanted.pool or DEFAULT_POOL,
-            priority=priority,
-            weight=weight,
+            **self.of(experiment_id),
             last_served=self._served.get(experiment_id, 0.0),
             most_slots=wanted.most_slots,
             allow_uneven=wanted.allow_uneven,

@@ -42,6 +42,7 @@ def moved(
 
 
 _Level = Iterable[Holding]
+_NONE: Mapping[str, float] = {}
 
 
 class Policy(ABC):
@@ -49,9 +50,17 @@ class Policy(ABC):
 
     Args:
         holding: The attempts of the pool; those that are leaving count as gone.
+        weights: Weights of users; 1 for those not listed.
+        past: Recent use of users, as slots.
     """
 
-    def __init__(self, holding: Iterable[Holding]) -> None:
+    def __init__(
+        self,
+        holding: Iterable[Holding],
+        weights: Mapping[str, float] = _NONE,
+        past: Mapping[str, float] = _NONE,
+    ) -> None:
+        self._weights, self._past = weights, past
         self._staying = [one for one in holding if not one.is_leaving]
 
     @abstractmethod
@@ -87,8 +96,8 @@ class PriorityPolicy(Policy):
     leave, as few as possible, and the youngest first.
     """
 
-    def __init__(self, holding: Iterable[Holding]) -> None:
-        super().__init__(holding)
+    def __init__(self, holding: Iterable[Holding], *shares: Mapping[str, float]) -> None:
+        super().__init__(holding, *shares)
         self._levels: dict[int, list[Holding]] = defaultdict(list)
         for one in sorted(self._staying, key=lambda one: -one.attempt_id):
             self._levels[one.priority].append(one)
@@ -110,53 +119,68 @@ class PriorityPolicy(Policy):
 
 
 class FairSharePolicy(Policy):
-    """Slots in proportion to the experiments' weights.
+    """Slots in proportion to the weights of users, and of their experiments.
 
-    The next trial is one of the experiment with the fewest slots for its weight; of several such,
-    of the one that got slots the longest time ago. An attempt makes room only if its experiment
-    keeps at least as many slots for its weight as the other one then has. So each preemption makes
-    the shares more equal, and none is ever undone.
+    The next trial is one of the user with the least for the weight, past use included; among the
+    user's experiments it is one of that with the fewest slots for its weight. Of several such, it
+    is the one that got slots the longest time ago. An attempt makes room only if its user, or its
+    experiment if the user is the same, keeps at least as much for its weight as the other one then
+    has, with past use and without. So each preemption makes the shares more equal, and none is ever
+    undone.
     """
 
-    def __init__(self, holding: Iterable[Holding]) -> None:
-        super().__init__(holding)
+    def __init__(self, holding: Iterable[Holding], *shares: Mapping[str, float]) -> None:
+        super().__init__(holding, *shares)
         self._used: dict[int, int] = defaultdict(int)
+        self._used_by: dict[str, int] = defaultdict(int)
         self._of: dict[int, list[Holding]] = defaultdict(list)
         for one in sorted(self._staying, key=lambda one: one.attempt_id):
             self._used[one.experiment_id] += one.num_slots
+            self._used_by[one.user] += one.num_slots
             self._of[one.experiment_id].append(one)
 
     def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
-        """Yield trials, always from the experiment with the smallest share."""
+        """Yield trials, always from the user and the experiment with the smallest share."""
         queues: dict[int, list[Waiting]] = defaultdict(list)
         for trial in waiting:
             queues[trial.experiment_id].append(trial)
-        positions = {experiment_id: number for number, experiment_id in enumerate(queues)}
-        for queue in queues.values():
+        own: dict[str, list[tuple[float, float, int, int]]] = defaultdict(list)
+        for position, (experiment_id, queue) in enumerate(queues.items()):
             # Reversed order: taking from the end of a list is cheap, from its start is not.
             queue.reverse()
-        turns = [
-            (self._share(queue[-1]), queue[-1].last_served, positions[experiment_id], experiment_id)
-            for experiment_id, queue in queues.items()
-        ]
+            turn = (self._share(queue[-1]), queue[-1].last_served, position, experiment_id)
+            own[queue[-1].user].append(turn)
+        turns = []
+        for user, mine in own.items():
+            heapq.heapify(mine)
+            last_served = max(last for _, last, _, _ in mine)
+            share = self._user_share(user, self._used_by[user])
+            turns.append((share, last_served, min(mine)[2], user))
         heapq.heapify(turns)
         while turns:
-            _, last_served, position, experiment_id = heapq.heappop(turns)
+            _, last_served_user, place, user = heapq.heappop(turns)
+            mine = own[user]
+            _, last_served, position, experiment_id = heapq.heappop(mine)
             queue = queues[experiment_id]
             yield queue.pop()
             if queue:
                 turn = (self._share(queue[-1]), last_served, position, experiment_id)
-                heapq.heappush(turns, turn)
+                heapq.heappush(mine, turn)
+            if mine:
+                share = self._user_share(user, self._used_by[user])
+                heapq.heappush(turns, (share, last_served_user, place, user))
 
     def candidates(self, trial: Waiting) -> Iterator[_Level]:
-        """Yield the youngest attempts of experiments with more than their share."""
+        """Yield the youngest attempts of users and experiments with more than their share."""
         yield self._surplus(trial)
 
     def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
         """Count the slots gained by the trial's experiment and lost by the preempted ones."""
         self._used[trial.experiment_id] += trial.num_slots
+        self._used_by[trial.user] += trial.num_slots
         for one in preempted:
             self._used[one.experiment_id] -= one.num_slots
+            self._used_by[one.user] -= one.num_slots
             own = self._of[one.experiment_id]
             # Nearly always the youngest.
             del own[next(i for i in reversed(range(len(own))) if own[i] is one)]
@@ -164,28 +188,49 @@ class FairSharePolicy(Policy):
     def _share(self, trial: Waiting) -> float:
         return self._used[trial.experiment_id] / trial.weight
 
+    def _held_share(self, user: str, num_slots: int) -> float:
+        return num_slots / self._weights.get(user, 1.0)
+
+    def _user_share(self, user: str, num_slots: int) -> float:
+        """Return the share of a user who holds some slots, past use included."""
+        past = self._past.get(user, 0.0) / self._weights.get(user, 1.0)
+        return past + self._held_share(user, num_slots)
+
     def _surplus(self, trial: Waiting) -> Iterator[Holding]:
+        user, gained = trial.user, self._used_by[trial.user] + trial.num_slots
         least = (self._used[trial.experiment_id] + trial.num_slots) / trial.weight
-        # The share that an experiment keeps without one more attempt; the largest one first.
-        kept: list[tuple[float, int, int, int]] = []
+        least_held, least_share = self._held_share(user, gained), self._user_share(user, gained)
+        used, used_by = dict(self._used), dict(self._used_by)
+        # The shares that remain without one more attempt; the largest one first.
+        kept: list[tuple[float, float, int, int, int]] = []
 
-        def offer(experiment_id: int, used: int, index: int) -> None:
-            if index >= 0 and experiment_id != trial.experiment_id:
-                one = self._of[experiment_id][index]
-                left = used - one.num_slots
-                if left / one.weight >= least:
-                    turn = (-left / one.weight, -one.attempt_id, experiment_id, index)
-                    heapq.heappush(kept, turn)
-
-        used = dict(self._used)
-        for experiment_id, attempts in self._of.items():
-            offer(experiment_id, used[experiment_id], len(attempts) - 1)
-        while kept:
-            _, _, experiment_id, index = heapq.heappop(kept)
+        def offer(experiment_id: int, index: int) -> None:
+            if index < 0 or experiment_id == trial.experiment_id:
+                return
             one = self._of[experiment_id][index]
+            left = (used[experiment_id] - one.num_slots) / one.weight
+            held = used_by[one.user] - one.num_slots
+            share = self._user_share(one.user, held)
+            if one.user == user:
+                is_more = left >= least
+            else:
+                is_more = self._held_share(one.user, held) >= least_held and share >= least_share
+            if is_more:
+                heapq.heappush(kept, (-share, -left, -one.attempt_id, experiment_id, index))
+
+        for experiment_id, attempts in self._of.items():
+            offer(experiment_id, len(attempts) - 1)
+        while kept:
+            share, _, _, experiment_id, index = heapq.heappop(kept)
+            one = self._of[experiment_id][index]
+            if -share != self._user_share(one.user, used_by[one.user] - one.num_slots):
+                # Outdated: another attempt of its user was yielded meanwhile.
+                offer(experiment_id, index)
+                continue
             used[experiment_id] -= one.num_slots
+            used_by[one.user] -= one.num_slots
             yield one
-            offer(experiment_id, used[experiment_id], index - 1)
+            offer(experiment_id, index - 1)
 
 
 POLICIES: dict[PolicyName, type[Policy]] = {

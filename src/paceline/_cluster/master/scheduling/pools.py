@@ -4,8 +4,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL, LOCAL_NODE
+
+if TYPE_CHECKING:
+    from paceline._cluster.master.scheduling.shares import QuotaUse
 
 DEFAULT_PRIORITY = 42
 """The priority of an experiment that names none; 1 is the most important one, 99 the least."""
@@ -23,6 +27,8 @@ class Reason(str, Enum):
     PREEMPTING = "preempting"
     PAUSING = "pausing"
     ELSEWHERE = "elsewhere"
+    QUOTA = "quota"
+    RESERVED = "reserved"
 
 
 class PolicyName(str, Enum):
@@ -39,12 +45,14 @@ class PoolSettings:
 
     Nodes that have all its labels, and name no pool themselves, belong to it. With `backfill`,
     trials run in the gap in front of one that needs more slots than are free, until it has room.
+    Under `fair_share`, use of the past counts by half for each `half_life_s`; None is not at all.
     """
 
     policy: PolicyName = PolicyName.FIFO
     max_slots: int | None = None
     backfill: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
+    half_life_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +62,8 @@ class NodeSlots:
     The same holds for a single drained slot. A pausing node will be open again in a moment: a trial
     that needs it waits, and holds up no other.
     `can_join` says that other nodes reach it, so
-    that trials on several nodes may use it. `only_pool` is the one that it may be in.
+    that trials on several nodes may use it. `only_pool` is the one that it may be in. Trials of
+    others than `reserved_for` do not start there.
     """
 
     node_id: int = LOCAL_NODE
@@ -66,6 +75,13 @@ class NodeSlots:
     labels: Mapping[str, str] = field(default_factory=dict)
     can_join: bool = False
     only_pool: str | None = None
+    reserved_for: frozenset[str] | None = None
+    reserved_from: float = 0.0
+    reserved_until: float = 0.0
+
+    def is_closed_to(self, user: str) -> bool:
+        """Return whether the node is reserved for others than a user."""
+        return self.reserved_for is not None and user not in self.reserved_for
 
 
 Part = tuple[int, tuple[int, ...]]
@@ -86,6 +102,8 @@ class Waiting:
         awaits_node: Such a node is not there, but was a moment ago: the trial waits for it.
         last_served: When its experiment last got slots, in seconds since the epoch.
         queue_place: Its place in the order of arrival.
+        user: The owner of its experiment.
+        project: The id of its project.
     """
 
     trial_id: int
@@ -102,6 +120,8 @@ class Waiting:
     failed_on: frozenset[int] = frozenset()
     awaits_node: bool = False
     queue_place: float = 0.0
+    user: str = ""
+    project: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +129,8 @@ class Holding:
     """Attempt holding slots of a node; a leaving attempt was already asked to free them.
 
     `others` are its parts on further nodes. A filler overtook trials that were too large for the
-    free slots, and leaves once one of them has room; `queue_place` is that of its trial.
+    free slots, and leaves once one of them has room; `queue_place` is that of its trial. It has
+    its slots `since` a time in seconds since the epoch.
     """
 
     experiment_id: int
@@ -122,6 +143,9 @@ class Holding:
     others: tuple[Part, ...] = ()
     queue_place: float = 0.0
     is_filler: bool = False
+    user: str = ""
+    project: int = 0
+    since: float = 0.0
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -134,6 +158,15 @@ class Holding:
         if not self.others:
             return len(self.slots)
         return sum(len(slots) for _, slots in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuotaLimits:
+    """Limits of a user or a project; `spent` describes the one that is used up, if any is."""
+
+    whose: str
+    max_slots: int | None = None
+    spent: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +191,7 @@ class SchedulingResult:
         others: Its slots on further nodes.
         is_filler: Whether it overtakes the trial that holds up its pool.
         ends_pool: Whether no trial behind it can get slots of its pool now.
+        quota: The quota that keeps it waiting.
     """
 
     waiting: Waiting
@@ -170,6 +204,7 @@ class SchedulingResult:
     others: tuple[Part, ...] = ()
     is_filler: bool = False
     ends_pool: bool = False
+    quota: QuotaLimits | None = None
 
 
 # Reasons no additional node can remove.
@@ -180,6 +215,7 @@ _NO_NODE_HELPS = frozenset(
         Reason.POOL_LIMIT,
         Reason.PREEMPTING,
         Reason.PAUSING,
+        Reason.QUOTA,
     }
 )
 
@@ -205,12 +241,12 @@ def needs_node(result: SchedulingResult) -> bool:
 
 
 def needs_of(
-    results: Iterable[SchedulingResult], holding: Iterable[Holding]
+    results: Iterable[SchedulingResult], holding: Iterable[Holding], quota_use: "QuotaUse"
 ) -> dict[str, PoolNeed]:
     """Return each pool's unmet need for nodes; pools without need are absent.
 
-    The limits of experiments count: if an experiment may use three more slots, only trials for
-    three slots count.
+    The limits of experiments and quotas count: if an experiment may use three more slots, only
+    trials for three slots count. `quota_use` is that of `holding`.
     """
     used: Counter[int] = Counter()
     num_trials: Counter[int] = Counter()
@@ -220,7 +256,7 @@ def needs_of(
     sizes: dict[str, list[int]] = defaultdict(list)
     for result in results:
         trial = result.waiting
-        if result.reason in _NO_NODE_HELPS:
+        if result.reason in _NO_NODE_HELPS or quota_use.reached(trial) is not None:
             continue
         used[trial.experiment_id] += trial.num_slots
         num_trials[trial.experiment_id] += 1
@@ -229,7 +265,9 @@ def needs_of(
         ):
             used[trial.experiment_id] -= trial.num_slots
             num_trials[trial.experiment_id] -= 1
-        elif result.reason is not None:
+            continue
+        quota_use.add(trial, trial.num_slots)
+        if result.reason is not None:
             sizes[trial.pool].append(trial.num_slots)
     return {pool: PoolNeed(sizes=tuple(found)) for pool, found in sizes.items()}
 

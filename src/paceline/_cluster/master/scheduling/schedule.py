@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from paceline._cluster.master.scheduling.pool_policies import POLICIES
+from paceline._cluster.master.scheduling.pool_policies import POLICIES, Policy
 from paceline._cluster.master.scheduling.pools import (
     Holding,
     NodeSlots,
@@ -18,6 +18,7 @@ from paceline._cluster.master.scheduling.pools import (
     SlotAssignment,
     Waiting,
 )
+from paceline._cluster.master.scheduling.shares import NO_SHARING, QuotaUse, Sharing
 
 
 class FreeSlots:
@@ -268,12 +269,13 @@ def schedule(
     holding: Iterable[Holding],
     nodes: Sequence[NodeSlots],
     pools: Mapping[str, PoolSettings] = _NO_POOLS,
+    sharing: Sharing = NO_SHARING,
 ) -> Schedule:
     """Decide who starts now and who must leave; no more of `waiting` is read than is needed."""
     found = Schedule(assignments=[], preemptions=[])
     # Nothing more can be given once each pool is held up.
     open_pools = {node.pool for node in nodes}
-    for result in decide(waiting, holding, nodes, pools):
+    for result in decide(waiting, holding, nodes, pools, sharing):
         trial = result.waiting
         if result.slots:
             found.assignments.append(
@@ -298,13 +300,14 @@ def decide(
     holding: Iterable[Holding],
     nodes: Sequence[NodeSlots],
     pools: Mapping[str, PoolSettings] = _NO_POOLS,
+    sharing: Sharing = NO_SHARING,
 ) -> Iterator[SchedulingResult]:
     """Yield each waiting trial's result: its slots, or the reason for waiting.
 
     The trials of one pool come in the order in which they get slots. A trial that does not fit
     holds up the trials of its pool behind it, so that a large one is never starved by small ones;
-    a trial that only its experiment's own limit of slots or trials holds back does not, and neither
-    does a trial too large for all nodes of its pool (which may have shrunk). A trial that waits for
+    a trial that only a quota, or its experiment's own limit, holds back does not, and neither does
+    a trial too large for all nodes of its pool (which may have shrunk). A trial that waits for
     another node than that of its failure holds up one node. In a pool with backfill, those behind
     get free slots as fillers, which leave once the one in front has room with theirs.
     """
@@ -314,6 +317,7 @@ def decide(
     for holder in holding:
         used_by[holder.experiment_id] += holder.num_slots
         trials_of[holder.experiment_id] += 1
+    quota_use = QuotaUse(sharing.quotas, holding)
     nodes_of, holding_of = _by_pool(nodes, holding)
     # Queues for pools with waiting trials only: other pools need no work.
     queues: dict[str, _PoolSchedule] = {}
@@ -323,8 +327,13 @@ def decide(
         if queue is None:
             own = nodes_of.get(trial.pool, [])
             settings = pools.get(trial.pool) if own else None
+            mine = holding_of.get(trial.pool, [])
+            settings = settings or PoolSettings()
+            policy = POLICIES[settings.policy](
+                mine, sharing.weights, sharing.past.get(trial.pool, {})
+            )
             queue = queues[trial.pool] = _PoolSchedule(
-                settings or PoolSettings(), holding_of.get(trial.pool, []), own, used_by, trials_of
+                settings, policy, mine, own, used_by, trials_of, quota_use
             )
         if queue.is_fifo:
             yield queue.judge(trial)
@@ -354,13 +363,16 @@ class _PoolSchedule:
     def __init__(
         self,
         settings: PoolSettings,
+        policy: Policy,
         holding: Sequence[Holding],
         nodes: Sequence[NodeSlots],
         used_by: Counter[int],
         trials_of: Counter[int],
+        quota_use: QuotaUse,
     ) -> None:
         self.is_fifo = settings.policy is PolicyName.FIFO
-        self._policy = POLICIES[settings.policy](holding)
+        self._policy = policy
+        self._quota_use = quota_use
         self._backfill = settings.backfill
         self._preempts = settings.backfill or not self.is_fifo
         self._fillers = sorted(
@@ -378,8 +390,11 @@ class _PoolSchedule:
         self._all = self._all_now = _undrained(nodes)
         if any(node.is_pausing for node in nodes):
             self._all_now = _undrained([node for node in nodes if not node.is_pausing])
-        # Sizes for which all nodes, if they were free, are found to be too small or large enough.
-        self._obstacles: dict[tuple[int, bool], Reason | None] = {}
+        self._reserved = [node for node in nodes if node.reserved_for is not None]
+        self._nodes = nodes
+        # Sizes for which all nodes, if they were free, are found to be too small or large enough;
+        # with the nodes that are reserved for others.
+        self._obstacles: dict[tuple[int, bool, frozenset[int]], Reason | None] = {}
         self._place = 0
         self._behind: Waiting | None = None
         self._num_behind = 0
@@ -413,14 +428,19 @@ class _PoolSchedule:
         """Return the result for the next trial."""
         place = self._place
         self._place += 1
-        reason = self._obstacle(trial)
+        if (quota := self._quota_use.reached(trial)) is not None:
+            return SchedulingResult(waiting=trial, reason=Reason.QUOTA, place=place, quota=quota)
+        reserved = frozenset(
+            node.node_id for node in self._reserved if node.is_closed_to(trial.user)
+        )
+        reason = self._obstacle(trial, reserved)
         if reason is Reason.BEHIND_OTHERS and self._backfill:
-            return self._judge_filler(trial, place)
+            return self._judge_filler(trial, place, reserved)
         if reason is not None:
             behind = self._behind if reason is Reason.BEHIND_OTHERS else None
             return SchedulingResult(waiting=trial, reason=reason, place=place, behind=behind)
-        avoided = self._nodes_to_avoid(trial)
-        with self._without(avoided):
+        avoided = self._nodes_to_avoid(trial, reserved)
+        with self._without(avoided | reserved):
             parts = self._take_slots(trial)
             preempts = self._make_room(trial) if parts is None and self._preempts else None
             if preempts is not None:
@@ -434,7 +454,7 @@ class _PoolSchedule:
         if preempts is None:
             is_full = not self._has_room(self._num_used, trial.num_slots)
             if avoided and not is_full:
-                self._keep_node(trial, avoided)
+                self._keep_node(trial, avoided | reserved)
                 return SchedulingResult(waiting=trial, reason=Reason.ELSEWHERE, place=place)
             self._behind = trial
             reason = Reason.POOL_LIMIT if is_full else Reason.SLOTS_IN_USE
@@ -446,10 +466,12 @@ class _PoolSchedule:
             waiting=trial, reason=Reason.PREEMPTING, place=place, preempts=preempts
         )
 
-    def _judge_filler(self, trial: Waiting, place: int) -> SchedulingResult:
+    def _judge_filler(
+        self, trial: Waiting, place: int, reserved: frozenset[int]
+    ) -> SchedulingResult:
         """Return the result for a trial behind one that is too large: free slots, or none."""
         self._num_behind += 1
-        with self._without(self._nodes_to_avoid(trial)):
+        with self._without(self._nodes_to_avoid(trial, reserved) | reserved):
             parts = self._take_slots(trial)
         if parts is not None:
             return self._place_trial(trial, parts, place, is_filler=True)
@@ -489,7 +511,7 @@ class _PoolSchedule:
         for level in self._policy.candidates(trial):
             yield (one for one in level if one not in behind) if behind else level
 
-    def _obstacle(self, trial: Waiting) -> Reason | None:
+    def _obstacle(self, trial: Waiting, reserved: frozenset[int]) -> Reason | None:
         """Return why a trial gets nothing, whatever is free."""
         in_use = self._used_by[trial.experiment_id]
         if trial.max_slots is not None and in_use + trial.num_slots > trial.max_slots:
@@ -500,18 +522,18 @@ class _PoolSchedule:
             and self._trials_of[trial.experiment_id] >= trial.max_trials
         ):
             return Reason.MAX_TRIALS
-        size = (trial.num_slots, trial.allow_uneven)
+        size = (trial.num_slots, trial.allow_uneven, reserved)
         if size not in self._obstacles:
             self._obstacles[size] = self._size_obstacle(*size)
         if (reason := self._obstacles[size]) is not None:
             return reason
         return None if self._behind is None else Reason.BEHIND_OTHERS
 
-    def _nodes_to_avoid(self, trial: Waiting) -> frozenset[int]:
+    def _nodes_to_avoid(self, trial: Waiting, reserved: frozenset[int]) -> frozenset[int]:
         """Return the trial's failed nodes, if another node has as many slots; else none."""
         if not trial.failed_on:
             return trial.failed_on
-        others = self._usable.keys() - trial.failed_on
+        others = self._usable.keys() - trial.failed_on - reserved
         has_other = trial.awaits_node or any(
             len(self._usable[node_id]) >= trial.num_slots for node_id in others
         )
@@ -543,10 +565,16 @@ class _PoolSchedule:
             self._free.keep(kept)
             self._future.keep(kept)
 
-    def _size_obstacle(self, num_slots: int, allow_uneven: bool) -> Reason | None:
+    def _size_obstacle(
+        self, num_slots: int, allow_uneven: bool, reserved: frozenset[int]
+    ) -> Reason | None:
         """Return why a trial of a size gets nothing even if all slots are free."""
         if not self._all.fits(num_slots, allow_uneven=allow_uneven):
             return Reason.TOO_LARGE
+        if reserved:
+            left = _undrained(node for node in self._nodes if node.node_id not in reserved)
+            if not left.fits(num_slots, allow_uneven=allow_uneven):
+                return Reason.RESERVED
         if not self._all_now.fits(num_slots, allow_uneven=allow_uneven):
             return Reason.PAUSING
         return None
@@ -556,6 +584,7 @@ class _PoolSchedule:
         most = max(trial.num_slots, trial.most_slots)
         if trial.max_slots is not None:
             most = min(most, trial.max_slots - self._used_by[trial.experiment_id])
+        most = int(min(most, self._quota_use.room(trial)))
         for num_slots in range(most, trial.num_slots - 1, -1):
             if self._has_room(self._num_used, num_slots):
                 parts = self._free.take(num_slots, allow_uneven=trial.allow_uneven)
@@ -600,6 +629,7 @@ class _PoolSchedule:
     def _note_placement(self, trial: Waiting, preempts: tuple[Holding, ...]) -> None:
         self._used_by[trial.experiment_id] += trial.num_slots
         self._trials_of[trial.experiment_id] += 1
+        self._quota_use.add(trial, trial.num_slots)
         self._num_used += trial.num_slots
         self._num_staying += trial.num_slots
         self._policy.note_given(trial, preempts)

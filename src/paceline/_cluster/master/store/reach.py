@@ -133,6 +133,8 @@ _VIEWS = {
     "documents": f"coalesce({_PROJECT_OF.format('documents.experiment_id')}, project_id) IN {{0}}",
     "members": "project_id IN {0}",
     "usage": "project_id IN {0}",
+    "quotas": "project_id IN {0}",
+    "slot_use": "project_id IN {0}",
 }
 # Written by requests of users; the rest follows from them, or is the master's own.
 _GUARDED = {

@@ -41,7 +41,10 @@ LASTING = {
     "tokens": ("revoked_at",),
 }  # fmt: skip
 # Recorded whole, with users and tokens: they are few, and their rows are deleted.
-OF_CLUSTER = ("nodes", "pools", "drained_slots", "views", "projects", "members")
+OF_CLUSTER = (
+    *("nodes", "pools", "drained_slots", "views", "projects", "members"),
+    *("quotas", "reservations"),
+)
 # Recorded when their attempt ends.
 OF_ATTEMPTS = ("time_marks", "journal_marks", "series", "chunks", "media", "run_files")
 # All tables of which rows are recorded; an environment with the first attempt that ends in it.
@@ -259,6 +262,7 @@ def primary_key(table: str) -> Sequence[str]:
         "pools": ("name",),
         "members": ("project_id", "user"),
         "drained_slots": ("node_id", "slot"),
+        "quotas": ("user", "project_id"),
         "time_marks": ("attempt_id", "generation", "number"),
         "journal_marks": ("attempt_id", "generation", "rank"),
         "run_files": ("trial_id", "path"),

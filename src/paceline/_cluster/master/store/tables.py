@@ -293,7 +293,48 @@ usage = Table(
     sqlite_with_rowid=False,
 )
 
-SCHEMA_VERSION = 18
+# Shares and limits of a user, or of a project if `user` is empty; `project_id` is 0 for a user.
+quotas = Table(
+    "quotas",
+    metadata,
+    Column("user", String, primary_key=True),
+    Column("project_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("weight", Float, nullable=False),
+    Column("max_slots", Integer),
+    # In each month of UTC.
+    Column("slot_hours", Float),
+    Column("checkpoint_bytes", BigInteger),
+    Column("revision", Integer, nullable=False),
+)
+
+# Slot seconds of attempts that have ended in a month: all of them, and what is left of them at the
+# time `at` if past use fades; see `quotas.py`.
+slot_use = Table(
+    "slot_use",
+    metadata,
+    Column("month", String, primary_key=True),
+    Column("user", String, primary_key=True),
+    Column("project_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("pool", String, primary_key=True),
+    Column("slot_s", Float, nullable=False),
+    Column("recent_s", Float, nullable=False),
+    Column("at", Float, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+# Nodes, by name, that run trials of one user only for a time in seconds since the epoch.
+reservations = Table(
+    "reservations",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("node", String, nullable=False),
+    Column("user", String, nullable=False),
+    Column("begins_at", Float, nullable=False),
+    Column("ends_at", Float, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+SCHEMA_VERSION = 19
 FIRST_SCHEMA_VERSION = 13
 """Schema version of the first release: no later one takes an older database."""
 
@@ -576,6 +617,8 @@ pools = Table(
     Column("max_slots", Integer),
     Column("labels", JSON, nullable=False),
     Column("backfill", Boolean, nullable=False, default=False, server_default=false()),
+    # Under `fair_share`, past use counts by half for each so many hours.
+    Column("half_life_hours", Float),
 )
 
 # Slots that get no attempts; the node 0 is the master's own machine.
@@ -620,12 +663,15 @@ __all__ = [
     "nodes",
     "pools",
     "projects",
+    "quotas",
+    "reservations",
     "run_files",
     "search_inputs",
     "search_snapshots",
     "search_views",
     "series",
     "sign_ins",
+    "slot_use",
     "time_marks",
     "tokens",
     "trials",

@@ -159,12 +159,47 @@ def _add_usage(operations: Operations) -> None:
     )
 
 
+def _add_quotas_and_reservations(operations: Operations) -> None:
+    operations.create_table(
+        "quotas",
+        Column("user", String, primary_key=True),
+        Column("project_id", BigInteger, primary_key=True, autoincrement=False),
+        Column("weight", Float, nullable=False),
+        Column("max_slots", Integer),
+        Column("slot_hours", Float),
+        Column("checkpoint_bytes", BigInteger),
+        Column("revision", Integer, nullable=False),
+    )
+    operations.create_table(
+        "slot_use",
+        Column("month", String, primary_key=True),
+        Column("user", String, primary_key=True),
+        Column("project_id", BigInteger, primary_key=True, autoincrement=False),
+        Column("pool", String, primary_key=True),
+        Column("slot_s", Float, nullable=False),
+        Column("recent_s", Float, nullable=False),
+        Column("at", Float, nullable=False),
+        sqlite_with_rowid=False,
+    )
+    operations.create_table(
+        "reservations",
+        Column("id", Integer, primary_key=True, autoincrement=True),
+        Column("node", String, nullable=False),
+        Column("user", String, nullable=False),
+        Column("begins_at", Float, nullable=False),
+        Column("ends_at", Float, nullable=False),
+        sqlite_autoincrement=True,
+    )
+    operations.add_column("pools", Column("half_life_hours", Float))
+
+
 STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_files_media_and_documents,
     _add_backfill_and_waiting_trials,
     _add_views,
     _add_users_and_projects,
     _add_usage,
+    _add_quotas_and_reservations,
 )
 
 

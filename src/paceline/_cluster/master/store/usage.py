@@ -24,12 +24,14 @@ def month_of(moment: float) -> str:
     return f"{datetime.fromtimestamp(moment, timezone.utc):%Y-%m}"
 
 
-def _beginning(month: str) -> float:
+def beginning_of(month: str) -> float:
+    """Return when a month begins, in seconds since the epoch."""
     return datetime.strptime(month, "%Y-%m").replace(tzinfo=timezone.utc).timestamp()
 
 
-def _next(month: str) -> str:
-    return month_of(_beginning(month) + 32 * 86400)
+def next_month(month: str) -> str:
+    """Return the month after another one."""
+    return month_of(beginning_of(month) + 32 * 86400)
 
 
 def read_usage(
@@ -46,7 +48,7 @@ def read_usage(
     usage, projects = tables.usage.c, tables.projects.c
     chosen = select(tables.usage).where(usage.month.between(since, until))
     found = [(tuple(row[:4]), tuple(row[4:])) for row in connection.execute(chosen)]
-    found += _used_by_attempts(connection, _beginning(since), _beginning(_next(until)))
+    found += _used_by_attempts(connection, beginning_of(since), beginning_of(next_month(until)))
     names = {row.id: row.name for row in connection.execute(select(projects.id, projects.name))}
     wanted = set(by)
     sums: defaultdict[tuple[str | None, ...], list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
@@ -127,6 +129,6 @@ def _by_month(row: Row[Any], since_s: float, until_s: float) -> Iterator[tuple[_
     end = min(row.ended_at or time.time(), until_s)
     while begin < end:
         month = month_of(begin)
-        part_end = min(end, _beginning(_next(month)))
+        part_end = min(end, beginning_of(next_month(month)))
         yield (month, *key), (num_slots * (part_end - begin), 0.0, 0)
         begin = part_end

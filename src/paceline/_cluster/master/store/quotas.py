@@ -1,0 +1,269 @@
+"""Quotas of users and projects, what counts against them, and recent use for fair shares."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, func, insert, or_, select
+
+from paceline._cluster.master.scheduling.pools import (
+    Holding,
+    NodeSlots,
+    PolicyName,
+    PoolSettings,
+    QuotaLimits,
+)
+from paceline._cluster.master.scheduling.shares import (
+    DEFAULT_HALF_LIFE_S,
+    Sharing,
+    as_slots,
+    faded,
+    recent_use,
+)
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import num_slots_of
+from paceline._cluster.master.store.row_ids_and_counts import CHECKPOINTS
+from paceline._cluster.master.store.usage import beginning_of, month_of, next_month
+from paceline._cluster.messages.master_models import Quota, Reservation
+from paceline._cluster.messages.runner_messages import DEFAULT_POOL, LOCAL_NAME, LOCAL_NODE
+from paceline._cluster.messages.states import CheckpointState
+
+# In the time before a reservation, trials of others do not start on its node: how long they take
+# is not known, and they would have to leave soon.
+_LEAD_S = 3600.0
+_KEYS = ("month", "user", "project_id", "pool")
+_Owner = str | int
+
+
+def note_use(
+    connection: Connection,
+    experiment: Row[Any],
+    pool: str | None,
+    num_slots: int,
+    begin: float,
+    end: float,
+) -> None:
+    """Count the slots of an attempt that ends for its user, project and pool."""
+    now, pool = time.time(), pool or DEFAULT_POOL
+    # A runner's clock is not ours.
+    end = min(end, now)
+    settings = tables.pools.c
+    hours = connection.scalar(select(settings.half_life_hours).where(settings.name == pool))
+    half_life_s = hours * 3600 if hours else DEFAULT_HALF_LIFE_S
+    month, use = month_of(end), tables.slot_use
+    key = (month, experiment.owner, experiment.project_id, pool)
+    place = [use.c[name] == value for name, value in zip(_KEYS, key, strict=True)]
+    slot_s = num_slots * max(end - max(begin, beginning_of(month)), 0.0)
+    recent_s = recent_use(num_slots, begin, end, half_life_s)
+    before = connection.execute(select(use).where(*place)).first()
+    if before is not None:
+        slot_s += before.slot_s
+        recent_s += faded(before.recent_s, before.at, end, half_life_s)
+        connection.execute(delete(use).where(*place))
+    values = {"slot_s": slot_s, "recent_s": recent_s, "at": end}
+    connection.execute(insert(use).values(**dict(zip(_KEYS, key, strict=True)), **values))
+
+
+def note_use_of_month(connection: Connection) -> None:
+    """Count what has ended in this month, in a database that was upgraded or made anew."""
+    if connection.scalar(select(func.count()).select_from(tables.slot_use)):
+        return
+    attempts, experiments = tables.attempts, tables.experiments.c
+    pool = experiments.config[("resources", "pool")].as_string().label("pool")
+    query = (
+        select(attempts, experiments.owner, experiments.project_id, pool)
+        .join(tables.experiments, experiments.id == attempts.c.experiment_id)
+        .where(
+            experiments.external_id.is_(None),
+            attempts.c.ended_at >= beginning_of(month_of(time.time())),
+        )
+        .order_by(attempts.c.ended_at)
+    )
+    for row in connection.execute(query).all():
+        note_use(connection, row, row.pool, num_slots_of(row), row.created_at, row.ended_at)
+
+
+def read_quotas(connection: Connection) -> Sequence[Row[Any]]:
+    """Return the rows of the quotas, those of users first."""
+    quotas = tables.quotas.c
+    order = (quotas.project_id, quotas.user)
+    return connection.execute(select(tables.quotas).order_by(*order)).all()
+
+
+def read_sharing(
+    connection: Connection,
+    rows: Sequence[Row[Any]],
+    holding: Sequence[Holding],
+    nodes: Iterable[NodeSlots],
+    pools: Mapping[str, PoolSettings],
+    now: float,
+) -> Sharing:
+    """Return weights, past use and quotas at a moment.
+
+    Args:
+        connection: The database.
+        rows: Those of `read_quotas`.
+        holding: Attempts that hold slots.
+        nodes: The nodes in their pools.
+        pools: The settings of the pools.
+        now: The time in seconds since the epoch.
+    """
+    half_lives = {
+        name: one.half_life_s
+        for name, one in pools.items()
+        if one.half_life_s is not None and one.policy is PolicyName.FAIR_SHARE
+    }
+    return Sharing(
+        weights={row.user: row.weight for row in rows if row.user},
+        past=_past_use(connection, half_lives, holding, nodes, now) if half_lives else {},
+        quotas=_limits(connection, rows, holding, now),
+    )
+
+
+def _past_use(
+    connection: Connection,
+    half_lives: Mapping[str, float],
+    holding: Sequence[Holding],
+    nodes: Iterable[NodeSlots],
+    now: float,
+) -> dict[str, dict[str, float]]:
+    past: dict[str, dict[str, float]] = {name: defaultdict(float) for name in half_lives}
+    use = tables.slot_use.c
+    for row in connection.execute(select(tables.slot_use).where(use.pool.in_(half_lives))):
+        half_life_s = half_lives[row.pool]
+        recent_s = faded(row.recent_s, row.at, now, half_life_s)
+        past[row.pool][row.user] += as_slots(recent_s, half_life_s)
+    pool_of = {node.node_id: node.pool for node in nodes}
+    for one in holding:
+        pool = pool_of.get(one.node_id, "")
+        if pool in past:
+            recent_s = recent_use(one.num_slots, one.since, now, half_lives[pool])
+            past[pool][one.user] += as_slots(recent_s, half_lives[pool])
+    return past
+
+
+def _limits(
+    connection: Connection, rows: Sequence[Row[Any]], holding: Sequence[Holding], now: float
+) -> dict[_Owner, QuotaLimits]:
+    limits: dict[_Owner, QuotaLimits] = {}
+    month, names = month_of(now), _project_names(connection) if rows else {}
+    hours: Mapping[_Owner, float] = {}
+    sizes: Mapping[_Owner, int] = {}
+    if any(row.slot_hours is not None for row in rows):
+        hours = slot_hours(connection, holding, now)
+    if wanted := [_owner(row) for row in rows if row.checkpoint_bytes is not None]:
+        sizes = checkpoint_bytes(connection, wanted)
+    for row in rows:
+        owner, spent = _owner(row), None
+        if row.slot_hours is not None and hours.get(owner, 0.0) >= row.slot_hours:
+            spent = f"{row.slot_hours:g} slot hours of {month}, until {next_month(month)}-01 UTC"
+        elif row.checkpoint_bytes is not None and sizes.get(owner, 0) >= row.checkpoint_bytes:
+            size = f"{row.checkpoint_bytes / 2**30:.4g} GiB of checkpoints"
+            spent = f"{size}, until some are deleted"
+        whose = f"user {row.user}" if row.user else f"project {names.get(owner, owner)}"
+        limits[owner] = QuotaLimits(whose=whose, max_slots=row.max_slots, spent=spent)
+    return limits
+
+
+def _owner(row: Row[Any]) -> _Owner:
+    return row.user or int(row.project_id)
+
+
+def _project_names(connection: Connection) -> dict[_Owner, str]:
+    projects = tables.projects.c
+    return {row.id: row.name for row in connection.execute(select(projects.id, projects.name))}
+
+
+def slot_hours(
+    connection: Connection, holding: Iterable[Holding], now: float
+) -> Mapping[_Owner, float]:
+    """Return the slot hours of users and projects in the month of a moment."""
+    hours: defaultdict[_Owner, float] = defaultdict(float)
+    use, month = tables.slot_use.c, month_of(now)
+    for row in connection.execute(select(tables.slot_use).where(use.month == month)):
+        for owner in (row.user, row.project_id):
+            hours[owner] += row.slot_s / 3600
+    for one in holding:
+        slot_s = one.num_slots * max(now - max(one.since, beginning_of(month)), 0.0)
+        for owner in (one.user, one.project):
+            hours[owner] += slot_s / 3600
+    return hours
+
+
+def checkpoint_bytes(connection: Connection, owners: Iterable[_Owner]) -> Mapping[_Owner, int]:
+    """Return the bytes of checkpoints that some users and projects have."""
+    counts, experiments, wanted = tables.counts.c, tables.experiments.c, list(owners)
+    columns = (experiments.owner, experiments.project_id)
+    query = (
+        select(*columns, func.sum(counts.num_bytes).label("size"))
+        .join(tables.counts, counts.experiment_id == experiments.id)
+        .where(
+            counts.kind == CHECKPOINTS,
+            counts.state != CheckpointState.DELETED.value,
+            or_(experiments.owner.in_(wanted), experiments.project_id.in_(wanted)),
+        )
+        .group_by(*columns)
+    )
+    sizes: defaultdict[_Owner, int] = defaultdict(int)
+    for row in connection.execute(query):
+        for owner in (row.owner, row.project_id):
+            sizes[owner] += row.size
+    return sizes
+
+
+def list_quotas(connection: Connection, holding: Sequence[Holding], now: float) -> list[Quota]:
+    """Return the quotas with what counts against them."""
+    rows = read_quotas(connection)
+    names, hours = _project_names(connection), slot_hours(connection, holding, now)
+    sizes = checkpoint_bytes(connection, [_owner(row) for row in rows])
+    return [
+        Quota(
+            user=row.user or None,
+            project=None if row.user else names.get(row.project_id, str(row.project_id)),
+            weight=row.weight,
+            max_slots=row.max_slots,
+            slot_hours=row.slot_hours,
+            checkpoint_bytes=row.checkpoint_bytes,
+            revision=row.revision,
+            num_slots_used=sum(
+                one.num_slots for one in holding if _owner(row) in (one.user, one.project)
+            ),
+            slot_hours_used=hours.get(_owner(row), 0.0),
+            checkpoint_bytes_used=sizes.get(_owner(row), 0),
+        )
+        for row in rows
+    ]
+
+
+def read_reservations(connection: Connection, now: float) -> list[Reservation]:
+    """Return the reservations that are not over, the next first."""
+    columns = tables.reservations.c
+    query = select(tables.reservations).where(columns.ends_at > now).order_by(columns.begins_at)
+    found = connection.execute(query.order_by(columns.id))
+    return [Reservation.model_validate(row, from_attributes=True) for row in found]
+
+
+def reserve(connection: Connection, nodes: Iterable[NodeSlots], now: float) -> list[NodeSlots]:
+    """Return nodes with the users for whom they are reserved now, or soon."""
+    found = [one for one in read_reservations(connection, now) if one.begins_at - _LEAD_S <= now]
+    if not found:
+        return list(nodes)
+    columns = tables.nodes.c
+    ids = {row.name: row.id for row in connection.execute(select(columns.name, columns.id))}
+    ids[LOCAL_NAME] = LOCAL_NODE
+    of_node: defaultdict[int | None, list[Reservation]] = defaultdict(list)
+    for one in found:
+        of_node[ids.get(one.node)].append(one)
+    return [
+        replace(
+            node,
+            reserved_for=frozenset(one.user for one in own),
+            reserved_from=min(one.begins_at for one in own),
+            reserved_until=max(one.ends_at for one in own),
+        )
+        if (own := of_node.get(node.node_id))
+        else node
+        for node in nodes
+    ]

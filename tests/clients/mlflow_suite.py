@@ -15,7 +15,6 @@ from typing import Any
 import mlflow
 from mlflow.tracking._tracking_service import utils
 from mlflow.utils import file_utils
-
 from run_mlflow import listed
 
 _local_path = file_utils.local_file_uri_to_path

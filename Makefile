@@ -29,7 +29,7 @@ help:
 	@echo "make exactness  every cell of the matrix of interrupted trainings, about 10 minutes"
 	@echo "make fault-matrix  what is seen of each fault of a worker, as a table, about 10 minutes"
 	@echo "make test-backends  DeepSpeed and Horovod, built in environments of their own"
-	@echo "make test-clients  six releases of other trackers' clients, with WANDB_SRC=CHECKOUT their tests"
+	@echo "make test-clients  six releases of other trackers' clients, with WANDB_SRC= and MLFLOW_SRC=CHECKOUT their tests"
 	@echo "make format     what the linter and the formatter can mend"
 	@echo "make check      linter, formatter, types and documentation"
 	@echo "make bench      the benchmarks, as a table"
@@ -150,6 +150,7 @@ test-backends: $(VENV)/backends-deepspeed/.installed $(VENV)/backends-horovod/.i
 # Environments of the clients are made at their first use.
 test-clients: $(VENV)/.installed-test
 	$(BIN)/python tests/clients/run_clients.py wandb
+	CLIENT_ENVS=$(abspath build/clients) $(BIN)/python tests/clients/run_mlflow.py
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix --exit-zero --quiet

@@ -15,6 +15,7 @@ from typing import Any
 import mlflow
 from mlflow.tracking._tracking_service import utils
 from mlflow.utils import file_utils
+from run_mlflow import listed
 
 _local_path = file_utils.local_file_uri_to_path
 _use_tracking_uri = utils._use_tracking_uri
@@ -96,6 +97,12 @@ def pytest_sessionstart() -> None:
 
     integration_test_utils.ServerThread = ServedByPaceline
     integration_test_utils._init_server = init_server
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Keep the tests that are listed."""
+    names = dict(listed())
+    items[:] = [item for item in items if f"{item.path.name}::{item.name}" in names]
 
 
 def pytest_sessionfinish() -> None:

@@ -197,10 +197,12 @@ def test_run_goes_on_over_a_restart_of_the_master(
         process.close()
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mib", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_artifact_of_a_client_that_is_cut_on_its_way_arrives_whole_or_not_at_all(
-    server: MlflowServer, start_script: Script
+    server: MlflowServer, start_script: Script, mib: int
 ) -> None:
-    size = 64 * 2**20
+    size = mib * 2**20
     script = """
         import os, pathlib, mlflow
         content = os.urandom(int(os.environ["SIZE"]))

@@ -372,6 +372,30 @@ def test_resumed_run_and_synced_offline_run_are_whole(
     assert json.loads(synced["config"])["a"]["value"] == 1
 
 
+def test_of_a_damaged_offline_run_what_is_before_the_damage_arrives(
+    server: WandbServer, run_script: Callable[..., str]
+) -> None:
+    script = """
+        import pathlib, subprocess, sys, wandb
+        with wandb.init(project="raw", id="d2", name="damaged", mode="offline") as run:
+            for step in range(500):
+                run.log({"loss": step, "text": "x" * 200})
+            folder = pathlib.Path(run.settings.sync_dir)
+        [file] = folder.glob("*.wandb")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 255
+        file.write_bytes(content)
+        command = [sys.executable, "-m", "wandb", "sync", folder]
+        print(subprocess.run(command, text=True, capture_output=True).stderr)
+    """
+    output = run_script(server, script, WANDB_SILENT="false")
+
+    losses = [row["loss"] for row in server.run("d2")["history"]]
+    assert "checksum mismatch" in output
+    assert losses == list(range(len(losses)))
+    assert 100 < len(losses) < 400
+
+
 def test_two_scripts_that_resume_one_run_at_once_lose_nothing(
     server: WandbServer, start_script: Script
 ) -> None:
@@ -409,19 +433,21 @@ def test_two_scripts_that_resume_one_run_at_once_lose_nothing(
         assert sorted(row[key] for row in rows if key in row) == list(range(20))
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mib", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_artifact_that_is_cut_on_its_way_arrives_whole(
-    server: WandbServer, run_script: Callable[..., str]
+    server: WandbServer, run_script: Callable[..., str], mib: int
 ) -> None:
-    size = 64 * 2**20
+    size = mib * 2**20
     script = """
         import os, pathlib, wandb
         content = os.urandom(int(os.environ["SIZE"]))
         pathlib.Path("big.bin").write_bytes(content)
-        with wandb.init(project="raw", id="cut64", name="cut on its way") as run:
+        with wandb.init(project="raw", name="cut on its way") as run:
             artifact = wandb.Artifact("big", type="model")
             artifact.add_file("big.bin")
             run.log_artifact(artifact).wait()
-            got = run.use_artifact("big:v0").download("got")
+            got = run.use_artifact("big:latest").download("got")
             assert pathlib.Path(got, "big.bin").read_bytes() == content
     """
     with CutOnce(httpx2.URL(server.url).port or 80, size * 3 // 10) as proxy:

@@ -32,7 +32,14 @@ from paceline.search import (
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
 from paceline.search._preview_and_simulation import simulate
 from paceline.search._sampler_program import SamplerProgram
-from paceline.search._samplers import SamplerError, SamplerSpec, answers, asking, make_sampler
+from paceline.search._samplers import (
+    SamplerError,
+    SamplerSpec,
+    answers,
+    asking,
+    check_installed,
+    make_sampler,
+)
 from paceline.search._search import Search, replay
 from paceline.search._search_method import RandomConfig, SingleConfig
 
@@ -349,3 +356,12 @@ def test_optuna_has_each_trial_once_with_its_outcome(is_told_on_the_way: bool) -
         (0.0,), (0.0,), None, (0.0,), (1.0,), (0.0,),
     ]  # fmt: skip
     assert len(sampler._study.trials) == (12 if is_told_on_the_way else 6)
+
+
+def test_a_sampler_whose_package_is_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.search._samplers.find_spec", lambda package: None)
+    check_installed(SamplerSpec(name="sobol"))
+    with pytest.raises(ImportError, match=r"needs the package `optuna`.*paceline\[optuna\]"):
+        check_installed(SamplerSpec(name="optuna", options={"of": "tpe"}))

@@ -223,7 +223,8 @@ def picture(rows: list[dict[str, Any]], path: Path, names: tuple[str, ...]) -> N
             if found:
                 plot.plot(TIMES, np.mean(found, axis=0), label=name, marker=".")
         plot.set(xscale="log", yscale="log", title=family, xlabel="whole trainings")
-        plot.set_xticks((2.5, 5, 10, 20, 40), ("2.5", "5", "10", "20", "40"), minor=False)
+        plot.set_xticks((2.5, 5, 10, 20, 40), ("2.5", "5", "10", "20", "40"))
+        plot.minorticks_off()
         plot.legend(fontsize=7)
     figure.axes[0].set_ylabel("regret, mean over tasks")
     figure.savefig(path)
@@ -236,14 +237,14 @@ def main() -> None:
     parser.add_argument("--family", action="append", choices=FAMILIES, help="all if none")
     parser.add_argument("--without", action="append", default=[], help="methods to leave out")
     parser.add_argument("--results", type=Path, default=Path("build/search-quality.jsonl"))
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--picture", type=Path, help="a file ending in svg, png ...")
     given = parser.parse_args()
     chosen = tasks(given.family or FAMILIES)
     rows = results_of(chosen, given.seeds, given.results, given.without)
     print(table(rows))
     if given.picture is not None:
-        drawn = (DEFAULT, CHOICE, "random", "random, tpe", "Optuna Hyperband + TPE", "SMAC")
-        picture(rows, given.picture, drawn)
+        names = dict.fromkeys(row["method"] for row in rows if row["method"] not in given.without)
+        picture(rows, given.picture, tuple(names))
 
 
 if __name__ == "__main__":

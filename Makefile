@@ -12,7 +12,7 @@ NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
 BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS ?= $(addprefix tests/,journal messages storage config search)
 
-.PHONY: help demo ui docs test-ui browser format test test-fast test-all test-stores test-versions exactness fault-matrix test-backends test-clients check bench bench-peers bench-data \
+.PHONY: help demo ui docs test-ui browser format test test-fast test-all test-stores test-versions exactness fault-matrix test-backends test-clients check bench bench-peers bench-data bench-search \
   proof soak faults gpu gpu-wheels lock clean
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make bench      the benchmarks, as a table"
 	@echo "make bench-peers  training steps and worker groups of Paceline and of others, 20 minutes"
 	@echo "make bench-data  reading data by Paceline and by others, 40 minutes"
+	@echo "make bench-search  searches of Paceline and of others, one hour on two idle cores"
 	@echo "make proof      a larger model whose workers are killed every two minutes, here and elsewhere, one hour"
 	@echo "make soak       what grows in a master that has 10,000 trials, one hour"
 	@echo "make faults     kills, failing calls, power losses, flipped bits and faults of machines, in full counts, an hour or more"
@@ -175,6 +176,13 @@ bench-data: $(VENV)/peers/.installed
 	BENCH_PEERS_PYTHON=$(abspath $(VENV)/peers/bin/python) \
 	  $(VENV)/peers/bin/python benchmarks/run.py $(BENCH_DATA)
 
+# Results are kept, so that it can be interrupted; BENCH_SEARCH="--seeds 3 --family nets" runs less.
+BENCH_SEARCH ?= --picture docs/images/search-quality.svg
+
+bench-search: $(VENV)/search/.installed
+	OMP_NUM_THREADS=1 $(VENV)/search/bin/python benchmarks/search_quality.py $(BENCH_SEARCH)
+	OMP_NUM_THREADS=1 $(VENV)/search/bin/python benchmarks/search_speed.py
+
 # A model of 25 million parameters whose workers are killed every two minutes; takes an hour.
 proof: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/proof/prove.py
@@ -255,6 +263,12 @@ $(VENV)/peers/.installed: pyproject.toml benchmarks/peers.txt | $(BIN)/python
 	  -r benchmarks/peers.txt -e '.[data,s3]'
 	$(VENV)/peers/bin/python -m pip --disable-pip-version-check --quiet install \
 	  --no-deps mosaicml-streaming==0.13.0
+	@touch $@
+
+$(VENV)/search/.installed: pyproject.toml benchmarks/search_peers.txt | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/search
+	$(VENV)/search/bin/python -m pip --disable-pip-version-check --quiet install \
+	  -r benchmarks/search_peers.txt -e .
 	@touch $@
 
 # They are built against the torch that is there already.

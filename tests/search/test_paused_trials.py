@@ -9,6 +9,7 @@ import pytest
 
 from paceline.search import Create, Exited, ExitReason, Proposed, Reported, Started, Stop, simulate
 from paceline.search._adaptive_asha import AsyncHalvingConfig
+from paceline.search._median_stopping import MedianStoppingConfig
 from paceline.search._population import PbtConfig
 from paceline.search._preview_and_simulation import preview
 from paceline.search._promotion import HyperbandConfig
@@ -169,3 +170,21 @@ def test_a_copy_is_near_the_hyperparameters_that_a_trial_was_given(*, is_asking:
     for one in copies:
         assert one.parent is not None
         assert one.hparams["lr"] == pytest.approx(parents[one.parent], abs=0.011)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "median"])
+def test_reports_told_again_or_backwards_change_no_decision(method: str) -> None:
+    """An attempt that is started again repeats what the one before it has told."""
+    median = MedianStoppingConfig(metric="loss", max_trials=9, max_time=8)
+    config = METHODS.get(method, median)
+    result = simulate(
+        config, SPACE, 4, lambda create, time: create.hparams["lr"] / time, report_every=1
+    )
+    search, decided = Search(config, SPACE, 4), []
+    for given in result.inputs:
+        decided.append(tuple(search.apply(given)))
+        if isinstance(given, Reported) and not search.is_over:
+            for time, metric in ((given.time, -9.0), (given.time / 2, -9.0), (0.0, 9.0)):
+                told = Reported(request_id=given.request_id, time=time, metric=metric)
+                assert search.apply(told) == []
+    assert tuple(decided) == result.operations

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from paceline.search import (
@@ -31,7 +32,14 @@ from paceline.search import (
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
 from paceline.search._preview_and_simulation import simulate
 from paceline.search._sampler_program import SamplerProgram
-from paceline.search._samplers import SamplerError, SamplerSpec, answers, asking, make_sampler
+from paceline.search._samplers import (
+    SamplerError,
+    SamplerSpec,
+    answers,
+    asking,
+    check_installed,
+    make_sampler,
+)
 from paceline.search._search import Search, replay
 from paceline.search._search_method import RandomConfig, SingleConfig
 
@@ -311,3 +319,49 @@ def test_a_module_of_the_working_directory_is_taken_only_where_asked_for(
     assert len(program([], 1)) == 1
     program.close()
     assert mark.exists()
+
+
+@pytest.mark.parametrize("is_told_on_the_way", [True, False])
+def test_optuna_has_each_trial_once_with_its_outcome(is_told_on_the_way: bool) -> None:
+    """Trials are those that it has proposed, unless another process has: then they are added."""
+    pytest.importorskip("optuna")
+    from paceline.search._optuna_sampler import OptunaSampler
+
+    space, rng = parse_space(SPACE), None
+    sampler, ended = OptunaSampler(seed=1), []
+    outcomes = [
+        ("completed", 0.5), ("stopped", 0.7), ("failed", None), ("invalid", None),
+        ("out_of_memory", 0.1), ("stopped", None),
+    ]  # fmt: skip
+    for number, (state, loss) in enumerate(outcomes):
+        [proposal] = sampler.ask(space, ended, 1, rng)  # type: ignore[arg-type]
+        seen = Observation(
+            id=str(number), hparams=space.check(proposal.hparams), state="running", loss=None,
+            time=0, note=proposal.note,
+        )  # fmt: skip
+        if is_told_on_the_way:
+            sampler.ask(space, [*ended, seen], 1, rng)  # type: ignore[arg-type]
+        ended.append(msgspec.structs.replace(seen, state=state, loss=loss, time=4))
+    if not is_told_on_the_way:
+        sampler = OptunaSampler(seed=2)
+    sampler.ask(space, ended, 0, rng)  # type: ignore[arg-type]
+    proposed = [space.check(seen.hparams)["lr"] for seen in ended]
+    trials = {each.params["lr"]: each for each in sampler._study.trials}
+    known = [trials[lr] for lr in proposed]
+    assert [(each.state.name, each.value) for each in known] == [
+        ("COMPLETE", 0.5), ("PRUNED", 0.7), ("FAIL", None), ("COMPLETE", math.inf),
+        ("COMPLETE", math.inf), ("COMPLETE", math.inf),
+    ]  # fmt: skip
+    assert [each.system_attrs.get("constraints") for each in known] == [
+        (0.0,), (0.0,), None, (0.0,), (1.0,), (0.0,),
+    ]  # fmt: skip
+    assert len(sampler._study.trials) == (12 if is_told_on_the_way else 6)
+
+
+def test_a_sampler_whose_package_is_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.search._samplers.find_spec", lambda package: None)
+    check_installed(SamplerSpec(name="sobol"))
+    with pytest.raises(ImportError, match=r"needs the package `optuna`.*paceline\[optuna\]"):
+        check_installed(SamplerSpec(name="optuna", options={"of": "tpe"}))

@@ -9,9 +9,11 @@ from paceline.search._preview_and_simulation import (
     imaginary_curves,
     nearest_curves,
     preview,
+    run_on_slots,
     simulate_slots,
 )
-from paceline.search._search_method import Create
+from paceline.search._search import Search
+from paceline.search._search_method import Create, Started
 
 SPACE = {"x": {"type": "double", "minval": 0.0, "maxval": 1.0}}
 
@@ -22,7 +24,7 @@ def config_of(**searcher: object) -> object:
 
 
 def flat(create: Create) -> Curve:
-    return Curve(hparams=create.hparams, points=[(1, create.hparams["x"])], seconds_per_unit=3.0)
+    return Curve(hparams=create.hparams, points=[(10, create.hparams["x"])], seconds_per_unit=3.0)
 
 
 @pytest.mark.parametrize(("slots", "wall_s"), [(1, 180.0), (2, 90.0), (4, 60.0), (9, 30.0)])
@@ -57,3 +59,38 @@ def test_the_curve_is_that_of_the_nearest_hyperparameters() -> None:
     assert [of(create).at(time) for time in (0.5, 1, 4.9, 5, 9)] == [0.9, 0.9, 0.9, 0.45, 0.45]
     with pytest.raises(ValueError, match="must have a trial with hyperparameters of the config"):
         nearest_curves(parse_space(SPACE), [Curve(hparams={"y": 1}, points=[(1, 0)])])
+
+
+@pytest.mark.parametrize("searcher", ["hyperband", "adaptive_asha"])
+def test_paused_trials_leave_their_slots_and_are_promoted(searcher: str) -> None:
+    """Rungs that wait for all their trials promote as many as the preview says."""
+    promotion = {} if searcher == "hyperband" else {"promotion": True}
+    method = {"name": searcher, "max_trials": 16, "max_concurrent_trials": 4, **promotion}
+    config = config_of(**method, max_length={"epochs": 16}).search_config()  # type: ignore[attr-defined]
+    found = simulate_slots(config, SPACE, 3, imaginary_curves(16, smaller_is_better=True), slots=2)
+    planned = {row.units: row.trials for row in preview(config, SPACE).rows}
+    assert found.trained.keys() == planned.keys()
+    if searcher == "hyperband":
+        assert found.trained == planned
+    assert found.slot_s == sum(length * number for length, number in found.trained.items())
+
+
+def test_a_method_without_rungs_stops_trials_between_the_points_of_their_curves() -> None:
+    method = {"name": "median_stopping", "max_trials": 12, "min_others": 2}
+    config = config_of(**method, max_length={"epochs": 10}).search_config()  # type: ignore[attr-defined]
+
+    def level(create: Create) -> Curve:
+        points = [(time, create.hparams["x"]) for time in (1.0, 4.5, 10.0)]
+        return Curve(hparams=create.hparams, points=points)
+
+    found = simulate_slots(config, SPACE, 1, level, slots=1)
+    assert found.trained.keys() <= {1, 5, 10}
+    assert found.trained[1] > 0
+    assert found.wall_s == found.slot_s
+
+
+def test_a_simulation_ends_at_its_time() -> None:
+    config = config_of(max_trials=1000).search_config()  # type: ignore[attr-defined]
+    search = Search(config, SPACE, 1)
+    found = run_on_slots(config, search, Started, flat, slots=4, most_s=45.0)
+    assert (found.wall_s, found.slot_s) == (45.0, 180.0)

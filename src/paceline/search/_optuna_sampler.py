@@ -49,38 +49,38 @@ class OptunaSampler(Sampler):
         liar: dict[str, Any] = {"constant_liar": True} if of == "tpe" else {}
         self._of = of
         if of in _CONSTRAINED:
-            # Read from the trials that are added; Optuna asks it of those that it runs itself.
-            liar |= {"constraints_func": lambda trial: (0.0,)}
+            liar |= {"constraints_func": lambda trial: (self._violation,)}
         self._study = optuna.create_study(sampler=_KINDS[of](**{"seed": seed} | liar | options))
-        # By trial: the number of its stand-in while it runs, None once it has ended.
+        # By trial: its number in the study while it runs, None once it has ended.
         self._running: dict[str, int | None] = {}
-        # Stand-ins for proposals that come back as observations, maybe to another process.
-        self._proposed: list[int] = []
+        # By number: values that come back as an observation, unless another process has got them.
+        self._proposed: dict[int, dict[str, Any]] = {}
+        self._violation = 0.0
 
     def ask(
         self, space: Space, observations: Sequence[Observation], n: int, rng: Generator
     ) -> Sequence[Proposal]:
         """Return proposals after telling Optuna what is new."""
         distributions = {each.name: _distribution(each) for each in space.parameters}
-        for number in self._proposed:
-            self._drop(number)
-        self._proposed.clear()
         for seen in observations:
-            self._tell(space, distributions, seen)
+            known = self._running.get(seen.id, _NEW)
+            if known == _NEW or (known is not None and seen.state != "running"):
+                self._tell(space, distributions, seen, known)
+        for number in self._proposed:
+            self._study.tell(number, state=TrialState.FAIL)
+        self._proposed.clear()
         return [self._propose(space, distributions) for _ in range(n)]
 
     def _propose(self, space: Space, distributions: dict[str, BaseDistribution]) -> Proposal:
-        frozen = self._study.tell(self._study.ask(distributions), state=TrialState.FAIL)
-        trial = create_trial(
-            state=TrialState.RUNNING, params=frozen.params, distributions=distributions
-        )
-        self._proposed.append(self._add(trial))
+        number = self._study.ask(distributions).number
+        asked = self._study.get_trials(deepcopy=False)[number]
+        self._proposed[number] = asked.params
         values = {}
         for each in space.parameters:
-            found = frozen.params[each.name]
+            found = asked.params[each.name]
             values[each.path] = each.choices[found] if each.choices else found
         num_ended = sum(number is None for number in self._running.values())
-        state = {k: v for k, v in frozen.system_attrs.items() if "relative_params" not in k}
+        state = {k: v for k, v in asked.system_attrs.items() if "relative_params" not in k}
         return Proposal(
             hparams=space.build(values),
             by=f"optuna {self._of}",
@@ -89,45 +89,50 @@ class OptunaSampler(Sampler):
         )
 
     def _tell(
-        self, space: Space, distributions: dict[str, BaseDistribution], seen: Observation
+        self,
+        space: Space,
+        distributions: dict[str, BaseDistribution],
+        seen: Observation,
+        number: int | None,
     ) -> None:
-        is_running = seen.state == "running"
-        known = self._running.get(seen.id, _NEW)
-        if known is None or (is_running and known != _NEW):
+        if number == _NEW:
+            number = self._number_of(space, distributions, seen)
+        self._running[seen.id] = number if seen.state == "running" else None
+        if number is None or seen.state == "running":
             return
-        if known != _NEW:
-            self._drop(known)
+        self._violation = float(seen.state == "out_of_memory")
+        loss = math.inf
+        if seen.loss is not None and seen.state not in ("invalid", "out_of_memory"):
+            loss = seen.loss
+        if seen.state == "failed":
+            self._study.tell(number, state=TrialState.FAIL)
+        elif seen.state == "stopped" and self._of == "tpe" and math.isfinite(loss):
+            trial_id = self._study.get_trials(deepcopy=False)[number]._trial_id
+            optuna.Trial(self._study, trial_id).report(loss, int(seen.time))
+            self._study.tell(number, state=TrialState.PRUNED)
+        else:
+            self._study.tell(number, loss)
+
+    def _number_of(
+        self, space: Space, distributions: dict[str, BaseDistribution], seen: Observation
+    ) -> int:
+        """Return the number of the trial in the study, which runs there."""
         values = {}
         for each in space.parameters:
             value = each.of(seen.hparams)
             values[each.name] = each.index(value) if each.choices else value
-        outcome: dict[str, Any] = {"state": TrialState.RUNNING}
-        if seen.state == "failed":
-            outcome = {"state": TrialState.FAIL}
-        elif not is_running:
-            outcome = self._outcome(seen)
-        noted = dict(seen.note or {})
-        if self._of in _CONSTRAINED and not is_running:
-            noted["constraints"] = [float(seen.state == "out_of_memory")]
+        for number, proposed in self._proposed.items():
+            if proposed == values:
+                del self._proposed[number]
+                return number
         trial = create_trial(
-            params=values, distributions=distributions, system_attrs=noted, **outcome
+            state=TrialState.RUNNING,
+            params=values,
+            distributions=distributions,
+            system_attrs=dict(seen.note or {}),
         )
-        number = self._add(trial)
-        self._running[seen.id] = number if is_running else None
-
-    def _outcome(self, seen: Observation) -> dict[str, Any]:
-        is_bad = seen.loss is None or seen.state in ("invalid", "out_of_memory")
-        loss = math.inf if is_bad else seen.loss
-        if seen.state == "stopped" and self._of == "tpe" and not is_bad:
-            return {"state": TrialState.PRUNED, "intermediate_values": {int(seen.time): loss}}
-        return {"state": TrialState.COMPLETE, "value": loss}
-
-    def _add(self, trial: optuna.trial.FrozenTrial) -> int:
         self._study.add_trial(trial)
         return len(self._study.get_trials(deepcopy=False)) - 1
-
-    def _drop(self, number: int) -> None:
-        self._study.tell(number, state=TrialState.FAIL)
 
 
 def _distribution(each: Parameter) -> BaseDistribution:

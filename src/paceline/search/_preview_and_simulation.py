@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -87,6 +87,7 @@ class SlotsResult:
 
     wall_s: float
     slot_s: float
+    """The seconds for which trials held slots, in sum."""
     trained: dict[int, int]
     """How many trials trained for how long, in the unit of the search."""
     best: tuple[tuple[float, float], ...]
@@ -105,6 +106,23 @@ class _Trial:
     target: int = 0
     trained: int = 0
     is_stopped: bool = False
+    is_paused: bool = False
+
+    def next_report(self, unit: float) -> int:
+        """Return the time of the next point of the curve, at most the target."""
+        index = bisect_right(self.curve.points, self.trained * unit, key=lambda point: point[0])
+        if index == len(self.curve.points):
+            return self.target
+        return min(math.ceil(self.curve.points[index][0] / unit), self.target)
+
+
+class Simulated(Protocol):
+    """Search that `simulate_slots` runs."""
+
+    @property
+    def asks(self) -> Sequence[base.Create]: ...
+
+    def apply(self, input: base.Input) -> list[base.Operation]: ...
 
 
 def simulate_slots(
@@ -120,8 +138,8 @@ def simulate_slots(
 ) -> SlotsResult:
     """Run a search on imaginary trials, of which as many train at once as there are slots.
 
-    Trials are placed in the order of their creation and keep their slot until they end. A trial
-    reports at each of its targets.
+    Trials are placed in the order of their creation and keep their slot until they pause or end. A
+    trial reports at each point of its curve and at each of its targets. Pauses take no time.
 
     Args:
         config: The search method.
@@ -138,47 +156,121 @@ def simulate_slots(
         SearchMethodError: If the search method fails.
     """
     search = Search(config, hyperparameters, seed, is_asking=is_asking)
-    trials: dict[str, _Trial] = {}
-    waiting, best = deque[_Trial](), list[tuple[float, float]]()
-    sign = 1.0 if config.smaller_is_better else -1.0
 
-    def give(given: base.Input) -> None:
-        inputs = [given]
-        while inputs:
-            for operation in search.apply(inputs.pop()):
-                if isinstance(operation, base.Create):
-                    trial = trials[operation.request_id] = _Trial(operation, curves(operation))
-                    waiting.append(trial)
-                elif isinstance(operation, base.Train):
-                    trials[operation.request_id].target = operation.length
-                elif isinstance(operation, base.Stop):
-                    trials[operation.request_id].is_stopped = True
-            if search.asks:
-                inputs.append(answers(search, ask, "sampler")[0])
+    def answer() -> base.Input:
+        return answers(search, ask, "sampler")[0]
 
-    give(base.Started())
-    now = slot_s = 0.0
-    order, training = 0, list[tuple[float, int, _Trial]]()
-    while waiting or training:
-        if waiting and len(training) < slots:
-            trial = waiting.popleft()
-        else:
-            now, _, trial = heapq.heappop(training)
-            trial.trained, request_id = trial.target, trial.create.request_id
-            value = trial.curve.at(trial.trained * unit)
-            if math.isfinite(value) and (not best or sign * (value - best[-1][1]) < 0):
-                best.append((now, value))
-            give(base.Reported(request_id=request_id, time=trial.trained, metric=value))
-            if trial.is_stopped or trial.target <= trial.trained:
-                give(base.Exited(request_id=request_id, reason=base.ExitReason.COMPLETED))
-                continue
-        seconds = (trial.target - trial.trained) * unit * trial.curve.seconds_per_unit
-        slot_s, order = slot_s + seconds, order + 1
-        heapq.heappush(training, (now + seconds, order, trial))
-    trained = Counter(trial.trained for trial in trials.values())
+    return run_on_slots(config, search, answer, curves, slots=slots, unit=unit)
+
+
+def run_on_slots(
+    config: base.SearchConfig,
+    search: Simulated,
+    answer: Callable[[], base.Input],
+    curves: Curves,
+    *,
+    slots: int,
+    unit: float = 1.0,
+    most_s: float = math.inf,
+) -> SlotsResult:
+    """Run a search that has not started, until its end or for `most_s`; see `simulate_slots`.
+
+    Args:
+        config: The search method.
+        search: The search, maybe another library's.
+        answer: Returns the answer to the oldest ask of the search.
+        curves: Gives each trial its curve.
+        slots: How many trials train at once, at least 1.
+        unit: How many units of the curves a unit of the search is.
+        most_s: When the simulation ends at the latest.
+    """
+    run = _SlotsRun(config, search, answer, curves, slots, unit)
+    run.give(base.Started())
+    while (now := run.next_time()) is not None and now <= most_s:
+        run.advance(now)
+    run.now = run.now if now is None else most_s
+    trained = Counter(trial.trained for trial in run.trials.values())
     return SlotsResult(
-        wall_s=now, slot_s=slot_s, trained=dict(sorted(trained.items())), best=tuple(best)
+        wall_s=run.now,
+        slot_s=run.slot_s - sum(end - run.now for end, _, _ in run.training),
+        trained=dict(sorted(trained.items())),
+        best=tuple(run.best),
     )
+
+
+@dataclass(slots=True)
+class _SlotsRun:
+    config: base.SearchConfig
+    search: Simulated
+    answer: Callable[[], base.Input]
+    curves: Curves
+    slots: int
+    unit: float
+    now: float = 0.0
+    slot_s: float = 0.0
+    """Up to the next reports of the trials that train."""
+    trials: dict[str, _Trial] = field(default_factory=dict)
+    waiting: deque[_Trial] = field(default_factory=deque)
+    training: list[tuple[float, int, _Trial]] = field(default_factory=list)
+    best: list[tuple[float, float]] = field(default_factory=list)
+    num_segments: int = 0
+
+    def give(self, given: base.Input) -> None:
+        inputs = deque([given])
+        while inputs:
+            for operation in self.search.apply(inputs.popleft()):
+                if isinstance(operation, base.Create):
+                    trial = _Trial(operation, self.curves(operation))
+                    self.trials[operation.request_id] = trial
+                    self.waiting.append(trial)
+                elif not isinstance(operation, base.Shutdown):
+                    inputs += self._change(self.trials[operation.request_id], operation)
+            if self.search.asks:
+                inputs.append(self.answer())
+
+    def _change(self, trial: _Trial, operation: base.Train | base.Stop) -> list[base.Input]:
+        was_paused, trial.is_paused = trial.is_paused, False
+        if isinstance(operation, base.Stop):
+            trial.is_stopped = True
+            return [_completed(trial)] if was_paused else []
+        trial.target = operation.length
+        if was_paused:
+            self.waiting.append(trial)
+        return []
+
+    def next_time(self) -> float | None:
+        """Let trials train in free slots; return when one reports next, None if none trains."""
+        while self.waiting and len(self.training) < self.slots:
+            self._train(self.waiting.popleft())
+        return self.training[0][0] if self.training else None
+
+    def _train(self, trial: _Trial) -> None:
+        length = trial.next_report(self.unit) - trial.trained
+        seconds = length * self.unit * trial.curve.seconds_per_unit
+        self.slot_s, self.num_segments = self.slot_s + seconds, self.num_segments + 1
+        heapq.heappush(self.training, (self.now + seconds, self.num_segments, trial))
+
+    def advance(self, now: float) -> None:
+        """Let the next trial report, then end, pause or train on."""
+        self.now, (_, _, trial) = now, heapq.heappop(self.training)
+        trial.trained = trial.next_report(self.unit)
+        value, sign = trial.curve.at(trial.trained * self.unit), 1.0
+        if not self.config.smaller_is_better:
+            sign = -1.0
+        if math.isfinite(value) and (not self.best or sign * (value - self.best[-1][1]) < 0):
+            self.best.append((now, value))
+        request_id = trial.create.request_id
+        self.give(base.Reported(request_id=request_id, time=trial.trained, metric=value))
+        if trial.is_stopped or (trial.target <= trial.trained and not self.config.waits_at_targets):
+            self.give(_completed(trial))
+        elif trial.target <= trial.trained:
+            trial.is_paused = True
+        else:
+            self._train(trial)
+
+
+def _completed(trial: _Trial) -> base.Exited:
+    return base.Exited(request_id=trial.create.request_id, reason=base.ExitReason.COMPLETED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

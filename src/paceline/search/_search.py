@@ -210,16 +210,24 @@ class Search:
     def observations(self) -> list[Observation]:
         """Return what samplers are told: earlier trials, then those with an answer, in order."""
         return self._earlier + [
-            Observation(
-                id=request_id,
-                hparams=seen.hparams,
-                state=_state_of(self._trials[request_id]),
-                loss=seen.loss,
-                time=seen.time,
-                note=seen.note,
-            )
+            self._ended.get(request_id) or self._observation(request_id, seen)
             for request_id, seen in self._observed.items()
         ]
+
+    def _observation(self, request_id: str, seen: _Observed) -> Observation:
+        trial = self._trials[request_id]
+        made = Observation(
+            id=request_id,
+            hparams=seen.hparams,
+            state=_state_of(trial),
+            loss=seen.loss,
+            time=seen.time,
+            note=seen.note,
+        )
+        # Nothing of an ended trial changes any more, and there are many of them.
+        if trial.exit_reason is not None:
+            self._ended[request_id] = made
+        return made
 
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state as JSON-able data.
@@ -295,6 +303,7 @@ class Search:
         self._asks: dict[str, tuple[base.Create, list[base.Operation]]] = {}
         self._observed: dict[str, _Observed] = {}
         self._earlier: list[Observation] = []
+        self._ended: dict[str, Observation] = {}
         self.budget = Budget()
         # By trial: operations that create it once the limits have room for it.
         self._held: dict[str, list[base.Operation]] = {}

@@ -18,10 +18,10 @@ from paceline._training.masterless_search_trials import refuse_without_master, s
 from paceline.config._validate_config import validate_config
 from paceline.core._run_directories import local_directory
 from paceline.search._hyperparameter_space import Rng
-from paceline.search._sampler_program import SamplerProgram
 from paceline.search._samplers import (
     Ask,
     Sampler,
+    SamplerProgram,
     answers,
     asking,
     check_installed,

@@ -10,6 +10,14 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
+from paceline.testing._checkpoint_contents import (
+    DAMAGED,
+    UNREADABLE,
+    UNREADABLE_ASIDE,
+    UnreadableFileError,
+    compare_checkpoints,
+    read_file,
+)
 from paceline.testing._trainer_adapters import (
     ADAPTERS,
     CheckpointWatch,
@@ -17,14 +25,6 @@ from paceline.testing._trainer_adapters import (
     file_stamps,
     loss_distance,
     read_logs,
-)
-from paceline.testing._verify_resume import (
-    DAMAGED,
-    UNREADABLE,
-    UNREADABLE_ASIDE,
-    UnreadableFileError,
-    compare_checkpoints,
-    read_file,
 )
 
 

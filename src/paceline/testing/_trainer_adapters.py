@@ -16,15 +16,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from paceline.testing._verify_resume import (
-    MIN_REPLAYED_STEPS,
-    Script,
-    ScriptEnd,
-    UnreadableFileError,
-    difference_kind,
-    read_file,
-    start_script,
-)
+from paceline.testing._checkpoint_contents import UnreadableFileError, difference_kind, read_file
+from paceline.testing._verify_resume import MIN_REPLAYED_STEPS, Script, ScriptEnd, start_script
 
 _LOOK_S = 0.05
 _WRITING_S = 5

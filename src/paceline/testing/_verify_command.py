@@ -7,6 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from paceline.testing._checkpoint_contents import (
+    DAMAGED,
+    KINDS,
+    STANDARD_KINDS,
+    UNREADABLE,
+    UNREADABLE_ASIDE,
+    comparable_name,
+    compare_checkpoints,
+    difference_kind,
+    state_rank,
+)
 from paceline.testing._compare_runs import Difference, without_ignored
 from paceline.testing._trainer_adapters import (
     ADAPTERS,
@@ -18,18 +29,7 @@ from paceline.testing._trainer_adapters import (
     checkpoint_step,
     loss_distance,
 )
-from paceline.testing._verify_resume import (
-    DAMAGED,
-    KINDS,
-    STANDARD_KINDS,
-    UNREADABLE,
-    UNREADABLE_ASIDE,
-    Script,
-    comparable_name,
-    compare_checkpoints,
-    difference_kind,
-    state_rank,
-)
+from paceline.testing._verify_resume import Script
 
 Level = Literal["strict", "standard", "relaxed"]
 

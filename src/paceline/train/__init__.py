@@ -128,11 +128,11 @@ show_public_errors(__name__, globals())
 __getattr__ = late_names(
     __name__,
     {
-        "SearchResults": "_search",
+        "SearchResults": "_study",
         "Study": "_study",
         "StudyTrial": "_study",
-        "TrialResult": "_search",
-        "search": "_search",
+        "TrialResult": "_study",
+        "search": "_study",
     },
 )
 

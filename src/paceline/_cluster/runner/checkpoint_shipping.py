@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 faults.register("runner.checkpoint.piece_sent")
 
 _MAX_TRIES = 5
+_MAX_FETCHES = 3
 
 
 class PieceSender:
@@ -524,7 +525,6 @@ class RepeatedGet:
 faults.register("runner.checkpoint.piece_fetched")
 
 _SENDER = "master"
-_MAX_FETCHES = 3
 
 
 def fetch_checkpoint(

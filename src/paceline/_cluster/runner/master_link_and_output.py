@@ -56,6 +56,7 @@ _PATIENCE_S = 10.0
 _DAMAGED = "Here the output is damaged on the disk of the runner; what is damaged is left out."
 # A shorter text stands in others by chance.
 _SHORTEST_SECRET = 6
+_OUTPUT_POLL_S = 0.1
 
 
 class UnreachableError(Exception):
@@ -390,9 +391,6 @@ class ShippingLoop(ABC):
                 continue
             if not has_shipped:
                 self._stopping.wait(_POLL_S)
-
-
-_OUTPUT_POLL_S = 0.1
 
 
 class OutputSpool:

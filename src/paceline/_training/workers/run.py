@@ -53,6 +53,9 @@ _PROGRESS_S = 2.0
 LAUNCH_HINT = "free resources, or ask for fewer workers."
 # Numbers are signals that arrived; None is the end of the call. Messages come from other nodes.
 _Events = SimpleQueue[int | NodeMessage | None]
+# How often capacity is looked at while the workers run. A signal that arrives just before this
+# process waits is seen then at the latest.
+_LAUNCH_INTERVAL_S = 0.2
 
 
 class Run(ABC):
@@ -237,11 +240,6 @@ class Run(ABC):
         self._restart_causes.append(restart_cause(error))
         self._prepare_next()
         self._note_restart(error)
-
-
-# How often capacity is looked at while the workers run. A signal that arrives just before this
-# process waits is seen then at the latest.
-_LAUNCH_INTERVAL_S = 0.2
 
 
 class LaunchRun(Run):

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from paceline import core
-from paceline._training.engine.checkpoints.export_weights import export_weights
 from paceline._training.engine.checkpoints.state_files import save_state
+from paceline._training.engine.checkpoints.weights_and_optimizers import export_weights
 from paceline.cli._app import app
 from paceline.storage import CheckpointNotFoundError, DirectoryStorage
 

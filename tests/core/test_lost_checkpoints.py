@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from paceline import core
-from paceline._training.engine.checkpoints.checkpoint_retention import KeptCheckpoints
+from paceline._training.engine.checkpoints.checkpoint_saver import KeptCheckpoints
 from paceline.journal import NotARunDirectoryError, RunDirectory
 from paceline.storage import CheckpointNotFoundError, CheckpointWriteError, DirectoryStorage
 from paceline.storage._checkpoint_storage import Kept, RetentionRules

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from paceline.data import _images_and_webdataset as _encoded_images
-from paceline.data._images_and_webdataset import ImageBatchMemory
+from paceline.data import _file_index_and_format as _encoded_images
+from paceline.data._file_index_and_format import ImageBatchMemory
 
 SHAPE = (2, 3)
 

@@ -20,7 +20,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from paceline import data
-from paceline.data import _images_and_webdataset as _webdataset
+from paceline.data import _file_index_and_format as _webdataset
 from paceline.data._sharded_loader import ShardedData
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from paceline._base.progress_display import locations_of
 from paceline.core import PreemptedError
-from paceline.core._run_feedback import ending_of
+from paceline.core._train_context import ending_of
 
 
 @pytest.mark.parametrize(

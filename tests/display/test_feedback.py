@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline._base.run_directory import RunDirectory, RunInfo
-from paceline.core._run_feedback import RunFeedback
+from paceline.core._train_context import RunFeedback
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from paceline._training.engine.checkpoints.checkpoint_retention import BestValidation
+from paceline._training.engine.checkpoints.checkpoint_saver import BestValidation
 
 
 @pytest.mark.parametrize("kind", [int, float, numpy.float32, numpy.int64, torch.tensor])

@@ -16,13 +16,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from paceline._training.engine.checkpoints.export_weights import export_dcp, export_weights
-from paceline._training.engine.checkpoints.load_weights_and_optimizers import (
+from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
+from paceline._training.engine.checkpoints.state_files import save_state
+from paceline._training.engine.checkpoints.weights_and_optimizers import (
+    export_dcp,
+    export_weights,
     load_optimizer_state,
     load_weights,
 )
-from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
-from paceline._training.engine.checkpoints.state_files import save_state
 from paceline.storage import CheckpointCorruptError
 from paceline.storage._checkpoint_files import STATE_VERSION, CheckpointMismatchError
 

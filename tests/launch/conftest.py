@@ -47,7 +47,7 @@ def launcher_server(fork_server_class: Any) -> Iterator[Any]:
         *(
             "paceline.launch._launcher_arguments",
             "paceline._training.workers.launch_nodes",
-            "paceline._training.workers.launch_run",
+            "paceline._training.workers.run",
             "paceline._training.workers.process_pools",
         )
     )

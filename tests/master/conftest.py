@@ -19,7 +19,7 @@ from paceline._cluster.master.api.request_limits import ConnectionLimits
 from paceline._cluster.master.experiments.attempts import read_attempt
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.master import Master
-from paceline._cluster.master.notify.channels import NOTIFY_FILE, read_notify_file
+from paceline._cluster.master.notify.notices import NOTIFY_FILE, read_notify_file
 from paceline._cluster.master.server import _listen_for_master, _Server
 from paceline._cluster.master.store import trial_logs as _log_file
 from paceline.storage._checkpoint_files import origin_of

@@ -19,13 +19,20 @@ from paceline._cluster.master.experiments.attempt_runners import end_runner
 from paceline._cluster.master.nodes.checkpoint_transfers import Transfers
 from paceline._cluster.messages.runner_messages import AttemptEnd, AttemptSpec, MasterAddress
 from paceline._cluster.messages.states import ExitReason
+from paceline._cluster.runner import checkpoint_shipping as _fetch_checkpoint
 from paceline._cluster.runner import checkpoint_shipping as _send_pieces
 from paceline._cluster.runner import checkpoint_shipping as _ship_checkpoints
-from paceline._cluster.runner import fetched_files as _fetch_checkpoint
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
-from paceline._cluster.runner.checkpoint_shipping import CheckpointShipper, without_checkpoint
-from paceline._cluster.runner.fetched_files import fetch_checkpoint
-from paceline._cluster.runner.master_link import MasterLink, RefusedByMasterError, UnreachableError
+from paceline._cluster.runner.checkpoint_shipping import (
+    CheckpointShipper,
+    fetch_checkpoint,
+    without_checkpoint,
+)
+from paceline._cluster.runner.master_link_and_output import (
+    MasterLink,
+    RefusedByMasterError,
+    UnreachableError,
+)
 from paceline.journal import (
     CheckpointDeleted,
     CheckpointFilesDeleted,

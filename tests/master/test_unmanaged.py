@@ -19,12 +19,12 @@ from sqlalchemy import select
 
 from paceline._base.journal_files import JournalWriter, frame_line
 from paceline._base.run_directory import JournalKey, RunInfo, RunTail, TrialInfo
-from paceline._cluster.master.experiments import unmanaged_runs_watcher
+from paceline._cluster.master.experiments import directory_watchers
+from paceline._cluster.master.experiments.directory_watchers import RunsWatcher
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged, config_of_run, end_of_run
-from paceline._cluster.master.experiments.unmanaged_runs_watcher import RunsWatcher
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.metric_rows_and_times import read_rows
@@ -1032,7 +1032,7 @@ def test_a_run_with_much_to_read_does_not_hold_up_another_one(
     make_run: Callable[..., HandRun],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(unmanaged_runs_watcher, "_TURN_BYTES", 100_000)
+    monkeypatch.setattr(directory_watchers, "_TURN_BYTES", 100_000)
     for name, number in (("much", 12_000), ("little", 1)):
         run = make_run(name)
         run.begin()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline._cluster.runner.attempt_preparation import (
+from paceline._cluster.runner.attempt_preparation_and_end import (
     ArchiveLimits,
     ArchiveTooLargeError,
     check_archive,

@@ -19,10 +19,9 @@ from paceline.search import (
     Started,
     Stop,
 )
-from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
+from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig, HyperbandConfig
 from paceline.search._median_stopping import MedianStoppingConfig
 from paceline.search._population import PbtConfig
-from paceline.search._promotion import HyperbandConfig
 from paceline.search._search import Search, replay
 from paceline.search._search_method import (
     GridConfig,

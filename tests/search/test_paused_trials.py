@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from paceline.search import Create, Exited, ExitReason, Proposed, Reported, Started, Stop, simulate
-from paceline.search._adaptive_asha import AsyncHalvingConfig
+from paceline.search._adaptive_asha import AsyncHalvingConfig, HyperbandConfig
 from paceline.search._median_stopping import MedianStoppingConfig
 from paceline.search._population import PbtConfig
 from paceline.search._preview_and_simulation import preview
-from paceline.search._promotion import HyperbandConfig
 from paceline.search._search import Search
 from paceline.search._search_method import Decision, Train
 

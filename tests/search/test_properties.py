@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.search import Create, ExitReason, Mode, SearchConfig, Shutdown, Started, Stop
-from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
+from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig, HyperbandConfig
 from paceline.search._median_stopping import MedianStoppingConfig
-from paceline.search._promotion import HyperbandConfig
 from paceline.search._search import Search, replay
 from paceline.search._search_method import GridConfig, RandomConfig, SingleConfig
 from paceline.testing._search_method import SearchMethodDrive

@@ -69,7 +69,7 @@ def test_workers_of_our_own_end_by_themselves(
 ) -> None:
     code = """
 import sys
-from paceline._training.workers.launch_run import call_in_workers
+from paceline._training.workers.run import call_in_workers
 from paceline._training.workers.worker_pools import skip_interpreter_shutdown
 def main():
     skip_interpreter_shutdown()

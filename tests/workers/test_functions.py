@@ -18,7 +18,7 @@ PREAMBLE = """
 import os, signal, sys, time
 from paceline._training.workers.pickled_calls import NotSendableError
 from paceline._training.workers.failures_and_restarts import RemoteTraceback, WorkerFailedError
-from paceline._training.workers.launch_run import call_in_workers
+from paceline._training.workers.run import call_in_workers
 RANK = int(os.environ.get("RANK", -1))
 """
 

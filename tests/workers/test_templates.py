@@ -20,9 +20,9 @@ import pytest
 from paceline._training.workers.channels import ListenerAddress
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.process_pools import LocalPool
-from paceline._training.workers.processes.rank_environment import NodeLayout
 from paceline._training.workers.processes.signals_and_leftovers import read_process
 from paceline._training.workers.processes.templates import stop_templates
+from paceline._training.workers.processes.worker_process import NodeLayout
 from paceline._training.workers.ray.host_process import HostOrder, warm_up
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")

@@ -1,10 +1,14 @@
-"""Run directory: facts of the run, the runner's messages, all journals and how to follow them."""
+"""Run directory: facts of the run, the runner's messages, all journals and how to follow them.
+
+Files of a run on their way to a master: each is sent before the record that names it.
+"""
 
 import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -21,9 +25,21 @@ from paceline._base.files import (
     write_atomically,
 )
 from paceline._base.journal_files import Entry, JournalReader
+from paceline._base.journal_records import (
+    MediaFile,
+    MediaReported,
+    RecordLost,
+    decode_record,
+    encode_record,
+)
 from paceline._base.sealed_json import check_seal, seal
 
 RUN_FORMAT_VERSION = 1
+MEDIA_MARK = b'"type":"media"'
+MAX_SMALL_BYTES = 64 * 1024
+REFUSED_FILE_STATUSES = frozenset({400, 404, 405, 413, 422})
+# Failures of a file that is passed over then: the records behind it must arrive.
+_MAX_FAILURES = 5
 
 
 class TrialInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -602,3 +618,85 @@ class RunTail:
 
 def _is_before(key: JournalKey, newest: JournalKey) -> bool:
     return (key.attempt, key.generation) < (newest.attempt, newest.generation)
+
+
+"""Part of each media record, so that others need not be decoded."""
+"""Size up to which a file is sent without asking first whether it is there already."""
+"""HTTP statuses of a master that will never take a file; an older one knows no files."""
+
+
+class LostFileError(Exception):
+    """Raised when a file of a record can never reach the master; the text says why."""
+
+
+class FileShipping:
+    """Sends the files of media records.
+
+    Args:
+        run: The run directory; whoever writes there is a stranger to the master.
+        send: Sends a file; raises `LostFileError` if another try would be in vain.
+        passing: Errors of `send` after which another try may succeed. The master must have
+            answered other requests before each try, so a few failures are the file's own.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        send: Callable[[MediaFile, IO[bytes]], None],
+        passing: tuple[type[Exception], ...],
+    ) -> None:
+        self._run = run
+        self._send = send
+        self._passing = passing
+        self._failures = Counter[str]()
+
+    def ship(self, payload: bytes) -> bytes:
+        """Send the files of a record, and return what to send of the record itself.
+
+        A record without its files is replaced by one that says so: the master counts it as lost.
+        """
+        if MEDIA_MARK not in payload:
+            return payload
+        record = decode_record(payload)
+        if not isinstance(record, MediaReported):
+            return payload
+        for file in record.files:
+            try:
+                self._ship_file(file)
+            except LostFileError as error:
+                what = f"{record.kind} {record.name!r:.300} at step {record.steps_completed}"
+                reason = f"{what}: its file {file.path!r:.1200} {error!s:.1000}"
+                return encode_record(RecordLost(time=record.time, reason=reason))
+        return payload
+
+    def _ship_file(self, file: MediaFile) -> None:
+        try:
+            content = open_run_file(self._run, file)
+        except (OSError, ValueError) as error:
+            raise LostFileError(f"cannot be read ({error})") from error
+        with content:
+            try:
+                self._send(file, content)
+            except self._passing as error:
+                self._failures[file.path] += 1
+                if self._failures[file.path] < _MAX_FAILURES:
+                    raise
+                raise LostFileError(f"cannot be sent ({error})") from error
+
+
+def open_run_file(run: RunDirectory, file: MediaFile) -> IO[bytes]:
+    """Open a file of a run, without following links.
+
+    Raises:
+        OSError: It is missing, no regular file, or cannot be read.
+        ValueError: Its path leads elsewhere, or it has another size than recorded.
+    """
+    with opened_directory(run.path) as directory:
+        name = f"{run.files_path.name}/{check_file_path(file.path)}"
+        content = open_regular_below(directory, name)
+    size = content.seek(0, 2)
+    content.seek(0)
+    if size != file.size:
+        content.close()
+        raise ValueError(f"it must have {file.size} bytes, but has {size}")
+    return content

@@ -1,4 +1,7 @@
-"""Threads running the trials of a search on reusable workers, and the setup of the search."""
+"""Threads running the trials of a search on reusable workers, and the setup of the search.
+
+Progress of a search without a master: trials, their best value, time left, end.
+"""
 
 import logging
 import os
@@ -7,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from paceline._base.progress_display import TrainingProgress
 from paceline._training.masterless_search import (
     MetricMissingError,
     NextMove,
@@ -18,14 +22,14 @@ from paceline._training.masterless_search import (
     TrialOutcome,
     trial_exit_reason,
 )
-from paceline._training.search_progress import SearchProgress
 from paceline.config._fields_and_problems import ConfigError
 from paceline.config._searcher_section import BATCHES, Searcher
 from paceline.config._validate_config import validate_config
+from paceline.core._train_context import RunFeedback, ending_of
 from paceline.search._hyperparameter_space import Space, parse_space
-from paceline.search._sampler_program import SamplerProgram
 from paceline.search._samplers import (
     Observation,
+    SamplerProgram,
     SamplerSpec,
     answers_to,
     check_installed,
@@ -34,9 +38,64 @@ from paceline.search._samplers import (
 from paceline.search._search import Search
 from paceline.search._search_method import Create, ExitReason, Input, Proposed
 
+if TYPE_CHECKING:
+    from paceline._training.masterless_search import SearchStanding
+
 logger = logging.getLogger(__name__)
 
+_LONGEST_CONFIG = 200
 _SPACE_SECTION = "hyperparameters"
+
+
+class SearchProgress:
+    """Display of a search, for the thread that waits for the trials.
+
+    Args:
+        feedback: The lines of the search's run.
+        metric: The searched metric.
+        num_at_once: How many trials run at once.
+    """
+
+    def __init__(self, feedback: RunFeedback, metric: str, num_at_once: int) -> None:
+        self._feedback, self._metric = feedback, metric
+        self._num_at_once = num_at_once
+        self._progress = TrainingProgress(None, "trials", is_quiet=feedback.is_quiet)
+        self._told: tuple[int, float | None] = (0, None)
+        self._best = ""
+
+    def begin(self, run: "SearchRun", more: str) -> None:
+        """Show where the search begins."""
+        standing = run.standing()
+        at_once = f", {self._num_at_once} at once" if self._num_at_once > 1 else ""
+        self._feedback.begin(f"search of {standing.num_trials} trial(s){at_once}", more)
+        self._told = (standing.num_ended, standing.best_value)
+        self._progress.start(standing.fraction * standing.num_trials, epoch=standing.num_ended)
+
+    def update(self, run: "SearchRun") -> None:
+        """Show how far the search is."""
+        self._show(run.standing())
+
+    def end(self, run: "SearchRun", error: BaseException | None) -> None:
+        """Show how the search has ended, its best trial, and how to continue."""
+        self._show(run.standing())
+        ending, directory = ending_of(error), str(run.directory)
+        resume = f"the same call with directory={directory!r}"
+        details = self._feedback.details(ending, None, None, resume)
+        self._progress.end(ending, *filter(None, (self._best,)), *details)
+
+    def _show(self, standing: "SearchStanding") -> None:
+        self._progress.expect(standing.num_trials)
+        done, best = standing.fraction * standing.num_trials, standing.best_value
+        metrics: Mapping[str, Any] = {} if best is None else {f"best_{self._metric}": best}
+        self._progress.update(done, 0, metrics, epoch=standing.num_ended)
+        self._progress.note(f"{standing.num_running} running")
+        if best is not None:
+            config = ", ".join(f"{name}={value}" for name, value in standing.best_config.items())
+            self._best = f"best trial {standing.best_number}: {config}"[:_LONGEST_CONFIG]
+        news = (standing.num_ended, best)
+        if news != self._told:
+            self._told = news
+            self._progress.report(metrics)
 
 
 def checked_search(space: Mapping[str, Any], searcher: Any) -> Any:

@@ -153,7 +153,10 @@ def _trial_environment(config: "ExperimentConfig", run: RunDirectory) -> dict[st
 
 
 def _sync_local_run(directory: Path, environment: dict[str, str]) -> dict[str, str]:
-    from paceline._cluster.runner.attempt_preparation import UnusableConfigError, sync_environment
+    from paceline._cluster.runner.attempt_preparation_and_end import (
+        UnusableConfigError,
+        sync_environment,
+    )
 
     try:
         return sync_environment(

@@ -682,7 +682,7 @@ def _submitted_text(config: "ExperimentConfig | dict[str, Any] | str | Path") ->
 
 
 def _check_lock(directory: Path) -> None:
-    from paceline._cluster.runner.attempt_preparation import LOCK_NAME, missing_lock
+    from paceline._cluster.runner.attempt_preparation_and_end import LOCK_NAME, missing_lock
     from paceline.client._http_session import ContextError
 
     if not (directory / LOCK_NAME).is_file():

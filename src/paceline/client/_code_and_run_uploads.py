@@ -17,12 +17,14 @@ import msgspec
 from paceline._base.journal_files import Entry
 from paceline._base.journal_records import MediaFile
 from paceline._base.process_and_network import integer_setting
-from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
-from paceline._base.run_files import (
+from paceline._base.run_directory import (
     MAX_SMALL_BYTES,
     REFUSED_FILE_STATUSES,
     FileShipping,
+    JournalKey,
     LostFileError,
+    RunDirectory,
+    RunTail,
 )
 from paceline.client._http_session import ApiError, ContextError, MasterUnreachableError
 

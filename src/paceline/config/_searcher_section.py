@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 REMOVED_SEARCHERS = {
     "adaptive": "adaptive_asha",
     "adaptive_simple": "adaptive_asha",
@@ -535,7 +534,7 @@ class HyperbandSearcher(_Halving):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        from paceline.search._promotion import HyperbandConfig
+        from paceline.search._adaptive_asha import HyperbandConfig
 
         return HyperbandConfig(**self._common(), max_rungs=self.max_rungs)
 

@@ -20,7 +20,7 @@ from paceline.core._checkpoint_context import CheckpointContext
 from paceline.core._core_context import Context, init
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._launcher_place import launched_place
-from paceline.core._media_reports import MediaReports, MediaRow, read_media
+from paceline.core._media import MediaReports, MediaRow, read_media
 from paceline.core._preemption_and_search import PreemptContext, SearcherContext, SearcherOperation
 from paceline.core._process_environment import ClusterInfo, get_cluster_info
 from paceline.core._profiler_context import ProfilerContext
@@ -35,7 +35,7 @@ from paceline.core._read_runs import (
     summarize_run,
     time_shares_of_run,
 )
-from paceline.core._tracker_threads import MetricPoint, TrackedRun, Tracker, TrackingGroup
+from paceline.core._trackers_and_tensorboard import MetricPoint, TrackedRun, Tracker, TrackingGroup
 from paceline.core._train_context import TrainContext
 
 __all__ = [

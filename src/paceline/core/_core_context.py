@@ -37,11 +37,21 @@ from paceline.core._process_environment import ClusterInfo, apply_determinism, c
 from paceline.core._profiler_context import ProfilerContext
 from paceline.core._read_runs import run_storage
 from paceline.core._run_directories import OpenedRun, open_run
-from paceline.core._run_feedback import RunFeedback, ending_of, resumed_from
 from paceline.core._run_storage import GivenStorage, NodeStorage, check_given_storage, given_storage
-from paceline.core._tensorboard_files import TensorboardFiles
-from paceline.core._tracker_threads import Tracker, TrackingGroup, as_trackers
-from paceline.core._train_context import TrainContext, alert_of, log_alert
+from paceline.core._trackers_and_tensorboard import (
+    TensorboardFiles,
+    Tracker,
+    TrackingGroup,
+    as_trackers,
+)
+from paceline.core._train_context import (
+    RunFeedback,
+    TrainContext,
+    alert_of,
+    ending_of,
+    log_alert,
+    resumed_from,
+)
 from paceline.storage._checkpoint_storage import CheckpointStorage
 
 _open_contexts: WeakSet["Context"] = WeakSet()

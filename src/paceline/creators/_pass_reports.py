@@ -21,8 +21,8 @@ from paceline import core
 from paceline._base.journal_records import AnyRecord, encode_metrics
 from paceline._base.progress_display import COMPLETED, TrainingProgress
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory
+from paceline._training.engine.metric_reducers import WeightedMeans
 from paceline._training.engine.profiling import StepTimer
-from paceline._training.engine.weighted_means import WeightedMeans
 from paceline._training.workers.failures_and_restarts import StepsDifferError
 from paceline.core._arguments import NonFiniteError, Outcome
 from paceline.core._attempt_journal import (
@@ -41,8 +41,7 @@ from paceline.core._attempt_journal import (
 from paceline.core._core_context import has_context
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._run_directories import next_run_number, open_run
-from paceline.core._run_feedback import RunFeedback, ending_of
-from paceline.core._train_context import alert_of, log_alert
+from paceline.core._train_context import RunFeedback, alert_of, ending_of, log_alert
 
 logger = logging.getLogger(__name__)
 

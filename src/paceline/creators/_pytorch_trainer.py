@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from paceline import core
 from paceline._base.arguments_and_errors import boolean, ranks_to_check
 from paceline._training.engine.fsdp_and_tensor_parallel import ShardUnits
-from paceline._training.workers.worker_resources import (
+from paceline._training.workers.workers import (
     WorkerResources,
     WorkerSettings,
     chosen_cluster,
@@ -19,10 +19,10 @@ from paceline._training.workers.worker_resources import (
 from paceline.core._attempt_journal import VALIDATION
 from paceline.core._run_directories import local_directory
 from paceline.core._run_storage import GivenStorage, given_storage
-from paceline.core._tracker_threads import as_trackers
+from paceline.core._trackers_and_tensorboard import as_trackers
 from paceline.creators._pass_reports import PassRecord, PassResult, reduced_statistics, shown_pass
 from paceline.creators._passes import checked_pass_state, load_pass_state, save_pass_state
-from paceline.creators._replica_workers import ReplicaWorkers
+from paceline.creators._replica import ReplicaWorkers
 from paceline.creators._trainer_arguments import (
     ReplicaPassOrder,
     check_creator_names,

@@ -707,7 +707,7 @@ _KINDS = {
     "arrow": "_table_formats:ArrowFormat",
     "csv": "_table_formats:CsvFormat",
     "json-lines": "_table_formats:JsonLinesFormat",
-    "webdataset": "_images_and_webdataset:WebDatasetFormat",
+    "webdataset": "_file_index_and_format:WebDatasetFormat",
 }
 _COMPRESSED = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _SUFFIXES = {
@@ -781,8 +781,8 @@ def read_images(url: str | os.PathLike[str]) -> Dataset:
         DataError: The files cannot be reached.
     """
     _check_installed("PIL", "pillow")
+    from paceline.data._file_index_and_format import ImageSource
     from paceline.data._file_locations import location_of
-    from paceline.data._images_and_webdataset import ImageSource
 
     place, pattern = location_of(url)
     if pattern:

@@ -16,9 +16,14 @@ import numpy as np
 import pyarrow as pa
 
 from paceline._base.arguments_and_errors import check_count
-from paceline.data._file_index_and_format import DataFile, FileFormat, FileIndex, cache_directory
+from paceline.data._file_index_and_format import (
+    DataFile,
+    FileFormat,
+    FileIndex,
+    cache_directory,
+    decoded_sample,
+)
 from paceline.data._file_locations import DirectoryLocation, DiskCache, FileLocation, ObjectLocation
-from paceline.data._images_and_webdataset import decoded_sample
 from paceline.data._sample_columns import ConcatenatedPieces, gather_columns
 from paceline.data._sample_sources import Numbers, Source
 

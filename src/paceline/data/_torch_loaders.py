@@ -15,7 +15,7 @@ from paceline._base.arguments_and_errors import check_count
 from paceline._base.process_and_network import num_cores
 from paceline.data._dataset import Stream, StreamPieces
 from paceline.data._default_batches import collate_samples
-from paceline.data._images_and_webdataset import ImageBatchMemory, decoded_batch, decoded_sample
+from paceline.data._file_index_and_format import ImageBatchMemory, decoded_batch, decoded_sample
 from paceline.data._sample_sources import SamplesInMemory, Source
 
 if TYPE_CHECKING:

@@ -25,18 +25,17 @@ from paceline._training.workers.failures_and_restarts import (
     WorkerStartError,
 )
 from paceline._training.workers.launch_nodes import LaunchNodes
-from paceline._training.workers.launch_run import LAUNCH_HINT, LaunchRun
 from paceline._training.workers.process_pools import ProgramPool, WorkerCommand, WorkerVariables
-from paceline._training.workers.processes.rank_environment import (
+from paceline._training.workers.processes.signals_and_leftovers import sweeping_after_kill
+from paceline._training.workers.processes.templates import Template
+from paceline._training.workers.processes.worker_output import OutputLine
+from paceline._training.workers.processes.worker_process import (
     SHARDS_VARIABLE,
     NodeLayout,
     is_port_free,
 )
-from paceline._training.workers.processes.signals_and_leftovers import sweeping_after_kill
-from paceline._training.workers.processes.templates import Template
-from paceline._training.workers.processes.worker_output import OutputLine
-from paceline._training.workers.worker_resources import check_crowd
-from paceline._training.workers.workers import ElasticLimits, Workers
+from paceline._training.workers.run import LAUNCH_HINT, LaunchRun
+from paceline._training.workers.workers import ElasticLimits, Workers, check_crowd
 from paceline.launch._launcher_arguments import (
     USAGE,
     Backend,

@@ -12,8 +12,8 @@ from paceline import core
 from paceline._base.arguments_and_errors import check_count, count, ranks_to_check
 from paceline._training.engine.devices import Precision, join_ranks
 from paceline._training.engine.gradient_reduction import DataParallel, join_horovod
-from paceline._training.workers.launch_run import call_in_workers
-from paceline._training.workers.processes.rank_environment import launcher_shards
+from paceline._training.workers.processes.worker_process import launcher_shards
+from paceline._training.workers.run import call_in_workers
 from paceline.core._launcher_place import launched_place
 from paceline.data._batches_to_device import release_device_memory
 from paceline.data._order_and_random_generators import seed_everything

@@ -19,7 +19,7 @@ from paceline._base.arguments_and_errors import (
 from paceline._base.imports import required_library
 from paceline._base.notebook_tables import html_table
 from paceline._base.run_directory import RunDirectory
-from paceline._training.engine.checkpoints.checkpoint_retention import BestValidation
+from paceline._training.engine.checkpoints.checkpoint_saver import BestValidation
 from paceline._training.engine.profiling import ProfilingWindow
 from paceline._training.engine.schedules import (
     Batch,

@@ -10,11 +10,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from paceline import core
 from paceline._base.journal_records import CheckpointStored
 from paceline._base.run_directory import RunDirectory
-from paceline._training.engine.checkpoints.checkpoint_retention import (
+from paceline._training.engine.checkpoints.checkpoint_saver import (
     BestValidation,
     CheckpointRetention,
+    CheckpointSaver,
+    Destination,
 )
-from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver, Destination
 from paceline.core._core_context import Context
 from paceline.core._read_runs import newest_run_named, read_checkpoints, restorable_checkpoint
 from paceline.core._run_storage import failing_together

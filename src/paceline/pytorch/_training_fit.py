@@ -10,7 +10,7 @@ import torch
 
 from paceline import core
 from paceline._base.progress_display import TrainingProgress
-from paceline._training.engine.checkpoints.checkpoint_retention import BestValidation
+from paceline._training.engine.checkpoints.checkpoint_saver import BestValidation
 from paceline._training.engine.metric_reducers import ReducerSet
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.schedules import (
@@ -24,7 +24,7 @@ from paceline._training.engine.schedules import (
     end_of_piece,
 )
 from paceline.core._core_context import Context
-from paceline.core._run_feedback import ending_of
+from paceline.core._train_context import ending_of
 from paceline.pytorch._loop_agreement_and_reports import RankWish
 from paceline.pytorch._training_checkpoints import TrainingCheckpoints
 from paceline.pytorch._training_loop import DrivenLoop, TrainingLoop

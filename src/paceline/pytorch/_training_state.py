@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from paceline._base.arguments_and_errors import mix_seed
-from paceline._training.engine.checkpoints.checkpoint_retention import BestValidation
-from paceline._training.engine.checkpoints.checkpoint_saver import Destination
+from paceline._training.engine.checkpoints.checkpoint_saver import BestValidation, Destination
 from paceline._training.engine.checkpoints.models_and_optimizers import (
     ModelsAndOptimizers,
     own_buffers,
@@ -37,7 +36,7 @@ from paceline._training.engine.checkpoints.sharded_state import StateInPieces
 from paceline._training.engine.checkpoints.state_files import read_training, read_versioned_part
 from paceline._training.engine.checkpoints.stored_tensors import whole
 from paceline._training.engine.gradient_reduction import plain_model
-from paceline._training.engine.metric_reducers import ReducerSet
+from paceline._training.engine.metric_reducers import MAX_SKIPPED_STEPS, ReducerSet
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import check_same_data
@@ -47,7 +46,6 @@ from paceline._training.engine.schedules import (
     scheduler_state,
     share_schedulers,
 )
-from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
 from paceline.core._core_context import Context
 from paceline.data._batches_to_device import mover_to
 from paceline.data._order_and_random_generators import (

@@ -21,7 +21,7 @@ import psutil
 from paceline import faults
 from paceline._base.process_and_network import num_cores
 from paceline._base.run_directory import Control, RunDirectory
-from paceline._training.workers.processes.rank_environment import THREADS_VARIABLE
+from paceline._training.workers.processes.worker_process import THREADS_VARIABLE
 from paceline.testing._compare_runs import (
     Difference,
     FaultMissedError,

@@ -19,7 +19,7 @@ from paceline._training.workers.failures_and_restarts import (
 )
 from paceline._training.workers.pickled_calls import NotSendableError
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
-from paceline.train._results_and_checkpoints import (
+from paceline.train._run_protocol import (
     Checkpoint,
     IncompleteCheckpointError,
     Report,
@@ -62,8 +62,7 @@ from paceline.train._train_functions import (
 from paceline.train._trainer import ClassWorkers, Trainer
 
 if TYPE_CHECKING:
-    from paceline.train._search import SearchResults, TrialResult, search
-    from paceline.train._study import Study, StudyTrial
+    from paceline.train._study import SearchResults, Study, StudyTrial, TrialResult, search
 
 __all__ = [
     "Checkpoint",
@@ -129,11 +128,11 @@ show_public_errors(__name__, globals())
 __getattr__ = late_names(
     __name__,
     {
-        "SearchResults": "_search",
+        "SearchResults": "_study",
         "Study": "_study",
         "StudyTrial": "_study",
-        "TrialResult": "_search",
-        "search": "_search",
+        "TrialResult": "_study",
+        "search": "_study",
     },
 )
 

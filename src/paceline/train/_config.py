@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline._base.arguments_and_errors import one_of
-from paceline._training.workers.worker_resources import WorkerSettings
-from paceline._training.workers.workers import ElasticLimits
+from paceline._training.workers.workers import ElasticLimits, WorkerSettings
 
 _COLLECTIVES = (None, "gloo", "nccl")
 

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline import faults
 from paceline._base.journal_records import decode_value
 from paceline._base.run_directory import RunDirectory
-from paceline._training.engine.checkpoints.checkpoint_retention import KeptCheckpoints
-from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
+from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver, KeptCheckpoints
 from paceline._training.engine.checkpoints.sharded_state import StateInPieces
 from paceline._training.engine.checkpoints.state_files import (
     MAX_DEPTH,

@@ -16,7 +16,7 @@ from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._training.engine.devices import own_device
 from paceline._training.engine.gradient_reduction import TravellingSignal
 from paceline._training.engine.rank_differences import RankCheck
-from paceline._training.workers.processes.rank_environment import RankInfo
+from paceline._training.workers.processes.worker_process import RankInfo
 from paceline.core._preemption_and_search import ControlFile, SearchDecision, SignalWatch
 from paceline.core._run_storage import NodeStorage
 from paceline.core._train_context import alert_of, log_alert

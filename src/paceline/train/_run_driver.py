@@ -16,39 +16,36 @@ from paceline._base.gpus import num_visible_gpus
 from paceline._base.process_and_network import num_cores
 from paceline._base.run_directory import JournalKey, RunDirectory
 from paceline._training.workers.failures_and_restarts import RestartPolicy
-from paceline._training.workers.processes.rank_environment import HorovodRendezvous, launcher_shards
 from paceline._training.workers.processes.worker_output import WorkerOutput
+from paceline._training.workers.processes.worker_process import HorovodRendezvous, launcher_shards
 from paceline._training.workers.ray.cluster import dealt
 from paceline._training.workers.run import Run
 from paceline._training.workers.worker_pools import InlinePool, JoinedPool, PendingCall, WorkerPool
-from paceline._training.workers.worker_resources import most_startable
-from paceline._training.workers.workers import ElasticLimits, Workers
+from paceline._training.workers.workers import ElasticLimits, Workers, most_startable
 from paceline.core._arguments import GivenUpError, searched_metrics
 from paceline.core._attempt_journal import describe_error, outcome_of, record_failed_end
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._read_runs import storage_at
 from paceline.core._run_directories import OpenedRun
 from paceline.core._run_storage import check_shared_storage, discard_unfinished
-from paceline.core._tracker_threads import Tracker
+from paceline.core._trackers_and_tensorboard import Tracker
 from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._storage_by_url import storage_from
 from paceline.train._config import CheckpointStrategy, TrainWorkerSettings
-from paceline.train._results_and_checkpoints import (
+from paceline.train._run_protocol import (
     Checkpoint,
     IncompleteCheckpointError,
-    Report,
-    Results,
-    check_saves,
-    warn_of_reports,
-    warn_of_tuples,
-)
-from paceline.train._run_protocol import (
     Instance,
     Job,
     PreemptionWatch,
     RankOutcome,
+    Report,
+    Results,
     RunSpec,
     StoredAt,
+    check_saves,
+    warn_of_reports,
+    warn_of_tuples,
 )
 from paceline.train._run_reports import RunFollower, TrainingCallback
 

@@ -17,11 +17,10 @@ from paceline._base.journal_records import (
 from paceline._base.progress_display import TrainingProgress
 from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
 from paceline.core._arguments import numbers_of, rank_group
-from paceline.core._run_feedback import RunFeedback, ending_of
+from paceline.core._train_context import RunFeedback, ending_of
 from paceline.storage._checkpoint_storage import CheckpointStorage, Kept
 from paceline.train._config import CheckpointStrategy
-from paceline.train._results_and_checkpoints import Checkpoint, Report, report_of
-from paceline.train._run_protocol import METRICS_GROUP, StoredAt
+from paceline.train._run_protocol import METRICS_GROUP, Checkpoint, Report, StoredAt, report_of
 
 
 class TrainingCallback:

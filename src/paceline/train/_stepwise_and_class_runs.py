@@ -16,15 +16,15 @@ from paceline._base.run_directory import Control, RunDirectory
 from paceline._training.workers.failures_and_restarts import without_our_frames
 from paceline._training.workers.worker_pools import PendingCall
 from paceline.core._arguments import GivenUpError
-from paceline.train._results_and_checkpoints import (
+from paceline.train._run_driver import RunDriver
+from paceline.train._run_protocol import (
     Checkpoint,
+    RankOutcome,
     Report,
     Results,
     check_saves,
     warn_of_reports,
 )
-from paceline.train._run_driver import RunDriver
-from paceline.train._run_protocol import RankOutcome
 
 logger = logging.getLogger(__name__)
 

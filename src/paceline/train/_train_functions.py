@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline._training.workers.processes.rank_environment import RankInfo
+from paceline._training.workers.processes.worker_process import RankInfo
 from paceline.core._arguments import NotOfferedError
 from paceline.train._run_protocol import current_session
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from paceline._training.engine.fsdp_and_tensor_parallel import ShardUnits
     from paceline._training.engine.gradient_reduction import DataParallel
-    from paceline.core._media_reports import MediaReports
+    from paceline.core._media import MediaReports
     from paceline.train._prepared_loader_and_steps import PreparedLoader
     from paceline.train._rank_checkpoints import Files
     from paceline.train._rank_session import LooseSession

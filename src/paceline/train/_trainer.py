@@ -13,7 +13,7 @@ from paceline import core
 from paceline._base.arguments_and_errors import check_dictionary, integer, optional, ranks_to_check
 from paceline._base.notebook_tables import html_table
 from paceline._training.workers.ray.cluster import check_ray_data
-from paceline._training.workers.worker_resources import checked_resources
+from paceline._training.workers.workers import checked_resources
 from paceline.core._arguments import GivenUpError
 from paceline.core._run_directories import (
     OpenedRun,
@@ -30,9 +30,8 @@ from paceline.train._config import (
     TorchConfig,
     TrainWorkerSettings,
 )
-from paceline.train._results_and_checkpoints import Checkpoint, Results
 from paceline.train._run_driver import RunDriver, RunRequest, TrainWorkers
-from paceline.train._run_protocol import Instance
+from paceline.train._run_protocol import Checkpoint, Instance, Results
 from paceline.train._run_reports import TrainingCallback
 from paceline.train._stepwise_and_class_runs import ClassRun, RunIterator, StepwiseRun, as_ranks
 from paceline.train._trainer_arguments import (

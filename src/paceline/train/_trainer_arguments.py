@@ -12,15 +12,13 @@ from paceline import core
 from paceline._base.arguments_and_errors import count
 from paceline._base.gpus import num_visible_gpus
 from paceline._training.workers.ray.cluster import RayShards, is_ray_dataset
-from paceline._training.workers.worker_resources import WorkerResources, chosen_cluster
-from paceline._training.workers.workers import ElasticLimits
+from paceline._training.workers.workers import ElasticLimits, WorkerResources, chosen_cluster
 from paceline.core._arguments import NotOfferedError
 from paceline.core._launcher_place import launched_place
-from paceline.core._tracker_threads import as_trackers
+from paceline.core._trackers_and_tensorboard import as_trackers
 from paceline.data._dataset import Dataset, Fold, read
 from paceline.train._config import ElasticConfig, TorchConfig, TrainWorkerSettings, backend_config
-from paceline.train._results_and_checkpoints import Checkpoint
-from paceline.train._run_protocol import Instance, current_session, is_pool_worker
+from paceline.train._run_protocol import Checkpoint, Instance, current_session, is_pool_worker
 from paceline.train._run_reports import (
     PrintCallback,
     ProgressCallback,

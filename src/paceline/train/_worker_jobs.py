@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from paceline._training.engine.devices import suitable_backend, use_own_device
 from paceline._training.engine.gradient_reduction import AllReduce, HorovodSum, join_horovod_as
-from paceline._training.workers.processes.rank_environment import RankInfo, join_process_group
+from paceline._training.workers.processes.worker_process import RankInfo, join_process_group
 from paceline._training.workers.worker_pools import prepare_joined, skip_interpreter_shutdown
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._launcher_place import launched_place

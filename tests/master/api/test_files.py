@@ -21,14 +21,13 @@ from paceline import core
 from paceline._base.journal_files import JournalWriter
 from paceline._base.journal_records import MediaFile, MediaReported
 from paceline._base.run_directory import JournalKey, RunDirectory
+from paceline._cluster.master.experiments.directory_watchers import RunsWatcher
 from paceline._cluster.master.experiments.retention import Retention
-from paceline._cluster.master.experiments.unmanaged_runs_watcher import RunsWatcher
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.upkeep.database_rebuild import rebuild_database
 from paceline._cluster.master.upkeep.home_backup import Backup
 from paceline._cluster.master.upkeep.home_check import check
-from paceline._cluster.master.upkeep.home_restore import restore
+from paceline._cluster.master.upkeep.home_restore import rebuild_database, restore
 from paceline._cluster.master.upkeep.recovery_records import write_some
 from paceline.client import ApiError, Client
 from paceline.client._code_and_run_uploads import RunSync

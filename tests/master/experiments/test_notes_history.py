@@ -4,7 +4,7 @@ from typing import Any
 
 from sqlalchemy import update
 
-from paceline._cluster.master.experiments import notes_history
+from paceline._cluster.master.experiments import experiment_edits
 from paceline._cluster.master.store import tables
 
 
@@ -29,7 +29,7 @@ def test_each_save_of_notes_is_kept_with_its_user(master: Any, monkeypatch: Any)
     master.core.database.write(lambda job: job.connection.execute(other)).result()
     save("two")
     assert history() == [(3, "two", "admin"), (2, "of W&B", None), (1, "one", "admin")]
-    monkeypatch.setattr(notes_history, "_MOST_VERSIONS", 3)
+    monkeypatch.setattr(experiment_edits, "_MOST_VERSIONS", 3)
     for text in ("three", "four", "five"):
         save(text)
     assert [text for _, text, _ in history()] == ["five", "four", "three"]

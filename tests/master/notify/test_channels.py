@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline._cluster.master.notify.channels import Channel, read_notify_file
+from paceline._cluster.master.notify.notices import Channel, read_notify_file
 
 HOOK = "https://ops.example.org/TOKEN123"
 

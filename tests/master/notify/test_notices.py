@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline._base.journal_records import encode_metrics
-from paceline._cluster.master.notify.channels import Rule
 from paceline._cluster.master.notify.notices import (
     MAX_AGE_S,
     Happening,
     Memory,
     Notice,
+    Rule,
     notices_of,
     overdue_notices,
 )

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.notify import sender as sender_module
-from paceline._cluster.master.notify.channels import Channel
-from paceline._cluster.master.notify.notices import Notice
-from paceline._cluster.master.notify.outbox import Group, Message, Outcome
+from paceline._cluster.master.notify import outbox as sender_module
+from paceline._cluster.master.notify.notices import Channel, Notice
+from paceline._cluster.master.notify.outbox import Delivery, Group, Message, Outcome
 from paceline._cluster.master.notify.send_message import sign
-from paceline._cluster.master.notify.sender import Delivery
 
 NOTICE = Notice(
     topic="experiment_failed", level="error", title="Experiment 3 (mnist) failed",

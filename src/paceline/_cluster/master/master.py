@@ -25,6 +25,7 @@ from paceline._cluster.master.authentication import (
 )
 from paceline._cluster.master.executors import Executor, ExecutorContext, LocalExecutor
 from paceline._cluster.master.experiments.attempts import LaunchSources, Leases
+from paceline._cluster.master.experiments.directory_watchers import RunsWatcher, TensorboardWatcher
 from paceline._cluster.master.experiments.experiment_commands import Commands
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
 from paceline._cluster.master.experiments.reconciler import Reconciler
@@ -40,14 +41,12 @@ from paceline._cluster.master.experiments.stored_searches import (
     missing_methods,
     undecided_searches,
 )
-from paceline._cluster.master.experiments.tensorboard_watcher import TensorboardWatcher
 from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
-from paceline._cluster.master.experiments.unmanaged_runs_watcher import RunsWatcher
 from paceline._cluster.master.home_directory import Home, SecretStore
 from paceline._cluster.master.nodes.checkpoint_transfers import Transfers
 from paceline._cluster.master.nodes.node_registry import Nodes
 from paceline._cluster.master.nodes.node_work import LostNodes, NodeExecutor
-from paceline._cluster.master.notify.channels import NotifySettings
+from paceline._cluster.master.notify.notices import NotifySettings
 from paceline._cluster.master.notify.notifier import Notifier
 from paceline._cluster.master.starters.pool_runners import PoolDefinition, PoolRunners
 from paceline._cluster.master.starters.starter_base import Starter

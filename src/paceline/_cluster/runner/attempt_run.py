@@ -24,7 +24,11 @@ from paceline._cluster.runner.attempt_directory import (
     place_on_each_node,
     read_secret_file,
 )
-from paceline._cluster.runner.attempt_end import (
+from paceline._cluster.runner.attempt_preparation_and_end import (
+    ArchiveLimits,
+    ArchiveTooLargeError,
+    UnusableConfigError,
+    judge_start,
     make_attempt_end,
     read_attempt_finish,
     read_end,
@@ -32,31 +36,22 @@ from paceline._cluster.runner.attempt_end import (
     report_failed_start,
     ship_end,
     ship_leftover_reports,
-    write_attempt_end,
-)
-from paceline._cluster.runner.attempt_preparation import (
-    ArchiveLimits,
-    ArchiveTooLargeError,
-    UnusableConfigError,
-    judge_start,
     sync_environment,
     unpack_archive,
+    write_attempt_end,
 )
-from paceline._cluster.runner.fetched_files import fetch_checkpoint, fetch_code
+from paceline._cluster.runner.checkpoint_shipping import fetch_checkpoint, fetch_code
 from paceline._cluster.runner.master_follower import MasterFollower
-from paceline._cluster.runner.master_link import MasterLink
-from paceline._cluster.runner.output_shipping import OutputSpool
+from paceline._cluster.runner.master_link_and_output import MasterLink, OutputSpool
 from paceline._cluster.runner.record_shipping import Shipper
 from paceline._training.workers.failures_and_restarts import WorkerExit
 from paceline._training.workers.processes.local_worker_group import LocalGroup
-from paceline._training.workers.processes.rank_environment import (
-    SHARDS_VARIABLE,
-    THREADS_MARK,
-    THREADS_VARIABLE,
-)
 from paceline._training.workers.processes.templates import FRESH_START_VARIABLE, Template
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.processes.worker_process import (
+    SHARDS_VARIABLE,
+    THREADS_MARK,
+    THREADS_VARIABLE,
     ProcessHandle,
     WorkerSpec,
     start_process,

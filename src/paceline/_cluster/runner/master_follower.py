@@ -10,7 +10,7 @@ import msgspec
 from paceline._base.run_directory import Control, RunDirectory
 from paceline._cluster.messages.runner_messages import AttemptControl
 from paceline._cluster.messages.states import ExitReason
-from paceline._cluster.runner.master_link import (
+from paceline._cluster.runner.master_link_and_output import (
     MasterBackoff,
     MasterLink,
     RefusedByMasterError,

@@ -32,7 +32,7 @@ from paceline._cluster.messages.runner_messages import (
     NodeWork,
 )
 from paceline._cluster.runner.attempt_processes import AttemptProcesses, WantedAttempts
-from paceline._cluster.runner.master_link import (
+from paceline._cluster.runner.master_link_and_output import (
     MasterBackoff,
     MasterLink,
     RefusedByMasterError,

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from paceline._base.files import open_private
 from paceline._base.journal_files import Entry, JournalReader, JournalVersionError
 from paceline._base.journal_records import MediaFile, RecordLost, encode_record
-from paceline._base.run_directory import JournalKey
-from paceline._base.run_files import (
+from paceline._base.run_directory import (
     MAX_SMALL_BYTES,
     REFUSED_FILE_STATUSES,
     FileShipping,
+    JournalKey,
     LostFileError,
 )
 from paceline._cluster.messages.runner_messages import (
@@ -33,16 +33,16 @@ from paceline._cluster.runner.checkpoint_shipping import (
     ShardShipper,
     without_checkpoint,
 )
-from paceline._cluster.runner.master_link import (
+from paceline._cluster.runner.master_link_and_output import (
     MasterBackoff,
     MasterFailedError,
     MasterLink,
+    OutputShipper,
     RefusedByMasterError,
     ShippingLoop,
     UnreachableError,
     encode,
 )
-from paceline._cluster.runner.output_shipping import OutputShipper
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from paceline._base.arguments_and_errors import one_of
 from paceline._base.process_and_network import LOOPBACK, PortReservation
-from paceline._training.workers.processes.rank_environment import join_process_group
+from paceline._training.workers.processes.worker_process import join_process_group
 from paceline._training.workers.worker_pools import prepare_joined, skip_interpreter_shutdown
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._launcher_place import launched_place

@@ -1,10 +1,14 @@
-"""Preparation of a model before training, and the order of its steps."""
+"""Preparation of a model before training, and the order of its steps.
+
+Averages of weights and other untrained models, on ranks without samples of a batch.
+"""
 
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +25,14 @@ from paceline._training.engine.fsdp_and_tensor_parallel import (
     shard_model,
     shard_units_of,
 )
-from paceline._training.engine.tensors import copy_piece, is_sharded
+from paceline._training.engine.gradient_reduction import plain_model
+from paceline._training.engine.tensors import TensorDigests, copy_piece, is_sharded, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-logger = logging.getLogger(__name__)
 
+logger = logging.getLogger(__name__)
 
 InitWeights = Callable[[torch.nn.Module], Any] | None
 
@@ -466,3 +471,50 @@ def compile_counts() -> dict[str, float]:
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")
     counts = None if convert_frame is None else convert_frame.FRAME_COMPILE_COUNTER
     return {"num_recompiles": float(sum(counts.values()) - len(counts))} if counts else {}
+
+
+class FollowingModels:
+    """Models without an optimizer, watched over a batch without samples for some ranks.
+
+    All ranks make this before the batch and call `share` after it.
+
+    Args:
+        models: All models; those that are trained are left alone.
+        optimizers: The optimizers.
+    """
+
+    def __init__(
+        self, models: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        trained = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+        self._tensors: dict[str, torch.Tensor] = {}
+        for index, model in enumerate(map(plain_model, models)):
+            if trained.isdisjoint(map(id, model.parameters())):
+                named = chain(model.named_parameters(), model.named_buffers())
+                self._tensors |= {f"{index}.{name}": tensor for name, tensor in named}
+        self._before = self._digests()
+
+    def share(self, *, is_idle: bool) -> None:
+        """Give the chief's tensors that the batch has changed to ranks without samples.
+
+        Args:
+            is_idle: Whether this rank is one of them.
+        """
+        if not self._tensors:
+            return
+        after, before = self._digests(), self._before
+        changed = [name for name, digest in after.items() if digest != before[name]]
+        told: list[Any] = [{name: self._tensors[name].detach().cpu() for name in changed}]
+        dist.broadcast_object_list(told, src=0)
+        if is_idle:
+            with torch.no_grad():
+                for name, value in told[0].items():
+                    self._tensors[name].copy_(value)
+
+    def _digests(self) -> dict[str, str]:
+        digests = TensorDigests()
+        # Digests of the chief alone show the changes.
+        if self._tensors and dist.get_rank() == 0:
+            for name, tensor in self._tensors.items():
+                digests.add(name, tensor)
+        return digests.finish()

@@ -16,7 +16,7 @@ from paceline._training.workers.failures_and_restarts import (
     told_error,
 )
 from paceline._training.workers.pickled_calls import PackedCall, left_error
-from paceline._training.workers.processes.rank_environment import NodeLayout
+from paceline._training.workers.processes.worker_process import NodeLayout
 from paceline._training.workers.serve_calls import WorkerError
 from paceline._training.workers.watchdog import HangWatch, Progress, WatchedRank
 from paceline._training.workers.worker_pools import PendingCall

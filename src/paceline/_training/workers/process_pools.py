@@ -19,12 +19,6 @@ from paceline._training.workers.failure_detector import Assignment, PoolSettings
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.pickled_calls import PackedCall, pack_call
 from paceline._training.workers.processes.local_worker_group import LocalGroup
-from paceline._training.workers.processes.rank_environment import (
-    COLLECTIVE_TIMEOUT_VARIABLE,
-    THREADS_MARK,
-    THREADS_VARIABLE,
-    NodeLayout,
-)
 from paceline._training.workers.processes.templates import (
     ProgramStart,
     Template,
@@ -32,6 +26,10 @@ from paceline._training.workers.processes.templates import (
 )
 from paceline._training.workers.processes.worker_output import LinePrinter
 from paceline._training.workers.processes.worker_process import (
+    COLLECTIVE_TIMEOUT_VARIABLE,
+    THREADS_MARK,
+    THREADS_VARIABLE,
+    NodeLayout,
     OnLine,
     Start,
     WorkerProcess,

@@ -1,24 +1,61 @@
-"""Run of a call by workers over their generations: restarts after losses, growth."""
+"""Run of a call by workers over their generations: restarts after losses, growth.
+
+Launch of a call or program in workers, to its end: signals, losses and growth.
+"""
 
 import logging
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 
+from paceline._base.process_and_network import take
+from paceline._base.run_memory import run_memory
 from paceline._training.workers.failures_and_restarts import (
+    NodesDifferError,
+    RestartDecision,
+    RestartPolicy,
     WorkerFailedError,
     WorkerStartError,
+    describe_failure,
     restart_cause,
+    signal_name,
 )
+from paceline._training.workers.launch_nodes import LaunchNodes
+from paceline._training.workers.launch_nodes_server import (
+    NodeFailureCause,
+    NodeMessage,
+    NodeMessageKind,
+)
+from paceline._training.workers.pickled_calls import pack_call
+from paceline._training.workers.process_pools import LocalPool, ProcessPool
+from paceline._training.workers.processes.signals_and_leftovers import noted_signals
+from paceline._training.workers.shared_memory import SharedBuffers
 from paceline._training.workers.worker_pools import PendingCall
-from paceline._training.workers.workers import Workers
+from paceline._training.workers.workers import ElasticLimits, Workers, check_crowd
 
 logger = logging.getLogger(__name__)
 
 # How often to look whether the call has ended, in seconds, and while there are too few workers.
 _INTERVAL_S = 0.01
 _FORM_INTERVAL_S = 0.25
+_FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+# Time for the workers to leave after a second Ctrl-C, in seconds.
+_LEAVE_S = 5.0
+_END_INTERVAL_S = 0.01
+# How often other nodes learn the progress of this node's ranks.
+_PROGRESS_S = 2.0
+LAUNCH_HINT = "free resources, or ask for fewer workers."
+# Numbers are signals that arrived; None is the end of the call. Messages come from other nodes.
+_Events = SimpleQueue[int | NodeMessage | None]
+# How often capacity is looked at while the workers run. A signal that arrives just before this
+# process waits is seen then at the latest.
+_LAUNCH_INTERVAL_S = 0.2
 
 
 class Run(ABC):
@@ -203,3 +240,383 @@ class Run(ABC):
         self._restart_causes.append(restart_cause(error))
         self._prepare_next()
         self._note_restart(error)
+
+
+class LaunchRun(Run):
+    """Run of a call by workers of its own: repeated after failures, continued with more workers.
+
+    Signals whose action is the default one are forwarded to the workers meanwhile, if this is the
+    main thread. The first SIGINT lets the workers store their work, the second one asks them to
+    leave now and kills those that do not; so does a second SIGTERM at once.
+
+    Args:
+        workers: The workers, which are formed here and ended at the end.
+        policy: Whether they start again after a failure.
+        nodes: The launchers of the other nodes, with which this one agrees; None if there are none.
+
+    Attributes:
+        received: The signals that have arrived.
+    """
+
+    _workers: Workers[ProcessPool]
+    _retried = (Exception,)
+
+    def __init__(
+        self,
+        workers: Workers[Any],
+        policy: RestartPolicy,
+        nodes: LaunchNodes | None = None,
+    ) -> None:
+        super().__init__(workers)
+        self.received: set[int] = set()
+        self._policy = policy
+        self._nodes = nodes
+        self._verdict: NodeMessage | None = None
+        self._decision: RestartDecision | None = None
+        self._num_commits_before = 0
+        self._make_call: Callable[[], PendingCall] | None = None
+        self._never_begins = False
+        self._tell_progress_at = 0.0
+        # The ranks of this node that had returned when they were asked to end.
+        self._returned: list[int] | None = None
+        self._events: _Events = SimpleQueue()
+        # Counts by node, with None for this one: all nodes may receive the same signal.
+        self._counts: Counter[tuple[int | None, int]] = Counter()
+
+    def run(self, begin: Callable[[], PendingCall]) -> list[Any]:
+        """Carry out the call and return its values, in rank order.
+
+        Args:
+            begin: Begins the call in workers that were just started.
+
+        Raises:
+            Exception: As `PendingCall.wait` and `Workers.form`.
+        """
+        self._make_call = begin
+        # A `SimpleQueue` may be put into from a signal handler.
+        with noted_signals(_FORWARDED, self._events.put):
+            try:
+                if self._nodes is not None:
+                    self._nodes.open(self._events.put)
+                values = self._run()
+            except BaseException as error:
+                self._workers.stop(force=True)
+                self._close_nodes(error)
+                raise
+            self._workers.stop()
+            self._close_nodes(None)
+            return values
+
+    def _run(self) -> list[Any]:
+        self.begin()
+        while not self._never_begins:
+            if not self.wait():
+                self.go_on()
+            elif (values := self.take_end()) is not None:
+                return values
+        return []
+
+    # ---- the generations -----------------------------------------------------------------
+
+    @property
+    def num_commits(self) -> int:
+        """How many checkpoints were committed, since the first start."""
+        return self._num_commits_before + self._workers.pool.run_events.num_checkpoints
+
+    def begin(self) -> None:
+        """Form the workers and begin the call, once other nodes begin as well."""
+        self._never_begins = self._nodes is not None and not self._await_start(self._nodes)
+        if not self._never_begins:
+            self._has_ended.clear()
+            self._is_growing = False
+            self._workers.form()
+            self._begin_call()
+
+    def _submit(self) -> PendingCall:
+        assert self._make_call is not None
+        return self._make_call()
+
+    def wait(self) -> bool:
+        """Handle a signal or message, if any comes; return whether the workers have ended."""
+        call = self._call
+        assert call is not None
+        if call.is_done and not self._workers.pool.is_ending:
+            return True
+        self._tell_progress()
+        try:
+            event = self._events.get(
+                timeout=_END_INTERVAL_S if call.is_done else _LAUNCH_INTERVAL_S
+            )
+        except Empty:
+            event = None
+        except KeyboardInterrupt:
+            # A handler that someone else had set.
+            event = signal.SIGINT
+        if event is not None:
+            self._take_event(event)
+        return False
+
+    def _wake(self, call: PendingCall) -> None:
+        self._events.put(None)
+        failure = self._workers.pool.refusal or _launch_failure(call)
+        if self._nodes is not None and failure is not None:
+            self._nodes.tell_failed(failure)
+
+    def take_end(self) -> list[Any] | None:
+        """Return the values of the call, or None if the workers start again."""
+        self._workers.await_end()
+        return super().take_end()
+
+    def _begin_others(self) -> None:
+        """Ask the workers to store their work and end, as others resume from there."""
+        self._is_growing = True
+        self._ask_to_end()
+
+    def _ask_to_end(self) -> None:
+        pool = self._workers.pool
+        pool.request_stop(pool.grace_s)
+
+    def _is_complete(self) -> bool:
+        return bool(self.received) or self._workers.pool.run_events.are_completed
+
+    def _values_of(self, call: PendingCall) -> list[Any]:
+        failure = _launch_failure(call)
+        if self._nodes is not None:
+            failure, self._decision = self._agree(self._nodes)
+        if failure is not None:
+            raise failure
+        return _values_of(call)
+
+    def _decide(self, error: Exception) -> None:
+        decision = self._decision
+        if decision is None:
+            decision = self._policy.decide(error, self.num_commits, self.received)
+        if not decision.is_restart:
+            if decision.text:
+                logger.error("%s", decision.text)
+            raise error
+        text = describe_failure(error)
+        logger.warning("%s Starting the workers again, %s.", text, decision.text)
+
+    def _has_recorded(self) -> bool:
+        return self._workers.pool.run_events.have_begun
+
+    def _prepare_next(self) -> None:
+        self._num_commits_before = self.num_commits
+        pool = self._workers.pool
+        pool.tell_restarts(self._restart_causes)
+        if self._nodes is None:
+            pool.resume_from(pool.run_events.resume_variables())
+
+    # ---- signals -------------------------------------------------------------------------
+
+    def _take_event(self, event: int | NodeMessage) -> None:
+        if isinstance(event, int):
+            if self._nodes is not None and event in _ENDING:
+                self._note_returned()
+                self._nodes.relay(event)
+            self._forward(event, None)
+        elif event.word == NodeMessageKind.SIGNAL:
+            self._note_returned()
+            self._forward(event.signum, event.node_rank)
+        elif event.word == NodeMessageKind.HANG and event.failure is not None:
+            self._workers.pool.end_hung(event.failure.error())
+        else:
+            # The workers of another node have failed, or all is over.
+            self._note_returned()
+            if event.word != NodeMessageKind.END:
+                self._verdict = event
+            self._ask_to_end()
+
+    def _forward(self, signum: int, node_rank: int | None) -> None:
+        pool = self._workers.pool
+        self.received.add(signum)
+        before = max((n for (_, number), n in self._counts.items() if number == signum), default=0)
+        self._counts[node_rank, signum] += 1
+        count = self._counts[node_rank, signum]
+        if signum in _ENDING and count <= before:
+            # Another node was sent the same signal, as by Slurm.
+            return
+        if signum not in _ENDING or count == 1:
+            pool.signal(signum)
+        elif signum == signal.SIGINT and count == 2:
+            logger.warning("SIGINT again: the workers leave now.")
+            # Before the signal: the first worker to leave must not have the others ended.
+            pool.request_stop(_LEAVE_S, is_asked=True)
+            pool.signal(signum)
+        else:
+            logger.warning("%s again: the workers are killed.", signal_name(signum))
+            pool.request_stop(0.0)
+
+    # ---- several nodes -------------------------------------------------------------------
+
+    def _tell_progress(self) -> None:
+        if self._nodes is not None and time.monotonic() >= self._tell_progress_at:
+            self._tell_progress_at = time.monotonic() + _PROGRESS_S
+            self._nodes.tell_progress(self._workers.pool.observations())
+
+    def _note_returned(self) -> None:
+        if self._returned is None:
+            ranks = self._workers.pool.observations()
+            self._returned = [watched.rank for watched in ranks if watched.has_returned]
+
+    def _await_start(self, nodes: LaunchNodes) -> bool:
+        """Wait until the workers of all nodes are to start; return whether they ever will.
+
+        Raises:
+            Exception: They never will, after a failure.
+        """
+        while True:
+            event = self._verdict or take(self._events)
+            self._verdict = None
+            if isinstance(event, NodeMessage) and event.word == NodeMessageKind.START:
+                nodes.port = event.port
+                self._returned = None
+                self._workers.pool.resume_from(event.resume)
+                return True
+            if isinstance(event, NodeMessage) and event.word in (
+                NodeMessageKind.VERDICT,
+                NodeMessageKind.LOST,
+            ):
+                # A launcher that has come back can hear what becomes of those before.
+                failure, decision = _read_verdict_on_launch(event)
+                if failure is None:
+                    return False
+                if not decision.is_restart:
+                    raise failure
+            elif isinstance(event, NodeMessage) and event.word == NodeMessageKind.REFUSED:
+                raise NodesDifferError(event.text)
+            elif event is not None:
+                self._take_event(event)
+            self._check_signals()
+
+    def _check_signals(self) -> None:
+        """Raise if this launcher is asked to end while no workers run."""
+        if signal.SIGINT in self.received:
+            raise KeyboardInterrupt
+        if signal.SIGTERM in self.received:
+            text = "This launcher received SIGTERM while it waited for those of other nodes."
+            raise WorkerFailedError(text, 0, signal=signal.SIGTERM)
+
+    def _agree(self, nodes: LaunchNodes) -> tuple[BaseException | None, RestartDecision]:
+        """Wait for the end of workers on all nodes; return their failure and the decision.
+
+        Raises:
+            Exception: Node 0 is not there any more.
+        """
+        events = self._workers.pool.run_events
+        self._note_returned()
+        nodes.tell_ended(
+            events.num_checkpoints,
+            self.received,
+            events.resume_variables(),
+            self._returned or (),
+        )
+        while self._verdict is None:
+            event = take(self._events)
+            if event is not None:
+                self._take_event(event)
+        verdict, self._verdict = self._verdict, None
+        return _read_verdict_on_launch(verdict)
+
+    def _close_nodes(self, error: BaseException | None) -> None:
+        if self._nodes is not None:
+            self._nodes.close(error)
+
+
+def _read_verdict_on_launch(verdict: NodeMessage) -> tuple[Exception | None, RestartDecision]:
+    """Return the failure in a message of node 0, or None, and the restart decision."""
+    decision = RestartDecision(verdict.is_restart, verdict.text)
+    if verdict.failure is None:
+        return None, decision
+    if verdict.failure.cause == NodeFailureCause.REFUSED:
+        logger.warning("%s The run ends for all ranks.", verdict.failure.text)
+        return None, decision
+    return verdict.failure.error(), decision
+
+
+def _launch_failure(call: PendingCall) -> BaseException | None:
+    """Return the error of an ended call, or None after success."""
+    if call.error is not None:
+        # Error may be a rank's KeyboardInterrupt: returned, as no Ctrl-C reached this process.
+        return call.error
+    try:
+        call.wait()
+    except Exception as error:
+        return error
+    return None
+
+
+def _values_of(call: PendingCall) -> list[Any]:
+    return [] if _launch_failure(call) is not None else call.wait() or []
+
+
+_FOR_EVER_S = 1e9
+
+
+def call_in_workers(
+    function: Callable[..., Any],
+    num_workers: int,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    grace_s: float = 10.0,
+    max_restarts: int = 0,
+    heartbeat_timeout_s: float | None = 30.0,
+    collective_timeout_s: float = 1800.0,
+) -> list[Any]:
+    """Call a function in new worker processes, and return its values in rank order.
+
+    The workers see the driver's environment, working directory and module path. Their output
+    goes to the driver's `sys.stdout` and `sys.stderr`, with the rank before each line if there are
+    several.
+
+    Args:
+        function: The function to call, in every worker alike.
+        num_workers: The number of workers.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        grace_s: The time in seconds that the other workers get when one fails.
+        max_restarts: How often the workers are started again after a failure, see
+            `RestartPolicy`. A run of the function then resumes from its last checkpoint.
+        heartbeat_timeout_s: How long a worker may be stopped or hold Python's lock, in seconds;
+            None for ever.
+        collective_timeout_s: How long ranks may wait for others in a collective operation, in
+            seconds.
+
+    Raises:
+        NotSendableError: The function, an argument or a value that it returned cannot be pickled.
+        ResourcesError: There are far more workers than cores of this machine.
+        CollectiveMismatchError: Ranks wait in a collective operation that others do not join.
+        WorkerFailedError: A worker was ended by a signal, hung or left by `sys.exit()`.
+        WorkerStartError: A worker cannot be started.
+        Exception: The function's error on the rank that failed first, with the traceback of
+            that rank as its cause.
+    """
+
+    check_crowd(num_workers)
+
+    def make_pool() -> LocalPool:
+        return LocalPool(
+            num_workers,
+            environment=variables,
+            grace_s=grace_s,
+            heartbeat_timeout_s=heartbeat_timeout_s or _FOR_EVER_S,
+            collective_timeout_s=collective_timeout_s,
+        )
+
+    workers = Workers(ElasticLimits.of(num_workers), make_pool, hint=LAUNCH_HINT)
+    policy = RestartPolicy(max_restarts, option="max_restarts", retries_errors=True)
+    runner = LaunchRun(workers, policy)
+    packed = pack_call(function, args, kwargs, SharedBuffers())
+    try:
+        with run_memory(is_wanted=max_restarts > 0) as variables:
+            return runner.run(lambda: workers.pool.submit_packed(packed))
+    except Exception as error:
+        signum = getattr(error, "signal", None)
+        if signum in runner.received and signum != signal.SIGINT:
+            # The driver was asked to end, and its workers did not take that as their own affair.
+            signal.raise_signal(signum)
+        if signal.SIGINT in runner.received:
+            raise KeyboardInterrupt from error
+        raise

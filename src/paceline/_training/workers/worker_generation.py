@@ -25,12 +25,11 @@ from paceline._training.workers.failure_detector import (
 )
 from paceline._training.workers.failures_and_restarts import WorkerExit, WorkerStartError
 from paceline._training.workers.processes.local_worker_group import OnExit
-from paceline._training.workers.processes.rank_environment import NodeLayout
 from paceline._training.workers.processes.signals_and_leftovers import (
     STACKS_SIGNAL,
     has_pending_signal,
 )
-from paceline._training.workers.processes.worker_process import WorkerProcess
+from paceline._training.workers.processes.worker_process import NodeLayout, WorkerProcess
 from paceline._training.workers.serve_calls import read_error
 from paceline._training.workers.watchdog import Progress, WatchedRank
 from paceline._training.workers.worker_pools import PendingCall

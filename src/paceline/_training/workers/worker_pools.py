@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from paceline._base.process_and_network import num_cores, wait_until
 from paceline._training.workers.pickled_calls import dump, exit_as_error, load
-from paceline._training.workers.processes.rank_environment import THREADS_VARIABLE
 from paceline._training.workers.processes.signals_and_leftovers import signal_with_parent
-from paceline._training.workers.processes.worker_process import WorkerProcess
+from paceline._training.workers.processes.worker_process import THREADS_VARIABLE, WorkerProcess
 from paceline._training.workers.processes.worker_program import (
     FLUSH_FAILED,
     INTERRUPTED,
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from paceline.core._distributed_context import DistributedContext
 
 logger = logging.getLogger(__name__)
-
 
 T = TypeVar("T")
 

@@ -44,7 +44,7 @@ from paceline._cluster.messages.runner_messages import (
     runner_id,
 )
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, CheckpointState
-from paceline._cluster.runner.attempt_preparation import is_shortage
+from paceline._cluster.runner.attempt_preparation_and_end import is_shortage
 from paceline.storage._checkpoint_files import CheckpointWriteError, Manifest, first_names
 from paceline.storage._directory_storage import DirectoryStorage, file_problem
 

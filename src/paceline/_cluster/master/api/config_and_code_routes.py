@@ -42,7 +42,7 @@ from paceline._cluster.messages.experiment_models import (
     ConfigText,
     ConfigView,
 )
-from paceline._cluster.runner.attempt_preparation import (
+from paceline._cluster.runner.attempt_preparation_and_end import (
     ArchiveLimits,
     ArchiveTooLargeError,
     check_archive,

@@ -10,10 +10,9 @@ from sqlalchemy import Connection, Row, insert, select, update
 from paceline import faults
 from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
-from paceline._cluster.master.experiments.proposals import add_proposal
 from paceline._cluster.master.experiments.scheduler_input import check_slots
 from paceline._cluster.master.experiments.search_limits import change_limits
-from paceline._cluster.master.experiments.search_operations import takes_inputs
+from paceline._cluster.master.experiments.search_operations import add_proposal, takes_inputs
 from paceline._cluster.master.experiments.state_decisions import (
     RefusedError,
     SearchEnd,

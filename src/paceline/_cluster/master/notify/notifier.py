@@ -11,10 +11,8 @@ import msgspec
 from sqlalchemy import JSON, Connection, Row, delete, func, insert, literal, select
 
 from paceline._cluster.master.notify import notices
-from paceline._cluster.master.notify.channels import NotifySettings
-from paceline._cluster.master.notify.notices import Happening, Memory, Notice
-from paceline._cluster.master.notify.outbox import Group, Message, Outbox, Outcome
-from paceline._cluster.master.notify.sender import Delivery
+from paceline._cluster.master.notify.notices import Happening, Memory, Notice, NotifySettings
+from paceline._cluster.master.notify.outbox import Delivery, Group, Message, Outbox, Outcome
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import (

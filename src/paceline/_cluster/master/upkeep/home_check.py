@@ -22,7 +22,7 @@ from paceline._cluster.master.home_directory import (
     find_wrong_entries,
     move_lost_files_aside,
 )
-from paceline._cluster.master.notify.channels import NOTIFY_FILE, read_notify_file
+from paceline._cluster.master.notify.notices import NOTIFY_FILE, read_notify_file
 from paceline._cluster.master.starters.pool_runners import POOL_FILE, read_pool_definitions
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, DatabaseVersionError
@@ -33,7 +33,6 @@ from paceline._cluster.master.store.database_reading import (
 )
 from paceline._cluster.master.store.recovery_rows import are_records_begun, note_experiment
 from paceline._cluster.master.upkeep.backup_snapshots import DATABASE, BackupError
-from paceline._cluster.master.upkeep.database_rebuild import rebuild_database
 from paceline._cluster.master.upkeep.home_file_checks import (
     CheckPace,
     Finding,
@@ -45,6 +44,7 @@ from paceline._cluster.master.upkeep.home_file_checks import (
     check_logs,
     check_run_files,
 )
+from paceline._cluster.master.upkeep.home_restore import rebuild_database
 from paceline._cluster.master.upkeep.recovery_records import (
     check_records,
     mend_recorded_row,

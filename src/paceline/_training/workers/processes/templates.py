@@ -21,7 +21,6 @@ from typing import IO, Any
 
 from paceline._base.process_and_network import wait_until
 from paceline._training.workers.processes import template_process
-from paceline._training.workers.processes.rank_environment import THREADS_MARK, THREADS_VARIABLE
 from paceline._training.workers.processes.signals_and_leftovers import innermost_group
 from paceline._training.workers.processes.template_process import (
     STATUS,
@@ -31,6 +30,8 @@ from paceline._training.workers.processes.template_process import (
 )
 from paceline._training.workers.processes.worker_process import (
     KILLED,
+    THREADS_MARK,
+    THREADS_VARIABLE,
     AdoptedProcess,
     ProcessHandle,
     Start,
@@ -86,8 +87,6 @@ _CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
 _START_S = 120.0
 _ANSWER_S = 20.0
 _REAP_S = 5.0
-
-
 RUNNER_MODULES = ("paceline._cluster.runner.attempt_run", "gzip", "encodings.idna")
 TRIAL_MODULES = ("torch", "numpy", "paceline.pytorch", "torch._dynamo")
 

@@ -31,11 +31,15 @@ from paceline._training.workers.channels import (
 )
 from paceline._training.workers.failures_and_restarts import WorkerExit
 from paceline._training.workers.processes.local_worker_group import LocalGroup
-from paceline._training.workers.processes.rank_environment import NodeLayout, rank_environment
 from paceline._training.workers.processes.signals_and_leftovers import GROUP_VARIABLE
 from paceline._training.workers.processes.templates import forking_start, load_ahead
 from paceline._training.workers.processes.worker_output import OutputLine
-from paceline._training.workers.processes.worker_process import WorkerProcess, WorkerSpec
+from paceline._training.workers.processes.worker_process import (
+    NodeLayout,
+    WorkerProcess,
+    WorkerSpec,
+    rank_environment,
+)
 from paceline._training.workers.processes.worker_program import PROGRAM_FILE
 
 # How often files are looked at.

@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 from paceline._training.workers.channels import Listener, ListenerAddress
 from paceline._training.workers.failures_and_restarts import WorkerStartError
 from paceline._training.workers.process_pools import ProcessPool, check_at_least
-from paceline._training.workers.processes.rank_environment import THREADS_VARIABLE, NodeLayout
 from paceline._training.workers.processes.signals_and_leftovers import GROUP_VARIABLE
-from paceline._training.workers.processes.worker_process import WorkerProcess
+from paceline._training.workers.processes.worker_process import (
+    THREADS_VARIABLE,
+    NodeLayout,
+    WorkerProcess,
+)
 from paceline._training.workers.processes.worker_program import CHANNEL_VARIABLE
 from paceline._training.workers.ray.cluster import (
     RayConnection,

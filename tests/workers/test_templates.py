@@ -20,9 +20,14 @@ import pytest
 from paceline._training.workers.channels import ListenerAddress
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.process_pools import LocalPool
-from paceline._training.workers.processes.signals_and_leftovers import read_process
-from paceline._training.workers.processes.templates import stop_templates
-from paceline._training.workers.processes.worker_process import NodeLayout
+from paceline._training.workers.processes import templates
+from paceline._training.workers.processes.signals_and_leftovers import (
+    adopting_orphan_processes,
+    read_process,
+)
+from paceline._training.workers.processes.templates import ProgramStart, stop_templates
+from paceline._training.workers.processes.worker_process import NodeLayout, WorkerSpec
+from paceline._training.workers.processes.worker_program import PROGRAM_FILE
 from paceline._training.workers.ray.host_process import HostOrder, warm_up
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
@@ -430,3 +435,38 @@ def test_sockets_of_the_driver_do_not_reach_the_workers() -> None:
         few = pool.submit(num_open).wait()
         with socket.socket(), socket.socket(), LocalPool(1) as other:
             assert other.submit(num_open).wait() == few
+
+
+def test_a_template_that_was_started_without_a_report_loads_the_modules_of_a_later_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    import torch  # noqa: F401 - this process is the program that has loaded it
+
+    monkeypatch.setattr(templates, "_LEARN_S", 0.01)
+    monkeypatch.setattr(templates, "_PATIENCE_S", 0.0)
+    reported: list[Any] = [None]
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint('wave' in sys.modules)\n")
+    command = (sys.executable, PROGRAM_FILE, "script", str(script))
+    spec = WorkerSpec(command=command, environment=os.environ, working_directory=tmp_path)
+    start = ProgramStart(spec.command, lambda: reported[0])
+
+    def output() -> bytes:
+        process = start.start(spec, os.environ, is_read=True)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with process.stdout, process.stderr:
+            text = process.stdout.read()
+        process.await_end()
+        process.reap()
+        return bytes(text)
+
+    with adopting_orphan_processes():
+        start.learn(os.getpid(), os.environ)
+        try:
+            wait_until(lambda: start._template is not None)
+            assert output() == b"False\n"
+            reported[0] = ["wave"]
+            wait_until(lambda: output() == b"True\n")
+        finally:
+            start.close()

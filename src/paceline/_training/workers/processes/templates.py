@@ -87,7 +87,16 @@ _CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
 _START_S = 120.0
 _ANSWER_S = 20.0
 _REAP_S = 5.0
-RUNNER_MODULES = ("paceline._cluster.runner.attempt_run", "gzip", "encodings.idna")
+RUNNER_MODULES = (
+    "paceline._cluster.runner.attempt_run",
+    "argparse",
+    "encodings.ascii",
+    "encodings.idna",
+    "gzip",
+    # Of each trial's `core.init`.
+    "importlib.metadata",
+    "paceline.core",
+)
 TRIAL_MODULES = ("torch", "numpy", "paceline.pytorch", "torch._dynamo")
 
 
@@ -209,13 +218,17 @@ class ProgramStart:
     def learn(self, pid: int, environment: Mapping[str, str]) -> None:
         """Start a template for restarts, once a program that was started has loaded torch.
 
+        A template that is there loads the modules that it lacks, once the program reports its own.
+
         Args:
             pid: The program's process.
             environment: The environment of all programs.
         """
-        if not self._can_fork or (self._template is not None and self._template.is_alive):
+        if not self._can_fork:
             return
-        self.close()
+        self._end_learning()
+        if self._template is not None and not self._template.is_alive:
+            self.close()
         self._is_over = threading.Event()
         self._thread = threading.Thread(
             target=self._learn,
@@ -227,18 +240,29 @@ class ProgramStart:
 
     def close(self) -> None:
         """End the template; its forks continue."""
-        self._is_over.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._end_learning()
         if self._template is not None:
             self._template.close()
         self._template = None
+
+    def _end_learning(self) -> None:
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def _learn(self, pid: int, environment: Mapping[str, str], is_over: threading.Event) -> None:
         wait_s = _LEARN_S
         while not is_over.wait(wait_s):
             wait_s *= 1.5
-            if not _has_torch(pid) or (self._loaded() is None and wait_s < _PATIENCE_S):
+            loaded = self._loaded()
+            if self._template is not None:
+                if loaded is not None and self._template.is_loaded():
+                    # A template that breaks is reported by the next start.
+                    with suppress(TemplateError):
+                        self._template.load(_safe_modules(loaded))
+                    return
+                continue
+            if not _has_torch(pid) or (loaded is None and wait_s < _PATIENCE_S):
                 continue
             # Environment of the programs, so that libraries read in it what they read there.
             self._template = Template(
@@ -246,12 +270,13 @@ class ProgramStart:
                 self._interpreter,
                 {**environment, "OPENBLAS_NUM_THREADS": "1"},
                 None,
-                modules=["torch", *_safe_modules(self._loaded()), *_LATER_MODULES],
+                modules=["torch", *_safe_modules(loaded), *_LATER_MODULES],
                 later=(),
                 idle_s=None,
                 parent="owner",
             )
-            return
+            if loaded is not None:
+                return
 
 
 def _has_torch(pid: int) -> bool:
@@ -385,13 +410,14 @@ class Template:
 
     def is_loaded(self) -> bool:
         """Return whether the template takes requests by now."""
-        if not self._has_loaded and self._control.fileno() >= 0 and self._has_answer(0.0):
-            try:
-                self._answer(_ANSWER_S)
-                self._has_loaded = True
-            except TemplateError as error:
-                logger.warning("Restarts are slow, as new interpreters: %s.", error)
-                self.close()
+        with self._lock:
+            if not self._has_loaded and self._control.fileno() >= 0 and self._has_answer(0.0):
+                try:
+                    self._answer(_ANSWER_S)
+                    self._has_loaded = True
+                except TemplateError as error:
+                    logger.warning("Restarts are slow, as new interpreters: %s.", error)
+                    self.close()
         return self._has_loaded and self.is_alive
 
     def load(self, modules: Sequence[str]) -> None:

@@ -186,7 +186,7 @@ def _by_task(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _ranks(by: dict[str, dict[str, Any]], names: list[str]) -> Any:
     """Return mean ranks of shape [method, time]; equal regrets share theirs."""
-    from scipy.stats import rankdata
+    from scipy.stats import rankdata  # type: ignore[import-untyped]  # It has no types.
 
     stacked = [np.stack([each[name] for name in names]) for each in by.values()]
     return np.mean([rankdata(each, axis=0).mean(1) for each in stacked], axis=0)

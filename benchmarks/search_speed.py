@@ -97,7 +97,9 @@ def _optuna_alone(num_trials: int) -> None:
     # It has a price, and trials that run at once need it.
     sampler = optuna.samplers.TPESampler(seed=0, constant_liar=True)
     study = optuna.create_study(sampler=sampler)
-    spaces = {name: optuna.distributions.FloatDistribution(0.0, 1.0) for name in _NAMES}
+    spaces: dict[str, optuna.distributions.BaseDistribution] = {
+        name: optuna.distributions.FloatDistribution(0.0, 1.0) for name in _NAMES
+    }
     for _ in range(num_trials):
         trial = study.ask(spaces)
         study.tell(trial, loss_of(trial.params))

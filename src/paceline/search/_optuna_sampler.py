@@ -45,6 +45,7 @@ class OptunaSampler(Sampler):
     def __init__(self, of: str = "tpe", seed: int = 0, **options: Any) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.simplefilter("ignore")
+        self._violation = 0.0
         # Trials run at once: without it, TPE would propose the same place to all of them.
         liar: dict[str, Any] = {"constant_liar": True} if of == "tpe" else {}
         self._of = of
@@ -55,7 +56,6 @@ class OptunaSampler(Sampler):
         self._running: dict[str, int | None] = {}
         # By number: values that come back as an observation, unless another process has got them.
         self._proposed: dict[int, dict[str, Any]] = {}
-        self._violation = 0.0
 
     def ask(
         self, space: Space, observations: Sequence[Observation], n: int, rng: Generator

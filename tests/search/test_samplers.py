@@ -31,9 +31,9 @@ from paceline.search import (
 )
 from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig
 from paceline.search._preview_and_simulation import simulate
+from paceline.search._sampler_program import SamplerProgram
 from paceline.search._samplers import (
     SamplerError,
-    SamplerProgram,
     SamplerSpec,
     answers,
     asking,

@@ -136,7 +136,7 @@ def test_each_kind_is_shown_and_nothing_of_a_stranger_acts(
             assert each.evaluate("typeof acted") == "undefined", each.url
     expect(page).to_have_title(f"Trial {trial} · Paceline")
     # What is opened by itself has no origin either.
-    page.goto("/figure.html")
+    page.goto("/figure.html", wait_until="commit")
     assert page.evaluate("origin") == "null"
 
 

@@ -27,9 +27,9 @@ from paceline.config._searcher_section import BATCHES, Searcher
 from paceline.config._validate_config import validate_config
 from paceline.core._train_context import RunFeedback, ending_of
 from paceline.search._hyperparameter_space import Space, parse_space
+from paceline.search._sampler_program import SamplerProgram
 from paceline.search._samplers import (
     Observation,
-    SamplerProgram,
     SamplerSpec,
     answers_to,
     check_installed,

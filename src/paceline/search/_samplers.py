@@ -1,17 +1,10 @@
-"""Samplers: where the hyperparameters of new trials come from, apart from the method.
-
-Samplers in a process of their own: it may hang, be killed or load what it likes.
-"""
+"""Samplers: where the hyperparameters of new trials come from, apart from the method."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-import os
-import queue
-import sys
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paceline._base.request_program import RequestProgram
-from paceline.search._hyperparameter_space import Space, parse_space
+from paceline.search._hyperparameter_space import Space
 from paceline.search._search_method import Create, Proposed, Recalled
 
 if TYPE_CHECKING:
     from numpy.random import Generator
 
     from paceline.search._search import Search
-
 
 # What Optuna itself does not install.
 _NEEDS = {"gp": ("scipy",), "cmaes": ("cmaes",)}
@@ -392,98 +383,3 @@ def _answer(space: Space, create: Create, given: Any, name: str) -> Proposed:
         why=str(proposal.why)[:_LONGEST_TEXT],
         note=proposal.note,
     )
-
-
-class SamplerProgram:
-    """Sampler in a process, which starts with the first question and again after it has failed.
-
-    Args:
-        spec: The sampler.
-        hyperparameters: The space in these words.
-        seed: The seed of the search.
-        directory: Where any class is looked for before the installed packages. By default nowhere,
-            and only a sampler that an entry point names is taken.
-    """
-
-    def __init__(
-        self,
-        spec: SamplerSpec,
-        hyperparameters: dict[str, Any],
-        seed: int,
-        directory: str | None = None,
-    ) -> None:
-        self._timeout_s = spec.timeout_s
-        self._setup = {
-            "name": spec.name,
-            "options": spec.options,
-            "hyperparameters": hyperparameters,
-            "seed": seed,
-            "takes_places": directory is not None,
-        }
-        command = [sys.executable, "-m", __name__]
-        self._program = RequestProgram(
-            f"sampler {spec.name}", command, SamplerError, directory or "/"
-        )
-
-    def __call__(self, observations: Sequence[Observation], n: int) -> Sequence[Proposal]:
-        """Return the sampler's proposals.
-
-        Raises:
-            SamplerError: It has failed or ended, or takes too long.
-        """
-        seen = msgspec.to_builtins(observations)
-        request = {"setup": self._setup, "observations": seen, "n": n}
-        proposals: list[Proposal] = self._program.ask("ask", timeout_s=self._timeout_s, **request)
-        return proposals
-
-    def close(self) -> None:
-        """End the process."""
-        self._program.close()
-
-
-def _main() -> None:
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    # What a sampler prints is no answer.
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(lines.put,), daemon=True).start()
-    ask: Ask | None = None
-    while True:
-        request = json.loads(lines.get())
-        try:
-            ask = ask or _ask(**request["setup"])
-            observations = msgspec.convert(request["observations"], list[Observation])
-            answer: dict[str, Any] = {"value": list(ask(observations, request["n"]))}
-            text = msgspec.json.encode(answer, enc_hook=_plain)
-        except Exception as error:
-            ask = None
-            text = msgspec.json.encode({"error": f"{type(error).__name__}: {error}"})
-        answers.write(text.decode() + "\n")
-        answers.flush()
-
-
-def _read(put: Callable[[str], None]) -> None:
-    for line in sys.stdin:
-        put(line)
-    # The other side has ended, maybe while the sampler works or hangs.
-    os._exit(0)
-
-
-def _ask(
-    name: str,
-    options: dict[str, Any],
-    hyperparameters: dict[str, Any],
-    seed: int,
-    takes_places: bool,
-) -> Ask:
-    sampler = make_sampler(name, options, seed, takes_places=takes_places)
-    return asking(sampler, parse_space(hyperparameters), seed)
-
-
-def _plain(value: Any) -> Any:
-    # Numbers of NumPy.
-    return value.item()
-
-
-if __name__ == "__main__":
-    _main()

@@ -42,10 +42,10 @@ from paceline.config._validate_config import validate_config
 from paceline.core._run_directories import local_directory
 from paceline.core._train_context import RunFeedback
 from paceline.search._hyperparameter_space import Rng
+from paceline.search._sampler_program import SamplerProgram
 from paceline.search._samplers import (
     Ask,
     Sampler,
-    SamplerProgram,
     answers,
     asking,
     check_installed,

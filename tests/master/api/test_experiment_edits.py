@@ -133,9 +133,14 @@ def test_deleting_tells_the_loss_takes_everything_and_gives_no_id_again(ended: A
             if table is tables.counts:
                 rows = rows.where(tables.counts.c.number != 0)
             num_rows = connection.execute(rows).scalar_one()
-            assert num_rows == {"events": 1, "meta": 5, "projects": 1, "usage": 1, "users": 1}.get(
-                table.name, 0
-            ), table.name
+            assert num_rows == {
+                "events": 1,
+                "meta": 5,
+                "projects": 1,
+                "slot_use": 1,
+                "usage": 1,
+                "users": 1,
+            }.get(table.name, 0), table.name
     assert ended.create() == 2
     assert ended.http.get("/experiments/2/trials").json()["items"][0]["id"] == 3
 

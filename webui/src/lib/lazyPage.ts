@@ -6,8 +6,10 @@ const FIRST_PAUSE_MS = 500;
 const LONGEST_PAUSE_MS = 8000;
 /** Browsers may keep that a file failed; then only a new page gets it. */
 const FAILURES_BEFORE_RELOAD = 3;
-const RELOAD_PERIOD_MS = 60_000;
-const RELOADED_KEY = "paceline-reloaded-at";
+/** Pages are made anew ever more seldom while it does not help. */
+const FIRST_RELOAD_PAUSE_MS = 1000;
+const LONGEST_RELOAD_PAUSE_MS = 60_000;
+const RELOADED_KEY = "paceline-reloaded";
 
 const loaders: (() => Promise<unknown>)[] = [];
 
@@ -36,7 +38,7 @@ const BROWSER: Surroundings = {
       (reply) => reply.ok,
       () => false,
     ),
-  reload: reloadOnce,
+  reload: reloadSeldom,
 };
 
 /** Load until it works; `reload` is the last resort where the master answers and a file is missing. */
@@ -59,9 +61,11 @@ export async function untilLoaded<Module>(
   }
 }
 
-function reloadOnce(): void {
-  const last = Number(sessionStorage.getItem(RELOADED_KEY) ?? 0);
-  if (Date.now() - last < RELOAD_PERIOD_MS) return;
-  sessionStorage.setItem(RELOADED_KEY, String(Date.now()));
+function reloadSeldom(): void {
+  const [at = 0, times = 0] = (sessionStorage.getItem(RELOADED_KEY) ?? "").split(" ").map(Number);
+  const passed = Date.now() - at;
+  if (passed < Math.min(FIRST_RELOAD_PAUSE_MS * 2 ** times, LONGEST_RELOAD_PAUSE_MS)) return;
+  const again = passed < 2 * LONGEST_RELOAD_PAUSE_MS ? times + 1 : 1;
+  sessionStorage.setItem(RELOADED_KEY, `${Date.now()} ${again}`);
   window.location.reload();
 }

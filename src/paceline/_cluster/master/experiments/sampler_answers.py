@@ -14,7 +14,8 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline.search._hyperparameter_space import Space
-from paceline.search._samplers import Observation, SamplerProgram, answers_to
+from paceline.search._sampler_program import SamplerProgram
+from paceline.search._samplers import Observation, answers_to
 from paceline.search._search_method import Create, Proposed
 
 logger = logging.getLogger(__name__)

@@ -67,8 +67,10 @@ def read_experiment(connection: Connection, experiment_id: str) -> Content:
 
 
 def path_below(location: str, *parts: str) -> str:
-    """Return the URL of what lies below a location, whose query stays behind the path."""
+    """Return what lies below a location: a path, or a URL whose query stays behind its path."""
     url = urlsplit(location)
+    if not url.scheme:
+        return "/".join([location.rstrip("/"), *parts])
     return url._replace(path="/".join([url.path.rstrip("/"), *parts])).geturl()
 
 

@@ -228,8 +228,8 @@ def _search_versions(call: Call) -> dict[str, Any]:
     found = [((row.parent, row.name), row.content)
              for row in list_documents(call.connection, VERSION)]  # fmt: skip
     found = select_rows(found, call.given.text_or_none("filter"), _VERSIONS, _look_up_version)
-    orders = [*call.given.texts("order_by"), "last_updated_timestamp DESC", "name ASC",
-              "version_number DESC"]  # fmt: skip
+    asked = call.given.texts("order_by") or ["last_updated_timestamp DESC"]
+    orders = [*asked, "name ASC", "version_number DESC"]
     found = sort_rows(found, orders, _VERSIONS, _look_up_version)
     page, token = page_of(call.given, found, default=10_000, most=200_000)
     shown = [_shown_version(call.connection, *place) for place, _ in page]
@@ -255,6 +255,8 @@ def _change_stage(call: Call) -> dict[str, Any]:
     for row in list_documents(call.connection, VERSION, name) if is_archiving else ():
         if row.content["current_stage"] == stage and row.name != version:
             _archive(call.connection, row)
+    # Also a change of the model, as MLflow's clients see it.
+    _change(call, name, lambda one: one)
     return _change_version(call, lambda content: content | {"current_stage": stage})
 
 

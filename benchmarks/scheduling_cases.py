@@ -161,6 +161,7 @@ def _measure_ticks() -> list[Figure]:
     from paceline._cluster.master.home_directory import Home
     from paceline._cluster.master.master import Master
     from paceline._cluster.master.scheduling.pools import NodeSlots
+    from paceline._cluster.messages.runner_messages import LOCAL_NODE
     from paceline.config import validate_config
 
     nodes = [NodeSlots(node_id=n, slots=(0,)) for n in range(1, _NUM_SLOTS + 1)]
@@ -183,6 +184,9 @@ def _measure_ticks() -> list[Figure]:
         home.prepare()
         master = Master(home, ["cpu"])
         master.nodes.slots = lambda: nodes  # type: ignore[method-assign]
+        # All of them are this machine.
+        here = master.nodes.place(LOCAL_NODE)
+        master.nodes.place = lambda _: here  # type: ignore[method-assign]
         for _ in range(_NUM_EXPERIMENTS):
             master.database.write(
                 lambda t: master.commands.create(

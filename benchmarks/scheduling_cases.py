@@ -186,7 +186,7 @@ def _measure_ticks() -> list[Figure]:
         master.nodes.slots = lambda: nodes  # type: ignore[method-assign]
         # All of them are this machine.
         here = master.nodes.place(LOCAL_NODE)
-        master.nodes.place = lambda _: here  # type: ignore[method-assign]
+        master.nodes.place = lambda _: here  # type: ignore[method-assign, assignment]
         for _ in range(_NUM_EXPERIMENTS):
             master.database.write(
                 lambda t: master.commands.create(

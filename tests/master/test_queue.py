@@ -359,13 +359,16 @@ def test_a_pass_over_many_experiments_asks_the_database_no_more_often(
     for _ in range(2):
         create(master, slots_per_trial=2)
     master.schedule()
-    numbers = []
-    for _ in range(2):
-        # The log of requests is written before.
-        master.core.database.write(lambda _: None).result()
+
+    def num_statements() -> int:
         with count_reads(master.core.database._writer_engine) as reads:
             master.schedule()
-        numbers.append(reads.num_statements)
+        return int(reads.num_statements)
+
+    numbers = []
+    for _ in range(2):
+        # The log of requests is written some time after the answers, maybe during a pass.
+        numbers.append(min(num_statements() for _ in range(5)))
         for _ in range(5):
             create(master, slots_per_trial=2)
     assert len(running(master)) == 1

@@ -101,15 +101,33 @@ def test_a_traceback_is_that_of_plain_python(
     assert plain.stderr.splitlines()[-1] in _closing_line(result)
 
 
-def test_a_rank_that_lost_another_says_where_in_one_line(launch: Launch, script: Script) -> None:
-    name = script(
-        "import concurrent.futures\n"
-        "def reduce():\n"
-        "    raise RuntimeError('[gloo/transport/tcp/pair.cc:537] Connection reset by peer')\n"
-        "concurrent.futures.ThreadPoolExecutor().submit(reduce).result()\n"
-    )
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (
+            "import concurrent.futures\n"
+            "def reduce():\n"
+            "    raise {}\n"
+            "concurrent.futures.ThreadPoolExecutor().submit(reduce).result()\n",
+            "3, in reduce",
+        ),
+        # Raised in Python's own library.
+        (
+            "from concurrent.futures import Future\n"
+            "lost = Future()\n"
+            "lost.set_exception({})\n"
+            "lost.result()\n",
+            "4, in <module>",
+        ),
+    ],
+)
+def test_a_rank_that_lost_another_says_where_in_one_line(
+    launch: Launch, script: Script, text: str, place: str
+) -> None:
+    error = "RuntimeError('[gloo/transport/tcp/pair.cc:537] Connection reset by peer')"
+    name = script(text.format(error))
     line, closing = launch(name).stderr.splitlines()[-2:]
-    assert re.search(rf"lost another one at \S*{name}:3, in reduce; the launcher says", line)
+    assert re.search(rf"lost another one at \S*{name}:{place}; the launcher says", line)
     assert line.endswith("[gloo/transport/tcp/pair.cc:537] Connection reset by peer)")
     assert closing.startswith("ERROR: ")
 

@@ -261,14 +261,43 @@ def test_a_reservation_clears_its_node_and_keeps_others_away(master: Any, add: A
     assert "reserved" not in dict(waits(master))
 
 
+def test_a_reservation_that_has_begun_lets_in_nobody_of_the_next_one(master: Any, add: Any) -> None:
+    add("ada"), add("bob")
+    now = time.time()
+
+    def closed_to(moment: float) -> list[bool]:
+        with master.core.database.read() as connection:
+            [node] = master.core.reconciler.cluster(connection, moment).nodes
+        return [node.is_closed_to(user) for user in ("ada", "bob", "admin")]
+
+    for user, begin, end_at in (("ada", 2, 4), ("bob", 4.5, 6), ("bob", 3.9, 6)):
+        times = {"begins_at": now + begin * HOUR_S, "ends_at": now + end_at * HOUR_S}
+        reply = master.http.post("/nodes/local/reservations", json={"user": user, **times})
+        assert reply.status_code == 201, reply.text
+    # Before, in the hour before, ada's, both at the same time, bob's, after.
+    found = [closed_to(now + hours * HOUR_S) for hours in (0.5, 1.5, 3.5, 3.95, 5, 7)]
+    assert found == [
+        [False, False, False],
+        [False, True, True],
+        [False, True, True],
+        [False, False, True],
+        [True, False, True],
+        [False, False, False],
+    ]
+
+
 def test_a_reservation_of_nothing_is_refused(master: Any) -> None:
     body = {"user": "admin", "begins_at": 5, "ends_at": 2**33}
     reserve = master.http.post
     refused(reserve("/nodes/gone/reservations", json=body), 404, "not_found")
     refused(reserve("/nodes/local/reservations", json=body | {"user": "x"}), 404, "not_found")
-    for wrong in ({"ends_at": 4}, {"ends_at": 6}, {"begins_at": 2**34}):
+    for wrong in ({"ends_at": 4}, {"ends_at": 6}, {"begins_at": 2**34}, {"ends_at": 2**39}):
         reply = reserve("/nodes/local/reservations", json=body | wrong)
         refused(reply, 422, "invalid_request")
+    assert (
+        "1970-01-01 00:00 UTC to 1970-01-01 00:00 UTC"
+        in reserve("/nodes/local/reservations", json=body | {"ends_at": 4}).text
+    )
     # A clock that is set back before its beginning only delays it, and one set ahead ends it.
     assert reserve("/nodes/local/reservations", json=body).status_code == 201
     for moment, is_closed in ((0.0, True), (time.time(), True), (2.0**33 + 1, False)):

@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from paceline._cluster.messages.experiment_models import Message, Request
-from paceline._cluster.messages.runner_messages import LOCAL_NAME
+from paceline._cluster.messages.runner_messages import LOCAL_NAME, MAX_TIME_S
 from paceline._cluster.messages.runner_messages import NAME_PATTERN as NODE_PATTERN
 
 
@@ -135,8 +135,8 @@ class NewReservation(Request):
     """A node to be reserved for a user, between two times in seconds since the epoch."""
 
     user: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
-    begins_at: Annotated[float, Field(ge=0, le=2**40)]
-    ends_at: Annotated[float, Field(ge=0, le=2**40)]
+    begins_at: Annotated[float, Field(ge=0, le=MAX_TIME_S)]
+    ends_at: Annotated[float, Field(ge=0, le=MAX_TIME_S)]
 
 
 class DrainNode(Request):

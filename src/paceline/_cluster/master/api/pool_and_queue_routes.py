@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
 from itertools import islice
 from typing import Annotated, Any
 
@@ -17,7 +16,12 @@ from paceline._cluster.master.api.node_and_slot_routes import (
     seen_trials,
 )
 from paceline._cluster.master.api.readers import ReadingRoute
-from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf, write_rows
+from paceline._cluster.master.api.requests_and_answers import (
+    ApiError,
+    MasterOf,
+    utc_text,
+    write_rows,
+)
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.experiment_edits import move_experiment
 from paceline._cluster.master.experiments.scheduler_input import Cluster, read_pools
@@ -434,8 +438,8 @@ def _reserved_in_queue(cluster: Cluster, waiting: Waiting) -> str:
     nodes = [node for node in cluster.nodes if node.pool == waiting.pool]
     closed = [node for node in nodes if node.is_closed_to(waiting.user)]
     users = ", ".join(sorted({user for node in closed for user in node.reserved_for or ()}))
-    until = datetime.fromtimestamp(min(node.reserved_until for node in closed), timezone.utc)
-    return f"The nodes that it needs are reserved for {users}, until {until:%Y-%m-%d %H:%M} UTC."
+    until = utc_text(min(node.reserved_until for node in closed))
+    return f"The nodes that it needs are reserved for {users}, until {until}."
 
 
 def _slots_text(number: int) -> str:

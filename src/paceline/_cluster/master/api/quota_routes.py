@@ -7,7 +7,12 @@ from fastapi import Path, Query
 from sqlalchemy import delete, insert, select
 
 from paceline._cluster.master.api.readers import ReadingRoute
-from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf, write_rows
+from paceline._cluster.master.api.requests_and_answers import (
+    ApiError,
+    MasterOf,
+    utc_text,
+    write_rows,
+)
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.master import Master
@@ -84,10 +89,12 @@ def _take_quota(
     place = [_quotas.c[column] == value for column, value in key.items()]
     query = select(_quotas.c.revision).where(*place)
     found = transaction.connection.scalar(query) or 0
+    if not found and revision:
+        raise NotFoundError(f"There is no quota of the {kind} {name!r}.")
     if found != revision:
         raise ApiError(
-            409 if found else 404,
-            "quota_changed" if found else "not_found",
+            409,
+            "quota_changed",
             f"The change of the quota of the {kind} {name!r} must begin from its newest revision,"
             f" {found}, but got {revision}: someone may have changed it. Hint: `paceline quota"
             " list` shows it.",
@@ -103,8 +110,8 @@ async def reserve_node(name: NodeName, wanted: NewReservation, master: MasterOf)
     if not wanted.begins_at < wanted.ends_at or wanted.ends_at <= time.time():
         raise ApiError(
             422, "invalid_request",
-            "`ends_at` must be later than `begins_at` and than now, but got"
-            f" {wanted.begins_at:.0f} and {wanted.ends_at:.0f}.",
+            "A reservation must end after it begins, and after now, but got"
+            f" {utc_text(wanted.begins_at)} to {utc_text(wanted.ends_at)}.",
         )  # fmt: skip
     known = [LOCAL_NAME, *(node.name for node in master.nodes.all())]
     if name not in known:

@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from datetime import datetime, timezone
 from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -354,6 +355,11 @@ def page_of_encoded(items: Sequence[bytes], next_cursor: str | None, total: int 
     """Return the answer for a `Page` with already encoded items."""
     last = to_json({"next_cursor": next_cursor, "total": total}).removeprefix(b"{")
     return Response(b'{"items":[' + b",".join(items) + b"]," + last, media_type="application/json")
+
+
+def utc_text(moment: float) -> str:
+    """Return a time in seconds since the epoch as people read it."""
+    return f"{datetime.fromtimestamp(moment, timezone.utc):%Y-%m-%d %H:%M} UTC"
 
 
 def experiment_row(connection: Connection, experiment_id: int) -> Row[Any]:

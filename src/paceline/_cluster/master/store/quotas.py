@@ -256,6 +256,9 @@ def reserve(connection: Connection, nodes: Iterable[NodeSlots], now: float) -> l
     of_node: defaultdict[int | None, list[Reservation]] = defaultdict(list)
     for one in found:
         of_node[ids.get(one.node)].append(one)
+    for node_id, known in of_node.items():
+        # One that has begun lets in no users of a later one.
+        of_node[node_id] = [one for one in known if one.begins_at <= now] or known
     return [
         replace(
             node,

@@ -323,7 +323,9 @@ def _error_outcome(error: BaseException) -> ProgramOutcome:
 def _survivor_line(error: "str | None", frames: "types.TracebackType | None") -> str:
     """Return what became of a rank that lost another: its error, and where in the user's code."""
     package = os.path.realpath(os.path.join(_own_directory(), "..", "..", ".."))
-    libraries = (package + os.sep, os.sep + "site-packages" + os.sep, "<frozen ")
+    packages = [f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist")]
+    pythons = os.path.dirname(traceback.__file__) + os.sep
+    libraries = (package + os.sep, *packages, pythons, "<frozen ")
     all_frames = traceback.extract_tb(frames)
     own = [
         frame for frame in all_frames if not any(part in frame.filename for part in libraries)

@@ -87,8 +87,8 @@ def seen(
             answer = json.loads(output.read_text())
             answer["same"]["exit handlers"] = Path(f"{output}.exit").read_text().split()
             # The launcher's wrapper has always left without the end of the interpreter.
-            is_flushed = Path(f"{output}.open").read_text() == "written"
-            answer["same"]["end"] = is_flushed or kind == "launcher"
+            written = [Path(f"{output}.{of}").read_text() for of in ("open", "kept")]
+            answer["same"]["end"] = written == ["written"] * 2 or kind == "launcher"
             answers.append(answer)
     finally:
         os.umask(before)
@@ -101,7 +101,8 @@ def test_a_fork_sees_what_a_new_interpreter_sees(seen: list[dict[str, Any]]) -> 
     different = {name: (first[name], fresh[name]) for name in fresh if first[name] != fresh[name]}
     assert different == {}
     assert first == second
-    assert fresh["exit handlers"] == ["last", "first"]
+    # The launcher's wrapper ends without taking the program's objects apart.
+    assert fresh["exit handlers"][:2] == ["last", "first"]
     assert fresh["end"]
 
 

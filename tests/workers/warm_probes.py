@@ -112,6 +112,11 @@ def atexit_order():
     return True
 
 
+class Mourned:
+    def __del__(self):
+        append("deleted\n")
+
+
 async def add():
     return await asyncio.to_thread(square, 5)
 
@@ -201,6 +206,9 @@ SAME = {
     "loader with spawned ones": lambda: load(1, "spawn"),
     "atexit": atexit_order,
     "unclosed file": lambda: globals().update(unclosed=open(OUTPUT + ".open", "w")),  # noqa: SIM115
+    # One that an object of a library keeps, which a fork does not take apart.
+    "file of a library": lambda: setattr(torch, "unclosed", open(OUTPUT + ".kept", "w")),  # noqa: SIM115
+    "deleted object": lambda: globals().update(mourned=Mourned()),
 }
 # These must differ from process to process.
 OWN = {
@@ -220,5 +228,6 @@ if __name__ == "__main__":
     # Random numbers come first: the others set seeds.
     own = {name: probe() for name, probe in OWN.items()}
     same = {name: probe() for name, probe in SAME.items()}
-    globals().get("unclosed").write("written")
+    for file in (globals().get("unclosed"), torch.unclosed):
+        file.write("written")
     Path(OUTPUT).write_text(json.dumps({"own": own, "same": same}))

@@ -123,6 +123,10 @@ _stamps: dict[str, tuple[int, ...] | None] = {}
 # Memory that all forks share: whether one of them has loaded torch by itself.
 has_seen_torch = mmap.mmap(-1, 1)
 is_fork = False
+# Objects that garbage collection leaves alone, as many as when this process was forked.
+num_frozen = -1
+# Modules of the template, by name, as they were when this process was forked.
+_libraries: dict[str, int] = {}
 
 
 def serve_forks(facts: TemplateFacts) -> list[str]:
@@ -301,6 +305,9 @@ class _Server:
         files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
         _stamps.update({f: _stamp(f) for f in files if f and f not in _stamps})
         self._names = {n for n in names if getattr(sys.modules.get(n), "__file__", None)}
+        _libraries.update({name: id(module) for name, module in sys.modules.items()})
+        for name in ("__main__", "sys", "builtins"):
+            _libraries.pop(name, None)
 
     def _answer(self) -> list[str] | None:
         """Carry out a request; return the program in a fork, else None."""
@@ -450,8 +457,8 @@ class _Server:
         if message is None:
             os._exit(1)
         request, descriptors = message
-        global is_fork
-        is_fork = True
+        global is_fork, num_frozen
+        is_fork, num_frozen = True, gc.get_freeze_count()
         sys.executable = request["executable"]
         _place_descriptors(descriptors, request["descriptors"])
         _become_worker(request)
@@ -473,6 +480,25 @@ class _Server:
             for descriptor in self._successor[1:]:
                 with suppress(OSError):
                     os.close(descriptor)
+
+
+def keep_libraries() -> None:
+    """Keep the template's modules beyond the end of the interpreter.
+
+    To take them apart would copy most of the memory shared with the template, for 0.5 s with torch.
+    Modules and objects of the program end as usual. With a thread or a process group, which may be
+    an attribute of a library, all end as usual.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    has_group = getattr(distributed, "is_initialized", bool)()
+    if has_group or threading.active_count() > 1:
+        return
+    kept = [
+        sys.modules.pop(name)
+        for name, identity in _libraries.items()
+        if id(sys.modules.get(name)) == identity
+    ]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def _try_to_load(modules: Sequence[str]) -> None:

@@ -109,13 +109,16 @@ def _run_plainly(program: "list[str]") -> None:
     _attempt(threading._shutdown)  # type: ignore[attr-defined] # as in `main`
     _attempt(atexit._run_exitfuncs)
     # Objects of the template may keep open files beyond the end of the interpreter.
-    gc.unfreeze()
+    if server is None or gc.get_freeze_count() > server.num_frozen:
+        gc.unfreeze()
     for item in gc.get_objects():
         if issubclass(type(item), (io.TextIOWrapper, io.BufferedWriter)) and not item.closed:
             _attempt(item.flush)
     if outcome.code == INTERRUPTED and (outcome.error or "").startswith("KeyboardInterrupt"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
+    if server is not None:
+        server.keep_libraries()
     raise SystemExit(outcome.code)
 
 

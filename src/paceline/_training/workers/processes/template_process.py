@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+import paceline
 from paceline._training.workers.processes.signals_and_leftovers import (
     JOB_SIGNALS,
     end_marked,
@@ -516,6 +517,9 @@ def _import(modules: Sequence[str]) -> None:
     try:
         for name in modules:
             importlib.import_module(name)
+        if "importlib.metadata" in sys.modules:
+            # Each `core.init` records the version, and to read it takes longer than all else there.
+            paceline.__version__  # noqa: B018
     finally:
         gc.enable()
     # Collections leave frozen objects alone, so forks keep sharing their pages.

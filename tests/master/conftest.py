@@ -114,6 +114,7 @@ class ServedMaster:
         self.server._stop()
         self._thread.join()
         self._listener.close()
+        self.core.sampler_answers.close()
         self.core.notifier.close()
         self.core.database.close()
 

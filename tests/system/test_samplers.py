@@ -175,3 +175,32 @@ def test_a_sampler_that_is_not_installed_is_refused_at_once(
     context = write_context(SCRIPT)
     with pytest.raises(ApiError, match="must be named by an entry point `paceline.samplers`"):
         master.client().create_experiment(config_of("nowhere_at_all.mine:Own"), context)
+
+
+def test_a_program_answers_a_random_search_over_the_api_across_a_kill_of_the_master(
+    make_master: Callable[..., Any], write_context: Callable[..., Path]
+) -> None:
+    """The program sees the losses of earlier trials; no answer is lost or asked for twice."""
+    master = make_master(2).start()
+    sampler = {"name": "external", "timeout": 600}
+    searcher = {"name": "random", "metric": "loss", "max_trials": 5, "max_concurrent_trials": 1}
+    config = config_of(sampler) | {"searcher": searcher | {"sampler": sampler}}
+    experiment = master.client().create_experiment(config, write_context(SCRIPT))
+    losses: list[float | None] = []
+    for number in range(5):
+        if number in (1, 3):
+            master.kill()
+            master.start()
+            experiment = master.client().get_experiment(experiment.id)
+        while not (found := experiment.asks(wait_s=30)).asks:
+            assert not experiment.reload().state.is_terminal
+        losses = [seen.loss for seen in found.observations]
+        experiment.answer(found.asks[0], {"x": 0.3 + number / 10}, why="a step further")
+        with pytest.raises(ApiError, match="no ask"):
+            experiment.answer(found.asks[0], {"x": 0.9})
+    assert losses == pytest.approx([(number / 10) ** 2 / 4 for number in range(4)])
+    assert experiment.wait(timeout=240).value == "COMPLETED"
+    assert [trial.hparams["x"] for trial in experiment.trials()] == pytest.approx(
+        [0.3, 0.4, 0.5, 0.6, 0.7]
+    )
+    assert [one.why for one in check_replay(master.home)] == ["a step further"] * 5

@@ -69,6 +69,34 @@ class Lineage:
 
         return self._session.get(f"experiments/{self.data.id}/proposals", list[models.Proposal])
 
+    def asks(self, wait_s: float = 30.0) -> "models.SearchAsks":
+        """Return what the search asks, and what a sampler is told; for `sampler: external`.
+
+        Args:
+            wait_s: How long to wait for an ask, in seconds, from 0 to 50.
+        """
+        path = f"experiments/{self.data.id}/asks"
+        return self._session.get(path, models.SearchAsks, wait=wait_s)
+
+    def answer(
+        self, ask: "models.SearchAsk", hparams: Mapping[str, Any], *, why: str = "", by: str = ""
+    ) -> None:
+        """Give a trial that waits its hyperparameters.
+
+        Args:
+            ask: One of `asks`.
+            hparams: As for `propose`; those left out are those of the ask.
+            why: The reason, for people.
+            by: Who answers; by default the user of the token.
+
+        Raises:
+            ApiError: It was answered before or was too late (`ask_answered`), the search has ended,
+                or it has no such hyperparameters.
+        """
+        body = models.NewProposal(hparams=dict(hparams), why=why, by=by)
+        path = f"experiments/{self.data.id}/asks/{ask.id}"
+        self._session.send("POST", path, content=body.model_dump_json().encode())
+
     def tree(self) -> "list[models.Relative]":
         """Return what it came from and all that came of that, parents before children."""
 

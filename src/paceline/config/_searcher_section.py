@@ -54,6 +54,10 @@ BATCHES = "batches"
 """The unit of time where a search has no time metric, or a report lacks it."""
 
 
+EXTERNAL = "external"
+"""The sampler that is a program elsewhere, which answers over the API."""
+
+
 def _expand_sampler(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
@@ -63,8 +67,8 @@ class SamplerSection(Section):
 
     name: Text = Field(
         default="random",
-        description="`random`, `grid`, `sobol`, `optuna`, or a sampler of an installed package, by "
-        "the name of its entry point.",
+        description="`random`, `grid`, `sobol`, `optuna`, `external` for programs that answer over "
+        "the API, or a sampler of an installed package, by the name of its entry point.",
     )
     of: Literal["tpe", "gp", "cmaes", "nsgaii"] | None = Field(
         default=None, description="Sampler of Optuna; `tpe` by default."
@@ -81,13 +85,13 @@ class SamplerSection(Section):
         if not re.fullmatch(r"[A-Za-z_][\w-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
             raise refused(
                 "must be a sampler",
-                "`random`, `grid`, `sobol`, `optuna` or the name of an installed sampler",
+                "`random`, `grid`, `sobol`, `optuna`, `external` or the name of an installed one",
             )
         return value
 
     @model_validator(mode="after")
     def _check_use(self) -> "SamplerSection":
-        is_own = self.name in ("random", "grid", "sobol")
+        is_own = self.name in ("random", "grid", "sobol", EXTERNAL)
         if (self.of is not None and self.name != "optuna") or (is_own and self.options):
             raise refused(
                 f"must not have `{'options' if self.options else 'of'}`, as the sampler"
@@ -262,11 +266,20 @@ class Searcher(Section):
 
     @property
     def judged_metrics(self) -> list[str] | None:
-        """Return the validation metrics needed by the search to judge a report, None if none."""
-        if not self.wants_reports:
+        """Return the validation metrics needed by the search to judge a report, None if none.
+
+        Samplers learn from the metric also where the method compares no trials.
+        """
+        if not (self.wants_reports or self.is_asking):
             return None
         is_timed = self.time_name != BATCHES
         return [self.metric, self.time_name] if is_timed else [self.metric]
+
+    @property
+    def takes_reports(self) -> bool:
+        """Whether the search is told the metric: to judge by it, or to end at a target."""
+        has_target = self.limits is not None and self.limits.target is not None
+        return has_target or self.judged_metrics is not None
 
     @property
     def time_name(self) -> str:

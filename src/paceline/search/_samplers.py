@@ -149,7 +149,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A sampler in plain words, as a config has it.
 
     Attributes:
-        name: "random", "grid", "sobol", "optuna", the name of an entry point, or
+        name: "random", "grid", "sobol", "optuna", "external", the name of an entry point, or
             "package.module:Class".
         options: The arguments of its class.
         timeout_s: How long an answer may take.
@@ -187,7 +187,13 @@ def check_installed(spec: SamplerSpec, *, takes_places: bool = False) -> None:
     """
     name = spec.name
     install, packages = "", []
-    if ":" in name and takes_places:
+    if name == "external":
+        if takes_places:
+            raise ImportError(
+                "The sampler `external` must have a master, whose API hands out what it is asked."
+                " Hint: without a master, `Study.propose` names hyperparameters."
+            )
+    elif ":" in name and takes_places:
         install = name.partition(":")[0].partition(".")[0]
         packages = [install]
     elif name not in ("random", "grid", "sobol", "optuna") and installed_place(name) is None:

@@ -380,12 +380,15 @@ class Search:
         if share > trial.reached:
             trial.reached = share
             self._set_progress(report.request_id, trial, trial.progress)
-        best, is_smaller = self.budget.best, self._config.smaller_is_better
-        if math.isfinite(metric) and (best is None or (metric < best) is is_smaller):
-            self.budget.best = metric
+        self._note_best(metric)
         with self._guard("reported"):
             given = self._take_operations(self._method.reported(report.request_id, time, metric))
         return given + self._settle()
+
+    def _note_best(self, metric: float) -> None:
+        best, is_smaller = self.budget.best, self._config.smaller_is_better
+        if math.isfinite(metric) and (best is None or (metric < best) is is_smaller):
+            self.budget.best = metric
 
     def _note_progress(self, told: base.Progressed) -> list[base.Operation]:
         trial = self._find(told.request_id)
@@ -421,6 +424,8 @@ class Search:
 
     def _limit(self, given: base.Limited) -> list[base.Operation]:
         before, self.budget.limits = self.budget.limits.max_trials, given
+        if given.best is not None:
+            self._note_best(given.best)
         if not self._is_started:
             return []
         operations: list[base.Operation] = []

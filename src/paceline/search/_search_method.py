@@ -118,6 +118,8 @@ class Limited(msgspec.Struct, frozen=True, tag="limited", kw_only=True):
         max_wall_time: How many seconds it may take.
         target: The value of the metric at which it ends.
         max_failures: At how many failed trials it ends.
+        best: The best value of the metric so far, for a search that was told none; None for nothing
+            new.
     """
 
     max_trials: int | None = None
@@ -125,6 +127,7 @@ class Limited(msgspec.Struct, frozen=True, tag="limited", kw_only=True):
     max_wall_time: float | None = None
     target: float | None = None
     max_failures: int | None = None
+    best: float | None = None
 
 
 class Spent(msgspec.Struct, frozen=True, tag="spent", kw_only=True):

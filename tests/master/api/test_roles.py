@@ -63,6 +63,7 @@ PUBLIC = ["GET /health", "GET /session", "GET /sign-in", "POST /login", "POST /l
 SEEN = [
     "GET /checkpoints/{uuid}", "GET /checkpoints/{uuid}/files/{path:path}",
     "GET /contexts/{digest}", "GET /experiments/{experiment_id}",
+    "GET /experiments/{experiment_id}/asks",
     "GET /experiments/{experiment_id}/checkpoints", "GET /experiments/{experiment_id}/config",
     "GET /experiments/{experiment_id}/diff", "GET /experiments/{experiment_id}/files",
     "GET /experiments/{experiment_id}/files/{path:path}",
@@ -82,6 +83,7 @@ SEEN = [
 CHANGED = [
     "PATCH /experiments/{experiment_id}", "POST /experiments/{experiment_id}/{action}",
     "POST /experiments/{experiment_id}/proposals",
+    "POST /experiments/{experiment_id}/asks/{ask_id}",
     "POST /experiments/{experiment_id}/continue", "POST /queue/move",
     "POST /trials/{trial_id}/kill", "POST /trials/{trial_id}/stop", "PUT /runs/{run_id}",
     "PUT /runs/{run_id}/files/{path:path}", "POST /runs/{run_id}/records",
@@ -199,6 +201,7 @@ def sent(lab: Any, role: str, route: str, **more: Any) -> httpx2.Response:
         "experiment_id": "1", "trial_id": "1", "uuid": UUID, "digest": DIGEST, "run_id": RUN,
         "path:path": "f", "action": "pause", "token_id": "1", "project": "lab", "name": "admin",
         "slot": "0", "node_id": "1", "attempt_id": "1", "kind": "user", "reservation_id": "1",
+        "ask_id": "none",
     }  # fmt: skip
     if path == "/projects/{project}/members/{name}":
         given["name"] = "viewer"

@@ -149,3 +149,76 @@ def test_a_repeated_request_proposes_once(master: Any) -> None:
         made = master.http.post("/experiments/1/proposals", json=body, headers=headers)
         assert made.json()["number"] == 1
     assert len(master.http.get("/experiments/1/proposals").json()) == 1
+
+
+EXTERNAL = ONE_BY_ONE | {"sampler": {"name": "external", "timeout": 600}}
+
+
+def asks_of(master: Any, **params: Any) -> Any:
+    answer = master.http.get("/experiments/1/asks", params=params)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def answer_ask(master: Any, ask: str, **fields: Any) -> Any:
+    return master.http.post(f"/experiments/1/asks/{ask}", json=fields)
+
+
+def test_a_program_answers_what_an_external_search_asks(master: Any) -> None:
+    """An answer makes the trial, once; it is an input that a replay has, too."""
+    master.create(searcher=EXTERNAL)
+    found = asks_of(master)
+    (ask,) = found["asks"]
+    assert [one["name"] for one in found["parameters"]] == ["lr"]
+    assert (found["metric"], found["observations"], trials_of(master)) == ("loss", [], [])
+    wrong = answer_ask(master, ask["id"], hparams={"lr": 7.0})
+    assert (wrong.status_code, wrong.json()["code"]) == (409, "outside_space")
+    assert answer_ask(master, "nope", hparams={"lr": 0.5}).json()["code"] == "ask_answered"
+    assert answer_ask(master, ask["id"], hparams={"lr": 0.25}, why="even").status_code == 204
+    assert [trial["hparams"]["lr"] for trial in trials_of(master)] == [0.25]
+    again = answer_ask(master, ask["id"], hparams={"lr": 0.75})
+    assert (again.status_code, again.json()["code"]) == (409, "ask_answered")
+    decisions = master.http.get("/trials/1/decisions").json()
+    assert (decisions["proposal"]["by"], decisions["proposal"]["why"]) == ("admin", "even")
+    end_trial(master, 1)
+    told = asks_of(master)
+    assert [(one["hparams"]["lr"], one["loss"]) for one in told["observations"]] == [(0.25, 1.0)]
+    assert propose(master, hparams={"lr": 0.5}).status_code == 201
+    assert [trial["hparams"]["lr"] for trial in trials_of(master)] == [0.25, 0.5]
+    check_replay(master, is_asking=True)
+
+
+def test_a_request_waits_for_the_next_ask(master: Any) -> None:
+    """A waiting request is answered by the ask that the end of a trial leads to."""
+    master.create(searcher=EXTERNAL)
+    (ask,) = asks_of(master)["asks"]
+    answer_ask(master, ask["id"], hparams={"lr": 0.25})
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(asks_of, master, wait=50)
+        time.sleep(0.2)
+        assert not waiting.done()
+        end_trial(master, 1)
+        (after,) = waiting.result()["asks"]
+    assert after["id"] != ask["id"]
+
+
+def test_asks_that_nobody_answers_in_time_are_drawn_at_random_and_counted(master: Any) -> None:
+    """Points of the config need no answer; what is late gets its draw, with the reason."""
+    searcher = EXTERNAL | {
+        "sampler": {"name": "external", "timeout": 0.2},
+        "points_to_evaluate": [{"lr": 0.125}],
+        "max_concurrent_trials": 2,
+    }
+    master.create(searcher=searcher)
+    (late,) = asks_of(master)["asks"] or [None]
+    deadline = time.monotonic() + 60
+    while len(trials_of(master)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first, second = trials_of(master)
+    assert first["hparams"]["lr"] == 0.125
+    assert late is None or second["hparams"] == late["hparams"]
+    reason = master.http.get("/trials/2/decisions").json()["proposal"]
+    assert "within 0.2 s" in reason["why"], f"the reason must say how long it waited: {reason}"
+    sampler = master.http.get("/experiments/1/search").json()["sampler"]
+    assert (sampler["num_proposed"], sampler["num_fallbacks"]) == (2, 1)
+    check_replay(master, is_asking=True)

@@ -27,6 +27,7 @@ from paceline.journal import (
     StatusReported,
     TimeSpent,
 )
+from paceline.search._search_method import Proposed
 
 
 @pytest.fixture
@@ -468,9 +469,16 @@ def test_in_operations_mode_completed_operations_are_the_searchs_input(
     bench.check_replay(halving)
 
 
-@pytest.mark.parametrize("kind", ["single", "random", "grid"])
+@pytest.mark.parametrize("kind", ["single", "random", "grid", "random with a sampler"])
 def test_without_rungs_one_operation_is_all_there_is(bench: Any, kind: str) -> None:
-    experiment_id = bench.create(kind, searcher={"max_length": {"batches": 100}})
+    """A sampler is told the value of the operation, which is the only one all the same."""
+    kind, _, sampled = kind.partition(" ")
+    more = {"points_to_evaluate": [{"lr": 0.5}]} if sampled else {}
+    experiment_id = bench.create(kind, searcher={"max_length": {"batches": 100}} | more)
+    take = bench.changes.search_operations.apply_input
+    for ask in bench.write(lambda t: bench.searches.peek(t, experiment_id)).asks:
+        given = Proposed(request_id=ask.request_id, hparams={"lr": 0.5}, by="somebody")
+        bench.write(lambda t, given=given: take(t, experiment_id, given))
     attempt_id = bench.start(1)
     assert bench.trial(1).target_length == 100
     version = bench.attempt(attempt_id).control_version
@@ -482,7 +490,7 @@ def test_without_rungs_one_operation_is_all_there_is(bench: Any, kind: str) -> N
     assert bench.trial(1).operations_closed
     assert bench.trial(1).state == "ACTIVE"
     assert bench.attempt(attempt_id).control_version > version
-    assert reported(bench, experiment_id) == []
+    assert reported(bench, experiment_id) == ([(100.0, 0.5)] if sampled else [])
 
 
 def test_a_large_report_is_left_out_of_its_event(bench: Any) -> None:

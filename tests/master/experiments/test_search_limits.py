@@ -107,6 +107,21 @@ def test_limits_are_changed_while_the_search_runs_as_stored_inputs(bench: Any) -
     bench.check_replay(experiment_id)
 
 
+def test_a_method_that_compares_no_trials_ends_at_a_target(bench: Any) -> None:
+    """A random search is told reports for its target, also values from before it was set."""
+    aimed = bench.create("random", searcher=LONG | {"limits": {"target": 0.1}})
+    bench.validate(bench.start(1), 1, loss=0.05)
+    assert bench.trial_states(aimed) == ["STOPPING_COMPLETED"] * 2
+    bench.check_replay(aimed)
+    later = bench.create("random", searcher=LONG)
+    bench.validate(bench.start(3), 1, loss=0.05)
+    edit(bench, later, target=0.01)
+    assert bench.trial_states(later) == ["ACTIVE", "ACTIVE"]
+    edit(bench, later, target=0.1)
+    assert bench.trial_states(later) == ["STOPPING_COMPLETED"] * 2
+    bench.check_replay(later)
+
+
 @pytest.mark.parametrize(
     "limits",
     [

@@ -1263,6 +1263,46 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/experiments/{experiment_id}/asks": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Asks
+         * @description List the trials of a search that wait for hyperparameters, and what a sampler is told.
+         */
+        get: operations["list_asks_api_v1_experiments__experiment_id__asks_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/experiments/{experiment_id}/asks/{ask_id}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Answer Ask
+         * @description Give a waiting trial its hyperparameters; those left out come from its draw.
+         */
+        post: operations["answer_ask_api_v1_experiments__experiment_id__asks__ask_id__post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/experiments/{experiment_id}/tree": {
         parameters: {
             query?: never;
@@ -3983,6 +4023,47 @@ export interface components {
             arrival?: components["schemas"]["RungArrival"] | null;
         };
         /**
+         * SearchAsk
+         * @description Trial that waits for its hyperparameters: `hparams` is the draw that stands in for them.
+         */
+        SearchAsk: {
+            /** Id */
+            id: string;
+            /** Hparams */
+            hparams: {
+                [key: string]: unknown;
+            };
+        };
+        /**
+         * SearchAsks
+         * @description Open asks of a search, the hyperparameters that vary, and its trials so far.
+         *
+         *     A `loss` is smaller for better trials, also where larger values of the metric are better.
+         */
+        SearchAsks: {
+            /** Metric */
+            metric: string;
+            /** Smaller Is Better */
+            smaller_is_better: boolean;
+            /**
+             * Parameters
+             * @default []
+             */
+            parameters?: {
+                [key: string]: unknown;
+            }[];
+            /**
+             * Asks
+             * @default []
+             */
+            asks?: components["schemas"]["SearchAsk"][];
+            /**
+             * Observations
+             * @default []
+             */
+            observations?: components["schemas"]["SearchObservation"][];
+        };
+        /**
          * SearchLimit
          * @description Limit of a search by its name in the config, with what is used and left.
          *
@@ -3997,6 +4078,28 @@ export interface components {
             used: number | null;
             /** Left */
             left: number | null;
+        };
+        /**
+         * SearchObservation
+         * @description Trial of a search as samplers see it; see `paceline.search.Observation`.
+         */
+        SearchObservation: {
+            /** Id */
+            id: string;
+            /** Hparams */
+            hparams: {
+                [key: string]: unknown;
+            };
+            /** State */
+            state: string;
+            /** Loss */
+            loss: number | null;
+            /** Time */
+            time: number;
+            /** Note */
+            note: unknown;
+            /** Is Earlier */
+            is_earlier: boolean;
         };
         /**
          * SearchPreview
@@ -7001,6 +7104,74 @@ export interface operations {
                 content: {
                     "application/json": components["schemas"]["Proposal"];
                 };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_asks_api_v1_experiments__experiment_id__asks_get: {
+        parameters: {
+            query?: {
+                /** @description Seconds to wait for an ask. */
+                wait?: number;
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SearchAsks"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    answer_ask_api_v1_experiments__experiment_id__asks__ask_id__post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+                ask_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["NewProposal"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {

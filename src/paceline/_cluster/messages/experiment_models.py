@@ -458,6 +458,38 @@ class Proposal(Message):
     trial_id: int | None
 
 
+class SearchAsk(Message):
+    """Trial that waits for its hyperparameters: `hparams` is the draw that stands in for them."""
+
+    id: str
+    hparams: dict[str, Any]
+
+
+class SearchObservation(Message):
+    """Trial of a search as samplers see it; see `paceline.search.Observation`."""
+
+    id: str
+    hparams: dict[str, Any]
+    state: str
+    loss: float | None
+    time: float
+    note: Any
+    is_earlier: bool
+
+
+class SearchAsks(Message):
+    """Open asks of a search, the hyperparameters that vary, and its trials so far.
+
+    A `loss` is smaller for better trials, also where larger values of the metric are better.
+    """
+
+    metric: str
+    smaller_is_better: bool
+    parameters: list[dict[str, Any]] = []
+    asks: list[SearchAsk] = []
+    observations: list[SearchObservation] = []
+
+
 class NotesVersion(Message):
     """Version of an experiment's notes; without a user it was there before the first edit."""
 

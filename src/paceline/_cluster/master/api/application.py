@@ -205,6 +205,7 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
         master.events.attach(loop)
         master.leases.attach(loop)
         master.nodes.attach(loop)
+        master.sampler_answers.waiting.attach(loop)
         app.state.readers = Readers(master.database.path, num_cores())
         yield
         app.state.readers.close()

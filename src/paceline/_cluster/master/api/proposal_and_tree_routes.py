@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
+from fastapi import Path as PathParameter
 from fastapi import Query
 from sqlalchemy import or_, select
 
@@ -21,12 +22,14 @@ from paceline._cluster.master.api.requests_and_answers import (
     RequestKey,
     experiment_row,
     write_once,
+    write_rows,
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.experiment_edits import read_notes_history
 from paceline._cluster.master.experiments.search_operations import read_proposals
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.row_ids_and_counts import NO_COUNTS, experiment_counts
+from paceline._cluster.master.waiting import wait_for
 from paceline._cluster.messages.experiment_models import (
     CodeDiff,
     FileDiff,
@@ -34,6 +37,7 @@ from paceline._cluster.messages.experiment_models import (
     NotesVersion,
     Proposal,
     Relative,
+    SearchAsks,
 )
 from paceline._cluster.messages.states import ExperimentState, shown_experiment_state
 
@@ -76,6 +80,35 @@ def list_proposals(experiment_id: ExperimentId, master: MasterOf) -> list[Propos
     with master.database.read() as connection:
         experiment_row(connection, experiment_id)
         return [Proposal(**fields) for fields in read_proposals(connection, experiment_id)]
+
+
+@proposal_router.get("/experiments/{experiment_id}/asks")
+async def list_asks(
+    experiment_id: ExperimentId,
+    master: MasterOf,
+    wait: Annotated[float, Query(ge=0, le=50, description="Seconds to wait for an ask.")] = 0.0,
+) -> SearchAsks:
+    """List the trials of a search that wait for hyperparameters, and what a sampler is told."""
+    answers = master.sampler_answers
+    with answers.waiting.listen(experiment_id) as changed:
+        found = await asyncio.to_thread(answers.open_asks, experiment_id)
+        if found.asks or not wait or master.is_closing or not await wait_for(changed, wait):
+            return found
+        return await asyncio.to_thread(answers.open_asks, experiment_id)
+
+
+@proposal_router.post("/experiments/{experiment_id}/asks/{ask_id}", status_code=204)
+async def answer_ask(
+    experiment_id: ExperimentId,
+    ask_id: Annotated[str, PathParameter(max_length=100)],
+    request: NewProposal,
+    master: MasterOf,
+    identity: IdentityOf,
+) -> None:
+    """Give a waiting trial its hyperparameters; those left out come from its draw."""
+    by = request.by or ("" if identity is None else identity.user)
+    given = request.model_copy(update={"by": by})
+    await write_rows(master, lambda t: master.commands.answer_ask(t, experiment_id, ask_id, given))
 
 
 @proposal_router.get("/experiments/{experiment_id}/tree")

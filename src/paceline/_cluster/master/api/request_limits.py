@@ -540,6 +540,7 @@ _WAITING_ROUTES = frozenset(
         f"{PREFIX}/events",
         f"{PREFIX}/attempts/{{attempt_id}}/control",
         f"{PREFIX}/nodes/{{node_id}}/poll",
+        f"{PREFIX}/experiments/{{experiment_id}}/asks",
     }
 )
 _UNMATCHED = "other"

@@ -12,7 +12,11 @@ from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
 from paceline._cluster.master.experiments.scheduler_input import check_slots
 from paceline._cluster.master.experiments.search_limits import change_limits
-from paceline._cluster.master.experiments.search_operations import add_proposal, takes_inputs
+from paceline._cluster.master.experiments.search_operations import (
+    add_proposal,
+    checked_proposal,
+    takes_inputs,
+)
 from paceline._cluster.master.experiments.state_decisions import (
     RefusedError,
     SearchEnd,
@@ -25,6 +29,7 @@ from paceline._cluster.master.store.api_models_from_rows import REPORTED, config
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.reach import check_object, note_object
 from paceline._cluster.master.store.row_ids_and_counts import new_id
+from paceline._cluster.messages.experiment_models import NewProposal
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 from paceline.config._environment_and_secrets import reveal_secrets, without_secrets
 from paceline.config._experiment_config import ExperimentConfig
@@ -32,7 +37,8 @@ from paceline.config._notify_section import Notify
 from paceline.config._searcher_section import Searcher
 from paceline.config._validate_config import merge_configs, validate_config
 from paceline.search._samplers import check_installed
-from paceline.search._search_method import Recalled, Started
+from paceline.search._search import Search
+from paceline.search._search_method import Proposed, Recalled, Started
 
 
 def continued_trial_config(
@@ -246,15 +252,7 @@ class Commands:
             RefusedError: Its search has ended, draws nothing, will have no trial for it, or has
                 other hyperparameters.
         """
-        row = self._managed(transaction, experiment_id)
-        search = self._changes.searches.peek(transaction, experiment_id)
-        if not takes_inputs(row) or search is None:
-            raise RefusedError(
-                "search_ended",
-                f"A proposal needs a search that goes on, but that of experiment {experiment_id} is"
-                f" {told_state(row.state)}. Hint: `paceline e fork {experiment_id}` makes a new"
-                " search.",
-            )
+        row, search = self._open_search(transaction, experiment_id)
         if config_of(row).searcher.needs_counts:
             raise RefusedError(
                 "nothing_drawn",
@@ -265,6 +263,40 @@ class Commands:
         # A trial may be waiting for an answer already.
         self._changes.search_operations.take_proposals(transaction, row)
         return number
+
+    def answer_ask(
+        self, transaction: Transaction, experiment_id: int, ask_id: str, given: NewProposal
+    ) -> None:
+        """Give a trial that waits for its hyperparameters the proposed ones.
+
+        Raises:
+            NotFoundError: There is no such experiment.
+            RefusedError: Its search has ended, the trial has its hyperparameters already, or the
+                search has no such hyperparameters.
+        """
+        _, search = self._open_search(transaction, experiment_id)
+        asked = next((each for each in search.asks if each.request_id == ask_id), None)
+        if asked is None:
+            raise RefusedError(
+                "ask_answered",
+                f"An answer needs an open ask, but experiment {experiment_id} has no ask {ask_id!r}"
+                " (any more). Hint: list the open ones again.",
+            )
+        hparams = checked_proposal(search, asked.hparams, given.hparams)
+        answer = Proposed(request_id=ask_id, hparams=hparams, by=given.by, why=given.why)
+        self._changes.search_operations.apply_input(transaction, experiment_id, answer)
+
+    def _open_search(self, transaction: Transaction, experiment_id: int) -> tuple[Row[Any], Search]:
+        row = self._managed(transaction, experiment_id)
+        search = self._changes.searches.peek(transaction, experiment_id)
+        if not takes_inputs(row) or search is None:
+            raise RefusedError(
+                "search_ended",
+                f"A proposal needs a search that goes on, but that of experiment {experiment_id} is"
+                f" {told_state(row.state)}. Hint: `paceline e fork {experiment_id}` makes a new"
+                " search.",
+            )
+        return row, search
 
     def pause(self, transaction: Transaction, experiment_id: int) -> None:
         """Let running attempts checkpoint and leave, and start no others.

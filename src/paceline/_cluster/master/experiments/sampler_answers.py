@@ -1,11 +1,17 @@
-"""Answers of samplers to the searches of a master: each search has a thread and a process."""
+"""Answers of samplers to the searches of a master: each search has a thread and a process.
+
+The sampler `external` has no process: programs elsewhere read the open asks over the API and
+answer them, and what nobody answers in time is drawn at random.
+"""
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import msgspec
 from sqlalchemy import Row, select
 
 from paceline._cluster.master.experiments.search_operations import takes_inputs
@@ -13,9 +19,20 @@ from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.waiting import WaitingRequests
+from paceline._cluster.messages.experiment_models import SearchAsk, SearchAsks, SearchObservation
+from paceline.config._searcher_section import EXTERNAL, Searcher
 from paceline.search._hyperparameter_space import Space
 from paceline.search._sampler_program import SamplerProgram
-from paceline.search._samplers import Observation, answers_to
+from paceline.search._samplers import (
+    Ask,
+    Observation,
+    Proposal,
+    SamplerError,
+    SamplerSpec,
+    answers_to,
+    num_asked,
+)
 from paceline.search._search_method import Create, Proposed
 
 logger = logging.getLogger(__name__)
@@ -39,6 +56,9 @@ class _Served:
     is_asked: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
     program: SamplerProgram | None = None
+    # When each open ask of an external sampler was first seen, and how long the next may wait.
+    seen_at: dict[str, float] = field(default_factory=dict)
+    wait_s: float = _IDLE_S
 
 
 class SamplerAnswers:
@@ -55,6 +75,8 @@ class SamplerAnswers:
         self._served: dict[int, _Served] = {}
         self._lock = threading.Lock()
         self._is_closing = False
+        self.waiting = WaitingRequests()
+        """Requests that wait for asks, by experiment."""
         changes.searches.on_asks = self.ask
 
     def start(self) -> None:
@@ -74,6 +96,7 @@ class SamplerAnswers:
                 return
             served = self._served.setdefault(experiment_id, _Served())
             served.is_asked.set()
+            self.waiting.notify(experiment_id)
             if served.thread is None:
                 served.thread = threading.Thread(
                     target=self._serve,
@@ -112,9 +135,9 @@ class SamplerAnswers:
 
     def _goes_on(self, experiment_id: int, served: _Served) -> bool:
         """Wait for a question; False if there is none for long, or the master ends."""
-        served.is_asked.wait(_IDLE_S)
+        is_asked = served.is_asked.wait(served.wait_s)
         with self._lock:
-            if served.is_asked.is_set() and not self._is_closing:
+            if (is_asked or served.seen_at) and not self._is_closing:
                 served.is_asked.clear()
                 return True
             self._served.pop(experiment_id, None)
@@ -124,17 +147,28 @@ class SamplerAnswers:
         """Answer some of the open asks; False if there are none."""
         found = self._database.write(lambda t: self._question(t, experiment_id)).result()
         if found is None:
+            served.seen_at.clear()
+            served.wait_s = _IDLE_S
             return False
         config = config_of(found.row)
         spec = config.searcher.sampler_spec()
-        ask: SamplerProgram | None = None
-        if spec.name != "random":
+        asks = found.asks
+        ask: Ask | None = None
+        if spec.name == EXTERNAL:
+            ask = _late(spec)
+            points = config.searcher.points_to_evaluate
+            asks = _overdue(
+                found, served, spec, max(0, len(points) - num_asked(found.observations))
+            )
+            if not asks:
+                return False
+        elif spec.name != "random":
             if served.program is None:
                 served.program = SamplerProgram(spec, config.hyperparameters, found.row.seed)
             ask = served.program
         answers = answers_to(
             found.space,
-            found.asks,
+            asks,
             found.observations,
             ask,
             spec.shown,
@@ -156,7 +190,32 @@ class SamplerAnswers:
         search = self._changes.searches.peek(transaction, experiment_id)
         if search is None or not search.asks:
             return None
-        return _Question(row, search.space, search.asks[:_MOST], search.observations())
+        most = None if config_of(row).searcher.sampler_name == EXTERNAL else _MOST
+        return _Question(row, search.space, search.asks[:most], search.observations())
+
+    def open_asks(self, experiment_id: int) -> SearchAsks:
+        """Return what the search of an experiment asks, and all that a sampler is told.
+
+        Raises:
+            NotFoundError: There is no such experiment.
+        """
+
+        def read(transaction: Transaction) -> tuple[Searcher, _Question | None]:
+            row = self._changes.experiment(transaction.connection, experiment_id)
+            return config_of(row).searcher, self._question(transaction, experiment_id)
+
+        searcher, found = self._database.write(read).result()
+        asks = SearchAsks(metric=searcher.metric, smaller_is_better=searcher.smaller_is_better)
+        if found is None:
+            return asks
+        # Outside the writer thread, as there may be many trials.
+        told = [msgspec.structs.asdict(one) for one in found.observations]
+        values = {
+            "asks": [SearchAsk(id=one.request_id, hparams=one.hparams) for one in found.asks],
+            "parameters": [{"name": one.name, **asdict(one)} for one in found.space.parameters],
+            "observations": [SearchObservation(**one) for one in told],
+        }
+        return asks.model_copy(update=values)
 
     def _store(
         self, transaction: Transaction, experiment_id: int, answers: Sequence[Proposed]
@@ -169,3 +228,24 @@ class SamplerAnswers:
             # A proposal of a person may have been faster.
             if any(ask.request_id == answer.request_id for ask in search.asks):
                 self._changes.search_operations.apply_input(transaction, experiment_id, answer)
+
+
+def _overdue(
+    found: _Question, served: _Served, spec: SamplerSpec, num_points: int
+) -> Sequence[Create]:
+    """Return the asks that have waited for too long, or are for points that the config names."""
+    now = time.monotonic()
+    ids = [each.request_id for each in found.asks]
+    served.seen_at = {one: served.seen_at.get(one, now) for one in ids}
+    due = min(served.seen_at.values()) + spec.timeout_s
+    served.wait_s = max(0.0, due - now) + 0.01
+    if num_points:
+        return found.asks[:num_points]
+    return [a for a in found.asks if served.seen_at[a.request_id] + spec.timeout_s <= now]
+
+
+def _late(spec: SamplerSpec) -> Ask:
+    def ask(observations: Sequence[Observation], n: int) -> Sequence[Proposal]:
+        raise SamplerError(f"no program has answered over the API within {spec.timeout_s:g} s")
+
+    return ask

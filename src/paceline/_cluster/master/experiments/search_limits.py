@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import msgspec
 from sqlalchemy import Connection, Row, func, or_, select, update
 
 from paceline._cluster.master.experiments.search_operations import takes_inputs
@@ -139,6 +140,8 @@ def change_limits(
         )
     told = Limited() if section is None else section.as_input()
     try:
+        best = row.best_metric
+        told = told if told.target is None else msgspec.structs.replace(told, best=best)
         changes.search_operations.apply_input(transaction, row.id, told)
     except ValueError as error:
         raise RefusedError("limits_refused", str(error)) from error

@@ -67,11 +67,7 @@ def add_proposal(
     Raises:
         RefusedError: The search will have no trial for it, or does not have such hyperparameters.
     """
-    try:
-        search.space.check(merged(search.space.sample(Rng(0)), proposal["hparams"]))
-    except (SpaceError, TypeError) as error:
-        what = str(error).partition("\n")[0]
-        raise RefusedError("outside_space", f"A proposal must lie in the space: {what}") from None
+    checked_proposal(search, search.space.sample(Rng(0)), proposal["hparams"])
     waiting = _count(connection, experiment_id, _WAITING)
     left = search.num_trials() - len(search.trials()) + len(search.asks)
     if waiting >= left:
@@ -95,6 +91,21 @@ def add_proposal(
         )
     )
     return number
+
+
+def checked_proposal(
+    search: Search, drawn: dict[str, Any], given: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the hyperparameters of a proposal, with those of a draw where it names none.
+
+    Raises:
+        RefusedError: The search does not have such hyperparameters.
+    """
+    try:
+        return search.space.check(merged(drawn, given))
+    except (SpaceError, TypeError) as error:
+        what = str(error).partition("\n")[0]
+        raise RefusedError("outside_space", f"A proposal must lie in the space: {what}") from None
 
 
 def read_proposals(connection: Connection, experiment_id: int) -> list[dict[str, Any]]:

@@ -534,7 +534,7 @@ def take_validation(
     is_judged = searcher.judged_metrics is not None
     if value is None or (is_judged and _time_of(searcher, metrics, step) is None):
         _check_metric(changes, transaction, attempt, report)
-    if searcher.judged_metrics is None or trial.uses_operations:
+    if not searcher.takes_reports or trial.uses_operations:
         return
     # Reports of a stopped trial decide nothing. Their number depends on timing,
     # so they stay out of the search's log too.
@@ -601,11 +601,11 @@ def take_operation(
     searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
     if trial.state != TrialState.ACTIVE.value:
         return
-    if searcher.judged_metrics is not None:
+    if searcher.takes_reports:
         metric = float(decode_value(record.metric))
         given = Reported(request_id=trial.request_id, time=float(record.length), metric=metric)
         changes.search_operations.apply_input(transaction, attempt.experiment_id, given)
-    else:
+    if not searcher.wants_reports:
         changes.update_trial(transaction, trial.id, operations_closed=True)
         changes.change_attempt(transaction, attempt.id)
 

@@ -328,7 +328,8 @@ def test_optuna_has_each_trial_once_with_its_outcome(is_told_on_the_way: bool) -
     from paceline.search._optuna_sampler import OptunaSampler
 
     space, rng = parse_space(SPACE), None
-    sampler, ended = OptunaSampler(seed=1), []
+    sampler = OptunaSampler(seed=1)
+    ended: list[Observation] = []
     outcomes = [
         ("completed", 0.5), ("stopped", 0.7), ("failed", None), ("invalid", None),
         ("out_of_memory", 0.1), ("stopped", None),
@@ -355,7 +356,27 @@ def test_optuna_has_each_trial_once_with_its_outcome(is_told_on_the_way: bool) -
     assert [each.system_attrs.get("constraints") for each in known] == [
         (0.0,), (0.0,), None, (0.0,), (1.0,), (0.0,),
     ]  # fmt: skip
-    assert len(sampler._study.trials) == (12 if is_told_on_the_way else 6)
+    # With the first trial that ran out of memory it began anew, without what nobody had tried.
+    assert len(sampler._study.trials) == (7 if is_told_on_the_way else 6)
+
+
+@pytest.mark.parametrize("of", ["tpe", "nsgaii"])
+def test_a_sampler_that_is_made_anew_repeats_no_point(of: str) -> None:
+    """A restart of the master, or the first trial out of memory, must not repeat the beginning."""
+    pytest.importorskip("optuna")
+    from paceline.search._optuna_sampler import OptunaSampler
+
+    space, rng = parse_space(SPACE), None
+    sampler = OptunaSampler(of, seed=1)
+    ended: list[Observation] = []
+    for number in range(9):
+        if number == 3:
+            sampler = OptunaSampler(of, seed=1)
+        [proposal] = sampler.ask(space, ended, 1, rng)  # type: ignore[arg-type]
+        state = "out_of_memory" if number == 5 else "completed"
+        hparams = space.check(proposal.hparams)
+        ended.append(Observation(id=str(number), hparams=hparams, state=state, loss=0.5, time=1))
+    assert len({seen.hparams["lr"] for seen in ended}) == 9, f"must differ: {ended}"
 
 
 def test_a_sampler_whose_package_is_missing_says_what_to_install(

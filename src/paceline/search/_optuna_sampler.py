@@ -49,11 +49,20 @@ class OptunaSampler(Sampler):
         # Trials run at once: without it, TPE would propose the same place to all of them.
         liar: dict[str, Any] = {"constant_liar": True} if of == "tpe" else {}
         self._of = of
-        if of in _CONSTRAINED:
-            liar |= {"constraints_func": lambda trial: (self._violation,)}
-        self._study = optuna.create_study(sampler=_KINDS[of](**{"seed": seed} | liar | options))
+        self._options = {"seed": seed} | liar | options
+        self._has_begun = False
+
+    def _begin(self, num_known: int, *, is_constrained: bool) -> None:
+        # With the same seed a sampler made anew would draw its first points once more.
+        seed = self._options["seed"]
+        more: dict[str, Any] = {"seed": None if seed is None else (seed + num_known) % 2**32}
+        if is_constrained:
+            more["constraints_func"] = lambda trial: (self._violation,)
+        self._has_begun, self._is_constrained = True, is_constrained
+        self._study = optuna.create_study(sampler=_KINDS[self._of](**self._options | more))
         # By trial: its number in the study while it runs, None once it has ended.
         self._running: dict[str, int | None] = {}
+        self._num_ended = 0
         # By number: values that come back as an observation, unless another process has got them.
         self._proposed: dict[int, dict[str, Any]] = {}
 
@@ -62,14 +71,30 @@ class OptunaSampler(Sampler):
     ) -> Sequence[Proposal]:
         """Return proposals after telling Optuna what is new."""
         distributions = {each.name: _distribution(each) for each in space.parameters}
-        for seen in observations:
-            known = self._running.get(seen.id, _NEW)
-            if known == _NEW or (known is not None and seen.state != "running"):
-                self._tell(space, distributions, seen, known)
+        if not self._has_begun:
+            self._begin(len(observations), is_constrained=False)
+        news = self._news(observations)
+        is_broken = any(seen.state == "out_of_memory" for seen, _ in news)
+        if is_broken and self._of in _CONSTRAINED and not self._is_constrained:
+            # A constraint costs a tenth of an answer, so it comes with the first trial to break it.
+            self._begin(len(observations), is_constrained=True)
+            news = self._news(observations)
+        for seen, known in news:
+            self._tell(space, distributions, seen, known)
         for number in self._proposed:
             self._study.tell(number, state=TrialState.FAIL)
         self._proposed.clear()
         return [self._propose(space, distributions) for _ in range(n)]
+
+    def _news(self, observations: Sequence[Observation]) -> Sequence[tuple[Observation, int]]:
+        """Return the trials that are new or have ended, with their numbers in the study."""
+        known = self._running
+        found = ((seen, known.get(seen.id, _NEW)) for seen in observations)
+        return [
+            (seen, number)
+            for seen, number in found
+            if number == _NEW or (number is not None and seen.state != "running")
+        ]
 
     def _propose(self, space: Space, distributions: dict[str, BaseDistribution]) -> Proposal:
         number = self._study.ask(distributions).number
@@ -79,12 +104,12 @@ class OptunaSampler(Sampler):
         for each in space.parameters:
             found = asked.params[each.name]
             values[each.path] = each.choices[found] if each.choices else found
-        num_ended = sum(number is None for number in self._running.values())
         state = {k: v for k, v in asked.system_attrs.items() if "relative_params" not in k}
         return Proposal(
             hparams=space.build(values),
             by=f"optuna {self._of}",
-            why=f"knew {num_ended} ended and {len(self._running) - num_ended} running trial(s)",
+            why=f"knew {self._num_ended} ended and {len(self._running) - self._num_ended} running"
+            " trial(s)",
             note=state or None,
         )
 
@@ -93,13 +118,15 @@ class OptunaSampler(Sampler):
         space: Space,
         distributions: dict[str, BaseDistribution],
         seen: Observation,
-        number: int | None,
+        number: int,
     ) -> None:
         if number == _NEW:
             number = self._number_of(space, distributions, seen)
-        self._running[seen.id] = number if seen.state == "running" else None
-        if number is None or seen.state == "running":
+        if seen.state == "running":
+            self._running[seen.id] = number
             return
+        self._running[seen.id] = None
+        self._num_ended += 1
         self._violation = float(seen.state == "out_of_memory")
         loss = math.inf
         if seen.loss is not None and seen.state not in ("invalid", "out_of_memory"):

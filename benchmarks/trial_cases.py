@@ -28,6 +28,33 @@ from paceline import core
 with core.init() as context:
     context.train.report_validation_metrics(1, {"loss": 0.5})
 """
+# It writes when each step was done, and computes for as long as asked, to train for a while.
+_TRAINING = """
+import sys, time, torch
+from paceline import core
+
+size, num_steps = int(sys.argv[1]), int(sys.argv[2])
+model = torch.nn.Sequential(*(torch.nn.Linear(size, size) for _ in range(max(1, size // 400))))
+optimizer = torch.optim.Adam(model.parameters())
+with core.init() as context:
+    first = 0
+    if context.info.latest_checkpoint is not None:
+        with context.checkpoint.restore_path(context.info.latest_checkpoint) as path:
+            stored = torch.load(path / "state.pt", mmap=True)
+        model.load_state_dict(stored["model"])
+        optimizer.load_state_dict(stored["optimizer"])
+        first = stored["step"]
+    for step in range(first + 1, num_steps + 1):
+        model(torch.ones(1, size)).sum().backward()
+        optimizer.step()
+        context.train.report_training_metrics(step, {"at": time.time()})
+        if step == num_steps or context.preempt.should_preempt():
+            metadata = {"steps_completed": step}
+            with context.checkpoint.store_path(metadata) as (path, _):
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state | {"step": step}, path / "state.pt")
+            break
+"""
 _OPTUNA = """
 import subprocess, sys, time
 import optuna
@@ -86,6 +113,75 @@ def measure_thousand_trials() -> list[Figure]:
     ]  # fmt: skip
 
 
+def measure_starts() -> list[Figure]:
+    """What a trial with torch waits for its first step, and a paused one for its next."""
+    with tempfile.TemporaryDirectory() as directory, start_master(num_slots=1) as (_, call):
+        (Path(directory) / "train.py").write_text(_TRAINING)
+        digest = upload_code(call, Path(directory))
+        # The first trials teach the template what they import.
+        starts = [_first_step(call, digest) for _ in range(8)][2:]
+        paused, resumed = zip(*_pauses(call, digest, 4), strict=True)
+    return [
+        Figure(what="a trial that imports torch: created to first step", unit="s", values=starts,
+               bar=0.15),
+        Figure(what="a trial of 25 million parameters: order to pause to the checkpoint", unit="s",
+               values=list(paused), bar=None),
+        Figure(what="the same: order to resume to the next step", unit="s", values=list(resumed),
+               bar=1),
+    ]  # fmt: skip
+
+
+def _create(call: Any, digest: str, size: int, num_steps: int) -> int:
+    config = {
+        "entrypoint": f"python3 train.py {size} {num_steps}",
+        "searcher": {"name": "single", "metric": "loss"},
+    }
+    made = call("POST", "experiments", {"config": config, "context_digest": digest})
+    return int(made["id"])
+
+
+def _await(call: Any, experiment: int, state: str) -> None:
+    while call("GET", f"experiments/{experiment}")["state"] != state:
+        time.sleep(0.02)
+
+
+def _steps(call: Any, experiment: int) -> list[float]:
+    trial = call("GET", f"experiments/{experiment}/trials")["items"][0]["id"]
+    rows = call("GET", f"trials/{trial}/metrics?group=training&limit=1000")["items"]
+    return [row["metrics"]["at"] for row in rows]
+
+
+def _first_step(call: Any, digest: str) -> float:
+    began = time.time()
+    experiment = _create(call, digest, 100, 1)
+    _await(call, experiment, "COMPLETED")
+    return _steps(call, experiment)[0] - began
+
+
+def _pauses(call: Any, digest: str, number: int) -> list[tuple[float, float]]:
+    """Return how long each order to pause and to resume took."""
+    experiment = _create(call, digest, 2300, 1_000_000)
+    found: list[tuple[float, float]] = []
+    for _ in range(number):
+        before = len(_steps(call, experiment)) if found else 0
+        while len(_steps(call, experiment)) <= before + 2:
+            time.sleep(0.1)
+        ordered = time.time()
+        call("POST", f"experiments/{experiment}/pause")
+        _await(call, experiment, "PAUSED")
+        while call("GET", f"experiments/{experiment}")["num_running"]:
+            time.sleep(0.02)
+        paused, known = time.time() - ordered, _steps(call, experiment)[-1]
+        ordered = time.time()
+        call("POST", f"experiments/{experiment}/activate")
+        while (newest := _steps(call, experiment)[-1]) == known:
+            time.sleep(0.05)
+        later = [at for at in _steps(call, experiment) if at > known]
+        found.append((paused, min(newest, *later) - ordered))
+    call("POST", f"experiments/{experiment}/kill")
+    return found
+
+
 def _paceline(directory: Path) -> tuple[float, float, float]:
     context = directory / "context"
     context.mkdir()
@@ -136,4 +232,7 @@ def _seconds(command: list[str]) -> str:
     return f"{float(done.stdout.strip().splitlines()[-1]):.1f} s"
 
 
-NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {"thousand-trials": measure_thousand_trials}
+NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {
+    "thousand-trials": measure_thousand_trials,
+    "trial-starts": measure_starts,
+}

@@ -124,8 +124,6 @@ _stamps: dict[str, tuple[int, ...] | None] = {}
 # Memory that all forks share: whether one of them has loaded torch by itself.
 has_seen_torch = mmap.mmap(-1, 1)
 is_fork = False
-# Objects that garbage collection leaves alone, as many as when this process was forked.
-num_frozen = -1
 # Modules of the template, by name, as they were when this process was forked.
 _libraries: dict[str, int] = {}
 
@@ -458,8 +456,8 @@ class _Server:
         if message is None:
             os._exit(1)
         request, descriptors = message
-        global is_fork, num_frozen
-        is_fork, num_frozen = True, gc.get_freeze_count()
+        global is_fork
+        is_fork = True
         sys.executable = request["executable"]
         _place_descriptors(descriptors, request["descriptors"])
         _become_worker(request)

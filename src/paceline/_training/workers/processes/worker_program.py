@@ -108,18 +108,32 @@ def _run_plainly(program: "list[str]") -> None:
         server.has_seen_torch[0] = 1
     _attempt(threading._shutdown)  # type: ignore[attr-defined] # as in `main`
     _attempt(atexit._run_exitfuncs)
-    # Objects of the template may keep open files beyond the end of the interpreter.
-    if server is None or gc.get_freeze_count() > server.num_frozen:
+    if _has_output():
+        # Objects of the template may keep open files beyond the end of the interpreter.
         gc.unfreeze()
-    for item in gc.get_objects():
-        if issubclass(type(item), (io.TextIOWrapper, io.BufferedWriter)) and not item.closed:
-            _attempt(item.flush)
+        for item in gc.get_objects():
+            if issubclass(type(item), (io.TextIOWrapper, io.BufferedWriter)) and not item.closed:
+                _attempt(item.flush)
     if outcome.code == INTERRUPTED and (outcome.error or "").startswith("KeyboardInterrupt"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     if server is not None:
         server.keep_libraries()
     raise SystemExit(outcome.code)
+
+
+def _has_output() -> bool:
+    """Return whether anything but the standard streams is open for writing."""
+    import fcntl
+
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if int(name) > 2 and fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE:
+                return True
+        except OSError:
+            # The directory's own descriptor, which is closed by now.
+            continue
+    return False
 
 
 class ParentChannel:

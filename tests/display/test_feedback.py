@@ -237,6 +237,8 @@ from paceline import train
 def function(config):
     for number in range(3):
         train.report(loss=config["x"] / (number + 1))
+        if config["x"] == float(sys.argv[1] if sys.argv[1:] else 0):
+            raise ValueError("too large")
 
 if __name__ == "__main__":
     space = {"x": {"type": "categorical", "vals": [3.0, 1.0, 2.0]}}
@@ -262,6 +264,15 @@ def test_a_search_shows_its_trials_the_best_and_where_it_is(
         capture_output=True, text=True, check=True, cwd=tmp_path,
     )  # fmt: skip
     assert len(json.loads(listed.stdout)) == 3
+
+
+def test_a_search_counts_the_trials_that_have_failed(run_python: Run) -> None:
+    lines = run_python(SEARCH, "3.0").stderr.splitlines()
+    assert any(re.search(r"running, 1 failed  best_loss=", line) for line in lines), f"{lines}"
+    *_, best, failed, run, _look = lines
+    assert best == "best trial 2: x=1.0"
+    assert re.fullmatch(r"failed: 1 of 3 trials \(\d\)", failed)
+    assert run.startswith("run paceline_runs/")
 
 
 FUNCTION = """
@@ -324,5 +335,7 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_is_no_failure_of_a_trainer_of_creators(run_python: Run) -> None:
-    stderr = run_python(CREATORS).stderr
+    """The run begins anew whatever the variable says, and tells so."""
+    stderr = run_python(CREATORS, PACELINE_RESUME="auto").stderr
+    assert re.match(rf"script\.py  {RUN}  begins anew: `load` resumes\n", stderr), stderr
     assert re.search("^batch 8  interrupted after ", stderr, re.MULTILINE), stderr

@@ -61,7 +61,7 @@ class SearchProgress:
         self._num_at_once = num_at_once
         self._progress = TrainingProgress(None, "trials", is_quiet=feedback.is_quiet)
         self._told: tuple[int, float | None] = (0, None)
-        self._best = ""
+        self._best = self._failed = ""
 
     def begin(self, run: "SearchRun", more: str) -> None:
         """Show where the search begins."""
@@ -81,14 +81,20 @@ class SearchProgress:
         ending, directory = ending_of(error), str(run.directory)
         resume = f"the same call with directory={directory!r}"
         details = self._feedback.details(ending, None, None, resume)
-        self._progress.end(ending, *filter(None, (self._best,)), *details)
+        self._progress.end(ending, *filter(None, (self._best, self._failed)), *details)
 
     def _show(self, standing: "SearchStanding") -> None:
         self._progress.expect(standing.num_trials)
         done, best = standing.fraction * standing.num_trials, standing.best_value
         metrics: Mapping[str, Any] = {} if best is None else {f"best_{self._metric}": best}
         self._progress.update(done, 0, metrics, epoch=standing.num_ended)
-        self._progress.note(f"{standing.num_running} running")
+        num_failed = len(standing.failed)
+        failed = f", {num_failed} failed" if num_failed else ""
+        self._progress.note(f"{standing.num_running} running{failed}")
+        if num_failed:
+            numbers = ", ".join(map(str, standing.failed))
+            told = f"failed: {num_failed} of {standing.num_trials} trials ({numbers})"
+            self._failed = told[:_LONGEST_CONFIG]
         if best is not None:
             config = ", ".join(f"{name}={value}" for name, value in standing.best_config.items())
             self._best = f"best trial {standing.best_number}: {config}"[:_LONGEST_CONFIG]

@@ -62,13 +62,13 @@ class TrainerAdapter:
         return next((one for one in paths if fnmatchcase(one, self.glob or "")), None)
 
     def checkpoints(self, stamps: Stamps) -> dict[str, Stamps]:
-        """Return the files of each checkpoint, complete or not."""
+        """Return the files of each checkpoint, complete or not; the last changed one last."""
         found: dict[str, Stamps] = {}
         for path, stamp in stamps.items():
             checkpoint = self.checkpoint(path)
             if checkpoint is not None:
                 found.setdefault(checkpoint, {})[path] = stamp
-        return found
+        return dict(sorted(found.items(), key=lambda one: max(at for _, at in one[1].values())))
 
     def is_complete(self, root: Path, files: Iterable[str]) -> bool:
         """Return whether all files of a checkpoint have been written."""

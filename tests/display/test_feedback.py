@@ -231,11 +231,12 @@ def test_the_end_is_shown_once_but_a_failure_after_it_too(
 
 
 SEARCH = """
-import sys
+import sys, time
 from paceline import train
 
 def function(config):
     for number in range(3):
+        time.sleep(0.1)
         train.report(loss=config["x"] / (number + 1))
         if config["x"] == float(sys.argv[1] if sys.argv[1:] else 0):
             raise ValueError("too large")
@@ -254,6 +255,8 @@ def test_a_search_shows_its_trials_the_best_and_where_it_is(
 ) -> None:
     lines = run_python(SEARCH).stderr.splitlines()
     assert re.fullmatch(r"search of 3 trial\(s\)  run paceline_runs/\S+-script-search", lines[0])
+    # The seconds in which workers start are no measure.
+    assert re.match(r"trial \d of 3  \d+%  \d running  best_loss=", lines[1]), f"{lines}"
     *_, end, best, run, look = lines
     assert re.match(r"trial 3 of 3  100%  completed in .*  best_loss=0\.3333$", end)
     assert best == "best trial 2: x=1.0"

@@ -6,6 +6,7 @@ Progress of a search without a master: trials, their best value, time left, end.
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -61,6 +62,8 @@ class SearchProgress:
         self._num_at_once = num_at_once
         self._progress = TrainingProgress(None, "trials", is_quiet=feedback.is_quiet)
         self._told: tuple[int, float | None] = (0, None)
+        self._began, self._first = time.monotonic(), 0.0
+        self._is_moving = False
         self._best = self._failed = ""
 
     def begin(self, run: "SearchRun", more: str) -> None:
@@ -69,6 +72,7 @@ class SearchProgress:
         at_once = f", {self._num_at_once} at once" if self._num_at_once > 1 else ""
         self._feedback.begin(f"search of {standing.num_trials} trial(s){at_once}", more)
         self._told = (standing.num_ended, standing.best_value)
+        self._began, self._first = time.monotonic(), standing.fraction
         self._progress.start(standing.fraction * standing.num_trials, epoch=standing.num_ended)
 
     def update(self, run: "SearchRun") -> None:
@@ -86,6 +90,10 @@ class SearchProgress:
     def _show(self, standing: "SearchStanding") -> None:
         self._progress.expect(standing.num_trials)
         done, best = standing.fraction * standing.num_trials, standing.best_value
+        if not self._is_moving and standing.fraction > self._first:
+            # The start of workers says nothing about the time that is left.
+            self._is_moving = True
+            self._progress.start(done, epoch=standing.num_ended, began=self._began)
         metrics: Mapping[str, Any] = {} if best is None else {f"best_{self._metric}": best}
         self._progress.update(done, 0, metrics, epoch=standing.num_ended)
         num_failed = len(standing.failed)

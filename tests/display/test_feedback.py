@@ -237,7 +237,7 @@ from paceline import train
 def function(config):
     for number in range(3):
         time.sleep(0.1 if number else 0.7)
-        train.report(loss=config["x"] / (number + 1))
+        train.report(loss=config["x"] / (number + 1), epochs=number + 1)
         if config["x"] == float(sys.argv[1] if sys.argv[1:] else 0):
             raise ValueError("too large")
 

@@ -95,7 +95,17 @@ def test_command_that_begins_anew_is_not_supported_though_its_bits_are_equal(ver
     verdict = verify(environment={"WRONG": "anew"})
     assert verdict.result == "not supported"
     assert "began anew: it read none of its checkpoints" in verdict.reason
+    assert "Hint: let it load " in verdict.reason
     assert "failed" not in str(verdict)
+
+
+def test_script_that_uses_paceline_and_begins_anew_is_told_its_own_way(
+    verify: Any, source: Path
+) -> None:
+    (source / "train.py").write_text(f"# not of paceline's trainers\n{SCRIPT}")
+    verdict = verify(environment={"WRONG": "anew"})
+    assert verdict.result == "not supported"
+    assert "is verified by `paceline.testing.verify_resume`" in verdict.reason
 
 
 def test_command_that_refuses_to_resume_is_not_supported(verify: Any) -> None:

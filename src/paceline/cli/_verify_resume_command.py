@@ -226,11 +226,6 @@ def verify_resume(
 
     Exit codes: 0 equal, 1 different, 2 it could not run, 3 not supported (it does not resume, or
     its files cannot be judged), 4 nothing resumable (no checkpoint in time).
-
-    \b
-    Examples:
-      paceline verify-resume --kill-at 40 train.py --lr 0.1
-      paceline verify-resume --level standard --report resume.json -- torchrun train.py
     """
     from paceline.testing._compare_runs import NotResumableError, VerificationError
     from paceline.testing._trainer_adapters import uses_paceline

@@ -186,6 +186,25 @@ def test_checkpoints_of_earlier_runs_stay_unseen_and_unchanged(verify: Any, sour
     assert (source / "kept.jsonl").read_text() == ""
 
 
+@pytest.mark.parametrize(("ending", "kind"), [("bytes", "other state"), ("json", "damaged files")])
+def test_a_difference_in_files_without_known_content_is_named(
+    verify: Any, source: Path, ending: str, kind: str
+) -> None:
+    script = """
+import os, time
+os.makedirs("out", exist_ok=True)
+for step in range(len(os.listdir("out")) + 1, 7):
+    open(f"out/step-{step}.json", "wb").write(os.urandom(9))
+    time.sleep(0.2)
+for name in os.listdir("out"):
+    open("out/" + name, "rb").read()
+"""
+    (source / "train.py").write_text(script.replace(".json", f".{ending}"))
+    verdict = verify(checkpoints=f"out/*.{ending}")
+    assert "differs from run to run by itself, at step 1 " in verdict.reason, f"{verdict}"
+    assert f"The first difference is in the {kind} at step 1: " in verdict.reason, f"{verdict}"
+
+
 def test_resume_command_gets_the_path_of_the_checkpoint(verify: Any) -> None:
     command = [sys.executable, "train.py", "--from", "{checkpoint}"]
     verdict = verify(resume_command=command)

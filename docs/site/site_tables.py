@@ -12,6 +12,7 @@ from site_pages import DOCS, ROOT, SiteError
 from paceline._cluster.master.api.application import describe
 from paceline._cluster.master.api.route_scopes import Scopes
 from paceline.cli import app
+from paceline.cli._command_examples import command_examples
 from paceline.config import json_schema
 
 _VARIABLE = re.compile(r"\bPACELINE_[A-Z0-9_]*[A-Z0-9]\b")
@@ -80,11 +81,11 @@ def table_pages() -> dict[str, str]:
 
 
 def commands_page() -> str:
-    """Return the page of all commands: usage, help, arguments and options."""
+    """Return the page of all commands: usage, help, arguments, options and examples."""
     parts = [
         "# Commands",
-        "Each command of `paceline` with its help. [The command line](../cli.md) explains states,"
-        " JSON, exit codes and limits.",
+        "Each command of `paceline` with its help and two examples. [The command line](../cli.md)"
+        " explains states, JSON, exit codes and limits.",
     ]
     for path, command in _commands(typer.main.get_command(app), "paceline"):
         context = command.context_class(command, info_name=path)
@@ -98,6 +99,11 @@ def commands_page() -> str:
         parts += [f"{level} {path}", f"```\n{usage}\n```", help_text]
         parts += [_table(("Argument or option", "Meaning"), rows)] if rows else []
         parts += [_paragraphs(command.epilog)] if command.epilog else []
+        examples = command_examples().get(path.partition(" ")[2], [])
+        if not examples and not hasattr(command, "commands"):
+            raise SiteError(f"{path}: the command has no example.")
+        lines = "\n".join(f"paceline {example}" for example in examples)
+        parts += [f"Examples:\n\n```\n{lines}\n```"] if examples else []
     return "\n\n".join(parts) + "\n"
 
 

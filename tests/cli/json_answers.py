@@ -245,7 +245,7 @@ COMMANDS: dict[str, Any] = {
     ),
     "runs compare": list[COMPARED_RUN],
     "runs delete": record(
-        "DeletedRun", path=str, num_bytes=int, checkpoints_left_in=str | None
+        "DeletedRun", path=str, num_bytes=int, checkpoints_left_in=str | None, is_deleted=bool
     ),
     "runs prune": list[PRUNED],
     "runs files": list[FILE],

@@ -106,6 +106,8 @@ def test_checkpoints_are_found_by_the_beginning_of_their_uuids(
     assert run("c", "download", uuid[:8], "-o", tmp_path / "out").stdout.endswith("/out\n")
     for text in (uuid[:3], "zzzzzzzz", "%%%%", f"{uuid}0"):
         assert repr(text) in run("c", "describe", text, code=1).stderr.replace("\n", " ")
+    tried = run("c", "delete", uuid[:8], "--dry-run").stdout
+    assert tried == f"Dry run: the files of {uuid} would be deleted. Nothing was deleted.\n"
     told = run("c", "delete", uuid[:8], uuid, "--yes").stdout
     assert told == f"Deleted {uuid}.\n"
 

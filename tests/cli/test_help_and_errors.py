@@ -99,7 +99,7 @@ WRONG = [
     (["frobnicate"], 2, "usage", "No such command 'frobnicate'"),
     (["runs", "show", "nope"], 1, "command", "`RUN_DIR` must be a run directory"),
     (["--master", "http://127.0.0.1:9", "e", "list"], 1, "master_unreachable",
-     "A master must answer at http://127.0.0.1:9, but none does"),
+     "A master must answer at http://127.0.0.1:9, but none does (Connection refused)."),
     (["--master", "ftp://x", "e", "list"], 1, "master_unreachable",
      "must be of the form http://HOST:PORT, but got 'ftp://x'."),
     (["--master", "127.0.0.1:port", "e", "list"], 1, "master_unreachable", "of the form http"),

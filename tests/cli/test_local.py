@@ -107,7 +107,9 @@ def test_a_local_run_that_was_stopped_can_be_resumed(
     [run] = runs(paceline, code)
     assert run["state"] == "preempted"
     directory = Path(run["path"])
-    assert f"`--local --resume {directory}`" in errors
+    assert f"\nlook: paceline runs show {directory}\n" in errors
+    again = "paceline e create config.yaml . --local --config 'data={steps: 12, held_at: 2}'"
+    assert f"\nresume: {again} --resume {directory}\n" in errors
     options += ["--resume", str(directory)]
     result = paceline("e", "create", "config.yaml", ".", *options, cwd=code)
     steps = "".join(seen) + result.stdout

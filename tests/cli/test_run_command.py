@@ -94,7 +94,14 @@ def test_the_first_trial_of_an_experiment_runs_with_changed_fields(
     result = paceline("run", "project/config.yaml", *change, cwd=place)
     assert result.stdout == "rank 0 from 1 lr 0.25 []\n"
     died = ("--set", "entrypoint=python3 train.py --die", "--set", "name=dies")
-    paceline("run", "project/config.yaml", *died, cwd=place, code=7)
+    failed = paceline("run", "project/config.yaml", *died, cwd=place, code=7)
+    _, *ending = failed.stderr.splitlines()[-3:]
+    [run] = [path.name for path in (place / "paceline_runs").glob("*-dies")]
+    again = "paceline run project/config.yaml --set 'entrypoint=python3 train.py --die' --set name="
+    assert ending == [
+        f"look: paceline runs show paceline_runs/{run}",
+        f"resume: {again}dies --resume paceline_runs/{run}",
+    ]
     resumed = ("--resume", "auto", "--set", "name=dies")
     assert paceline("run", "project/config.yaml", *resumed, cwd=place).stdout.startswith(
         "rank 0 from 3"
@@ -113,7 +120,8 @@ def test_the_first_trial_of_an_experiment_runs_with_changed_fields(
         (["train.py", "-n", "two"], 2, "`--workers` must be a number from 1 on"),
         (["train.py", "--resume", "no"], 1, "must be a run directory"),
         (["config.yaml", "--set", "sercher.metric=x"], 1, "Did you mean `searcher`?"),
-        (["config.yaml", "--set", "hyperparameters"], 1, "must name a field and its value"),
+        (["config.yaml", "--set", "hyperparameters"], 1, "`--set` must name a field and its value"),
+        (["config.yaml", "--set", "lr=["], 1, "`--set lr:1` must be valid YAML"),
         (["config.yaml", "word"], 2, "must come without arguments, but got 'word'"),
         (["config.yaml", "--max-restarts", "1"], 2, "`--max-restarts` must come without"),
         (["config.yaml", "-n", "auto"], 2, "`--workers` must be a number for an experiment"),

@@ -82,11 +82,14 @@ def test_a_comparison_shows_what_differs_and_last_least_and_greatest_values(
 def test_a_run_is_deleted_only_if_it_is_confirmed(
     paceline: Any, runs: list[Path], tmp_path: Path
 ) -> None:
+    tried = paceline("runs", "delete", "run1", "--dry-run", "--json", cwd=tmp_path)
+    assert json.loads(tried.stdout)["is_deleted"] is False
     refused = paceline("runs", "delete", "run1", cwd=tmp_path, code=1)
     assert "Hint: add `--yes`." in refused.stderr
     assert names(tmp_path) == {"run0", "run1", "run2"}
     told = json.loads(paceline("runs", "delete", "run1", "--yes", "--json", cwd=tmp_path).stdout)
     assert told["path"] == str(runs[1])
+    assert told["is_deleted"] is True
     assert told["num_bytes"] > 0
     assert names(tmp_path) == {"run0", "run2"}
 

@@ -231,12 +231,15 @@ def test_the_end_is_shown_once_but_a_failure_after_it_too(
 
 
 SEARCH = """
-import sys
+import sys, time
 from paceline import train
 
 def function(config):
     for number in range(3):
-        train.report(loss=config["x"] / (number + 1))
+        time.sleep(0.1 if number else 0.7)
+        train.report(loss=config["x"] / (number + 1), epochs=number + 1)
+        if config["x"] == float(sys.argv[1] if sys.argv[1:] else 0):
+            raise ValueError("too large")
 
 if __name__ == "__main__":
     space = {"x": {"type": "categorical", "vals": [3.0, 1.0, 2.0]}}
@@ -262,6 +265,21 @@ def test_a_search_shows_its_trials_the_best_and_where_it_is(
         capture_output=True, text=True, check=True, cwd=tmp_path,
     )  # fmt: skip
     assert len(json.loads(listed.stdout)) == 3
+
+
+def test_the_start_of_workers_is_no_measure_of_the_time_that_is_left(run_python: Run) -> None:
+    method = '{"name": "adaptive_asha", "max_trials": 3'
+    lines = run_python(SEARCH.replace('{"name": "grid"', method)).stderr.splitlines()
+    assert re.match(r"trial \d of 3  [1-9]\d*%  \d running  best_loss=", lines[1]), f"{lines}"
+
+
+def test_a_search_counts_the_trials_that_have_failed(run_python: Run) -> None:
+    lines = run_python(SEARCH, "3.0").stderr.splitlines()
+    assert any(re.search(r"running, 1 failed  best_loss=", line) for line in lines), f"{lines}"
+    *_, best, failed, run, _look = lines
+    assert best == "best trial 2: x=1.0"
+    assert re.fullmatch(r"failed: 1 of 3 trials \(\d\)", failed)
+    assert run.startswith("run paceline_runs/")
 
 
 FUNCTION = """
@@ -324,5 +342,7 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_is_no_failure_of_a_trainer_of_creators(run_python: Run) -> None:
-    stderr = run_python(CREATORS).stderr
+    """The run begins anew whatever the variable says, and tells so."""
+    stderr = run_python(CREATORS, PACELINE_RESUME="auto").stderr
+    assert re.match(rf"script\.py  {RUN}  begins anew: `load` resumes\n", stderr), stderr
     assert re.search("^batch 8  interrupted after ", stderr, re.MULTILINE), stderr

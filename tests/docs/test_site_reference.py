@@ -15,6 +15,8 @@ import site_names
 import site_tables
 from site_pages import SiteError
 
+from paceline.cli._command_examples import command_examples
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "paceline"
 
@@ -118,6 +120,10 @@ def test_every_command_has_its_help_and_options() -> None:
     assert options
     assert [option for option in options if option not in section] == []
     assert "\n### paceline e create" not in page
+    assert "\npaceline e create config.yaml -f\n" in section
+    shown = [line for line in page.splitlines() if line.startswith("paceline ")]
+    for name, examples in command_examples().items():
+        assert all(f"paceline {example}" in shown for example in examples), f"{name}"
 
 
 def test_every_field_and_route_is_shown() -> None:

@@ -34,6 +34,9 @@ def test_the_first_lines_show_what_it_is() -> None:
     first = README.text.splitlines()[:30]
     assert "```diff" in first
     assert any(line.startswith("![") for line in first)
+    text = "\n".join(first)
+    assert "**For** " in text
+    assert "**Not for** " in text
 
 
 def test_the_citation_names_this_version() -> None:

@@ -132,6 +132,26 @@ def test_a_rank_that_lost_another_says_where_in_one_line(
     assert closing.startswith("ERROR: ")
 
 
+GROUP = """
+import sys
+{}
+from torch import distributed
+distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+raise RuntimeError('[gloo/transport/tcp/pair.cc:537] Connection reset by peer')
+"""
+
+
+@pytest.mark.parametrize("hook", ["", "sys.excepthook = lambda *e: print('hook', e[0].__name__)"])
+def test_a_rank_of_a_process_group_that_lost_another_has_no_traceback(
+    launch: Launch, script: Script, hook: str
+) -> None:
+    """A process group puts a hook of torch's before that of Python or of the user."""
+    result = launch(script(GROUP.format(hook)))
+    assert "Traceback" not in result.stderr, f"{result.stderr}"
+    assert ("lost another one at" in result.stderr) == (not hook), f"{result.stderr}"
+    assert ("hook RuntimeError" in result.stdout) == bool(hook), f"{result.stdout}"
+
+
 def test_a_hook_for_exceptions_is_called(launch: Launch, script: Script) -> None:
     result = launch(
         script("import sys\nsys.excepthook = lambda *e: print('hook', e[1])\nraise OSError('x')")

@@ -159,6 +159,25 @@ def test_checkpoint_is_found_when_its_last_file_is_there(tmp_path: Path) -> None
     assert "torch" not in watch.versions
 
 
+def test_checkpoints_of_one_look_are_in_the_order_in_which_they_were_written(
+    tmp_path: Path,
+) -> None:
+    """A quick script writes several between two looks; the newest one is resumed."""
+    numbers = [8, 10, 7, 9, 11, 6]
+    for number in numbers:
+        path = tmp_path / f"step-{number}.json"
+        path.write_text("{}")
+        os.utime(path, (number, number))
+    adapter = TrainerAdapter(name="pattern", glob="step-*.json")
+    watch = CheckpointWatch(tmp_path / "new", (adapter,))
+    for path in tmp_path.glob("*.json"):
+        (tmp_path / "new").mkdir(exist_ok=True)
+        path.rename(tmp_path / "new" / path.name)
+    watch.look(now=True)
+    found = [name for name, _ in watch.versions["pattern"]]
+    assert found == [f"step-{number}.json" for number in sorted(numbers)]
+
+
 def test_single_files_are_complete_when_they_can_be_read(tmp_path: Path) -> None:
     watch = CheckpointWatch(tmp_path, ADAPTERS)
     path = tmp_path / "epoch=1-step=7.ckpt"

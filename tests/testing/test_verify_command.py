@@ -95,7 +95,17 @@ def test_command_that_begins_anew_is_not_supported_though_its_bits_are_equal(ver
     verdict = verify(environment={"WRONG": "anew"})
     assert verdict.result == "not supported"
     assert "began anew: it read none of its checkpoints" in verdict.reason
+    assert "Hint: let it load " in verdict.reason
     assert "failed" not in str(verdict)
+
+
+def test_script_that_uses_paceline_and_begins_anew_is_told_its_own_way(
+    verify: Any, source: Path
+) -> None:
+    (source / "train.py").write_text(f"# not of paceline's trainers\n{SCRIPT}")
+    verdict = verify(environment={"WRONG": "anew"})
+    assert verdict.result == "not supported"
+    assert "is verified by `paceline.testing.verify_resume`" in verdict.reason
 
 
 def test_command_that_refuses_to_resume_is_not_supported(verify: Any) -> None:
@@ -174,6 +184,25 @@ def test_checkpoints_of_earlier_runs_stay_unseen_and_unchanged(verify: Any, sour
     assert "do not see the checkpoints of earlier runs: out/step-16.json" in verdict.notes[0]
     assert earlier.read_text() == '{"model": 0, "step": 16}'
     assert (source / "kept.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize(("ending", "kind"), [("bytes", "other state"), ("json", "damaged files")])
+def test_a_difference_in_files_without_known_content_is_named(
+    verify: Any, source: Path, ending: str, kind: str
+) -> None:
+    script = """
+import os, time
+os.makedirs("out", exist_ok=True)
+for step in range(len(os.listdir("out")) + 1, 7):
+    open(f"out/step-{step}.json", "wb").write(os.urandom(9))
+    time.sleep(0.2)
+for name in os.listdir("out"):
+    open("out/" + name, "rb").read()
+"""
+    (source / "train.py").write_text(script.replace(".json", f".{ending}"))
+    verdict = verify(checkpoints=f"out/*.{ending}")
+    assert "differs from run to run by itself, at step 1 " in verdict.reason, f"{verdict}"
+    assert f"The first difference is in the {kind} at step 1: " in verdict.reason, f"{verdict}"
 
 
 def test_resume_command_gets_the_path_of_the_checkpoint(verify: Any) -> None:

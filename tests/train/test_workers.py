@@ -404,6 +404,8 @@ def test_errors_keep_their_type_and_tell_the_rank_and_leave_the_trainer_usable(
         trainer.run(function, callbacks=[seen])
     assert "Rank 1 raised, the first of 2 to fail" in str(raised.value.__cause__)
     assert "return 1 / 0" in str(raised.value.__cause__)
+    # The user's frame is the first one.
+    assert str(raised.value.__cause__).count("  File ") == 1, f"{raised.value.__cause__}"
     assert seen.error is raised.value
     assert trainer.run(lambda config: 1) == [1, 1]
 

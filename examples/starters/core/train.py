@@ -31,6 +31,7 @@ def main(epochs: int, lr: float) -> None:
             loss.backward()
             optimizer.step()
             context.train.report_training_metrics(epoch, {"loss": loss.item()})
+            context.train.report_progress(epoch / epochs)
 
             if epoch % 10 == 0 or epoch == epochs:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

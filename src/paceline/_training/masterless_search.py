@@ -251,13 +251,15 @@ class SearchTrial:
 class SearchStanding:
     """Standing of a search at a moment.
 
-    `fraction` is the completed part of the search; `best_value` is None before the first value.
+    `fraction` is the completed part of the search; `best_value` is None before the first value;
+    `failed` has the numbers of trials that have failed or diverged.
     """
 
     fraction: float
     num_trials: int
     num_ended: int
     num_running: int
+    failed: tuple[int, ...] = ()
     best_value: float | None = None
     best_number: int = 0
     best_config: Mapping[str, Any] = field(default_factory=dict)
@@ -350,6 +352,7 @@ class SearchRun:
                 num_trials=max(self._search.num_trials(), len(results)),
                 num_ended=sum(t.exit_reason is not None for t in self.trials.values()),
                 num_running=len(self._running),
+                failed=tuple(r.number for r in results if r.state in ("failed", "diverged")),
                 best_value=None if best is None else best.value,
                 best_number=0 if best is None else best.number,
                 best_config={} if best is None else best.config,

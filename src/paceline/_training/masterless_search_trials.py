@@ -6,6 +6,7 @@ Progress of a search without a master: trials, their best value, time left, end.
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -61,7 +62,9 @@ class SearchProgress:
         self._num_at_once = num_at_once
         self._progress = TrainingProgress(None, "trials", is_quiet=feedback.is_quiet)
         self._told: tuple[int, float | None] = (0, None)
-        self._best = ""
+        self._began, self._first = time.monotonic(), 0.0
+        self._is_moving = False
+        self._best = self._failed = ""
 
     def begin(self, run: "SearchRun", more: str) -> None:
         """Show where the search begins."""
@@ -69,6 +72,7 @@ class SearchProgress:
         at_once = f", {self._num_at_once} at once" if self._num_at_once > 1 else ""
         self._feedback.begin(f"search of {standing.num_trials} trial(s){at_once}", more)
         self._told = (standing.num_ended, standing.best_value)
+        self._began, self._first = time.monotonic(), standing.fraction
         self._progress.start(standing.fraction * standing.num_trials, epoch=standing.num_ended)
 
     def update(self, run: "SearchRun") -> None:
@@ -81,14 +85,24 @@ class SearchProgress:
         ending, directory = ending_of(error), str(run.directory)
         resume = f"the same call with directory={directory!r}"
         details = self._feedback.details(ending, None, None, resume)
-        self._progress.end(ending, *filter(None, (self._best,)), *details)
+        self._progress.end(ending, *filter(None, (self._best, self._failed)), *details)
 
     def _show(self, standing: "SearchStanding") -> None:
         self._progress.expect(standing.num_trials)
         done, best = standing.fraction * standing.num_trials, standing.best_value
+        if not self._is_moving and standing.fraction > self._first:
+            # The start of workers says nothing about the time that is left.
+            self._is_moving = True
+            self._progress.start(done, epoch=standing.num_ended, began=self._began)
         metrics: Mapping[str, Any] = {} if best is None else {f"best_{self._metric}": best}
         self._progress.update(done, 0, metrics, epoch=standing.num_ended)
-        self._progress.note(f"{standing.num_running} running")
+        num_failed = len(standing.failed)
+        failed = f", {num_failed} failed" if num_failed else ""
+        self._progress.note(f"{standing.num_running} running{failed}")
+        if num_failed:
+            numbers = ", ".join(map(str, standing.failed))
+            told = f"failed: {num_failed} of {standing.num_trials} trials ({numbers})"
+            self._failed = told[:_LONGEST_CONFIG]
         if best is not None:
             config = ", ".join(f"{name}={value}" for name, value in standing.best_config.items())
             self._best = f"best trial {standing.best_number}: {config}"[:_LONGEST_CONFIG]

@@ -27,6 +27,7 @@ from paceline.cli._console_output import (
 from paceline.cli._options_and_errors import (
     SHORTEST_PREFIX,
     CommandError,
+    DryRun,
     ExperimentId,
     Json,
     Uuid,
@@ -399,6 +400,7 @@ def delete(
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Delete the files of checkpoints, or some of the files."""
 
@@ -413,6 +415,10 @@ def delete(
                 )
         names = ", ".join(checkpoint.uuid for checkpoint in found)
         which = f"the files {', '.join(glob)}" if glob else "the files"
+        if dry_run:
+            text = f"Dry run: {which} of {names} would be deleted. Nothing was deleted."
+            print_answer([checkpoint.data for checkpoint in found], text)
+            return
         confirm(f"Delete {which} of {names}?", is_confirmed=yes)
         texts = []
         for checkpoint in found:

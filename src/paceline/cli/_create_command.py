@@ -100,7 +100,10 @@ def create(
                  "--project": project}  # fmt: skip
         _refuse_with_local(given)
         place = directory or Path()
-        raise typer.Exit(run_locally(checked, place, resume=resume, is_test=test))
+        words = [str(config), str(place), "--local", *(["--test"] if test else [])]
+        words += [word for override in overrides for word in ("--config", override)]
+        command = ["paceline", "e", "create", *words]
+        raise typer.Exit(run_locally(checked, place, command, resume=resume, is_test=test))
 
     with connect() as client:
         with _master_to_submit_to(start_master):

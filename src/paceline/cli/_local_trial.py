@@ -3,12 +3,13 @@
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from uuid import uuid4
 import typer
 
 from paceline._base.process_and_network import exit_code
+from paceline._base.progress_display import shortest_path
 from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
 from paceline.cli._console_output import format_values
 from paceline.cli._options_and_errors import CommandError, report_error
@@ -36,6 +38,7 @@ _NOT_EXECUTABLE, _NOT_FOUND, _SIGNALLED = 126, 127, 128
 def run_locally(
     config: "ExperimentConfig",
     directory: Path,
+    command: Sequence[str],
     *,
     resume: Path | None = None,
     is_test: bool = False,
@@ -45,6 +48,7 @@ def run_locally(
     Args:
         config: The experiment's configuration.
         directory: Where the entrypoint runs.
+        command: The user's command without `--resume`, to be shown.
         resume: The run directory of an earlier local run to resume.
         is_test: Whether trainers use their test mode.
 
@@ -65,12 +69,12 @@ def run_locally(
         typer.echo("Test mode: one training batch, one validation batch, a checkpoint.", err=True)
         environment[_TEST_MODE_VARIABLE] = "1"
     code = _run_entrypoint(config, info, directory, environment)
-    _print_end(run, code)
+    _print_end(run, code, _without_secrets(command, config))
     return code
 
 
 def _create_run(config: "ExperimentConfig") -> RunDirectory:
-    from paceline.config._environment_and_secrets import hide_secrets, hide_values, is_secret
+    from paceline.config._environment_and_secrets import hide_secrets
     from paceline.core._run_directories import new_run_storage
 
     seed = config.reproducibility.experiment_seed
@@ -79,9 +83,6 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
     name = local_run_name(config)
     path = _unused_for_local(root / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     storage = config.checkpoint_storage.root if config.checkpoint_storage else None
-    variables = config.environment.variables
-    private = [value for name, value in variables.items() if is_secret(name, value)]
-    private += config.environment.secrets.values()
     info = RunInfo(
         run_id=uuid4().hex,
         name=name,
@@ -95,9 +96,19 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
         ),
         checkpoint_storage=storage or new_run_storage(path).url,
         slot_ids=list(range(config.resources.fewest_slots)),
-        arguments=[hide_values(argument, private) for argument in sys.argv],
+        arguments=_without_secrets(sys.argv, config),
     )
     return RunDirectory.create(path, info)
+
+
+def _without_secrets(words: Sequence[str], config: "ExperimentConfig") -> list[str]:
+    """Return the words of a command without the secrets of its config."""
+    from paceline.config._environment_and_secrets import hide_values, is_secret
+
+    variables = config.environment.variables
+    private = [value for name, value in variables.items() if is_secret(name, value)]
+    private += config.environment.secrets.values()
+    return [hide_values(word, private) for word in words]
 
 
 def local_run_name(config: "ExperimentConfig") -> str:
@@ -233,7 +244,8 @@ def _pass_signal_on(pid: int, signal_number: int) -> None:
         return
 
 
-def _print_end(run: RunDirectory, code: int) -> None:
+def _print_end(run: RunDirectory, code: int, command: Sequence[str]) -> None:
+    """Print how a run has ended, how to look at it, and how to go on with it."""
     from paceline.cli._runs_commands import run_state_name
     from paceline.core._read_runs import RunState, summarize_run
 
@@ -243,7 +255,10 @@ def _print_end(run: RunDirectory, code: int) -> None:
         typer.echo(f"The script ended with exit code {code} and reported nothing.", err=True)
         return
     typer.echo(f"The run is {state} (exit code {code}).", err=True)
-    is_open = summary.num_attempts and summary.state in (RunState.CRASHED, RunState.PREEMPTED)
-    if is_open and summary.latest_checkpoint:
-        path = os.path.relpath(run.path)
-        typer.echo(f"Go on from its checkpoint with `--local --resume {path}`.", err=True)
+    path = shortest_path(str(run.path))
+    typer.echo(f"look: paceline runs show {shlex.quote(path)}", err=True)
+    if summary.num_attempts and summary.state in (RunState.CRASHED, RunState.PREEMPTED):
+        line = f"resume: {shlex.join([*command, '--resume', path])}"
+        if not summary.latest_checkpoint:
+            line = "no checkpoint: the next start begins anew"
+        typer.echo(line, err=True)

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -191,6 +192,7 @@ def _path_to_resume(run: str) -> str:
 
 def _run_experiment(file: Path, workers: str | None, resume: str | None, changes: list[str]) -> int:
     from paceline.cli._local_trial import run_locally
+    from paceline.config._fields_and_problems import ConfigError
     from paceline.config._validate_config import load_config
 
     slots: list[str] = []
@@ -198,12 +200,21 @@ def _run_experiment(file: Path, workers: str | None, resume: str | None, changes
         if not workers.isdecimal():
             _refuse(f"`--workers` must be a number for an experiment, but got {workers!r}.")
         slots = [f"resources.slots_per_trial={workers}"]
-    config = load_config(file, [*changes, *slots])
+    try:
+        config = load_config(file, [*changes, *slots])
+    except ConfigError as error:
+        raise ConfigError(
+            replace(problem, path=problem.path.replace("--config", "--set"))
+            for problem in error.problems
+        ) from None
     directory = Path() if config.environment.working_dir else file.parent
     path: Any = None
     if resume is not None:
         path = _newest_of(config) if resume == "auto" else Path(_path_to_resume(resume))
-    return run_locally(config, directory, resume=path)
+    options = [word for change in changes for word in ("--set", change)]
+    options += [] if workers is None else ["-n", workers]
+    command = ["paceline", "run", str(file), *options]
+    return run_locally(config, directory, command, resume=path)
 
 
 def _newest_of(config: "ExperimentConfig") -> Path | None:

@@ -34,6 +34,7 @@ from paceline.cli._console_output import (
 )
 from paceline.cli._options_and_errors import (
     CommandError,
+    DryRun,
     Json,
     age_in_seconds,
     confirm,
@@ -354,7 +355,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @runs_app.command()
-def delete(run: RunPath, yes: Yes = False) -> None:
+def delete(run: RunPath, yes: Yes = False, dry_run: DryRun = False) -> None:
     """Delete a run: its directory with metrics, logs and checkpoints.
 
     A run in use, a run of a master and anything that is no run directory are refused.
@@ -362,11 +363,14 @@ def delete(run: RunPath, yes: Yes = False) -> None:
     path = find_run(run).absolute()
     stays = _check_deletable(path)
     size = _size_of(path)
-    confirm(f"Delete {path} ({format_bytes(size)})?", is_confirmed=yes)
-    _delete_run(path)
-    told = f"Deleted {path} ({format_bytes(size)})."
+    told = f"Dry run: {path} ({format_bytes(size)}) would be deleted."
+    if not dry_run:
+        confirm(f"Delete {path} ({format_bytes(size)})?", is_confirmed=yes)
+        _delete_run(path)
+        told = f"Deleted {path} ({format_bytes(size)})."
     told += f"\nIts checkpoints in {stays} stay." if stays else ""
-    print_answer({"path": str(path), "num_bytes": size, "checkpoints_left_in": stays}, told)
+    answer = {"path": str(path), "num_bytes": size, "checkpoints_left_in": stays}
+    print_answer(answer | {"is_deleted": not dry_run}, told)
 
 
 @runs_app.command()
@@ -387,7 +391,7 @@ def prune(
     keep: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Delete all but the newest N runs.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
+    dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
     """Delete old runs. Runs in use and runs of a master stay."""

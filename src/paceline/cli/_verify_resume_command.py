@@ -76,12 +76,6 @@ Report = Annotated[
 ]
 
 
-def uses_paceline(command: Sequence[str]) -> bool:
-    """Return whether a Python file of the command names Paceline."""
-    files = [Path(word) for word in command if word.endswith(".py")]
-    return any(path.is_file() and b"paceline" in path.read_bytes() for path in files)
-
-
 def verify_foreign_command(
     command: Sequence[str],
     place: Path,
@@ -232,13 +226,9 @@ def verify_resume(
 
     Exit codes: 0 equal, 1 different, 2 it could not run, 3 not supported (it does not resume, or
     its files cannot be judged), 4 nothing resumable (no checkpoint in time).
-
-    \b
-    Examples:
-      paceline verify-resume --kill-at 40 train.py --lr 0.1
-      paceline verify-resume --level standard --report resume.json -- torchrun train.py
     """
     from paceline.testing._compare_runs import NotResumableError, VerificationError
+    from paceline.testing._trainer_adapters import uses_paceline
     from paceline.testing._verify_resume import Fault
     from paceline.testing._verify_resume import verify_resume as verify
 
@@ -267,7 +257,7 @@ def verify_resume(
         timeout_s=timeout,
     )
     has_own_way = adapter not in (None, "paceline") or checkpoints or resume_command
-    if has_own_way or not (adapter or faults or num_workers > 1 or uses_paceline(command)):
+    if has_own_way or not (adapter or faults or num_workers > 1 or uses_paceline(command, Path())):
         with _progress_on_stderr():
             foreign()
         return

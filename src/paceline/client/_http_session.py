@@ -1,6 +1,7 @@
 """Requests to the master: location, errors, retries, paging; its stream of events."""
 
 import os
+import re
 import socket
 import threading
 import time
@@ -185,8 +186,9 @@ def _token_for(url: str, home: Path) -> str:
 
 def _unanswered(url: str, error: Exception) -> str:
     """Return the message about a URL at which no master answers."""
+    why = (isinstance(error, OSError) and error.strerror) or re.sub(r"^\[[^]]*\] *", "", str(error))
     return (
-        f"A master must answer at {url}, but none does ({error})."
+        f"A master must answer at {url}, but none does ({why})."
         f" Hint: start one with `{START_COMMAND}`, or check the URL."
     )
 

@@ -40,7 +40,7 @@ from paceline.core._attempt_journal import (
 )
 from paceline.core._core_context import has_context
 from paceline.core._distributed_context import DistributedContext
-from paceline.core._run_directories import next_run_number, open_run
+from paceline.core._run_directories import RESUME_VARIABLE, next_run_number, open_run
 from paceline.core._train_context import RunFeedback, alert_of, ending_of, log_alert
 
 logger = logging.getLogger(__name__)
@@ -553,7 +553,8 @@ class _OpenRun:
             self.times = TimeAccount(self._record_times)
             self.saved: str | None = None
             self.feedback = RunFeedback(self.path, opened.info, num_workers=num_workers)
-            self.feedback.begin()
+            is_resume_asked = directory is None and os.environ.get(RESUME_VARIABLE)
+            self.feedback.begin(more="begins anew: `load` resumes" * bool(is_resume_asked))
             self._lock = lock.pop_all()
 
     def report(self, group: str, step: int, metrics: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -62,13 +62,13 @@ class TrainerAdapter:
         return next((one for one in paths if fnmatchcase(one, self.glob or "")), None)
 
     def checkpoints(self, stamps: Stamps) -> dict[str, Stamps]:
-        """Return the files of each checkpoint, complete or not."""
+        """Return the files of each checkpoint, complete or not; the last changed one last."""
         found: dict[str, Stamps] = {}
         for path, stamp in stamps.items():
             checkpoint = self.checkpoint(path)
             if checkpoint is not None:
                 found.setdefault(checkpoint, {})[path] = stamp
-        return found
+        return dict(sorted(found.items(), key=lambda one: max(at for _, at in one[1].values())))
 
     def is_complete(self, root: Path, files: Iterable[str]) -> bool:
         """Return whether all files of a checkpoint have been written."""
@@ -503,10 +503,15 @@ class CommandRuns:
                 " does not resume, cannot be noticed."
             )
         elif not any(mark.stat().st_atime_ns for mark in marks):
+            hint = f"let it {adapter.resume_hint}, or name the way with `--resume-command`."
+            if uses_paceline(self.script.command, self.source):
+                hint = (
+                    "a script that uses Paceline is verified by `paceline.testing.verify_resume`,"
+                    " or with `--adapter paceline`."
+                )
             raise NoVerdictError(
                 "not supported",
-                "The command began anew: it read none of its checkpoints. Hint: let it"
-                f" {adapter.resume_hint}, or name the way with `--resume-command`.",
+                f"The command began anew: it read none of its checkpoints. Hint: {hint}",
             )
         return ""
 
@@ -629,6 +634,12 @@ class CommandRuns:
             rows=rows,
             has_steps=adapter.has_steps,
         )
+
+
+def uses_paceline(command: Sequence[str], place: Path) -> bool:
+    """Return whether a Python file of the command, relative to `place`, names Paceline."""
+    files = [place / word for word in command if word.endswith(".py")]
+    return any(path.is_file() and b"paceline" in path.read_bytes() for path in files)
 
 
 def _too_late(num_checkpoints: int) -> NoVerdictError:

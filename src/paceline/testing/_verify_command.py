@@ -325,4 +325,6 @@ def _result(
         return "different", "The losses differ."
     at = "" if first.step is None else f" at step {first.step}"
     rank = "" if first.rank is None else f", rank {first.rank}"
-    return "different", f"The first difference is in the {first.kind}{at}{rank}: {first}."
+    names: dict[str, str] = {"other": "other state", DAMAGED: "damaged files"}
+    kind = names.get(first.kind or "", first.kind or "state")
+    return "different", f"The first difference is in the {kind}{at}{rank}: {first}."

@@ -18,6 +18,7 @@ from functools import cache
 from types import CodeType, ModuleType
 from typing import IO, Any, NamedTuple
 
+import paceline
 from paceline._base.arguments_and_errors import rebuilt_error
 from paceline._training.workers.failures_and_restarts import RemoteTraceback, WorkerFailedError
 from paceline._training.workers.processes.worker_program import describe_exit, exit_code_of
@@ -291,13 +292,20 @@ def fill_main(program: ModuleType, function: Any) -> None:
 
 
 def traceback_text(error: BaseException, caller: str) -> str:
-    """Return the text of an exception from where the file `caller` called the user's code."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in (caller, __file__):
+    """Return the text of an exception from the first frame of the user's code.
+
+    An exception of ours alone begins where the file `caller` called it.
+    """
+    frames = whole = error.__traceback__
+    while whole is not None and whole.tb_frame.f_code.co_filename in (caller, __file__):
+        whole = whole.tb_next
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
+    return "".join(traceback.format_exception(type(error), error, frames or whole))
 
 
+# Frames of this package.
+_PACKAGE = os.path.join(os.path.dirname(paceline.__file__), "")
 # Less than this is quicker in the frame.
 _LEAST_SHARED_BYTES = 1024 * 1024
 # The segment number of buffers in the frame itself.

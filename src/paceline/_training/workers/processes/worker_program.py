@@ -325,7 +325,7 @@ def _error_outcome(error: BaseException) -> ProgramOutcome:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     error = error.with_traceback(frames)
-    if outcome.is_consequence and sys.excepthook is sys.__excepthook__:
+    if outcome.is_consequence and _is_python_s(sys.excepthook):
         # Of no use to the user: the launcher names the rank that failed first, and why.
         _attempt(lambda: print(_survivor_line(outcome.error, frames), file=sys.stderr))
         return outcome
@@ -335,6 +335,16 @@ def _error_outcome(error: BaseException) -> ProgramOutcome:
     except BaseException:
         _attempt(lambda: sys.__excepthook__(type(error), error, frames))
     return outcome
+
+
+def _is_python_s(hook: object) -> bool:
+    """Return whether a hook prints a traceback and no more, also by torch with the rank."""
+    # `init_process_group` puts a function before the hook that was there.
+    of_torch = "torch.distributed.distributed_c10d"
+    while isinstance(hook, types.FunctionType) and hook.__module__ == of_torch:
+        cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+        hook = {name: cell.cell_contents for name, cell in cells}.get("old_hook")
+    return hook is sys.__excepthook__
 
 
 def _survivor_line(error: "str | None", frames: "types.TracebackType | None") -> str:

@@ -13,8 +13,8 @@ import sys
 import tempfile
 from statistics import fmean, median, quantiles
 
-from clients import mlflow_server, paceline_server
 from figures import Figure
+from log_clients import mlflow_server, paceline_server
 
 _NUM_ROUNDS = 5
 _NUM_CALLS = 300

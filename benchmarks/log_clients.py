@@ -30,6 +30,7 @@ NUM_KEYS = 10
 SERVE = Path(__file__).parents[1] / "tests" / "clients" / "run_mlflow.py"
 _NUM_CALLS = 50
 _SECONDS = 30
+_SETTLE_S = 3
 _ANSWER_BAR_MS = 50
 # Each begins a run, waits for its word, and logs.
 SCRIPTS = {
@@ -109,6 +110,8 @@ def _measure_scripts(client: str) -> Figure:
         parts = []
         for _ in range(2):
             _wait_for_scripts(scripts)
+            # Clients send files of a beginning in the background.
+            time.sleep(_SETTLE_S)
             parts.append(relay.take())
             for script in scripts:
                 assert script.stdin is not None

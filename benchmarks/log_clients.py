@@ -1,10 +1,12 @@
-"""Clients of other trackers, and Paceline's own, at once: `python benchmarks/run.py log-clients`.
+"""Clients of other trackers, and Paceline's own, at once.
 
-Sixteen scripts of each kind log ten values once a second to Paceline, as trainings do; W&B's client
-is told to send each second, not every 15. A relay before the master takes the times of its answers,
-so that a client's own work does not count. All begin at once and end at once, which is told apart.
-Then MLflow's client, in sixteen threads, logs to Paceline and to MLflow's own server: as fast as it
-can and once a second. All that was logged is read again.
+`python benchmarks/run.py log-clients`: sixteen scripts of each kind log ten values once a second to
+Paceline, as trainings do; W&B's client is told to send each second, not every 15. A relay before
+the master takes the times of its answers, so that a client's own work does not count. All begin at
+once and end at once, which is told apart.
+
+`log-threads`: MLflow's client, in sixteen threads, logs to Paceline and to MLflow's own server: as
+fast as it can and once a second. All that was logged is read again.
 """
 
 import asyncio
@@ -32,7 +34,7 @@ _NUM_CALLS = 50
 _SECONDS = 30
 _SETTLE_S = 3
 _ANSWER_BAR_MS = 50
-# Each begins a run, waits for its word, and logs.
+# Each begins a run, logs once, waits for its word, and logs on.
 SCRIPTS = {
     "wandb": """
 import wandb
@@ -52,6 +54,7 @@ log, end = (lambda step: paceline.log(values, step=step)), paceline.finish
 """,
 }
 _LOG = f"""
+log(0)
 print("READY", flush=True)
 sys.stdin.readline()
 for step in range(1, {_SECONDS} + 1):
@@ -65,8 +68,13 @@ end()
 
 
 def measure_clients() -> list[Figure]:
-    """Measure scripts of each client against Paceline, then MLflow's client against both."""
-    figures = [_measure_scripts(client) for client in SCRIPTS]
+    """Measure scripts of each client against Paceline."""
+    return [_measure_scripts(client) for client in SCRIPTS]
+
+
+def measure_threads() -> list[Figure]:
+    """Measure MLflow's client against Paceline and MLflow's own server."""
+    figures = []
     servers = {"Paceline": paceline_server, "MLflow's own server": mlflow_server}
     for case, num_calls, every_s in (
         ("as fast as they can", _NUM_CALLS, 0.0),
@@ -89,6 +97,7 @@ def measure_clients() -> list[Figure]:
 
 def _measure_scripts(client: str) -> Figure:
     """The answers that sixteen scripts of one client get."""
+    num_logged = NUM_CLIENTS * NUM_KEYS * (_SECONDS + 1)
     with paceline_server() as url, ExitStack() as stack:
         token, _, address = url.removeprefix("http://api:").partition("@")
         relay = stack.enter_context(Relay.serve(int(address.rpartition(":")[2])))
@@ -121,7 +130,7 @@ def _measure_scripts(client: str) -> Figure:
                 time.sleep(0 if parts[1:] else 1 / NUM_CLIENTS)
         assert [script.wait() for script in scripts] == [0] * NUM_CLIENTS
         parts.append(relay.take())
-        share_kept = _num_kept(f"http://{address}", token) / (NUM_CLIENTS * NUM_KEYS * _SECONDS)
+        share_kept = _num_kept(f"http://{address}", token) / num_logged
     begin, logging, end = (quantiles(times_ms, n=20)[-1] for times_ms in parts)
     found = _shape(parts[1], _SECONDS) | {"share_kept": share_kept}
     return Figure(

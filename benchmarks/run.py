@@ -33,6 +33,7 @@ def main() -> None:
     named |= read_cases.NAMED_CASES | trial_cases.NAMED_CASES | scheduling_cases.NAMED_CASES
     named |= runner_cases.NAMED_CASES
     named |= {"log-calls": log_calls.measure_calls, "log-clients": log_clients.measure_clients}
+    named |= {"log-threads": log_clients.measure_threads}
     cases = CASES | named | webui_cases.NAMED_CASES
     parser.add_argument("names", nargs="*", choices=[*cases, []], help=", ".join(cases))
     chosen = parser.parse_args().names or list(CASES)

@@ -1,11 +1,9 @@
-"""What one call of each client costs a training, in one run.
+"""What one call of each client costs a training, in one run: `python benchmarks/run.py log-calls`.
 
-    python benchmarks/log_calls.py [ROUNDS [CALLS]]
-
-Each front logs ten values a call, CALLS as fast as it can, in a process of its own; fronts
-take turns. W&B's and MLflow's clients log to Paceline, and MLflow's to its own server as well. The
-last row is an image of 256 x 256 pixels without the time to encode it. One JSON object a line:
-microseconds of a call, as the median, 95th percentile and mean of all rounds.
+Each front logs ten values a call, 300 as fast as it can, in a process of its own; fronts take
+turns. W&B's and MLflow's clients log to Paceline, and MLflow's to its own server as well; of
+Paceline's own calls one case reports live to the master. An image has 256 x 256 pixels, and the
+time to encode it is left out. A value of a figure is the median of the calls of one process.
 """
 
 import json
@@ -15,7 +13,12 @@ import sys
 import tempfile
 from statistics import fmean, median, quantiles
 
-from clients import mlflow_server, paceline_server
+from figures import Figure
+from log_clients import mlflow_server, paceline_server
+
+_NUM_ROUNDS = 5
+_NUM_CALLS = 300
+_IMAGE_BAR_US = 200
 
 BEGIN = {
     "wandb.log": """
@@ -44,7 +47,7 @@ end = lambda: context.__exit__(None, None, None)
 """,
     "report_image": """
 import numpy, paceline.core
-from paceline.core._media_encoding import encode_images
+from paceline.core._media import encode_images
 context = paceline.core.init().__enter__()
 random = numpy.random.default_rng(0)
 base = numpy.zeros((256, 256, 3), dtype="uint8")
@@ -84,30 +87,34 @@ def measure(front: str, variables: dict[str, str], num_calls: int) -> list[float
             return list(json.load(file))
 
 
-def main() -> None:
+def measure_calls() -> list[Figure]:
     """Measure all fronts in turns."""
-    num_rounds, num_calls = (*map(int, sys.argv[1:]), *(3, 300)[len(sys.argv) - 1 :])
     with paceline_server() as url, mlflow_server() as mlflow_url:
         token, _, address = url.removeprefix("http://api:").partition("@")
         to_wandb = {"WANDB_BASE_URL": f"http://{address}", "WANDB_API_KEY": token}
-        cases = [
-            ("wandb.log", "paceline", to_wandb),
-            ("mlflow.log_metrics", "paceline", {"MLFLOW_TRACKING_URI": url}),
-            ("mlflow.log_metrics", "mlflow", {"MLFLOW_TRACKING_URI": mlflow_url}),
-            ("paceline.log", "-", {}),
-            ("report_training_metrics", "-", {}),
-            ("report_image", "-", {}),
+        to_master = {"PACELINE_REPORT_TO": f"http://{address}", "PACELINE_TOKEN": token}
+        cases: list[tuple[str, str, dict[str, str]]] = [
+            ("wandb.log", "to Paceline", to_wandb),
+            ("mlflow.log_metrics", "to Paceline", {"MLFLOW_TRACKING_URI": url}),
+            ("mlflow.log_metrics", "to MLflow's own server", {"MLFLOW_TRACKING_URI": mlflow_url}),
+            ("paceline.log", "without a master", {}),
+            ("paceline.log", "reporting live to a master", to_master),
+            ("report_training_metrics", "without a master", {}),
+            ("report_image", "beyond encoding", {}),
         ]
-        found: dict[tuple[str, str], list[float]] = {}
-        for _ in range(num_rounds):
-            for front, server, variables in cases:
-                found.setdefault((front, server), []).extend(measure(front, variables, num_calls))
-    for (front, server), times in found.items():
-        p95 = quantiles(times, n=20)[-1]
-        us = {"median_us": median(times), "p95_us": p95, "mean_us": fmean(times)}
-        row = {"front": front, "server": server}
-        print(json.dumps(row | {name: round(value, 1) for name, value in us.items()}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        found: list[list[list[float]]] = [[] for _ in cases]
+        for _ in range(_NUM_ROUNDS):
+            for rounds, (front, _, variables) in zip(found, cases, strict=True):
+                rounds.append(measure(front, variables, _NUM_CALLS))
+    figures = []
+    for (front, place, _), rounds in zip(cases, found, strict=True):
+        calls = [one for times in rounds for one in times]
+        p95, mean = quantiles(calls, n=20)[-1], fmean(calls)
+        figures.append(
+            Figure(
+                what=f"a call of {front}, {place}", unit="us", values=[*map(median, rounds)],
+                bar=_IMAGE_BAR_US if front == "report_image" else None,
+                beside=f"95th percentile {p95:,.0f} us, mean {mean:,.0f} us",
+            )
+        )  # fmt: skip
+    return figures

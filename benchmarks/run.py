@@ -10,6 +10,8 @@ import sys
 import bench_cases
 import data_cases
 import data_scale
+import log_calls
+import log_clients
 import read_cases
 import runner_cases
 import scheduling_cases
@@ -30,6 +32,8 @@ def main() -> None:
     named |= data_cases.NAMED_CASES | {"data-scale": data_scale.measure_scale}
     named |= read_cases.NAMED_CASES | trial_cases.NAMED_CASES | scheduling_cases.NAMED_CASES
     named |= runner_cases.NAMED_CASES
+    named |= {"log-calls": log_calls.measure_calls, "log-clients": log_clients.measure_clients}
+    named |= {"log-threads": log_clients.measure_threads}
     cases = CASES | named | webui_cases.NAMED_CASES
     parser.add_argument("names", nargs="*", choices=[*cases, []], help=", ".join(cases))
     chosen = parser.parse_args().names or list(CASES)

@@ -796,6 +796,21 @@ def test_graphql_of_another_shape_is_answered(server: WandbServer, query: str) -
     assert found["data"] is not None or found["errors"][0]["message"]
 
 
+def test_fields_that_are_not_known_are_null_and_the_masters_log_names_them(
+    server: WandbServer,
+) -> None:
+    asked = "query New { viewer { entity fieldOfTomorrow { deep } } routeOfTomorrow(a: 1) { id } }"
+
+    assert server.ask(asked) == {
+        "data": {
+            "viewer": {"entity": "paceline", "fieldOfTomorrow": None}, "routeOfTomorrow": None
+        }
+    }  # fmt: skip
+    log = (server.process.home / "master.log").read_text()
+    assert "asks for `fieldOfTomorrow` of Query.viewer, which is not known here" in log
+    assert "asks for `routeOfTomorrow` of Query, which is not known here" in log
+
+
 def test_request_for_the_same_history_many_times_is_refused(server: WandbServer) -> None:
     server.begin("asked-often")
     rows = [{"_step": step, "loss": step} for step in range(2000)]
@@ -851,32 +866,40 @@ def test_report_token_logs_but_neither_lists_nor_reads_artifacts(server: WandbSe
     reporter.close()
 
 
+CREATE = """
+mutation CreateArtifact($input: CreateArtifactInput!) {
+  createArtifact(input: $input) { artifact { id state } }
+}
+"""
+ADD_FILES = """
+mutation CreateArtifactFiles($files: [CreateArtifactFileSpecInput!]!) {
+  createArtifactFiles(input: {artifactFiles: $files}) { files { edges { node { uploadUrl } } } }
+}
+"""
+ADD_MANIFEST = """
+mutation CreateArtifactManifest($id: ID!) {
+  createArtifactManifest(input: {artifactID: $id}) { artifactManifest { file { uploadUrl } } }
+}
+"""
+COMMIT = "mutation C($id: ID!) { commitArtifact(input: {artifactID: $id}) { artifact { id } } }"
+
+
+def begin_artifact(server: WandbServer, name: str, **contents: Any) -> str:
+    """Begin a run and an artifact of one name, upload a manifest, and return the artifact's id."""
+    server.begin(name, name)
+    given = {"entityName": "paceline", "projectName": name, "runName": name, "digest": "d"}
+    given |= {"artifactTypeName": "model", "artifactCollectionName": name}
+    artifact = server.ask(CREATE, input=given)["data"]["createArtifact"]["artifact"]["id"]
+    made = server.ask(ADD_MANIFEST, id=artifact)["data"]["createArtifactManifest"]
+    url = made["artifactManifest"]["file"]["uploadUrl"]
+    assert httpx2.put(url, json={"contents": contents}).status_code == 200
+    return str(artifact)
+
+
 def test_artifact_whose_upload_was_cut_cannot_be_committed(server: WandbServer) -> None:
-    server.begin("cut", "cut")
-    create = """
-    mutation CreateArtifact($input: CreateArtifactInput!) {
-      createArtifact(input: $input) { artifact { id state } }
-    }
-    """
-    given = {"entityName": "paceline", "projectName": "cut", "runName": "cut", "digest": "d"}
-    given |= {"artifactTypeName": "model", "artifactCollectionName": "cut"}
-    artifact = server.ask(create, input=given)["data"]["createArtifact"]["artifact"]["id"]
-    files = """
-    mutation CreateArtifactFiles($files: [CreateArtifactFileSpecInput!]!) {
-      createArtifactFiles(input: {artifactFiles: $files}) { files { edges { node { uploadUrl } } } }
-    }
-    """
+    artifact = begin_artifact(server, "cut", **{"a.bin": {"digest": "x", "size": 10}})
     spec = {"artifactID": artifact, "name": "a.bin", "md5": "x"}
-    edges = server.ask(files, files=[spec])["data"]["createArtifactFiles"]["files"]["edges"]
-    manifest = """
-    mutation CreateArtifactManifest($id: ID!) {
-      createArtifactManifest(input: {artifactID: $id}) { artifactManifest { file { uploadUrl } } }
-    }
-    """
-    made = server.ask(manifest, id=artifact)["data"]["createArtifactManifest"]["artifactManifest"]
-    content = {"contents": {"a.bin": {"digest": "x", "size": 10}}}
-    assert httpx2.put(made["file"]["uploadUrl"], json=content).status_code == 200
-    commit = "mutation C($id: ID!) { commitArtifact(input: {artifactID: $id}) { artifact { id } } }"
+    edges = server.ask(ADD_FILES, files=[spec])["data"]["createArtifactFiles"]["files"]["edges"]
 
     def cut() -> Iterator[bytes]:
         yield b"01234"
@@ -884,9 +907,47 @@ def test_artifact_whose_upload_was_cut_cannot_be_committed(server: WandbServer) 
 
     with pytest.raises(ConnectionError):
         httpx2.put(edges[0]["node"]["uploadUrl"], content=cut())
-    refused = server.ask(commit, id=artifact)
+    refused = server.ask(COMMIT, id=artifact)
     assert httpx2.put(edges[0]["node"]["uploadUrl"], content=b"0123456789").status_code == 200
-    committed = server.ask(commit, id=artifact)
+    committed = server.ask(COMMIT, id=artifact)
 
     assert "must be uploaded with 10 bytes" in refused["errors"][0]["message"]
     assert committed["data"]["commitArtifact"]["artifact"]["id"] == artifact
+
+
+@pytest.mark.parametrize("name", ["../up.txt", "/etc/x", "a/../../b", "a\nb", "a\\b"])
+def test_file_of_an_artifact_that_lies_elsewhere_is_refused(server: WandbServer, name: str) -> None:
+    """Neither its content nor a manifest that names it is taken: clients would write it there."""
+    artifact = begin_artifact(server, "elsewhere", **{name: {"digest": "x", "size": 1}})
+    added = server.ask(ADD_FILES, files=[{"artifactID": artifact, "name": name, "md5": "x"}])
+    committed = server.ask(COMMIT, id=artifact)
+
+    for found in (added, committed):
+        assert found["data"] is None
+        assert "The path of a file must be relative" in found["errors"][0]["message"]
+
+
+@pytest.mark.parametrize("name", ["media/html/page.html", "media/images/drawing.svg"])
+def test_media_that_carry_scripts_cannot_act_on_the_masters_origin(
+    server: WandbServer, name: str
+) -> None:
+    server.begin("scripts")
+    create = """
+    mutation CreateRunFiles($files: [String!]!) {
+      createRunFiles(input: {entityName: "paceline", projectName: "raw", runName: "scripts",
+                             files: $files}) { files { uploadUrl } }
+    }
+    """
+    [made] = server.ask(create, files=[name])["data"]["createRunFiles"]["files"]
+    assert httpx2.put(made["uploadUrl"], content=b"<script>").status_code == 200
+    read = """
+    query Files($names: [String!]) { project(name: "raw", entityName: "paceline") {
+      run(name: "scripts") { files(names: $names) { edges { node { directUrl } } } } } }
+    """
+    files = server.ask(read, names=[name])["data"]["project"]["run"]["files"]
+    reply = httpx2.get(files["edges"][0]["node"]["directUrl"])
+
+    assert reply.content == b"<script>"
+    assert reply.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    assert reply.headers["content-disposition"].startswith("attachment")

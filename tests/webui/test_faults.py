@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
@@ -145,6 +146,23 @@ def test_addresses_of_what_is_not_there_say_so(master: Any, open_page: Any, code
     expect(page.get_by_role("alert")).to_contain_text(f"There is no experiment {experiment.id}")
     page.goto(f"/experiments/{experiment.id}")
     expect(page.get_by_role("alert")).to_contain_text(f"There is no experiment {experiment.id}")
+
+
+def test_a_run_of_another_trackers_client_is_found_at_the_address_that_it_prints(
+    master: Any, open_page: Any
+) -> None:
+    """An address of MLflow's form leads to the run; no directory or lost output is spoken of."""
+    reply = httpx2.post(
+        f"{master.url}/api/2.0/mlflow/runs/create",
+        headers={"Authorization": f"Bearer {(master.home / 'token').read_text().strip()}"},
+        json={"experiment_id": "0", "run_name": "far"},
+    )
+    page = open_page(master, f"/#/experiments/0/runs/{reply.json()['run']['info']['run_id']}")
+    expect(page.get_by_role("heading", name="far")).to_be_visible()
+    expect(page.get_by_text("a run that another tracker's client logs here")).to_be_visible()
+    page.get_by_role("link", name="Logs").click()
+    expect(page.get_by_text("Attempt 1 of the run began at step 0.", exact=True)).to_be_visible()
+    expect(page.get_by_text("stays where it was started")).to_have_count(0)
 
 
 def test_a_script_that_fails_is_told_with_its_error(

@@ -25,7 +25,7 @@ def import_store(
         ),
     ],
     kind: Annotated[
-        Literal["export", "mlflow", "tensorboard"] | None,
+        Literal["export", "mlflow", "tensorboard", "trackio"] | None,
         typer.Option("--kind", help="Kind of the store. By default it is found by looking."),
     ] = None,
     into: Annotated[

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline._base.journal_records import AnyRecord, AttemptFinished
-from paceline.importers import _mlflow_stores, _tensorboard_logs
+from paceline.importers import _mlflow_stores, _tensorboard_logs, _trackio_stores
 from paceline.importers._export_files import is_export, read_export
 from paceline.importers._run_files import RunFiles
 from paceline.importers._run_writer import (
@@ -75,6 +75,7 @@ _KINDS: dict[str, tuple[Callable[[Path], Any], Reader]] = {
     "export": (is_export, read_export),
     "mlflow": (_mlflow, _read_mlflow),
     "tensorboard": (_tensorboard_logs.log_directories, _read_logs),
+    "trackio": (_trackio_stores.databases, _trackio_stores.read_store),
 }
 KINDS = tuple(_KINDS)
 
@@ -101,8 +102,8 @@ def kind_of_store(path: Path) -> str:
     if found:
         return found[0]
     raise ImportRefusedError(
-        f"`SOURCE` must hold what MLflow, TensorBoard or `paceline export` has written, but"
-        f" {str(path)!r} holds nothing of it. Hint: `wandb sync` sends W&B's runs to a master."
+        f"`SOURCE` must hold what MLflow, TensorBoard, Trackio or `paceline export` has written,"
+        f" but {str(path)!r} holds nothing of it. Hint: `wandb sync` sends W&B's runs to a master."
     )
 
 

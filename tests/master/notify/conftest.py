@@ -1,4 +1,7 @@
-"""Receivers on loopback: an HTTP server that answers as told, and a small mail server."""
+"""Receivers on loopback: an HTTP server that answers as told, and a small mail server.
+
+The HTTP server is also a proxy to hosts of the internet, for which it answers itself.
+"""
 
 import base64
 import hashlib
@@ -7,13 +10,18 @@ import json
 import queue
 import socket
 import socketserver
+import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 SECRET = "whsec_" + base64.b64encode(b"a key of 24 bytes at least").decode()
 
@@ -25,6 +33,7 @@ class Request:
     path: str
     headers: dict[str, str]
     body: bytes
+    host: str = ""
 
     def json(self) -> dict[str, Any]:
         """Return the body of a signed request, after checking the signature."""
@@ -45,13 +54,16 @@ class Request:
 class Receiver:
     """An HTTP server; each request takes the next of `answers`, or is answered with 200.
 
-    An answer is a status, a status with headers, or a function of the open handler.
+    An answer is a status, a status with headers, or a function of the open handler. With `tls`, it
+    is every host of the internet for those who come by it as their proxy.
     """
 
     answers: list[Any] = field(default_factory=list)
     requests: "queue.Queue[Request]" = field(default_factory=queue.Queue)
     release: threading.Event = field(default_factory=threading.Event)
     url: str = ""
+    body: bytes = b""
+    tls: ssl.SSLContext | None = None
 
     def next(self, timeout_s: float = 60.0) -> Request:
         """Return the next request; fail if none comes."""
@@ -60,19 +72,39 @@ class Receiver:
 
 def _handler_of(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        host = ""
+
+        def do_CONNECT(self) -> None:
+            self.host = self.path
+            self.send_response(200)
+            self.end_headers()
+            assert receiver.tls is not None
+            self.rfile.close()
+            self.connection = receiver.tls.wrap_socket(self.connection, server_side=True)
+            self.rfile = self.connection.makefile("rb")
+            self.wfile = self.connection.makefile("wb", 0)
+            # What follows on this connection is a request to the host.
+            self.close_connection = False
+
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             answer = receiver.answers.pop(0) if receiver.answers else 200
             headers = {name.lower(): value for name, value in self.headers.items()}
-            receiver.requests.put(Request(self.path, headers, body))
+            receiver.requests.put(Request(self.path, headers, body, self.host))
             if callable(answer):
                 answer(self)
                 return
             status, headers = answer if isinstance(answer, tuple) else (answer, {})
             self.send_response(status)
-            for name, value in {"Content-Length": "0", **headers}.items():
+            size = str(len(receiver.body))
+            for name, value in {"Content-Length": size, **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
+            self.wfile.write(receiver.body)
+
+        def finish(self) -> None:
+            super().finish()
+            self.connection.close()
 
         def log_message(self, *arguments: Any) -> None:
             pass
@@ -100,6 +132,27 @@ def make_receiver() -> Iterator[Callable[..., Receiver]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@pytest.fixture
+def internet(
+    make_receiver: Callable[..., Receiver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Receiver:
+    """Return a receiver that programs find at the addresses of Slack, Discord and Teams."""
+    from test_tls import Authority
+
+    authority = Authority(tmp_path / "authority")
+    hosts = ("hooks.slack.com", "discord.com", "prod-1.westeurope.logic.azure.com")
+    files = authority.issue(*hosts)
+    receiver = make_receiver()
+    receiver.body = b"ok"  # in these words, Slack takes a message
+    receiver.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    receiver.tls.load_cert_chain(files["tls_cert"], files["tls_key"])
+    for name in ("NO_PROXY", "no_proxy", "https_proxy", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", receiver.url)
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(authority.ca_file))
+    return receiver
 
 
 @pytest.fixture

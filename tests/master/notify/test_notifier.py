@@ -215,6 +215,50 @@ def test_failing_receiver_is_tried_again_and_shown(
     assert (channel["num_waiting"], channel["failure"]) == (0, None)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "slack://T1JJ3T3L2/A1BRTD4JD/SECRET5kdnlazkcOXrIdev12",
+        "discord://4174296324183162/SECRET5kdnlazkcOXrIdev12",
+        "workflows://prod-1.westeurope.logic.azure.com:443/643e69f83c8944/SECRET5kdnlazkcOXr",
+    ],
+    ids=["slack", "discord", "teams"],
+)
+def test_chat_that_fails_once_gets_the_message_and_nobody_its_address(
+    write_notify: Callable[..., Path],
+    make_master: Callable[..., Any],
+    internet: Any,
+    caplog: pytest.LogCaptureFixture,
+    url: str,
+) -> None:
+    pytest.importorskip("apprise")
+    caplog.set_level(0)
+    channels = {"team": {"url": url, **FAST}}
+    path = write_notify() / "notify.yaml"
+    path.write_text(yaml.safe_dump({"channels": channels, "rules": [RULE]}))
+    master = make_master()
+    master.core.notifier.start()
+    internet.answers[:] = [500]
+    end_experiment(master)
+
+    bodies = [json.loads(internet.next().body) for _ in range(2)]
+    first, second = ("served" in json.dumps(body) for body in bodies)
+    assert first
+    assert second
+
+    def channel() -> dict[str, Any]:
+        [found] = master.http.get("/notify-channels").json()
+        return dict(found)
+
+    wait_for(lambda: channel()["num_waiting"] == 0)
+    assert (channel()["kind"], channel()["failure"]) == (url.partition(":")[0], None)
+    internet.answers[:] = [403]
+    refused = master.http.post("/notify-channels/team/test").json()
+    assert "403" in refused["failure"]
+    told = [caplog.text, master.http.get("/status").text, str(refused), str(channel())]
+    assert not [text for text in told if "SECRET5" in text or "643e69f83c8944" in text]
+
+
 def test_runs_that_ended_long_ago_are_no_news(
     start: Callable[..., Any], make_receiver: Callable[..., Any]
 ) -> None:

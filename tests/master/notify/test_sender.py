@@ -1,6 +1,7 @@
 """Sending one message to real receivers, good and bad ones."""
 
 import email
+import html
 import json
 import re
 from collections.abc import Callable
@@ -178,6 +179,63 @@ def test_json_goes_by_apprise(make_receiver: Callable[..., Any]) -> None:
     body = json.loads(receiver.next().body)
     assert body["title"] == "Experiment 3 (mnist) failed, and 2 more"
     assert "... and 1 more" in body["message"]
+
+
+TITLE = "Experiment 3 (mnist) failed, and 2 more"
+TEXT = "\n".join(
+    ["Experiment 3 (mnist) failed", "ValueError: <b>lr</b> & @\u200beveryone", "Another",
+     "... and 1 more", "http://master:8080/experiments/3"]
+)  # fmt: skip
+
+
+def read_slack(body: dict[str, Any]) -> tuple[str, str]:
+    """Return title and text of an incoming webhook of Slack, which shows entities as they are."""
+    [part] = body["attachments"]
+    assert (body["mrkdwn"], part["footer"], part["color"]) == (False, "Paceline", "#A32037")
+    return part["title"], html.unescape(part["text"])
+
+
+def read_discord(body: dict[str, Any]) -> tuple[str, str]:
+    """Return title and text of a message to a webhook of Discord."""
+    title, _, text = body["content"].partition("\r\n")
+    return title, text
+
+
+def read_teams(body: dict[str, Any]) -> tuple[str, str]:
+    """Return title and text of an adaptive card; a backslash keeps signs from being Markdown."""
+    assert body["type"] == "message"
+    [part] = body["attachments"]
+    assert part["contentType"] == "application/vnd.microsoft.card.adaptive"
+    assert part["content"]["type"] == "AdaptiveCard"
+    parts = {each.get("id"): each.get("text") for each in part["content"]["body"]}
+    return parts["title"], parts["body"].replace("\\", "")
+
+
+CHATS: dict[str, tuple[str, str, Callable[[dict[str, Any]], tuple[str, str]]]] = {
+    "slack://T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7": (
+        "hooks.slack.com:443", "/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7", read_slack,
+    ),
+    "discord://4174296324183162/4JKcW59uvN2Xv1QSSVf9Gg8B": (
+        "discord.com:443", "/api/webhooks/4174296324183162/4JKcW59uvN2Xv1QSSVf9Gg8B", read_discord,
+    ),
+    "workflows://prod-1.westeurope.logic.azure.com:443/643e69f83c8944/KmxwhLm1dKEK0VbF": (
+        "prod-1.westeurope.logic.azure.com:443",
+        "/workflows/643e69f83c8944/triggers/manual/paths/invoke", read_teams,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("url", CHATS, ids=["slack", "discord", "teams"])
+def test_chat_gets_title_text_and_link_in_its_own_form(internet: Any, url: str) -> None:
+    """The library's own code speaks to the service's own address; the host there is the test's."""
+    pytest.importorskip("apprise")
+    host, path, read = CHATS[url]
+    assert send(Channel(url=url)).failure is None
+    request = internet.next()
+    assert (request.host, request.path.partition("?")[0]) == (host, path)
+    assert request.headers["content-type"].startswith("application/json")
+    assert read(json.loads(request.body)) == (TITLE, TEXT)
+    assert internet.requests.empty()
 
 
 def test_failure_of_apprise_shows_no_part_of_the_address(free_port: int) -> None:

@@ -10,7 +10,8 @@ import { Waiting } from "../../components/Feedback";
 export function ExperimentLogs() {
   const { id } = useParams({ from: "/experiments/$id" });
   const search = useSearch({ from: "/experiments/$id/logs" });
-  const isUnmanaged = useQuery(experimentQuery(id)).data?.is_unmanaged === true;
+  // Clients of other trackers have no directory, and send what a script prints.
+  const hasDirectory = Boolean(useQuery(experimentQuery(id)).data?.run_dir);
   const list = useInfiniteQuery(trialsQuery(id, {}));
   const trials = list.data?.pages[0]?.items;
   // With one trial its own lines can be followed and searched from an id on.
@@ -25,7 +26,7 @@ export function ExperimentLogs() {
       name={`experiment-${id}`}
       isOf={(event) => event.experiment_id === id}
       showsTrials={only === undefined}
-      note={isUnmanaged ? UNMANAGED_NOTE : undefined}
+      note={hasDirectory ? UNMANAGED_NOTE : undefined}
     />
   );
 }

@@ -94,7 +94,9 @@ function Origin({ experiment }: { experiment: Experiment }) {
       )}
       {experiment.is_unmanaged && (
         <Text size="sm" c="dimmed" className="wrap-anywhere">
-          a run made without a master, in {experiment.run_dir}
+          {experiment.run_dir
+            ? `a run made without a master, in ${experiment.run_dir}`
+            : "a run that another tracker's client logs here"}
         </Text>
       )}
     </Group>

@@ -22,7 +22,7 @@ export function TrialLogs() {
       search={search}
       name={`trial-${id}`}
       isOf={(event) => event.trial_id === id}
-      note={experiment?.is_unmanaged ? UNMANAGED_NOTE : undefined}
+      note={experiment?.run_dir ? UNMANAGED_NOTE : undefined}
     />
   );
 }

@@ -583,9 +583,11 @@ class Unmanaged:
         )
         self._changes.update_trial(transaction, trial_id, num_attempts=number)
         if started is not None:
-            where = f"process {started.pid} on {started.host}, {started.world_size} rank(s)"
-            text = f"Attempt {number} of the run began at step {started.steps_completed}: {where}."
-            self._changes.note(transaction, trial_id, number, "INFO", text)
+            text = f"Attempt {number} of the run began at step {started.steps_completed}"
+            # Clients of other trackers do not say where they are.
+            if started.host:
+                text += f": process {started.pid} on {started.host}, {started.world_size} rank(s)"
+            self._changes.note(transaction, trial_id, number, "INFO", f"{text}.")
         return run_attempts(connection, trial_id)[-1]
 
     # ---- ends ------------------------------------------------------------------------------

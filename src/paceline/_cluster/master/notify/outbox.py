@@ -159,7 +159,8 @@ class Delivery:
         self._channel = channel
         self._ends_at = time.monotonic() + _LIMIT_S
         title, text = describe(message, link)
-        order: dict[str, Any] = {"url": channel.url, "title": title, "text": text}
+        level = message.groups[0].notice.level
+        order: dict[str, Any] = {"url": channel.url, "title": title, "text": text, "level": level}
         if channel.webhook is not None:
             order = {"webhook": channel.webhook, "secret": channel.secret, "id": message.id}
             order["body"] = as_json(message, cluster_id, link)

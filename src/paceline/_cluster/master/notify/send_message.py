@@ -20,6 +20,7 @@ from typing import Any
 _MAX_MEMORY_BYTES = 2**30
 _TIMEOUT_S = 10.0
 _LIMIT_S = 60
+_KINDS = {"warn": "warning", "error": "failure"}
 # Words that wake whole teams; titles and texts come from the code of jobs.
 _MENTION = re.compile(r"@(?=everyone|here|channel|all)|<(?=[!@#])", re.IGNORECASE)
 
@@ -71,7 +72,10 @@ def _notify(order: dict[str, Any]) -> dict[str, Any]:
     if not sender.add(order["url"]):
         return {"failure": "the `url` is no address that apprise knows"}
     title, text = (_MENTION.sub("\\g<0>\u200b", order[name]) for name in ("title", "text"))
-    result = sender.notify(title=title, body=text or title, body_format=apprise.NotifyFormat.TEXT)
+    result = sender.notify(
+        title=title, body=text or title, body_format=apprise.NotifyFormat.TEXT,
+        notify_type=_KINDS.get(order["level"], "info"),
+    )  # fmt: skip
     if result:
         return {}
     texts = [str(entry.message) for entry in result.logs()]

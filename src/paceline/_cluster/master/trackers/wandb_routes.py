@@ -52,7 +52,10 @@ async def answer_graphql(request: Request, master: MasterOf, identity: IdentityO
     body = await _body(request)
     try:
         given = msgspec.json.decode(body, type=dict[str, Any])
-        document = Document(str(given.get("query")), given.get("operationName"))
+        # Not in the loop: the first one loads the parser, for which all other answers would wait.
+        document = await asyncio.to_thread(
+            Document, str(given.get("query")), given.get("operationName")
+        )
         variables = given.get("variables") or {}
         asked = partial(_asked, request, master, identity)
 

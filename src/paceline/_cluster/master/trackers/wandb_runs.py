@@ -300,12 +300,15 @@ def _tell(asked: Asked, place: RunPlace, document: Mapping[str, Any]) -> None:
     runs.set_hparams(asked.writer, run_id, config_values(document))
 
 
-def store_run(asked: Asked, place: RunPlace, document: dict[str, Any]) -> None:
-    """Store the document of a run."""
-    connection, experiment_id = asked.connection, asked.run(document).experiment_id
+def store_run(
+    asked: Asked, place: RunPlace, document: dict[str, Any], run: LoggedRun | None = None
+) -> None:
+    """Store the document of a run, whose rows may be at hand."""
+    experiment_id = (run or asked.run(document)).experiment_id
     change_document(
-        connection, RUN, place.parent, place.name, lambda _: document, experiment_id=experiment_id
-    )
+        asked.connection, RUN, place.parent, place.name, lambda _: document,
+        experiment_id=experiment_id,
+    )  # fmt: skip
 
 
 def forget_run(asked: Asked, place: RunPlace) -> None:

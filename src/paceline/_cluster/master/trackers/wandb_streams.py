@@ -83,17 +83,17 @@ def take_stream(asked: Asked, place: RunPlace, request: StreamRequest) -> None:
             document.pop(name, None)
         forget_run(asked, place)
         open_run(asked, place, document)
+        run = asked.run(document)
     fresh = _fresh(document, HISTORY, request)
     events = _fresh(document, EVENTS, request)
     output = _fresh_output(document, request)
-    is_over = asked.run(document).attempt.outcome is not None
+    is_over = run.attempt.outcome is not None
     if is_over and (fresh or events or output):
         open_run(asked, place, document)
-        is_over = False
+        run, is_over = asked.run(document), False
     summary = _lines(request, _SUMMARY)
     if summary:
         document["summary"] = json_object("summary", summary[-1], MAX_SUMMARY)
-    run = asked.run(document)
     records = _records(document, fresh, events)
     records, num_lost = _bounded(asked, run, records)
     if output:
@@ -107,7 +107,7 @@ def take_stream(asked: Asked, place: RunPlace, request: StreamRequest) -> None:
         asked.master.logged_runs.append(transaction, run.run_id, records, lease_s=LEASE_S)
         if request.complete:
             _finish(asked, run, request, document)
-    store_run(asked, place, document)
+    store_run(asked, place, document, run)
 
 
 def _finish(

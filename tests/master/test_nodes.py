@@ -1323,3 +1323,29 @@ def test_requests_that_a_storage_keeps_waiting_keep_no_others_waiting(
         with pytest.raises(httpx2.ReadTimeout):
             master.http.delete(f"/experiments/{number}", timeout=0.5)
     assert master.create(searcher=single, hyperparameters={}) == 11
+
+
+def test_a_node_with_a_problem_gets_nothing_until_it_reports_none(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    """A node rests by its own report, which is checked."""
+    sick = join("sick")
+    sick.work(problem="disk:\x1b[31m  full\n")
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    run(master)
+    assert attempts(master) == []
+    assert nodes(master)["sick"]["problem"] == "disk: [31m full"
+    [waiting] = master.http.get("/queue").json()
+    assert "The node sick rests until a check passes: disk: [31m full." in waiting["detail"]
+    problems = master.http.get("/status").json()["problems"]
+    assert any("The node sick rests" in one for one in problems), f"{problems=}"
+    # A stranger's text has a limit.
+    assert sick.ask(problem="x" * 501).status_code == 422
+    well = join("well")
+    run(master)
+    assert [one.node_name for one in attempts(master)] == ["well"]
+    assert well.take() == [1]
+    sick.work()
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    run(master)
+    assert [one.node_name for one in attempts(master)] == ["well", "sick"]

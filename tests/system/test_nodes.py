@@ -301,3 +301,45 @@ def test_a_token_that_others_can_read_is_refused(
     node.token.chmod(0o644)
     assert node.start().process.wait(60) == 1
     assert "has mode 0644" in node.log_path.read_text()
+
+
+# In the place of torch, unless nobody broke it.
+BREAKABLE_TORCH = """
+import os, sys
+if os.path.exists(os.environ["BROKEN"]):
+    raise ImportError("libcudart.so.13: no such file")
+sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.dirname(__file__))]
+del sys.modules["torch"]
+import torch
+"""
+
+
+def test_a_node_whose_check_fails_rests_with_its_reason_and_comes_back_by_itself(
+    master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
+    wait_until: Callable[..., None], tmp_path: Path,
+) -> None:  # fmt: skip
+    """A node rests."""
+    (tmp_path / "fake" / "torch").mkdir(parents=True)
+    (tmp_path / "fake" / "torch" / "__init__.py").write_text(BREAKABLE_TORCH)
+    broken = tmp_path / "broken"
+    broken.touch()
+    paths = f"{tmp_path / 'fake'}:{os.environ['PYTHONPATH']}"
+    node = make_node("box", "--slots", "1", "--check-every", "1")
+    node.start(PYTHONPATH=paths, BROKEN=str(broken))
+    open_gate(node)
+    client = master.client()
+    wait_until(lambda: any("libcudart" in one.problem for one in client.nodes()))
+    experiment = submit(1)
+    wait_until(lambda: client.queue())
+    [waiting] = client.queue()
+    assert waiting.reason == "pausing", f"{waiting=}"
+    told = "The node box rests until a check passes: torch: ImportError: libcudart.so.13"
+    assert waiting.detail.startswith(told), f"{waiting.detail=}"
+    assert any(one.startswith(told) for one in client.status().problems), f"{client.status()=}"
+    assert not attempts(master, 1)
+    broken.unlink()
+    assert experiment.wait().value == "COMPLETED"
+    assert [one.problem for one in client.nodes()] == [""]
+    log = node.log_path.read_text()
+    assert "takes no new trials: torch: ImportError" in log, f"{log=}"
+    assert "takes trials again" in log, f"{log=}"

@@ -71,6 +71,14 @@ def run(
             min=0, metavar="SECONDS", help="Leave after SECONDS without a trial. Default: never."
         ),
     ] = None,
+    check_every: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Check this machine at the start and every SECONDS; 0 is never.",
+        ),
+    ] = 1800.0,
     ca_file: CaFile = None,
     slots: Annotated[
         str,
@@ -131,7 +139,7 @@ def run(
         master if "://" in master else f"http://{master}",
         token_file,
         (directory or Path("~/.paceline-runner") / node).expanduser().absolute(),
-        idle_timeout,
+        {"idle_timeout_s": idle_timeout, "check_every_s": check_every},
         {
             "name": node,
             "pool": pool,
@@ -146,7 +154,7 @@ def _serve_node(
     master: str,
     token_file: Path,
     directory: Path,
-    idle_timeout_s: float | None,
+    limits: dict[str, float | None],
     options: dict[str, object],
 ) -> None:
     from paceline._cluster.runner.node_runner import NodeRunner, find_facts
@@ -156,7 +164,7 @@ def _serve_node(
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = find_facts(directory, **options)  # type: ignore[arg-type]
-        runner = NodeRunner(master, token_file, directory, facts, idle_timeout_s)
+        runner = NodeRunner(master, token_file, directory, facts, **limits)  # type: ignore[arg-type]
     except ValueError as error:
         raise CommandError(str(error)) from error
     except OSError as error:
@@ -210,7 +218,9 @@ def list_nodes() -> None:
 
 
 def _state_of(node: "Node") -> str:
-    """Return the state of a node as text, with the seconds of its rest after trial failures."""
+    """Return the state of a node as text, with the reason or the seconds of its rest."""
+    if node.problem:
+        return f"{node.state}, rests: {node.problem}"
     rest_s = (node.rests_until or 0.0) - time.time()
     return f"{node.state}, rests {rest_s:.0f} s" if rest_s > 0 else node.state
 

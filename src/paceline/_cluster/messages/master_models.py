@@ -90,7 +90,8 @@ class Node(Message):
     `left` (its runner was stopped), `lost`, `draining` (attempts are leaving) or `drained`.
     `address` is where other nodes reach it, for trials on several nodes. `device_memory_bytes` has
     the memory of each device in bytes, 0 for one that is unknown; it is empty if none is known.
-    A node on which one trial after another failed gets no attempts before `rests_until`.
+    A node on which one trial after another failed gets no attempts before `rests_until`, and one
+    with a `problem`, found by a check of the machine, gets none until a later check passes.
     `num_slots_drained` devices get no attempts; attempts still hold `num_slots_draining` of these.
     """
 
@@ -114,6 +115,7 @@ class Node(Message):
     num_slots_drained: int = 0
     num_slots_draining: int = 0
     rests_until: float | None = None
+    problem: str = ""
     reservations: "list[Reservation]" = Field(default_factory=list)
 
 

@@ -317,6 +317,9 @@ STARTER_LABEL = "starter"
 
 NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 
+MAX_PROBLEM = 500
+"""Longest problem of a node, in characters."""
+
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Registration data of a node runner.
@@ -359,7 +362,8 @@ class NodePoll(msgspec.Struct, frozen=True, kw_only=True):
 
     `number` grows with each poll of a session. `attempts` are those that have a directory on the
     node, `alive` the attempts with a runner at work. The answer waits up to `wait_s` seconds for
-    another version of the work than `after`. A node that is leaving gets no more attempts.
+    another version of the work than `after`. A node that is leaving gets no more attempts, and
+    neither does one with a `problem`, as found by a check of the machine.
     """
 
     key: str
@@ -370,6 +374,7 @@ class NodePoll(msgspec.Struct, frozen=True, kw_only=True):
     after: int = 0
     wait_s: float = 0.0
     is_leaving: bool = False
+    problem: Annotated[str, msgspec.Meta(max_length=MAX_PROBLEM)] = ""
 
 
 class NodeLaunch(msgspec.Struct, frozen=True, kw_only=True):

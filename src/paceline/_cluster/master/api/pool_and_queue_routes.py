@@ -27,6 +27,7 @@ from paceline._cluster.master.experiments.experiment_edits import move_experimen
 from paceline._cluster.master.experiments.scheduler_input import Cluster, read_pools
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.scheduling.pools import (
+    NodeSlots,
     PolicyName,
     PoolSettings,
     Reason,
@@ -331,6 +332,7 @@ def _queue_detail(
         for node in cluster.nodes
         if node.pool == waiting.pool
         and node.node_id not in cluster.failing_nodes
+        and not node.problem
         and not node.is_closed_to(waiting.user)
     ]
     total, largest = sum(of_pool), max(of_pool, default=0)
@@ -358,7 +360,7 @@ def _queue_detail(
                 return "It failed on a node, and waits for another one, which is away."
             return "It failed on a node, and waits until another one has room."
         case Reason.PAUSING:
-            return _pausing_in_queue(cluster, result, now)
+            return _pausing_in_queue(cluster, result, now, addresses)
         case Reason.TOO_LARGE if len(cluster.nodes) == 1 and total:
             return f"It needs {_slots_text(waiting.num_slots)}, but there are only {total}."
         case _:
@@ -397,9 +399,15 @@ def _too_large_for_queue(
     if total < waiting.num_slots:
         num_drained = sum(len(node.drained) for node in cluster.nodes if node.pool == waiting.pool)
         drained = f" ({num_drained} more {'are' if num_drained > 1 else 'is'} drained)"
+        away = [
+            addresses[node.node_id].partition(" ")[0]
+            for node in cluster.returning
+            if node.pool == waiting.pool and not node.problem and node.node_id in addresses
+        ]
         return (
             f"{needed} the pool {waiting.pool!r} has {total or 'none'} now"
             f"{drained if num_drained else ''}."
+            + (f" Away, perhaps for a moment: {', '.join(away[:3])}." if away else "")
         )
     text = (
         f"{needed} in the pool {waiting.pool!r} no node has more than {largest}, and no nodes that"
@@ -419,10 +427,21 @@ def _too_large_for_queue(
     return text
 
 
-def _pausing_in_queue(cluster: Cluster, result: SchedulingResult, now: float) -> str:
+def _may_use(node: NodeSlots, result: SchedulingResult) -> bool:
+    waiting = result.waiting
+    return node.pool == waiting.pool and not node.is_closed_to(waiting.user)
+
+
+def _pausing_in_queue(
+    cluster: Cluster, result: SchedulingResult, now: float, addresses: Mapping[int, str]
+) -> str:
     until = cluster.pausing_trials.get(result.waiting.trial_id)
     if until is not None:
         why = "Its runner died several times in a row, or its nodes did not come together"
+    elif sick := [node for node in cluster.nodes if node.problem and _may_use(node, result)]:
+        more = f" ({len(sick) - 1} more rest, too)" * (len(sick) > 1)
+        name = addresses.get(sick[0].node_id, "of its pool").partition(" ")[0]
+        return f"The node {name} rests until a check passes: {sick[0].problem}{more}."
     else:
         until = min(cluster.pausing_nodes.values(), default=now)
         why = "An attempt could not start on the node that it needs"

@@ -266,7 +266,7 @@ def _has_other_node(
     connection, wanted = transaction.connection, config.resources
     own, pool = attempt.node_id or LOCAL_NODE, wanted.pool or DEFAULT_POOL
     failing, drained = changes.failing_nodes.all(time.time()), drained_slots(connection)
-    nodes = [node for node in changes.machines.slots() if node.is_open]
+    nodes = [node for node in changes.machines.slots() if node.is_open and not node.problem]
     nodes += changes.machines.returning_slots()
     return any(
         node.node_id != own

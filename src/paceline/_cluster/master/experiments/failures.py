@@ -178,7 +178,7 @@ def resting_nodes(
     good = {
         node.pool
         for node in [*(one for one in nodes if one.is_open), *returning]
-        if node.node_id not in failing and set(node.slots) - node.drained
+        if node.node_id not in failing and not node.problem and set(node.slots) - node.drained
     }
     return {
         node.node_id: failing[node.node_id]

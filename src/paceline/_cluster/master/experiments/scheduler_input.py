@@ -133,9 +133,9 @@ def read_cluster(
         replace(
             node,
             drained=node.drained | drained.get(node.node_id, frozenset()),
-            is_pausing=node.node_id in resting,
+            is_pausing=node.node_id in resting or bool(node.problem),
         )
-        if node.node_id in drained or node.node_id in resting
+        if node.node_id in drained or node.node_id in resting or node.problem
         else node
         for node in placed
     ]

@@ -82,6 +82,7 @@ class RegisteredNode:
         is_open: bool = True,
         only_pool: str | None = None,
         is_drained: bool = False,
+        problem: str = "",
     ) -> NodeSlots:
         """Return the slots of this node for the scheduler."""
         slots = tuple(range(len(self.facts.devices)))
@@ -94,6 +95,7 @@ class RegisteredNode:
             is_open=is_open,
             can_join=can_join,
             only_pool=only_pool,
+            problem=problem,
         )
 
 
@@ -469,6 +471,7 @@ class Nodes(Machines):
                     is_open=self.presence.is_ready(node.id) and not node.is_draining,
                     only_pool=self.only_pool(node),
                     is_drained=node.is_draining,
+                    problem=self.presence.problem(node.id),
                 )
                 for node in present
             ]

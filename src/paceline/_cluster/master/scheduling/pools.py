@@ -60,7 +60,7 @@ class NodeSlots:
     """Slots of a node; a closed node keeps its attempts and gets no new attempts.
 
     The same holds for a single drained slot. A pausing node will be open again in a moment: a trial
-    that needs it waits, and holds up no other.
+    that needs it waits, and holds up no other. One with a `problem` pauses until that is mended.
     `can_join` says that other nodes reach it, so
     that trials on several nodes may use it. `only_pool` is the one that it may be in. Trials of
     others than `reserved_for` do not start there.
@@ -75,6 +75,7 @@ class NodeSlots:
     labels: Mapping[str, str] = field(default_factory=dict)
     can_join: bool = False
     only_pool: str | None = None
+    problem: str = ""
     reserved_for: frozenset[str] | None = None
     reserved_from: float = 0.0
     reserved_until: float = 0.0

@@ -11,6 +11,7 @@ from paceline.config import ExperimentConfig, validate_config
 from paceline.config._environment_and_secrets import Environment
 from paceline.config._experiment_config import (
     DirectoryStorage,
+    Idle,
     Profiling,
     Reproducibility,
     Resources,
@@ -57,6 +58,7 @@ SECTIONS: dict[str, list[type[BaseModel]]] = {
     "reproducibility.": [Reproducibility],
     "environment.": [Environment],
     "profiling.": [Profiling],
+    "idle.": [Idle],
     "notify.": [Notify],
     "notify.thresholds.": [Threshold],
     "optimizations.": [Optimizations],

@@ -417,6 +417,15 @@ def _policy_text(pool: "Pool") -> str:
     return f"{pool.policy}{half_life}{', backfill' * pool.backfill}"
 
 
+def _pool_time(option: str, text: str | None) -> float | None:
+    from paceline._base.arguments_and_errors import AGE_FORMS, seconds_of
+
+    seconds = None if text is None else seconds_of(text)
+    if text is not None and seconds is None:
+        raise CommandError(f"`{option}` must be {AGE_FORMS}, but got {text!r}.")
+    return seconds
+
+
 @pool_app.command("set")
 def set_pool(
     name: _Pool,
@@ -453,6 +462,20 @@ def set_pool(
             " Default: not at all.",
         ),
     ] = None,
+    silent_after: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Alert if a trial reports nothing for TIME, such as 30min."
+        ),
+    ] = None,
+    unused_after: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Alert if a trial does not use its slots for TIME."),
+    ] = None,
+    pause_after: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Pause its experiment TIME after such an alert."),
+    ] = None,
 ) -> None:
     """Set all settings of a pool. Options not given get their defaults."""
 
@@ -466,6 +489,9 @@ def set_pool(
             labels=read_labels(labels or []),
             backfill=backfill,
             half_life_hours=half_life,
+            silent_after_s=_pool_time("--silent-after", silent_after),
+            unused_after_s=_pool_time("--unused-after", unused_after),
+            pause_after_s=_pool_time("--pause-after", pause_after),
         )
         gaps = ", and its gaps are filled" if backfill else ""
         _print_pool(client, name, f"The pool {name} has the policy {policy}{gaps}.")

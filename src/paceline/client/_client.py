@@ -144,6 +144,9 @@ class ClusterClient:
         labels: Mapping[str, str] | None = None,
         backfill: bool = False,
         half_life_hours: float | None = None,
+        silent_after_s: float | None = None,
+        unused_after_s: float | None = None,
+        pause_after_s: float | None = None,
     ) -> None:
         """Set the sharing rules of a pool; arguments not given get their defaults.
 
@@ -156,6 +159,9 @@ class ClusterClient:
                 free; they store a checkpoint and leave once it has room.
             half_life_hours: Under `fair_share`, past use of users counts by half for each so many
                 hours; None is not at all.
+            silent_after_s: Seconds without a report of a trial, after which there is an alert.
+            unused_after_s: The same without use of its slots.
+            pause_after_s: Seconds after such an alert, after which its experiment is paused.
 
         Raises:
             ApiError: One of them is not possible.
@@ -163,7 +169,8 @@ class ClusterClient:
 
         body = models.SetPool(
             policy=policy, max_slots=max_slots, labels=dict(labels or {}), backfill=backfill,
-            half_life_hours=half_life_hours,
+            half_life_hours=half_life_hours, silent_after_s=silent_after_s,
+            unused_after_s=unused_after_s, pause_after_s=pause_after_s,
         )  # fmt: skip
         self._session.send("PUT", f"pools/{name}", content=body.model_dump_json().encode())
 

@@ -469,6 +469,29 @@ class Resources(Section):
         return value
 
 
+class Idle(Section):
+    """Limits on trials that hold slots without use, or report nothing."""
+
+    silent_after: Age | None = Field(
+        default=None, description="Time without a report of a trial, after which there is an alert."
+    )
+    unused_after: Age | None = Field(
+        default=None,
+        description="Time without use of the slots by a trial, after which there is an alert.",
+    )
+    pause_after: Age | None = Field(
+        default=None,
+        description="Time after the alert, after which the experiment is paused; null is never.",
+    )
+
+    @model_validator(mode="after")
+    def _check_pause(self) -> "Idle":
+        if self.pause_after and not (self.silent_after or self.unused_after):
+            hint = "give `idle.unused_after` or `idle.silent_after`."
+            raise refused("`pause_after` has no effect without an alert", hint=hint)
+        return self
+
+
 class Reproducibility(Section):
     """Settings repeated exactly when a search is run again."""
 
@@ -557,6 +580,9 @@ class ExperimentConfig(Section):
     profiling: Profiling = Field(default=Profiling(), description="What is profiled.")
     notify: Notify = Field(
         default=Notify(), description="Messages about the experiment by channels of the master."
+    )
+    idle: Idle = Field(
+        default=Idle(), description="When idle trials give an alert, and are paused."
     )
     preemption_timeout: PositiveSeconds = Field(
         default=600.0, description="Seconds that a preempted trial may take to save and end."

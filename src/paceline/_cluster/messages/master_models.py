@@ -198,6 +198,9 @@ class Pool(Message):
     detail: str | None = None
     backfill: bool = False
     half_life_hours: float | None = None
+    silent_after_s: float | None = None
+    unused_after_s: float | None = None
+    pause_after_s: float | None = None
 
 
 class NotifyChannel(Message):
@@ -220,14 +223,24 @@ class NotifyTest(Message):
     failure: str | None = None
 
 
+_Seconds = Annotated[float, Field(gt=0, le=10**8)]
+
+
 class SetPool(Request):
-    """Complete settings of a pool; omitted fields get their defaults."""
+    """Complete settings of a pool; omitted fields get their defaults.
+
+    A trial that reports nothing for `silent_after_s`, or does not use its slots for
+    `unused_after_s`, gives an alert. After `pause_after_s` more, its experiment is paused.
+    """
 
     policy: Policy = "fifo"
     max_slots: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     labels: dict[str, Label] = Field(default_factory=dict, max_length=20)
     backfill: bool = False
     half_life_hours: Annotated[float, Field(ge=1, le=10_000)] | None = None
+    silent_after_s: _Seconds | None = None
+    unused_after_s: _Seconds | None = None
+    pause_after_s: _Seconds | None = None
 
 
 class MoveExperiment(Request):

@@ -133,6 +133,9 @@ async def read_control(
     sends_checkpoints: Annotated[
         bool, Query(description="Its node does not share the checkpoint directory.")
     ] = False,
+    unused_s: Annotated[
+        float | None, Query(ge=0, le=10**9, description="For how long it did not use its slots.")
+    ] = None,
 ) -> Response:
     """Read the master's orders for an attempt; waits up to `timeout_s` for a new version.
 
@@ -140,6 +143,8 @@ async def read_control(
     """
     master.leases.renew(runner_id(attempt_id, member), after)
     timeout_s = min(timeout_s, master.leases.longest_wait_s)
+    if unused_s is not None:
+        master.ingest.activities.note_unused(attempt_id, member, unused_s)
     if begins:
 
         def begin(transaction: Transaction) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
 from typing import Annotated, Any
 
@@ -77,6 +78,7 @@ def list_pools(master: MasterOf) -> list[Pool]:
                 backfill=settings.backfill,
                 half_life_hours=settings.half_life_s and settings.half_life_s / 3600,
                 labels=dict(settings.labels),
+                **asdict(settings.idle),
                 num_nodes=len(nodes),
                 num_slots=sum(sizes.values()),
                 num_slots_used=sum(len(slots) for _, slots in held),

@@ -40,6 +40,7 @@ from paceline._cluster.master.experiments.checkpoints import (
     store_checkpoint,
     take_checkpoint_deletion,
 )
+from paceline._cluster.master.experiments.idle_trials import Activities
 from paceline._cluster.master.experiments.record_checks import check_record
 from paceline._cluster.master.experiments.state_writer import (
     StateChanges,
@@ -168,6 +169,7 @@ class RecordIngest:
 
     def __init__(self, changes: StateChanges) -> None:
         self._changes = changes
+        self.activities = Activities()
 
     def store(
         self, transaction: Transaction, attempt_id: int, batches: Sequence[RecordBatch]
@@ -207,6 +209,7 @@ class RecordIngest:
                 connection, attempt, batch.rank, [record for _, record in fresh]
             )
             self._take_records(transaction, attempt, batch.rank, records)
+            self.activities.note_records(attempt.id, records)
             _take_times(connection, attempt.id, batch, records)
         faults.reach("master.records.stored")
         return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
@@ -335,15 +338,27 @@ class RecordIngest:
                 partial(self._changes.failing_stores.note, attempt, rank, notice)
             )
 
+    def raise_alert(
+        self, transaction: Transaction, attempt: Row[Any], title: str, text: str
+    ) -> None:
+        """Add an alert of the master to a trial."""
+        alert = AlertRaised(time=time.time(), title=title, description=text, level="warn")
+        self._take_alert(transaction, attempt, CHIEF, alert, "Alert")
+        self._keep_alerts(transaction, attempt.trial_id, CHIEF, [alert])
+
     def _take_alert(
-        self, transaction: Transaction, attempt: Row[Any], rank: int, alert: AlertRaised
+        self,
+        transaction: Transaction,
+        attempt: Row[Any],
+        rank: int,
+        alert: AlertRaised,
+        who: str | None = None,
     ) -> None:
         text = ": ".join(filter(None, (alert.title, alert.description)))
         level = _LOG_LEVELS.get(alert.level, "INFO")
         trial_id = attempt.trial_id
-        self._changes.note(
-            transaction, trial_id, attempt.number, level, f"Alert of rank {rank}: {text}"
-        )
+        who = who or f"Alert of rank {rank}"
+        self._changes.note(transaction, trial_id, attempt.number, level, f"{who}: {text}")
         shown = _shown_alert(alert, rank)
         transaction.emit("alert", attempt.experiment_id, trial_id, **shown, raised_at=alert.time)
 

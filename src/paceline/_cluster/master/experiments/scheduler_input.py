@@ -18,6 +18,7 @@ from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.scheduling.pools import (
     DEFAULT_PRIORITY,
     Holding,
+    IdleLimits,
     NodeSlots,
     PolicyName,
     PoolSettings,
@@ -168,6 +169,11 @@ def read_pools(connection: Connection) -> dict[str, PoolSettings]:
             labels=row.labels,
             backfill=row.backfill,
             half_life_s=None if row.half_life_hours is None else row.half_life_hours * 3600,
+            idle=IdleLimits(
+                silent_after_s=row.silent_after_s,
+                unused_after_s=row.unused_after_s,
+                pause_after_s=row.pause_after_s,
+            ),
         )
         for row in connection.execute(select(tables.pools)).all()
     }

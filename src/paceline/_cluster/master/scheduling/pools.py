@@ -40,6 +40,18 @@ class PolicyName(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IdleLimits:
+    """How long a trial may report nothing, or not use its slots, and then be left running.
+
+    None is no limit.
+    """
+
+    silent_after_s: float | None = None
+    unused_after_s: float | None = None
+    pause_after_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSettings:
     """How a pool is shared; `max_slots` is how many of its slots may be in use at once.
 
@@ -53,6 +65,7 @@ class PoolSettings:
     backfill: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     half_life_s: float | None = None
+    idle: IdleLimits = IdleLimits()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

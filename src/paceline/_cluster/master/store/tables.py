@@ -334,7 +334,7 @@ reservations = Table(
     sqlite_autoincrement=True,
 )
 
-SCHEMA_VERSION = 19
+SCHEMA_VERSION = 20
 FIRST_SCHEMA_VERSION = 13
 """Schema version of the first release: no later one takes an older database."""
 
@@ -619,6 +619,10 @@ pools = Table(
     Column("backfill", Boolean, nullable=False, default=False, server_default=false()),
     # Under `fair_share`, past use counts by half for each so many hours.
     Column("half_life_hours", Float),
+    # Trials that report nothing, or do not use their slots, for so long; and when they are paused.
+    Column("silent_after_s", Float),
+    Column("unused_after_s", Float),
+    Column("pause_after_s", Float),
 )
 
 # Slots that get no attempts; the node 0 is the master's own machine.

@@ -193,6 +193,11 @@ def _add_quotas_and_reservations(operations: Operations) -> None:
     operations.add_column("pools", Column("half_life_hours", Float))
 
 
+def _add_groups_and_rules_of_pools(operations: Operations) -> None:
+    for name in ("silent_after_s", "unused_after_s", "pause_after_s"):
+        operations.add_column("pools", Column(name, Float))
+
+
 STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_files_media_and_documents,
     _add_backfill_and_waiting_trials,
@@ -200,6 +205,7 @@ STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_users_and_projects,
     _add_usage,
     _add_quotas_and_reservations,
+    _add_groups_and_rules_of_pools,
 )
 
 

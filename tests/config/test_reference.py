@@ -12,6 +12,7 @@ from paceline.config._environment_and_secrets import Environment
 from paceline.config._experiment_config import (
     DirectoryStorage,
     Idle,
+    LogPolicy,
     Profiling,
     Reproducibility,
     Resources,
@@ -59,6 +60,7 @@ SECTIONS: dict[str, list[type[BaseModel]]] = {
     "environment.": [Environment],
     "profiling.": [Profiling],
     "idle.": [Idle],
+    "log_policies.": [LogPolicy],
     "notify.": [Notify],
     "notify.thresholds.": [Threshold],
     "optimizations.": [Optimizations],

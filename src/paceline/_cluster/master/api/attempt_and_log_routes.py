@@ -30,7 +30,9 @@ from paceline._cluster.master.experiments.attempts import (
     read_attempt,
     read_control_of,
 )
+from paceline._cluster.master.experiments.failures import find_log_hits
 from paceline._cluster.master.experiments.logged_runs import find_link
+from paceline._cluster.master.experiments.record_ingest import take_log_hits
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.unmanaged_runs import batch_place
 from paceline._cluster.master.master import Master
@@ -53,6 +55,7 @@ from paceline._cluster.messages.runner_messages import (
     in_parts,
     runner_id,
 )
+from paceline.config._experiment_config import LogPolicy
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.
 attempt_router = ApiRouter(tags=["attempts"], route_class=ReadingRoute)
@@ -105,15 +108,18 @@ async def store_logs(
     """Store lines of output; known lines are dropped."""
     master.leases.renew(runner_id(attempt_id, member))
     body = await _decode(request, LogRequest)
-    attempt = await asyncio.to_thread(_read_attempt, master, attempt_id)
+    attempt, policies = await asyncio.to_thread(_read_attempt, master, attempt_id)
     check_not_over(attempt)
     logs = master.logs
+    hits = find_log_hits(policies, body.entries)
     trial_id, number = attempt.trial_id, attempt.number
     if body.entries:
         last = await asyncio.to_thread(logs.append, trial_id, number, body.entries, member)
 
         def tell(transaction: Transaction) -> None:
             transaction.emit("logs", attempt.experiment_id, trial_id, last=last)
+            if hits:
+                take_log_hits(master.ingest, transaction, attempt_id, member, hits)
 
         await write_rows(master, tell)
     # The first look reads the whole file.
@@ -201,9 +207,10 @@ def _json(message: Any) -> Response:
     return Response(msgspec.json.encode(message), media_type="application/json")
 
 
-def _read_attempt(master: Master, attempt_id: int) -> Any:
+def _read_attempt(master: Master, attempt_id: int) -> tuple[Any, Sequence[LogPolicy]]:
     with master.database.read() as connection:
-        return read_attempt(connection, attempt_id)
+        attempt = read_attempt(connection, attempt_id)
+        return attempt, config_of(experiment_row(connection, attempt.experiment_id)).log_policies
 
 
 def _read_control(master: Master, attempt_id: int) -> AttemptControl:

@@ -354,7 +354,7 @@ def _queue_detail(
         case Reason.MAX_SLOTS | Reason.MAX_TRIALS | Reason.POOL_LIMIT | Reason.QUOTA:
             return _limit_in_queue(settings, result)
         case Reason.RESERVED:
-            return _reserved_in_queue(cluster, waiting)
+            return _reserved_in_queue(cluster, waiting, addresses)
         case Reason.PREEMPTING:
             return "Trials behind it, or less important ones, store a checkpoint and make room."
         case Reason.ELSEWHERE:
@@ -455,8 +455,12 @@ def _pausing_in_queue(
     return f"{why}; the next one starts in {max(until - now, 0.0):.0f} s."
 
 
-def _reserved_in_queue(cluster: Cluster, waiting: Waiting) -> str:
+def _reserved_in_queue(cluster: Cluster, waiting: Waiting, addresses: Mapping[int, str]) -> str:
     nodes = [node for node in cluster.nodes if node.pool == waiting.pool]
+    if excluded := [node for node in nodes if node.node_id in waiting.excluded]:
+        names = [addresses.get(one.node_id, LOCAL_NAME).partition(" ")[0] for one in excluded]
+        left = "no other node has room for it"
+        return f"A log policy of its config excludes {', '.join(names)}, and {left}."
     closed = [node for node in nodes if node.is_closed_to(waiting.user)]
     users = ", ".join(sorted({user for node in closed for user in node.reserved_for or ()}))
     until = utc_text(min(node.reserved_until for node in closed))

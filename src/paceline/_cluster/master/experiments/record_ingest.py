@@ -53,6 +53,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
     config_of,
     read_members,
+    slots_by_node,
     store_environment,
 )
 from paceline._cluster.master.store.database import Transaction
@@ -413,6 +414,36 @@ class RecordIngest:
                     TimeSpent,
                 ),
             )
+
+
+_FOLLOWS = {
+    "alert": "has a text of a log policy",
+    "no_retry": "has a text after which no restart follows if it fails",
+    "exclude_node": "excludes this node for further attempts of the trial",
+}
+
+
+def take_log_hits(
+    ingest: RecordIngest,
+    transaction: Transaction,
+    attempt_id: int,
+    member: int,
+    hits: dict[str, dict[str, Any]],
+) -> None:
+    """Store the first line with each pattern of log policies, with an alert for each."""
+    attempt = read_attempt(transaction.connection, attempt_id)
+    known = attempt.log_hits or {}
+    nodes = [*slots_by_node(attempt)]
+    new = {
+        name: {**hit, "node": nodes[min(member, len(nodes) - 1)]}
+        for name, hit in hits.items()
+        if name not in known
+    }
+    for hit in new.values():
+        title = f"The output of attempt {attempt.number} {_FOLLOWS[hit['action']]}"
+        ingest.raise_alert(transaction, attempt, title, hit["line"])
+    if new:
+        _update_attempt(transaction.connection, attempt_id, log_hits=known | new)
 
 
 def _shown_alert(alert: AlertRaised, rank: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Row, Select, func, select
 
 from paceline._cluster.master.experiments.attempts import live_attempts
 from paceline._cluster.master.experiments.failures import (
+    excluded_nodes,
     failed_attempt_nodes,
     nodes_in_start_delay,
     resting_nodes,
@@ -50,6 +51,7 @@ class Cluster:
         returning: Nodes that are not open, but were a moment ago.
         pausing_trials: The same of trials.
         failed_on: Of trials whose last attempts failed, the nodes of these.
+        excluded: Nodes on which trials never start.
         sharing: Weights, past use and quotas.
     """
 
@@ -61,6 +63,7 @@ class Cluster:
     returning: list[NodeSlots]
     pausing_trials: dict[int, float]
     failed_on: dict[int, frozenset[int]]
+    excluded: dict[int, frozenset[int]]
     sharing: Sharing
 
     def waiting_trials(self, connection: Connection) -> "Iterator[Waiting]":
@@ -74,7 +77,11 @@ class Cluster:
                 and len(set(node.slots) - node.drained) >= trial.num_slots
                 for node in self.returning
             )
-            yield replace(trial, awaits_node=True) if awaits else trial
+            if awaits or trial.trial_id in self.excluded:
+                excluded = self.excluded.get(trial.trial_id, frozenset())
+                yield replace(trial, awaits_node=awaits, excluded=excluded)
+            else:
+                yield trial
 
     @property
     def is_full(self) -> bool:
@@ -157,6 +164,7 @@ def read_cluster(
         returning=returning,
         pausing_trials=trials_in_start_delay(connection, now),
         failed_on=failed_attempt_nodes(connection) if len(known) + len(returning) > 1 else {},
+        excluded=excluded_nodes(connection),
     )
 
 

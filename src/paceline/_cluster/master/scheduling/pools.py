@@ -118,6 +118,7 @@ class Waiting:
         queue_place: Its place in the order of arrival.
         user: The owner of its experiment.
         project: The id of its project.
+        excluded: Nodes on which it never starts.
     """
 
     trial_id: int
@@ -136,6 +137,7 @@ class Waiting:
     queue_place: float = 0.0
     user: str = ""
     project: int = 0
+    excluded: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

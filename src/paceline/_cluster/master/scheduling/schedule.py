@@ -392,6 +392,7 @@ class _PoolSchedule:
             self._all_now = _undrained([node for node in nodes if not node.is_pausing])
         self._reserved = [node for node in nodes if node.reserved_for is not None]
         self._nodes = nodes
+        self._known = frozenset(node.node_id for node in nodes)
         # Sizes for which all nodes, if they were free, are found to be too small or large enough;
         # with the nodes that are reserved for others.
         self._obstacles: dict[tuple[int, bool, frozenset[int]], Reason | None] = {}
@@ -430,7 +431,7 @@ class _PoolSchedule:
         self._place += 1
         if (quota := self._quota_use.reached(trial)) is not None:
             return SchedulingResult(waiting=trial, reason=Reason.QUOTA, place=place, quota=quota)
-        reserved = frozenset(
+        reserved = trial.excluded & self._known | frozenset(
             node.node_id for node in self._reserved if node.is_closed_to(trial.user)
         )
         reason = self._obstacle(trial, reserved)

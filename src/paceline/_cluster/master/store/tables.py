@@ -502,10 +502,13 @@ attempts = Table(
     Index("ix_attempts_state", "state"),
     # Covers the order in which an experiment's trials began.
     Index("ix_attempts_began", "experiment_id", "number", "created_at", "trial_id"),
+    # By pattern of a log policy: its action, the first line with it, and the node of that line.
+    Column("log_hits", JSON),
     # Indexes for recent failures, and for the last attempts on a node.
     Index("ix_attempts_ended", "ended_at"),
     Index("ix_attempts_node", "node_id", "id"),
     Index("ix_attempts_environment", "environment"),
+    Index("ix_attempts_hits", "trial_id", sqlite_where=text("log_hits IS NOT NULL")),
 )
 
 # Compressed JSON. Attempts have equal ones, so they are stored once.

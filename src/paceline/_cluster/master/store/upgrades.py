@@ -196,6 +196,10 @@ def _add_quotas_and_reservations(operations: Operations) -> None:
 def _add_groups_and_rules_of_pools(operations: Operations) -> None:
     for name in ("silent_after_s", "unused_after_s", "pause_after_s"):
         operations.add_column("pools", Column(name, Float))
+    operations.add_column("attempts", Column("log_hits", JSON))
+    operations.create_index(
+        "ix_attempts_hits", "attempts", ["trial_id"], sqlite_where=text("log_hits IS NOT NULL")
+    )
 
 
 STEPS: tuple[Callable[[Operations], None], ...] = (

@@ -19,7 +19,6 @@ TOP_LEVEL_LATER = [
     "data_layer",
     "integrations",
     "internal",
-    "log_policies",
     "pbs",
     "project",
     "retention_policy",

@@ -390,7 +390,7 @@ def list_pools() -> None:
         pools = client.pools()
     print_list(
         pools,
-        ["Pool", "Policy", "Nodes", "Slots", "Limit", "Labels"],
+        ["Pool", "Policy", "Nodes", "Slots", "Limit", "Labels", "Rules"],
         [
             (
                 pool.name,
@@ -399,6 +399,7 @@ def list_pools() -> None:
                 slots_text(pool, pool.num_slots),
                 pool.max_slots,
                 labels_text(pool.labels),
+                _rules_text(pool),
             )
             for pool in pools
         ],
@@ -415,6 +416,18 @@ def list_pools() -> None:
 def _policy_text(pool: "Pool") -> str:
     half_life = f", half-life {pool.half_life_hours:g} h" if pool.half_life_hours else ""
     return f"{pool.policy}{half_life}{', backfill' * pool.backfill}"
+
+
+def _rules_text(pool: "Pool") -> str:
+    rules = (
+        (f"open to {', '.join(pool.open_to)}", pool.open_to),
+        (f"best priority {pool.best_priority}", pool.best_priority),
+        ("own runners", pool.own_runners),
+        (f"silent after {pool.silent_after_s} s", pool.silent_after_s),
+        (f"unused after {pool.unused_after_s} s", pool.unused_after_s),
+        (f"pause after {pool.pause_after_s} s", pool.pause_after_s),
+    )
+    return "; ".join(text for text, value in rules if value)
 
 
 def _pool_time(option: str, text: str | None) -> float | None:
@@ -476,6 +489,22 @@ def set_pool(
         str | None,
         typer.Option(metavar="TIME", help="Pause its experiment TIME after such an alert."),
     ] = None,
+    open_to: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHO",
+            help="Take trials only of this user, @group or project:NAME. Repeatable.",
+        ),
+    ] = None,
+    best_priority: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=99, metavar="N", help="Priority that only project administrators exceed."
+        ),
+    ] = None,
+    own_runners: Annotated[
+        bool, typer.Option("--own-runners", help="Start trials only on runners of their user.")
+    ] = False,
 ) -> None:
     """Set all settings of a pool. Options not given get their defaults."""
 
@@ -492,6 +521,9 @@ def set_pool(
             silent_after_s=_pool_time("--silent-after", silent_after),
             unused_after_s=_pool_time("--unused-after", unused_after),
             pause_after_s=_pool_time("--pause-after", pause_after),
+            open_to=open_to or [],
+            best_priority=best_priority,
+            own_runners=own_runners,
         )
         gaps = ", and its gaps are filled" if backfill else ""
         _print_pool(client, name, f"The pool {name} has the policy {policy}{gaps}.")

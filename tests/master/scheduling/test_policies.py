@@ -553,7 +553,7 @@ def test_a_drained_slot_is_given_to_nobody_and_does_not_hold_up_others() -> None
 def test_a_pool_says_how_many_slots_it_lacks() -> None:
     holding = [Holding(experiment_id=1, slots=(0,), attempt_id=1)]
     waiting = trials(1, 3, max_slots=2) + trials(2, 2, 2) + trials(3, 1, pool="empty")
-    needs = needs_of(decide(waiting, holding, [NodeSlots(slots=(0, 1))]), holding, QuotaUse({}))
+    needs = needs_of(decide(waiting, holding, [NodeSlots(slots=(0, 1))]), holding, QuotaUse())
     # Experiment 1 gets the free slot, and may have no more.
     assert {pool: need.sizes for pool, need in needs.items()} == {"default": (2, 2), "empty": (1,)}
     assert needs["default"].num_slots == 4

@@ -116,6 +116,7 @@ class Node(Message):
     num_slots_draining: int = 0
     rests_until: float | None = None
     problem: str = ""
+    unix_user: str = ""
     reservations: "list[Reservation]" = Field(default_factory=list)
 
 
@@ -201,6 +202,9 @@ class Pool(Message):
     silent_after_s: float | None = None
     unused_after_s: float | None = None
     pause_after_s: float | None = None
+    best_priority: int | None = None
+    open_to: list[str] = Field(default_factory=list)
+    own_runners: bool = False
 
 
 class NotifyChannel(Message):
@@ -224,6 +228,7 @@ class NotifyTest(Message):
 
 
 _Seconds = Annotated[float, Field(gt=0, le=10**8)]
+_OPEN_TO = "^(@?[A-Za-z0-9_.-]{1,64}|project:.{1,64})$"
 
 
 class SetPool(Request):
@@ -231,6 +236,10 @@ class SetPool(Request):
 
     A trial that reports nothing for `silent_after_s`, or does not use its slots for
     `unused_after_s`, gives an alert. After `pause_after_s` more, its experiment is paused.
+    Only administrators of a project choose a priority before `best_priority`. Only trials of users,
+    groups (`@NAME`) and projects (`project:NAME`) in `open_to` get slots, if any is named. With
+    `own_runners`, trials start only on runners whose token is for their user, and whose Unix user
+    has that name.
     """
 
     policy: Policy = "fifo"
@@ -241,6 +250,11 @@ class SetPool(Request):
     silent_after_s: _Seconds | None = None
     unused_after_s: _Seconds | None = None
     pause_after_s: _Seconds | None = None
+    best_priority: Annotated[int, Field(ge=1, le=99)] | None = None
+    open_to: list[Annotated[str, Field(pattern=_OPEN_TO)]] = Field(
+        default_factory=list, max_length=200
+    )
+    own_runners: bool = False
 
 
 class MoveExperiment(Request):
@@ -436,6 +450,7 @@ class User(Message):
     is_active: bool
     is_service: bool
     has_password: bool
+    group: str | None = None
 
 
 class NewUser(Request):
@@ -448,9 +463,10 @@ class NewUser(Request):
 
 
 class UserChange(Request):
-    """Whether a user is to be an administrator."""
+    """Change of a user: whether an administrator, and the group; "" for no group."""
 
-    is_admin: bool
+    is_admin: bool | None = None
+    group: str | None = Field(default=None, pattern="^([A-Za-z0-9_.-]{1,63})?$")
 
 
 class Project(Message):
@@ -468,7 +484,7 @@ class NewProject(Request):
 
 
 class Member(Message):
-    """A user's role in a project."""
+    """A user's role in a project, or that of a group, whose name begins with `@`."""
 
     user: str
     role: Role
@@ -505,14 +521,15 @@ class Usage(Message):
 
 
 class Quota(Message):
-    """Share and limits of a user or a project, and what counts against them; None is no limit.
+    """Share and limits of a user, a group or a project, and what counts; None is no limit.
 
-    `weight` is for fair shares of users. `slot_hours` are those of a month in UTC. A change names
-    the `revision` that it began from.
+    `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC. A
+    change names the `revision` that it began from.
     """
 
     user: str | None
     project: str | None
+    group: str | None = None
     weight: float
     max_slots: int | None
     slot_hours: float | None
@@ -524,7 +541,7 @@ class Quota(Message):
 
 
 class SetQuota(Request):
-    """Complete quota of a user or a project; `revision` is 0 if there is none yet."""
+    """Complete quota of a user, a group or a project; `revision` is 0 if there is none yet."""
 
     weight: Annotated[float, Field(ge=0.001, le=1e6, allow_inf_nan=False)] = 1.0
     max_slots: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None

@@ -328,7 +328,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     `devices` has one entry per slot: "cpu" or the id of a GPU; `device_kind` names the hardware.
     `device_memory_bytes` has the memory of each slot's GPU, 0 if it is unknown; it is empty if none
     is known. `address` is where other nodes reach this one; empty for the address of
-    the connection. `host` is the name of the machine.
+    the connection. `host` is the name of the machine, `unix_user` that of the runner's Unix user.
     """
 
     name: str
@@ -346,6 +346,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     host: str = ""
     device_memory_bytes: list[int] = []
+    unix_user: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class NodeSession(msgspec.Struct, frozen=True, kw_only=True):

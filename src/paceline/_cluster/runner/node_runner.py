@@ -21,7 +21,7 @@ import paceline
 from paceline._base.files import make_secret, open_private, read_secret, write_atomically
 from paceline._base.gpus import KnownGpu, visible_gpus
 from paceline._base.machine_checks import MachineWatch
-from paceline._base.process_and_network import num_cores
+from paceline._base.process_and_network import num_cores, unix_user
 from paceline._base.sealed_json import seal
 from paceline._cluster.messages.runner_messages import (
     DEFAULT_POOL,
@@ -150,6 +150,7 @@ def describe_machine(
         labels=dict(labels or {}),
         address=address,
         host=socket.gethostname(),
+        unix_user=unix_user(),
     )
 
 

@@ -25,7 +25,11 @@ from paceline._cluster.master.api.requests_and_answers import (
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.experiment_edits import move_experiment
-from paceline._cluster.master.experiments.scheduler_input import Cluster, read_pools
+from paceline._cluster.master.experiments.scheduler_input import (
+    PROJECT_PREFIX,
+    Cluster,
+    read_pools,
+)
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.scheduling.pools import (
     NodeSlots,
@@ -40,7 +44,7 @@ from paceline._cluster.master.scheduling.schedule import decide
 from paceline._cluster.master.starters.pool_runners import PoolRunners
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.reach import check_object, note_object
+from paceline._cluster.master.store.reach import check_object, current_reach, note_object
 from paceline._cluster.messages.master_models import (
     DrainNode,
     MoveExperiment,
@@ -63,9 +67,10 @@ def list_pools(master: MasterOf) -> list[Pool]:
         cluster = master.reconciler.cluster(connection, time.time())
         drained = all_drained(master, connection)
     started = master.pool_runners
-    names = {node.pool for node in cluster.nodes} | set(cluster.pools) | set(started.names())
+    known = {node.pool for node in cluster.nodes} | set(cluster.pools) | set(started.names())
+    names = _open_to_names(master, cluster)
     pools = []
-    for name in sorted(names):
+    for name in sorted(known):
         nodes = [node for node in cluster.nodes if node.pool == name]
         sizes = {node.node_id: len(node.slots) for node in nodes}
         held = [part for one in cluster.holding for part in one.parts if part[0] in sizes]
@@ -79,6 +84,9 @@ def list_pools(master: MasterOf) -> list[Pool]:
                 half_life_hours=settings.half_life_s and settings.half_life_s / 3600,
                 labels=dict(settings.labels),
                 **asdict(settings.idle),
+                best_priority=settings.best_priority,
+                open_to=sorted({names.get(one, str(one)) for one in settings.open_to}),
+                own_runners=settings.own_runners,
                 num_nodes=len(nodes),
                 num_slots=sum(sizes.values()),
                 num_slots_used=sum(len(slots) for _, slots in held),
@@ -90,9 +98,25 @@ def list_pools(master: MasterOf) -> list[Pool]:
     return pools
 
 
+def _open_to_names(master: Master, cluster: Cluster) -> dict[str | int, str]:
+    """Return the projects to which pools are open, in words; only those that the sender sees."""
+    named = {one for pool in cluster.pools.values() for one in pool.open_to}
+    seen = {one.id: one.name for one in master.users.projects(current_reach())}
+    return {
+        one: f"{PROJECT_PREFIX}{seen[one]}" if one in seen else "another project"
+        for one in named
+        if isinstance(one, int)
+    }
+
+
 @pool_router.put("/pools/{name}", status_code=204)
 async def set_pool(name: Name, wanted: SetPool, master: MasterOf) -> None:
-    """Set a pool's sharing policy, and the labels of its nodes."""
+    """Set a pool's sharing policy, rules and labels of its nodes."""
+    for one in wanted.open_to:
+        if one.startswith(PROJECT_PREFIX):
+            master.users.project_id(one.removeprefix(PROJECT_PREFIX))
+        elif not (master.users.has_group(one[1:]) if one[0] == "@" else master.users.reach(one)):
+            raise ApiError(404, "not_found", f"There is no user or group {one!r}.")
 
     def job(transaction: Transaction) -> None:
         _forget(transaction, name)
@@ -173,7 +197,11 @@ queue_router = ApiRouter(tags=["queue"], route_class=ReadingRoute)
 
 # Clients know no words for those of trials that wait for another node, or for others of their
 # search.
-_WORDS: dict[Reason, Any] = {Reason.ELSEWHERE: "slots_in_use", Reason.MAX_TRIALS: "max_slots"}
+_WORDS: dict[Reason, Any] = {
+    Reason.ELSEWHERE: "slots_in_use",
+    Reason.MAX_TRIALS: "max_slots",
+    Reason.CLOSED_POOL: "pool_limit",
+}
 
 _NEED_SLOTS = (Reason.SLOTS_IN_USE, Reason.TOO_LARGE)
 _ALL_CLOSED = (
@@ -353,6 +381,8 @@ def _queue_detail(
             )
         case Reason.MAX_SLOTS | Reason.MAX_TRIALS | Reason.POOL_LIMIT | Reason.QUOTA:
             return _limit_in_queue(settings, result)
+        case Reason.CLOSED_POOL:
+            return f"The pool {waiting.pool!r} is not open to {waiting.user}, by its settings."
         case Reason.RESERVED:
             return _reserved_in_queue(cluster, waiting, addresses)
         case Reason.PREEMPTING:
@@ -456,12 +486,18 @@ def _pausing_in_queue(
 
 
 def _reserved_in_queue(cluster: Cluster, waiting: Waiting, addresses: Mapping[int, str]) -> str:
-    nodes = [node for node in cluster.nodes if node.pool == waiting.pool]
+    nodes = [node for node in cluster.nodes if node.pool == waiting.pool and node.slots]
     if excluded := [node for node in nodes if node.node_id in waiting.excluded]:
         names = [addresses.get(one.node_id, LOCAL_NAME).partition(" ")[0] for one in excluded]
         left = "no other node has room for it"
         return f"A log policy of its config excludes {', '.join(names)}, and {left}."
     closed = [node for node in nodes if node.is_closed_to(waiting.user)]
+    if others := [node for node in closed if node.is_owners and node.owner != waiting.user]:
+        own = "runners of their own user"
+        return (
+            f"Trials of the pool {waiting.pool!r} start only on {own}: {len(others)} of its"
+            f" {len(nodes)} nodes are of others than {waiting.user}."
+        )
     users = ", ".join(sorted({user for node in closed for user in node.reserved_for or ()}))
     until = utc_text(min(node.reserved_until for node in closed))
     return f"The nodes that it needs are reserved for {users}, until {until}."

@@ -30,13 +30,20 @@ from paceline._cluster.master.scheduling.schedule import fits_nodes
 from paceline._cluster.master.scheduling.shares import Sharing
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, slots_by_node
-from paceline._cluster.master.store.quotas import read_quotas, read_sharing, reserve
+from paceline._cluster.master.store.quotas import (
+    read_groups,
+    read_quotas,
+    read_sharing,
+    reserve,
+)
+from paceline._cluster.master.store.reach import current_project, current_reach
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._searcher_section import MissingSearcher
 
 _NUM_READ_AT_ONCE = 200
+PROJECT_PREFIX = "project:"
 _NOWHERE: Mapping[int, frozenset[int]] = {}
 _NEVER: Mapping[int, float] = {}
 
@@ -152,7 +159,8 @@ def read_cluster(
     known, quotas = reserve(connection, known, now), read_quotas(connection)
     is_reserved = any(node.reserved_for is not None for node in known)
     is_ranked = any(one.policy is not PolicyName.FIFO for one in pools.values())
-    is_owned = is_ranked or is_reserved or bool(quotas)
+    is_limited = any(one.open_to or one.own_runners for one in pools.values())
+    is_owned = is_ranked or is_reserved or is_limited or bool(quotas)
     holding = _slot_holdings(connection, is_ranked=is_owned)
     return Cluster(
         nodes=known,
@@ -170,6 +178,12 @@ def read_cluster(
 
 def read_pools(connection: Connection) -> dict[str, PoolSettings]:
     """Return the settings of all stored pools, by name."""
+    projects = tables.projects.c
+    ids: dict[str, int] = {}
+    rows = connection.execute(select(tables.pools)).all()
+    if any(row.open_to for row in rows):
+        named = select(projects.name, projects.id)
+        ids = {f"{PROJECT_PREFIX}{row.name}": row.id for row in connection.execute(named)}
     return {
         row.name: PoolSettings(
             policy=PolicyName(row.policy),
@@ -182,8 +196,11 @@ def read_pools(connection: Connection) -> dict[str, PoolSettings]:
                 unused_after_s=row.unused_after_s,
                 pause_after_s=row.pause_after_s,
             ),
+            best_priority=row.best_priority,
+            open_to=frozenset(ids.get(one, one) for one in row.open_to or ()),
+            own_runners=row.own_runners,
         )
-        for row in connection.execute(select(tables.pools)).all()
+        for row in rows
     }
 
 
@@ -420,3 +437,41 @@ def check_slots(
         f"`resources.slots_per_trial` must be at most {most}, the slots of {whose}, but got"
         f" {wanted}. Hint: lower it, or start the master or a runner with more `--slots`.",
     )
+
+
+def check_pool_rules(
+    connection: Connection, pool: str, priority: int | None, project: int | None = None
+) -> None:
+    """Refuse what the rules of a pool do not allow to the sender of the request.
+
+    Administrators of the project may choose each priority.
+
+    Args:
+        connection: Reads the pools.
+        pool: The pool.
+        priority: The priority that the sender chooses, if any.
+        project: The project of the experiment; by default that of what the sender creates.
+
+    Raises:
+        RefusedError: The pool is closed to the sender, or takes no such priority from the sender.
+    """
+    reach, settings = current_reach(), read_pools(connection).get(pool)
+    if settings is None or reach is None:
+        return
+    project = current_project() if project is None else project
+    group = read_groups(connection).get(reach.user)
+    if not settings.is_open_to(reach.user, group, project):
+        raise RefusedError(
+            "pool_closed",
+            f"`resources.pool` must be a pool that is open to {reach.user!r}, but {pool!r} is not."
+            " Hint: `paceline pool list` says to whom it is; an administrator opens it.",
+        )
+    best, is_admin = settings.best_priority, reach.administers is None
+    if priority is None or best is None or is_admin or project in (reach.administers or ()):
+        return
+    if priority < best:
+        raise RefusedError(
+            "priority_too_high",
+            f"`resources.priority` must be {best} or a less important one in the pool {pool!r}, but"
+            f" got {priority}. Hint: an administrator of the project may choose it.",
+        )

@@ -83,6 +83,7 @@ class RegisteredNode:
         only_pool: str | None = None,
         is_drained: bool = False,
         problem: str = "",
+        owner: str = "",
     ) -> NodeSlots:
         """Return the slots of this node for the scheduler."""
         slots = tuple(range(len(self.facts.devices)))
@@ -96,6 +97,7 @@ class RegisteredNode:
             can_join=can_join,
             only_pool=only_pool,
             problem=problem,
+            owner=owner,
         )
 
 
@@ -472,6 +474,7 @@ class Nodes(Machines):
                     only_pool=self.only_pool(node),
                     is_drained=node.is_draining,
                     problem=self.presence.problem(node.id),
+                    owner=self.owner(node),
                 )
                 for node in present
             ]
@@ -500,6 +503,11 @@ class Nodes(Machines):
         """Return the pool of a node's token, None if not bound to a pool."""
         token = self.token(node)
         return None if token is None else token.pool
+
+    def owner(self, node: RegisteredNode) -> str:
+        """Return the user of a node, by its token and by the name of its Unix user; or nobody."""
+        token = self.token(node)
+        return node.facts.unix_user if token and token.user == node.facts.unix_user else ""
 
     def token(self, node: RegisteredNode) -> StoredToken | None:
         """Return a node's token, None if deleted or the home's own."""

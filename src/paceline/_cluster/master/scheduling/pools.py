@@ -28,6 +28,7 @@ class Reason(str, Enum):
     PAUSING = "pausing"
     ELSEWHERE = "elsewhere"
     QUOTA = "quota"
+    CLOSED_POOL = "closed_pool"
     RESERVED = "reserved"
 
 
@@ -58,6 +59,8 @@ class PoolSettings:
     Nodes that have all its labels, and name no pool themselves, belong to it. With `backfill`,
     trials run in the gap in front of one that needs more slots than are free, until it has room.
     Under `fair_share`, use of the past counts by half for each `half_life_s`; None is not at all.
+    It is `open_to` users, groups (`@NAME`) and projects (ids), if any are named. With
+    `own_runners`, trials start only on runners of their user.
     """
 
     policy: PolicyName = PolicyName.FIFO
@@ -66,6 +69,13 @@ class PoolSettings:
     labels: Mapping[str, str] = field(default_factory=dict)
     half_life_s: float | None = None
     idle: IdleLimits = IdleLimits()
+    best_priority: int | None = None
+    open_to: frozenset[str | int] = frozenset()
+    own_runners: bool = False
+
+    def is_open_to(self, user: str, group: str | None, project: int) -> bool:
+        """Return whether the pool takes trials of a user in a project."""
+        return not self.open_to or bool(self.open_to & {user, group, project})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +86,7 @@ class NodeSlots:
     that needs it waits, and holds up no other. One with a `problem` pauses until that is mended.
     `can_join` says that other nodes reach it, so
     that trials on several nodes may use it. `only_pool` is the one that it may be in. Trials of
-    others than `reserved_for` do not start there.
+    others than `reserved_for` do not start there, and if it `is_owners`, only those of the `owner`.
     """
 
     node_id: int = LOCAL_NODE
@@ -89,12 +99,16 @@ class NodeSlots:
     can_join: bool = False
     only_pool: str | None = None
     problem: str = ""
+    owner: str = ""
+    is_owners: bool = False
     reserved_for: frozenset[str] | None = None
     reserved_from: float = 0.0
     reserved_until: float = 0.0
 
     def is_closed_to(self, user: str) -> bool:
-        """Return whether the node is reserved for others than a user."""
+        """Return whether the node is reserved for others than a user, or is another's own."""
+        if self.is_owners and user != self.owner:
+            return True
         return self.reserved_for is not None and user not in self.reserved_for
 
 
@@ -232,6 +246,7 @@ _NO_NODE_HELPS = frozenset(
         Reason.PREEMPTING,
         Reason.PAUSING,
         Reason.QUOTA,
+        Reason.CLOSED_POOL,
     }
 )
 
@@ -308,10 +323,13 @@ def in_pools(nodes: Iterable[NodeSlots], pools: Mapping[str, PoolSettings]) -> l
 
     A node gets nothing in a pool that its labels choose but its token excludes.
     """
-    return [_in_pool(node, pool_of(node.pool, node.labels, pools)) for node in nodes]
+    return [_in_pool(node, pool_of(node.pool, node.labels, pools), pools) for node in nodes]
 
 
-def _in_pool(node: NodeSlots, pool: str) -> NodeSlots:
+def _in_pool(node: NodeSlots, pool: str, pools: Mapping[str, PoolSettings]) -> NodeSlots:
     if node.only_pool not in (None, pool):
         return replace(node, pool=node.only_pool, is_open=False)
-    return node if node.pool == pool else replace(node, pool=pool)
+    is_owners = pool in pools and pools[pool].own_runners
+    if (node.pool, node.is_owners) == (pool, is_owners):
+        return node
+    return replace(node, pool=pool, is_owners=is_owners)

@@ -67,6 +67,8 @@ users = Table(
     Column("is_admin", Boolean, nullable=False, default=False, server_default=false()),
     Column("is_active", Boolean, nullable=False, default=True, server_default=true()),
     Column("is_service", Boolean, nullable=False, default=False, server_default=false()),
+    # The group, if any. In other tables, `@NAME` in place of a user is a group.
+    Column("member_of", String),
 )
 
 projects = Table(
@@ -626,6 +628,11 @@ pools = Table(
     Column("silent_after_s", Float),
     Column("unused_after_s", Float),
     Column("pause_after_s", Float),
+    # The best priority of those who are no administrators, and whose trials it takes; null is any.
+    Column("best_priority", Integer),
+    Column("open_to", JSON),
+    # Trials start only on runners of their user.
+    Column("own_runners", Boolean, nullable=False, default=False, server_default=false()),
 )
 
 # Slots that get no attempts; the node 0 is the master's own machine.

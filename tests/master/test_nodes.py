@@ -1377,14 +1377,14 @@ def test_a_node_is_a_users_own_by_its_token_and_its_unix_user(
     secret = master.http.post("/tokens", json=token).json()["secret"]
     headers = {"Authorization": f"Bearer {secret}"}
     assert master.http.post("/experiments", json=body, headers=headers).status_code == 201
-    master.schedule()
+    run(master)
     assert attempts(master) == []
     told = "Trials of the pool 'default' start only on runners of their own user: 2 of its 2 nodes"
     [waiting] = master.http.get("/queue").json()
     assert waiting["reason"] == "reserved"
     assert waiting["detail"] == f"{told} are of others than ada."
     own = join("own", "ada", "ada")
-    master.schedule()
+    run(master)
     assert own.take() == [1]
     # The node leaves with its user.
     assert master.http.delete("/users/ada").status_code == 204

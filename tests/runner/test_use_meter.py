@@ -29,7 +29,7 @@ for line in sys.stdin:
                 file.read(2**20)
     print("done", flush=True)
 """
-MARK = "test-use-meter"
+MARK = f"test-use-meter-{os.getpid()}"
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ from paceline._cluster.messages.experiment_models import LinkTarget, LogLine, Lo
 from paceline._cluster.messages.runner_messages import (
     AttemptControl,
     AttemptEnd,
+    LogEntry,
     LogReply,
     LogRequest,
     RecordBatch,
@@ -55,7 +56,6 @@ from paceline._cluster.messages.runner_messages import (
     in_parts,
     runner_id,
 )
-from paceline.config._experiment_config import LogPolicy
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.
 attempt_router = ApiRouter(tags=["attempts"], route_class=ReadingRoute)
@@ -108,10 +108,9 @@ async def store_logs(
     """Store lines of output; known lines are dropped."""
     master.leases.renew(runner_id(attempt_id, member))
     body = await _decode(request, LogRequest)
-    attempt, policies = await asyncio.to_thread(_read_attempt, master, attempt_id)
+    attempt, hits = await asyncio.to_thread(_read_attempt, master, attempt_id, body.entries)
     check_not_over(attempt)
     logs = master.logs
-    hits = find_log_hits(policies, body.entries)
     trial_id, number = attempt.trial_id, attempt.number
     if body.entries:
         last = await asyncio.to_thread(logs.append, trial_id, number, body.entries, member)
@@ -207,10 +206,14 @@ def _json(message: Any) -> Response:
     return Response(msgspec.json.encode(message), media_type="application/json")
 
 
-def _read_attempt(master: Master, attempt_id: int) -> tuple[Any, Sequence[LogPolicy]]:
+def _read_attempt(
+    master: Master, attempt_id: int, entries: Sequence[LogEntry]
+) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """Return an attempt, and what log policies find in lines of its output."""
     with master.database.read() as connection:
         attempt = read_attempt(connection, attempt_id)
-        return attempt, config_of(experiment_row(connection, attempt.experiment_id)).log_policies
+        policies = config_of(experiment_row(connection, attempt.experiment_id)).log_policies
+    return attempt, find_log_hits(policies, entries)
 
 
 def _read_control(master: Master, attempt_id: int) -> AttemptControl:

@@ -23,7 +23,6 @@ from paceline._cluster.master.experiments.attempts import live_attempts
 from paceline._cluster.master.experiments.scheduler_input import read_pools
 from paceline._cluster.master.scheduling.pools import IdleLimits
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import AttemptState
@@ -188,17 +187,14 @@ def _limits(
     connection: Connection, running: Sequence[Row[Any]]
 ) -> defaultdict[int, list[IdleLimits]]:
     """Return the limits of experiments and of their pools; no entries without any."""
-    experiments, pools = tables.experiments, read_pools(connection)
+    experiments, pools = tables.experiments.c, read_pools(connection)
     found: defaultdict[int, list[IdleLimits]] = defaultdict(list)
     wanted = {one.experiment_id for one in running}
-    query = select(experiments).where(experiments.c.id.in_(wanted))
-    for row in connection.execute(query) if wanted else ():
-        config = config_of(row)
-        pool = pools.get(config.resources.pool or DEFAULT_POOL)
-        own = IdleLimits(
-            silent_after_s=config.idle.silent_after,
-            unused_after_s=config.idle.unused_after,
-            pause_after_s=config.idle.pause_after,
-        )
-        found[row.id] = [one for one in (own, pool.idle if pool else _NONE) if one != _NONE]
+    # Only these parts of the configs are decoded, as this is asked each second.
+    idle, pool = experiments.config["idle"], experiments.config[("resources", "pool")].as_string()
+    query = select(experiments.id, idle.label("idle"), pool.label("pool"))
+    for row in connection.execute(query.where(experiments.id.in_(wanted))) if wanted else ():
+        own = IdleLimits(**{f"{name}_s": value for name, value in (row.idle or {}).items()})
+        settings = pools.get(row.pool or DEFAULT_POOL)
+        found[row.id] = [one for one in (own, settings.idle if settings else _NONE) if one != _NONE]
     return found

@@ -3814,7 +3814,8 @@ export interface components {
          * @description Trial waiting for slots, listed in scheduling order, with the reason for the wait.
          *
          *     `num_ahead` trials of its pool come before it. The one that holds it up is `behind_trial_id`.
-         *     `priority` and `weight` are there if the policy of its pool asks for them.
+         *     `priority` and `weight` are there if the policy of its pool asks for them. `estimated_start` (in
+         *     seconds since the epoch) holds if running trials go on as their progress says; None is unknown.
          */
         QueueEntry: {
             /** Trial Id */
@@ -3852,6 +3853,8 @@ export interface components {
             priority?: number | null;
             /** Weight */
             weight?: number | null;
+            /** Estimated Start */
+            estimated_start?: number | null;
         };
         /**
          * Quota

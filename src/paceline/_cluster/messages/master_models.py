@@ -270,7 +270,8 @@ class QueueEntry(Message):
     """Trial waiting for slots, listed in scheduling order, with the reason for the wait.
 
     `num_ahead` trials of its pool come before it. The one that holds it up is `behind_trial_id`.
-    `priority` and `weight` are there if the policy of its pool asks for them.
+    `priority` and `weight` are there if the policy of its pool asks for them. `estimated_start` (in
+    seconds since the epoch) holds if running trials go on as their progress says; None is unknown.
     """
 
     trial_id: int
@@ -297,6 +298,7 @@ class QueueEntry(Message):
     behind_experiment_id: int | None = None
     priority: int | None = None
     weight: float | None = None
+    estimated_start: float | None = None
 
 
 NAME_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"

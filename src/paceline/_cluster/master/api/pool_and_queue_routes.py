@@ -28,6 +28,7 @@ from paceline._cluster.master.experiments.experiment_edits import move_experimen
 from paceline._cluster.master.experiments.scheduler_input import (
     PROJECT_PREFIX,
     Cluster,
+    estimated_ends,
     read_pools,
 )
 from paceline._cluster.master.master import Master
@@ -37,6 +38,7 @@ from paceline._cluster.master.scheduling.pools import (
     PoolSettings,
     Reason,
     SchedulingResult,
+    StartEstimates,
     Waiting,
     needs_node,
 )
@@ -226,15 +228,19 @@ def list_queue(
     # Trials of other projects are ahead as well, but are not named.
     with master.database.read(everything=True) as connection:
         cluster = master.reconciler.cluster(connection, now)
+        ends = estimated_ends(connection, now)
+        starts = StartEstimates(cluster.holding, cluster.nodes, ends)
         found = (
-            one
+            (one, start)
             for one in _queue_results(connection, cluster)
+            # Each of them takes its turn, also those that are not shown.
+            for start in [starts.note(one)]
             if pool in (None, one.waiting.pool)
             and trial_id in (None, one.waiting.trial_id)
             and (seen is None or one.waiting.trial_id in seen)
         )
         shown = list(islice(found, limit if trial_id is None else 1))
-        facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
+        facts = _queued_trials(connection, [one.waiting.trial_id for one, _ in shown])
     started = master.pool_runners
     failures = {
         name: started.failure(name) or started.describe_starting(name) for name in started.names()
@@ -243,9 +249,9 @@ def list_queue(
     entries = [
         _queue_entry(
             facts[one.waiting.trial_id], cluster, one, now, addresses,
-            failures.get(one.waiting.pool),
+            failures.get(one.waiting.pool), start,
         )
-        for one in shown
+        for one, start in shown
     ]  # fmt: skip
     return [_without_hidden(entry, seen) for entry in entries]
 
@@ -322,6 +328,7 @@ def _queue_entry(
     now: float,
     addresses: Mapping[int, str],
     failure: str | None,
+    start: float | None,
 ) -> QueueEntry:
     """Return a waiting trial; `failure` says why its pool has no runner."""
     waiting, reason, behind = result.waiting, result.reason, result.behind
@@ -346,6 +353,7 @@ def _queue_entry(
         behind_experiment_id=behind.experiment_id if behind else None,
         priority=waiting.priority if settings.policy is PolicyName.PRIORITY else None,
         weight=waiting.weight if settings.policy is PolicyName.FAIR_SHARE else None,
+        estimated_start=start,
     )
 
 

@@ -204,6 +204,21 @@ def read_pools(connection: Connection) -> dict[str, PoolSettings]:
     }
 
 
+def estimated_ends(connection: Connection, now: float) -> dict[int, float]:
+    """Return when attempts at work end, if their trials go on as their progress says."""
+    trials, attempts = tables.trials.c, tables.attempts.c
+    live = select(attempts.trial_id).where(attempts.state.in_(LIVE_ATTEMPTS))
+    worked_s = func.sum(func.coalesce(attempts.ended_at, now) - attempts.created_at)
+    query = (
+        select(func.max(attempts.id), worked_s, trials.progress)
+        .join(tables.trials, trials.id == attempts.trial_id)
+        .where(attempts.trial_id.in_(live), trials.progress > 0)
+        .group_by(attempts.trial_id, trials.progress)
+    )
+    rows = connection.execute(query)
+    return {id_: now + max(worked, 0.0) * (1 - done) / done for id_, worked, done in rows}
+
+
 def drained_slots(connection: Connection) -> dict[int, frozenset[int]]:
     """Return the drained slots by node."""
     found: dict[int, set[int]] = {}

@@ -1,5 +1,6 @@
 """Inputs and results of scheduling: waiting trials, holding attempts, nodes and pools."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -301,6 +302,48 @@ def needs_of(
         if result.reason is not None:
             sizes[trial.pool].append(trial.num_slots)
     return {pool: PoolNeed(sizes=tuple(found)) for pool, found in sizes.items()}
+
+
+class StartEstimates:
+    """Estimates of when waiting trials start, from those of when attempts end.
+
+    Slots of a pool are counted, on whatever nodes they are. Trials that come later are not known.
+
+    Args:
+        holding: The attempts that hold slots.
+        nodes: The nodes in their pools.
+        ends: When attempts end, as far as that can be said.
+    """
+
+    def __init__(
+        self, holding: Iterable[Holding], nodes: Iterable[NodeSlots], ends: Mapping[int, float]
+    ) -> None:
+        self._free: Counter[str] = Counter()
+        self._coming: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        self._at: dict[str, float] = defaultdict(float)
+        pool_of_node = {}
+        for node in nodes:
+            pool_of_node[node.node_id] = node.pool
+            if node.is_open and not node.is_pausing:
+                self._free[node.pool] += len(set(node.slots) - node.drained)
+        for one in holding:
+            pool = pool_of_node.get(one.node_id, "")
+            self._free[pool] -= one.num_slots
+            self._coming[pool].append((ends.get(one.attempt_id, math.inf), one.num_slots))
+        for coming in self._coming.values():
+            coming.sort(reverse=True)
+
+    def note(self, result: SchedulingResult) -> float | None:
+        """Return when a trial starts, None if unknown; trials come in the order of the queue."""
+        if result.reason not in (Reason.SLOTS_IN_USE, Reason.BEHIND_OTHERS):
+            return None
+        pool = result.waiting.pool
+        self._free[pool] -= result.waiting.num_slots
+        while self._free[pool] < 0 and self._coming[pool]:
+            self._at[pool], num_slots = self._coming[pool].pop()
+            self._free[pool] += num_slots
+        is_known = self._free[pool] >= 0 and 0 < self._at[pool] < math.inf
+        return self._at[pool] if is_known else None
 
 
 def _is_beyond(limit: int | None, number: int) -> bool:

@@ -415,7 +415,9 @@ class NodeRunner:
             )
 
     def _leave_if_idle(self) -> None:
-        if self._processes.all() or self._wanted.ids or self._idle_timeout_s is None:
+        # A trial may wait for the end of a check.
+        is_busy = self._processes.all() or self._wanted.ids or self._watch.is_checking
+        if is_busy or self._idle_timeout_s is None:
             self._busy_at = time.monotonic()
         elif time.monotonic() > self._busy_at + self._idle_timeout_s and not self._num_signals:
             logger.info("The node was idle for %.0f s and leaves.", self._idle_timeout_s)

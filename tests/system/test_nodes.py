@@ -360,14 +360,14 @@ def test_a_node_that_is_idle_because_of_its_check_does_not_leave(
     """The trial waits for the first check, however long that takes."""
     waits = tmp_path / "broken.waits"
     waits.touch()
-    node = make_node("box", "--slots", "1", "--check-every", "60", "--idle-timeout", "1")
+    node = make_node("box", "--slots", "1", "--check-every", "60", "--idle-timeout", "8")
     node.start(**with_breakable_torch(tmp_path))
     open_gate(node)
     client = master.client()
     wait_until(lambda: [one.problem for one in client.nodes()] == ["its first check is not over"])
     experiment = submit(1)
     # Longer than it would be idle.
-    time.sleep(3)
+    time.sleep(10)
     assert [one.state for one in client.nodes()] == ["ready"]
     assert not attempts(master, 1)
     waits.unlink()

@@ -153,12 +153,15 @@ COMMANDS: dict[str, Any] = {
     "project members": list[Member],
     "quota list": list[Quota],
     "quota set": Quota,
-    "quota delete": record("DeletedQuota", user=str | None, project=str | None),
+    "quota delete": record(
+        "DeletedQuota", user=str | None, project=str | None, group=str | None
+    ),
     "runner reserve": Reservation,
     "runner release": record("EndedReservation", node=str, id=int),
     "user add": AddedUser,
     "user list": list[User],
     "user remove": record("RemovedUser", user=str),
+    "user group": record("UserGroup", user=str, group=str | None),
     "user role": record(
         "UserRole", user=str, project=str, role=str | None, is_admin=bool | None
     ),

@@ -162,6 +162,9 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("user role", "ada", "viewer", "--project", "vision")["role"] == "viewer"
     assert run("project members", "vision") == [{"user": "ada", "role": "viewer"}]
     assert [one["name"] for one in run("project list")] == ["Default", "vision"]
+    assert run("user group", "ada", "lab") == {"user": "ada", "group": "lab"}
+    assert run("quota set", "--group", "lab", "--weight", 3)["group"] == "lab"
+    assert run("quota delete", "--group", "lab")["group"] == "lab"
     assert run("quota set", "--user", "ada", "--slots", 3)["revision"] == 1
     assert run("quota set", "--user", "ada", "--weight", 2)["max_slots"] == 3
     assert [(one["user"], one["weight"]) for one in run("quota list")] == [("ada", 2)]

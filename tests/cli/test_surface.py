@@ -79,7 +79,7 @@ COMMANDS = {
     ],
     "up": [],
     "usage": [],
-    "user": ["add", "list", "remove", "role", "set-password"],
+    "user": ["add", "group", "list", "remove", "role", "set-password"],
     "verify-resume": [],
     "version": [],
 }

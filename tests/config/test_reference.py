@@ -11,6 +11,8 @@ from paceline.config import ExperimentConfig, validate_config
 from paceline.config._environment_and_secrets import Environment
 from paceline.config._experiment_config import (
     DirectoryStorage,
+    Idle,
+    LogPolicy,
     Profiling,
     Reproducibility,
     Resources,
@@ -57,6 +59,8 @@ SECTIONS: dict[str, list[type[BaseModel]]] = {
     "reproducibility.": [Reproducibility],
     "environment.": [Environment],
     "profiling.": [Profiling],
+    "idle.": [Idle],
+    "log_policies.": [LogPolicy],
     "notify.": [Notify],
     "notify.thresholds.": [Threshold],
     "optimizations.": [Optimizations],

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from paceline.config import ConfigError, ExperimentConfig, load_config, validate_config
+from paceline.config._experiment_config import LogPolicy
 from paceline.config._fields_and_problems import MISSING, Problem
 
 Make = Callable[..., dict[str, Any]]
@@ -18,7 +19,6 @@ TOP_LEVEL_LATER = [
     "data_layer",
     "integrations",
     "internal",
-    "log_policies",
     "pbs",
     "project",
     "retention_policy",
@@ -95,6 +95,8 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
             "silent_after": None,
             "gpu_idle_after": None,
         },
+        "idle": {"silent_after": None, "unused_after": None, "pause_after": None},
+        "log_policies": [],
         "preemption_timeout": 600.0,
         "debug": False,
         "min_validation_period": None,
@@ -622,3 +624,27 @@ def test_any_data_gives_a_config_or_problems_with_text(data: dict[str, Any]) -> 
     else:
         assert error.problems
         assert len(str(error).splitlines()) == len(error.problems)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line", "is_match"),
+    [
+        ("ECC", "an ECC error", True), ("ECC", "an ecc error", False),
+        ("CUDA*assert", "CUDA error: device-side assert", True),
+        ("assert*CUDA", "CUDA error: device-side assert", False),
+        ("aa*aa", "aaa", False), ("*", "", True), (".+", "abc", False),
+    ],
+)  # fmt: skip
+def test_a_log_policy_matches_its_parts_in_order(pattern: str, line: str, is_match: bool) -> None:
+    """A star is any text, and nothing else has a meaning."""
+    assert LogPolicy(pattern=pattern, action="alert").matches(line) is is_match
+
+
+def test_a_log_policy_reads_a_line_once(make: Make) -> None:
+    """Many stars on a long line take no longer than one; more policies than 20 are refused."""
+    policy = {"pattern": "a*" * 100, "action": "no_retry"}
+    assert LogPolicy(**policy).matches("a" * 99 + "b" * 1_000_000) is False
+    with pytest.raises(ConfigError, match="log_policies"):
+        validate_config(make(log_policies=[policy] * 21))
+    with pytest.raises(ConfigError, match="no effect without an alert"):
+        validate_config(make(idle={"pause_after": "10min"}))

@@ -1323,3 +1323,69 @@ def test_requests_that_a_storage_keeps_waiting_keep_no_others_waiting(
         with pytest.raises(httpx2.ReadTimeout):
             master.http.delete(f"/experiments/{number}", timeout=0.5)
     assert master.create(searcher=single, hyperparameters={}) == 11
+
+
+def test_a_node_with_a_problem_gets_nothing_until_it_reports_none(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    """A node rests by its own report, which is checked."""
+    sick = join("sick")
+    sick.work(problem="disk:\x1b[31m  full\n")
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    run(master)
+    assert attempts(master) == []
+    assert nodes(master)["sick"]["problem"] == "disk: [31m full"
+    [waiting] = master.http.get("/queue").json()
+    assert "The node sick rests until a check passes: disk: [31m full." in waiting["detail"]
+    problems = master.http.get("/status").json()["problems"]
+    assert any("The node sick rests" in one for one in problems), f"{problems=}"
+    # A stranger's text has a limit.
+    assert sick.ask(problem="x" * 501).status_code == 422
+    well = join("well")
+    run(master)
+    assert [one.node_name for one in attempts(master)] == ["well"]
+    assert well.take() == [1]
+    sick.work()
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    run(master)
+    assert [one.node_name for one in attempts(master)] == ["well", "sick"]
+
+
+def test_a_node_is_a_users_own_by_its_token_and_its_unix_user(
+    make_master: Any, add_to: Any
+) -> None:
+    """What the runner says of its Unix user alone opens nothing."""
+    master = make_master(0)
+    add_to(master, "ada")
+    assert master.http.put("/pools/default", json={"own_runners": True}).status_code == 204
+
+    def join(name: str, unix_user: str, token_user: str | None) -> FakeRunner:
+        body = {"name": name, "scope": "runner", "node": name, "user": token_user}
+        made = master.http.post("/tokens", json=body)
+        assert made.status_code == 201, made.text
+        runner = FakeRunner(master, name, 1, unix_user=unix_user)
+        runner.headers = {"Authorization": f"Bearer {made.json()['secret']}"}
+        assert runner.register().status_code == 200
+        runner.work()
+        return runner
+
+    join("claimed", "ada", None)
+    join("stolen", "eve", "ada")
+    body = {"config": {"name": "x", "entrypoint": "python3 t.py",
+                       "searcher": {"name": "single", "metric": "loss"}}}  # fmt: skip
+    token = {"name": "ada", "scope": "submit", "user": "ada"}
+    secret = master.http.post("/tokens", json=token).json()["secret"]
+    headers = {"Authorization": f"Bearer {secret}"}
+    assert master.http.post("/experiments", json=body, headers=headers).status_code == 201
+    run(master)
+    assert attempts(master) == []
+    told = "Trials of the pool 'default' start only on runners of their own user: 2 of its 2 nodes"
+    [waiting] = master.http.get("/queue").json()
+    assert waiting["reason"] == "reserved"
+    assert waiting["detail"] == f"{told} are of others than ada."
+    own = join("own", "ada", "ada")
+    run(master)
+    assert own.take() == [1]
+    # The node leaves with its user.
+    assert master.http.delete("/users/ada").status_code == 204
+    assert own.ask().status_code in (401, 403)

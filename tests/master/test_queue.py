@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from paceline._cluster.master.api import master_routes as _master_routes
 from paceline._cluster.master.store import tables
@@ -403,3 +403,25 @@ def test_the_most_slots_of_an_experiment_are_changed_while_it_waits(make_master:
     assert master.http.patch(f"/experiments/{large}", json={"max_slots": -1}).status_code == 422
     with Client(f"http://127.0.0.1:{master.port}", master.home.token) as client:
         client.get_experiment(large).set_max_slots(3).set_max_slots(None)
+
+
+def test_the_queue_estimates_starts_by_the_progress_of_what_runs(make_master: Any) -> None:
+    """Without progress there is no estimate; half of the work took as long as the other half."""
+    master = make_master(num_slots=1)
+    ids = [create(master) for _ in range(3)]
+    master.schedule()
+    assert {one["estimated_start"] for one in entries(master).values()} == {None}
+
+    def change(transaction: Any) -> None:
+        for table, values in (
+            (tables.trials, {"progress": 0.5}),
+            (tables.attempts, {"created_at": time.time() - 1000}),
+        ):
+            transaction.connection.execute(update(table).where(table.c.id == 1).values(**values))
+
+    master.core.database.write(change).result()
+    begin = time.time()
+    found = {one: entry["estimated_start"] for one, entry in entries(master).items()}
+    assert begin + 999 <= found[ids[1]] <= time.time() + 1001, f"{found=}"
+    # How long the next one takes is not known.
+    assert found[ids[2]] is None

@@ -304,3 +304,77 @@ def test_a_reservation_of_nothing_is_refused(master: Any) -> None:
         with master.core.database.read() as connection:
             cluster = master.core.reconciler.cluster(connection, moment)
         assert cluster.nodes[0].is_closed_to("bob") is is_closed
+
+
+def put_pool(master: Any, **rules: Any) -> None:
+    reply = master.http.put("/pools/default", json=rules)
+    assert reply.status_code == 204, reply.text
+
+
+def test_a_quota_of_a_group_counts_all_of_its_members(make_master: Any) -> None:
+    """The queue says that it is the group's."""
+    master = make_master(4)
+    for user in ("ada", "bob"):
+        reply = master.http.post("/users", json={"name": user})
+        assert reply.status_code == 201, reply.text
+        assert master.http.patch(f"/users/{user}", json={"group": "lab"}).status_code == 204
+    set_quota(master, "group/lab", max_slots=2)
+    ids = [start(master.http) for _ in range(2)]
+    for number, user in zip(ids, ("ada", "bob"), strict=True):
+        statement = update(tables.experiments).where(tables.experiments.c.id == number)
+        change = statement.values(owner=user)
+        master.core.database.write(lambda job, c=change: job.connection.execute(c)).result()
+    master.schedule()
+    assert len(running(master)) == 2
+    assert set(waits(master)) == {("quota", "Quota: the group lab may use 2 slots at a time.")}
+    [quota] = master.http.get("/quotas").json()
+    assert (quota["group"], quota["user"], quota["num_slots_used"]) == ("lab", None, 2)
+    set_quota(master, "group/lab", slot_hours=1, revision=1)
+    set_attempts(master, created_at=time.time() - HOUR_S)
+    assert {one[1][:39] for one in waits(master)} == {"Quota: the group lab has used up 1 slot"}
+
+
+def test_a_pool_is_open_to_some_users_groups_and_projects(master: Any, add: Any) -> None:
+    """Others are refused, and their trials that wait already are told so."""
+    ada, eve = add("ada"), add("eve")
+    early = start(eve)
+    assert refused(master.http.put("/pools/default", json={"open_to": ["@lab"]}), 404, "not_found")
+    assert master.http.patch("/users/ada", json={"group": "lab"}).status_code == 204
+    put_pool(master, open_to=["@lab", "admin"])
+    [pool] = eve.get("/pools").json()
+    assert pool["open_to"] == ["@lab", "admin"]
+    master.schedule()
+    assert running(master) == []
+    assert waits(master)[0][1] == "The pool 'default' is not open to eve, by its settings."
+    body = {"config": {"name": "x", "entrypoint": "python3 t.py",
+                       "searcher": {"name": "single", "metric": "loss"}}}  # fmt: skip
+    told = refused(eve.post("/experiments", json=body), 409, "pool_closed")
+    assert "must be a pool that is open to 'eve'" in told
+    late = start(ada)
+    master.schedule()
+    assert set(running(master)) == {late}
+    put_pool(master, open_to=["project:Default"])
+    assert eve.post("/experiments", json=body).status_code == 201
+    assert early in {one["experiment_id"] for one in master.http.get("/queue").json()}
+    assert "pool_limit" not in dict(waits(master))
+
+
+def test_only_administrators_of_a_project_exceed_the_best_priority(master: Any, add: Any) -> None:
+    """The cap holds for configs and for changes."""
+    ada = add("ada")
+    put_pool(master, policy="priority", best_priority=30)
+    body: dict[str, Any] = {"config": {
+        "name": "x", "entrypoint": "python3 t.py", "resources": {"priority": 29},
+        "searcher": {"name": "single", "metric": "loss"},
+    }}  # fmt: skip
+    told = refused(ada.post("/experiments", json=body), 409, "priority_too_high")
+    assert "`resources.priority` must be 30 or a less important one" in told
+    body["config"]["resources"]["priority"] = 30
+    number = ada.post("/experiments", json=body).json()["id"]
+    change = f"/experiments/{number}"
+    refused(ada.patch(change, json={"priority": 1}), 409, "priority_too_high")
+    assert ada.patch(change, json={"priority": 31}).status_code in (200, 204)
+    assert master.http.patch(change, json={"priority": 1}).status_code in (200, 204)
+    role = master.http.put("/projects/Default/members/ada", json={"role": "admin"})
+    assert role.status_code == 204
+    assert ada.patch(change, json={"priority": 2}).status_code in (200, 204)

@@ -369,3 +369,51 @@ def test_a_backup_keeps_users_projects_and_roles(master: Any, add: Any, tmp_path
         assert users.project_id("own") == 2
     finally:
         database.close()
+
+
+def put_group(master: Any, user: str, group: str) -> None:
+    assert master.http.patch(f"/users/{user}", json={"group": group}).status_code == 204
+
+
+def test_a_group_gives_its_members_a_role_until_they_leave_it(master: Any, add: Any) -> None:
+    """The higher one of both roles counts; the last member takes roles and quota along."""
+    ada, bob = add("ada", role=None), add("bob", role="viewer")
+    assert ada.get("/projects").json() == []
+    missing = master.http.put("/projects/Default/members/@lab", json={"role": "editor"})
+    assert (missing.status_code, "paceline user group" in missing.text) == (404, True)
+    for user in ("ada", "bob"):
+        put_group(master, user, "lab")
+    put = master.http.put
+    assert put("/projects/Default/members/@lab", json={"role": "editor"}).status_code == 204
+    assert {"user": "@lab", "role": "editor"} in master.http.get("/projects/Default/members").json()
+    for client in (ada, bob):
+        assert client.get("/projects").json()[0]["role"] == "editor"
+        assert client.post("/experiments", json=config()).status_code == 201
+    assert put("/quotas/group/lab", json={"max_slots": 2}).status_code == 204
+    assert put("/quotas/group/none-such", json={"max_slots": 2}).status_code == 404
+    put_group(master, "ada", "")
+    assert ada.get("/experiments").json()["total"] == 0
+    assert [one["group"] for one in bob.get("/quotas").json()] == ["lab"]
+    assert [one["group"] for one in ada.get("/quotas").json()] == []
+    assert [one["group"] for one in master.http.get("/users").json()] == [None, None, "lab"]
+    assert master.http.delete("/users/bob").status_code == 204
+    assert master.http.get("/quotas").json() == []
+    assert master.http.get("/projects/Default/members").json() == []
+    # A group of the same name begins anew.
+    put_group(master, "ada", "lab")
+    assert ada.get("/projects").json() == []
+
+
+@pytest.mark.parametrize("group", ["@lab", "a b", "x" * 64, None])
+def test_names_of_groups_are_like_those_of_users(master: Any, add: Any, group: Any) -> None:
+    """Others are refused; no change without a field is one."""
+    add("ada")
+    status = master.http.patch("/users/ada", json={"group": group}).status_code
+    assert status == (422 if group else 204)
+    assert [one["group"] for one in master.http.get("/users").json()] == [None, None]
+
+
+def test_a_user_changes_no_group(master: Any, add: Any) -> None:
+    """Groups are for administrators of the master."""
+    ada = add("ada")
+    assert ada.patch("/users/ada", json={"group": "lab"}).status_code == 403

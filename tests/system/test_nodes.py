@@ -3,6 +3,7 @@
 import os
 import signal
 import stat
+import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -301,3 +302,74 @@ def test_a_token_that_others_can_read_is_refused(
     node.token.chmod(0o644)
     assert node.start().process.wait(60) == 1
     assert "has mode 0644" in node.log_path.read_text()
+
+
+# In the place of torch, unless nobody broke it; it waits while a file says so.
+BREAKABLE_TORCH = """
+import os, sys, time
+while os.path.exists(os.environ["BROKEN"] + ".waits"):
+    time.sleep(0.05)
+if os.path.exists(os.environ["BROKEN"]):
+    raise ImportError("libcudart.so.13: no such file")
+sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.dirname(__file__))]
+del sys.modules["torch"]
+import torch
+"""
+
+
+def with_breakable_torch(directory: Path) -> dict[str, str]:
+    """Return the variables of a runner whose checks the test breaks."""
+    (directory / "fake" / "torch").mkdir(parents=True)
+    (directory / "fake" / "torch" / "__init__.py").write_text(BREAKABLE_TORCH)
+    paths = f"{directory / 'fake'}:{os.environ['PYTHONPATH']}"
+    return {"PYTHONPATH": paths, "BROKEN": str(directory / "broken")}
+
+
+def test_a_node_whose_check_fails_rests_with_its_reason_and_comes_back_by_itself(
+    master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
+    wait_until: Callable[..., None], tmp_path: Path,
+) -> None:  # fmt: skip
+    """A node rests."""
+    broken = tmp_path / "broken"
+    broken.touch()
+    node = make_node("box", "--slots", "1", "--check-every", "1")
+    node.start(**with_breakable_torch(tmp_path))
+    open_gate(node)
+    client = master.client()
+    wait_until(lambda: any("libcudart" in one.problem for one in client.nodes()))
+    experiment = submit(1)
+    wait_until(lambda: client.queue())
+    [waiting] = client.queue()
+    assert waiting.reason == "pausing", f"{waiting=}"
+    told = "The node box rests until a check passes: torch: ImportError: libcudart.so.13"
+    assert waiting.detail.startswith(told), f"{waiting.detail=}"
+    assert any(one.startswith(told) for one in client.status().problems), f"{client.status()=}"
+    assert not attempts(master, 1)
+    broken.unlink()
+    assert experiment.wait().value == "COMPLETED"
+    assert [one.problem for one in client.nodes()] == [""]
+    log = node.log_path.read_text()
+    assert "takes no new trials: torch: ImportError" in log, f"{log=}"
+    assert "takes trials again" in log, f"{log=}"
+
+
+def test_a_node_that_is_idle_because_of_its_check_does_not_leave(
+    master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
+    wait_until: Callable[..., None], tmp_path: Path,
+) -> None:  # fmt: skip
+    """The trial waits for the first check, however long that takes."""
+    waits = tmp_path / "broken.waits"
+    waits.touch()
+    node = make_node("box", "--slots", "1", "--check-every", "60", "--idle-timeout", "8")
+    node.start(**with_breakable_torch(tmp_path))
+    open_gate(node)
+    client = master.client()
+    wait_until(lambda: [one.problem for one in client.nodes()] == ["its first check is not over"])
+    experiment = submit(1)
+    # Longer than it would be idle.
+    time.sleep(10)
+    assert [one.state for one in client.nodes()] == ["ready"]
+    assert not attempts(master, 1)
+    waits.unlink()
+    assert experiment.wait().value == "COMPLETED"
+    wait_until(lambda: [one.state for one in client.nodes()] == ["left"])

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -40,13 +41,20 @@ def run_gpu_program(name: str, *arguments: str) -> str:
     return ""
 
 
-def ask_gpu_program(command: list[str], what: str | None, *, limit_s: float | None = None) -> str:
+def ask_gpu_program(
+    command: list[str],
+    what: str | None,
+    *,
+    limit_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Return the output of a command.
 
     Args:
         command: The program and its arguments.
         what: The question, for the log; None for no log.
         limit_s: Seconds that it may take; the limit for all programs of GPUs by default.
+        environment: Its environment; that of this process by default.
 
     Raises:
         OSError: It cannot be started.
@@ -61,6 +69,7 @@ def ask_gpu_program(command: list[str], what: str | None, *, limit_s: float | No
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        env=environment,
     )
     try:
         output, complaint = process.communicate(timeout=limit_s)

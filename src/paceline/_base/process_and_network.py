@@ -87,6 +87,16 @@ def _ipv4_interface(wanted: bytes) -> str | None:
     return None
 
 
+def unix_user() -> str:
+    """Return the name of the Unix user of this process; empty if the system has none."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return ""
+
+
 _LOOK_INTERVAL_S = 0.01
 
 

@@ -1,6 +1,6 @@
-"""Commands `paceline quota`: shares and limits of users and projects."""
+"""Commands `paceline quota`: shares and limits of users, groups and projects."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Quota
     from paceline.client._client import Client
 
-quota_app = CommandGroup(help="Show and set shares and limits of users and projects.")
+quota_app = CommandGroup(help="Show and set shares and limits of users, groups and projects.")
 
 _User = Annotated[str | None, typer.Option("--user", metavar="NAME", help="User.")]
 _Project = Annotated[str | None, typer.Option("--project", metavar="NAME", help="Project.")]
+_Group = Annotated[str | None, typer.Option("--group", metavar="NAME", help="Group of users.")]
 _Revision = Annotated[
     int | None,
     typer.Option(metavar="N", help="Refuse unless this is the newest revision, see `quota list`."),
@@ -31,12 +32,13 @@ def list_quotas() -> None:
         quotas = client.quotas()
     print_list(
         quotas,
-        ["User", "Project", "Weight", "Slots", "Slot hours", "Checkpoints", "Revision"],
+        ["User", "Group", "Project", "Weight", "Slots", "Slot hours", "Checkpoints", "Revision"],
         [
             (
                 one.user,
+                one.group,
                 one.project,
-                f"{one.weight:g}" if one.user else None,
+                None if one.project else f"{one.weight:g}",
                 _used(one.num_slots_used, one.max_slots),
                 _used(f"{one.slot_hours_used:.2f}", one.slot_hours),
                 _used(
@@ -62,8 +64,10 @@ def _used(used: object, limit: float | str | None) -> str:
 def set_quota(
     user: _User = None,
     project: _Project = None,
+    group: _Group = None,
     weight: Annotated[
-        float | None, typer.Option(metavar="X", help="Weight of the user in pools of fair shares.")
+        float | None,
+        typer.Option(metavar="X", help="Weight of the user or group in pools of fair shares."),
     ] = None,
     slots: Annotated[
         str | None, typer.Option(metavar="N", help="Slots in use at once, or none for no limit.")
@@ -78,12 +82,12 @@ def set_quota(
 ) -> None:
     """Set limits. Those not given stay. Trials that run go on, others wait and say why."""
 
-    _check_owner(user, project)
-    if weight is not None and user is None:
-        raise CommandError("`--weight` is for a user, but got a project.")
+    owner = _owner(user, group, project)
+    if weight is not None and project is not None:
+        raise CommandError("`--weight` is for a user or a group, but got a project.")
     with connect() as client:
-        before = _find(client, user, project)
-        limits = {
+        before = _find(client, owner)
+        limits: dict[str, Any] = {
             "weight": 1.0 if before is None else before.weight,
             "max_slots": None if before is None else before.max_slots,
             "slot_hours": None if before is None else before.slot_hours,
@@ -101,40 +105,44 @@ def set_quota(
         newest = 0 if before is None else before.revision
         try:
             client.set_quota(
-                user=user,
-                project=project,
+                **owner,
                 revision=newest if revision is None else revision,
                 **limits,
             )
         except ValueError as error:
             raise CommandError(f"The limits must be in their ranges, but: {error}") from error
-        after = _find(client, user, project)
-    print_answer(after, f"The quota of {user or project} is set. `paceline quota list` shows it.")
+        after = _find(client, owner)
+    [name] = owner.values()
+    print_answer(after, f"The quota of {name} is set. `paceline quota list` shows it.")
 
 
 @quota_app.command("delete")
-def delete_quota(user: _User = None, project: _Project = None, revision: _Revision = None) -> None:
+def delete_quota(
+    user: _User = None, project: _Project = None, group: _Group = None, revision: _Revision = None
+) -> None:
     """Delete share and limits: weight 1, and no limit."""
 
-    _check_owner(user, project)
+    owner = _owner(user, group, project)
     with connect() as client:
-        before = _find(client, user, project)
+        before = _find(client, owner)
         newest = 1 if before is None else before.revision
-        client.delete_quota(
-            user=user, project=project, revision=newest if revision is None else revision
-        )
-    text = f"The quota of {user or project} is deleted."
-    print_answer({"user": user, "project": project}, text)
+        client.delete_quota(**owner, revision=newest if revision is None else revision)
+    text = f"The quota of {user or group or project} is deleted."
+    print_answer({"user": user, "project": project, "group": group}, text)
 
 
-def _check_owner(user: str | None, project: str | None) -> None:
-    if (user is None) == (project is None):
-        raise CommandError("Either `--user` or `--project` must be given.")
+def _owner(user: str | None, group: str | None, project: str | None) -> dict[str, Any]:
+    """Return the one whose quota it is, by kind."""
+    given = {"user": user, "group": group, "project": project}
+    owner = {kind: name for kind, name in given.items() if name is not None}
+    if len(owner) != 1:
+        raise CommandError("One of `--user`, `--group` and `--project` must be given.")
+    return owner
 
 
-def _find(client: "Client", user: str | None, project: str | None) -> "Quota | None":
-    found = [one for one in client.quotas() if (one.user, one.project) == (user, project)]
-    return found[0] if found else None
+def _find(client: "Client", owner: dict[str, Any]) -> "Quota | None":
+    [(kind, name)] = owner.items()
+    return next((one for one in client.quotas() if getattr(one, kind) == name), None)
 
 
 def _limit(option: str, text: str, scale: int, *, is_whole: bool) -> float | None:

@@ -71,6 +71,14 @@ def run(
             min=0, metavar="SECONDS", help="Leave after SECONDS without a trial. Default: never."
         ),
     ] = None,
+    check_every: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Check this machine at the start and every SECONDS; 0 is never.",
+        ),
+    ] = 1800.0,
     ca_file: CaFile = None,
     slots: Annotated[
         str,
@@ -131,7 +139,7 @@ def run(
         master if "://" in master else f"http://{master}",
         token_file,
         (directory or Path("~/.paceline-runner") / node).expanduser().absolute(),
-        idle_timeout,
+        {"idle_timeout_s": idle_timeout, "check_every_s": check_every},
         {
             "name": node,
             "pool": pool,
@@ -146,7 +154,7 @@ def _serve_node(
     master: str,
     token_file: Path,
     directory: Path,
-    idle_timeout_s: float | None,
+    limits: dict[str, float | None],
     options: dict[str, object],
 ) -> None:
     from paceline._cluster.runner.node_runner import NodeRunner, find_facts
@@ -156,7 +164,7 @@ def _serve_node(
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = find_facts(directory, **options)  # type: ignore[arg-type]
-        runner = NodeRunner(master, token_file, directory, facts, idle_timeout_s)
+        runner = NodeRunner(master, token_file, directory, facts, **limits)  # type: ignore[arg-type]
     except ValueError as error:
         raise CommandError(str(error)) from error
     except OSError as error:
@@ -210,7 +218,9 @@ def list_nodes() -> None:
 
 
 def _state_of(node: "Node") -> str:
-    """Return the state of a node as text, with the seconds of its rest after trial failures."""
+    """Return the state of a node as text, with the reason or the seconds of its rest."""
+    if node.problem:
+        return f"{node.state}, rests: {node.problem}"
     rest_s = (node.rests_until or 0.0) - time.time()
     return f"{node.state}, rests {rest_s:.0f} s" if rest_s > 0 else node.state
 
@@ -380,7 +390,7 @@ def list_pools() -> None:
         pools = client.pools()
     print_list(
         pools,
-        ["Pool", "Policy", "Nodes", "Slots", "Limit", "Labels"],
+        ["Pool", "Policy", "Nodes", "Slots", "Limit", "Labels", "Rules"],
         [
             (
                 pool.name,
@@ -389,6 +399,7 @@ def list_pools() -> None:
                 slots_text(pool, pool.num_slots),
                 pool.max_slots,
                 labels_text(pool.labels),
+                _rules_text(pool),
             )
             for pool in pools
         ],
@@ -405,6 +416,27 @@ def list_pools() -> None:
 def _policy_text(pool: "Pool") -> str:
     half_life = f", half-life {pool.half_life_hours:g} h" if pool.half_life_hours else ""
     return f"{pool.policy}{half_life}{', backfill' * pool.backfill}"
+
+
+def _rules_text(pool: "Pool") -> str:
+    rules = (
+        (f"open to {', '.join(pool.open_to)}", pool.open_to),
+        (f"best priority {pool.best_priority}", pool.best_priority),
+        ("own runners", pool.own_runners),
+        (f"silent after {pool.silent_after_s} s", pool.silent_after_s),
+        (f"unused after {pool.unused_after_s} s", pool.unused_after_s),
+        (f"pause after {pool.pause_after_s} s", pool.pause_after_s),
+    )
+    return "; ".join(text for text, value in rules if value)
+
+
+def _pool_time(option: str, text: str | None) -> float | None:
+    from paceline._base.arguments_and_errors import AGE_FORMS, seconds_of
+
+    seconds = None if text is None else seconds_of(text)
+    if text is not None and seconds is None:
+        raise CommandError(f"`{option}` must be {AGE_FORMS}, but got {text!r}.")
+    return seconds
 
 
 @pool_app.command("set")
@@ -443,6 +475,36 @@ def set_pool(
             " Default: not at all.",
         ),
     ] = None,
+    silent_after: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Alert if a trial reports nothing for TIME, such as 30min."
+        ),
+    ] = None,
+    unused_after: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Alert if a trial does not use its slots for TIME."),
+    ] = None,
+    pause_after: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Pause its experiment TIME after such an alert."),
+    ] = None,
+    open_to: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHO",
+            help="Take trials only of this user, @group or project:NAME. Repeatable.",
+        ),
+    ] = None,
+    best_priority: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=99, metavar="N", help="Priority that only project administrators exceed."
+        ),
+    ] = None,
+    own_runners: Annotated[
+        bool, typer.Option("--own-runners", help="Start trials only on runners of their user.")
+    ] = False,
 ) -> None:
     """Set all settings of a pool. Options not given get their defaults."""
 
@@ -456,6 +518,12 @@ def set_pool(
             labels=read_labels(labels or []),
             backfill=backfill,
             half_life_hours=half_life,
+            silent_after_s=_pool_time("--silent-after", silent_after),
+            unused_after_s=_pool_time("--unused-after", unused_after),
+            pause_after_s=_pool_time("--pause-after", pause_after),
+            open_to=open_to or [],
+            best_priority=best_priority,
+            own_runners=own_runners,
         )
         gaps = ", and its gaps are filled" if backfill else ""
         _print_pool(client, name, f"The pool {name} has the policy {policy}{gaps}.")

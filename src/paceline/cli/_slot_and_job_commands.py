@@ -8,7 +8,7 @@ import typer
 
 from paceline.cli._command_classes import CommandGroup
 from paceline.cli._completions import complete_node
-from paceline.cli._console_output import Age, format_bytes, print_answer, print_list
+from paceline.cli._console_output import Age, format_bytes, format_moment, print_answer, print_list
 from paceline.cli._options_and_errors import CommandError, ExperimentId, Limit, connect
 
 if TYPE_CHECKING:
@@ -168,7 +168,9 @@ def list_jobs(
                 entry.num_slots,
                 _rank(entry.priority, entry.weight),
                 Age(entry.waiting_since),
-                entry.detail,
+                entry.detail
+                + f" Estimated start: {format_moment(entry.estimated_start)}."
+                * (entry.estimated_start is not None),
             )
             for entry in queue
         ],

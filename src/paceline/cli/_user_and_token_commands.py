@@ -255,10 +255,11 @@ def list_users() -> None:
         users = client.list_users()
     print_list(
         users,
-        ["Name", "Rights", "Password", "State"],
+        ["Name", "Group", "Rights", "Password", "State"],
         [
             (
                 one.name,
+                one.group,
                 "administrator" if one.is_admin else "by project",
                 "yes" if one.has_password else "no",
                 "removed" if not one.is_active else "service" if one.is_service else "active",
@@ -275,6 +276,19 @@ def remove_user(name: UserName) -> None:
     with connect() as client:
         client.remove_user(name)
     print_answer({"user": name}, f"The user {name} is removed.")
+
+
+@user_app.command("group")
+def set_group(
+    name: UserName,
+    group: Annotated[str, typer.Argument(metavar="GROUP", help="Name of the group, or none.")],
+) -> None:
+    """Put a user into a group, or into none. A group ends with its last member."""
+
+    with connect() as client:
+        client.set_group(name, None if group == "none" else group)
+    text = f"The user {name} is in {'no group' if group == 'none' else f'the group {group}'}."
+    print_answer({"user": name, "group": None if group == "none" else group}, text)
 
 
 @user_app.command("role")

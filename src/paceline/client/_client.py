@@ -142,8 +142,7 @@ class ClusterClient:
         policy: "models.Policy" = "fifo",
         max_slots: int | None = None,
         labels: Mapping[str, str] | None = None,
-        backfill: bool = False,
-        half_life_hours: float | None = None,
+        **rules: Any,
     ) -> None:
         """Set the sharing rules of a pool; arguments not given get their defaults.
 
@@ -152,19 +151,22 @@ class ClusterClient:
             policy: `fifo`, `priority` or `fair_share`.
             max_slots: How many of its slots may be in use at once; None is no limit.
             labels: Nodes that have all of these, and name no pool themselves, belong to it.
-            backfill: Whether trials run in the gap in front of one that needs more slots than are
-                free; they store a checkpoint and leave once it has room.
-            half_life_hours: Under `fair_share`, past use of users counts by half for each so many
-                hours; None is not at all.
+            rules: `backfill`: whether trials run in the gap in front of one that needs more slots
+                than are free; they store a checkpoint and leave once it has room.
+                `half_life_hours`: under `fair_share`, past use counts by half for each so many
+                hours. `silent_after_s` and `unused_after_s`: seconds without a report of a trial,
+                or without use of its slots, after which there is an alert; `pause_after_s` after
+                it, its experiment is paused. `open_to`: users, groups (`@NAME`) and projects
+                (`project:NAME`) whose trials it takes. `best_priority`: the best one that only
+                administrators of a project exceed. `own_runners`: whether trials start only on
+                runners of their user.
 
         Raises:
             ApiError: One of them is not possible.
         """
 
-        body = models.SetPool(
-            policy=policy, max_slots=max_slots, labels=dict(labels or {}), backfill=backfill,
-            half_life_hours=half_life_hours,
-        )  # fmt: skip
+        fields = {"policy": policy, "max_slots": max_slots, "labels": dict(labels or {}), **rules}
+        body = models.SetPool.model_validate(fields)
         self._session.send("PUT", f"pools/{name}", content=body.model_dump_json().encode())
 
     def reset_pool(self, name: str) -> None:
@@ -319,6 +321,11 @@ class Client(ClusterClient):
         body = json.dumps({"is_admin": is_admin}).encode()
         self._session.send("PATCH", f"users/{quote(name, safe='')}", content=body)
 
+    def set_group(self, name: str, group: str | None) -> None:
+        """Put a user into a group; None for no group. A group ends with its last member."""
+        body = json.dumps({"group": group or ""}).encode()
+        self._session.send("PATCH", f"users/{quote(name, safe='')}", content=body)
+
     def set_role(
         self,
         name: str,
@@ -326,7 +333,7 @@ class Client(ClusterClient):
         *,
         project: str = "Default",
     ) -> None:
-        """Give a user a role in a project; None for none."""
+        """Give a user, or a group as `@NAME`, a role in a project; None for none."""
         path = f"projects/{quote(project, safe='')}/members/{quote(name, safe='')}"
         self._session.send("PUT", path, content=json.dumps({"role": role}).encode())
 
@@ -356,14 +363,16 @@ class Client(ClusterClient):
         *,
         user: str | None = None,
         project: str | None = None,
+        group: str | None = None,
         revision: int = 0,
         **limits: float | None,
     ) -> None:
-        """Set share and limits of a user or a project.
+        """Set share and limits of a user, a group or a project.
 
         Args:
             user: The user, or else
-            project: the project.
+            project: the project, or else
+            group: the group.
             revision: The revision that the change began from; 0 if there is no quota yet.
             limits: `weight`, `max_slots`, `slot_hours` a month and `checkpoint_bytes`; those not
                 given get their defaults: 1, and no limit.
@@ -374,23 +383,30 @@ class Client(ClusterClient):
         """
 
         body = models.SetQuota.model_validate({**limits, "revision": revision})
-        path = self._quota_path(user, project)
+        path = self._quota_path(user, project, group)
         self._session.send("PUT", path, content=body.model_dump_json().encode())
 
     def delete_quota(
-        self, *, user: str | None = None, project: str | None = None, revision: int
+        self,
+        *,
+        user: str | None = None,
+        project: str | None = None,
+        group: str | None = None,
+        revision: int,
     ) -> None:
         """Delete share and limits; arguments and errors are those of `set_quota`."""
-        path = self._quota_path(user, project)
+        path = self._quota_path(user, project, group)
         self._session.send("DELETE", path, params={"revision": revision})
 
-    def _quota_path(self, user: str | None, project: str | None) -> str:
-        if (user is None) == (project is None):
+    def _quota_path(self, user: str | None, project: str | None, group: str | None) -> str:
+        given = {"user": user, "project": project, "group": group}
+        found = [(kind, name) for kind, name in given.items() if name is not None]
+        if len(found) != 1:
             raise ValueError(
-                f"Either `user` or `project` must be given, but got {user!r} and {project!r}."
+                f"One of `user`, `project` and `group` must be given, but got {given}."
             )
-        kind = "user" if project is None else "project"
-        return f"quotas/{kind}/{quote(user or project or '', safe='')}"
+        kind, name = found[0]
+        return f"quotas/{kind}/{quote(name, safe='')}"
 
     def audit(self, *, user: str | None = None, limit: int = 100) -> "list[models.AuditEntry]":
         """Return who changed what, the newest first; of one user if given."""

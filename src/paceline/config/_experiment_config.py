@@ -469,6 +469,54 @@ class Resources(Section):
         return value
 
 
+class LogPolicy(Section):
+    """What follows if a line of a trial's output has a text; `*` in it is any text.
+
+    Parts are looked for one after the other, so that no pattern takes longer than to read the line.
+    """
+
+    pattern: Annotated[str, Field(min_length=1, max_length=200)] = Field(
+        description="Text that a line must have; `*` in it stands for any text."
+    )
+    action: Literal["alert", "no_retry", "exclude_node"] = Field(
+        description="Only an alert; or no restart if the attempt fails; or no more attempts of the "
+        "trial on that node."
+    )
+
+    def matches(self, line: str) -> bool:
+        """Return whether a line has the text."""
+        place = 0
+        for part in self.pattern.split("*"):
+            place = line.find(part, place)
+            if place < 0:
+                return False
+            place += len(part)
+        return True
+
+
+class Idle(Section):
+    """Limits on trials that hold slots without use, or report nothing."""
+
+    silent_after: Age | None = Field(
+        default=None, description="Time without a report of a trial, after which there is an alert."
+    )
+    unused_after: Age | None = Field(
+        default=None,
+        description="Time without use of the slots by a trial, after which there is an alert.",
+    )
+    pause_after: Age | None = Field(
+        default=None,
+        description="Time after the alert, after which the experiment is paused; null is never.",
+    )
+
+    @model_validator(mode="after")
+    def _check_pause(self) -> "Idle":
+        if self.pause_after and not (self.silent_after or self.unused_after):
+            hint = "give `idle.unused_after` or `idle.silent_after`."
+            raise refused("`pause_after` has no effect without an alert", hint=hint)
+        return self
+
+
 class Reproducibility(Section):
     """Settings repeated exactly when a search is run again."""
 
@@ -557,6 +605,12 @@ class ExperimentConfig(Section):
     profiling: Profiling = Field(default=Profiling(), description="What is profiled.")
     notify: Notify = Field(
         default=Notify(), description="Messages about the experiment by channels of the master."
+    )
+    idle: Idle = Field(
+        default=Idle(), description="When idle trials give an alert, and are paused."
+    )
+    log_policies: Annotated[list[LogPolicy], Field(max_length=20)] = Field(
+        default=[], description="What follows from lines of the output, such as errors of a GPU."
     )
     preemption_timeout: PositiveSeconds = Field(
         default=600.0, description="Seconds that a preempted trial may take to save and end."

@@ -445,10 +445,6 @@ REFUSED_FIELDS: dict[str, dict[str, RefusedField]] = {
         "data_layer": RefusedField(_LATER.reason, "read files and objects by `paceline.data`."),
         "integrations": _LATER,
         "internal": _LATER,
-        "log_policies": RefusedField(
-            _LATER.reason,
-            "leave it out; a trial that fails the same way twice is not started again.",
-        ),
         "pbs": RefusedField(_LATER.reason, "start `paceline runner` in a job of PBS."),
         "project": RefusedField(_LATER.reason, _LABELS),
         "retention_policy": RefusedField(

@@ -16,6 +16,7 @@ from paceline._cluster.master.scheduling.pools import (
     PoolSettings,
     Reason,
     SchedulingResult,
+    StartEstimates,
     Waiting,
     in_pools,
     needs_of,
@@ -553,7 +554,7 @@ def test_a_drained_slot_is_given_to_nobody_and_does_not_hold_up_others() -> None
 def test_a_pool_says_how_many_slots_it_lacks() -> None:
     holding = [Holding(experiment_id=1, slots=(0,), attempt_id=1)]
     waiting = trials(1, 3, max_slots=2) + trials(2, 2, 2) + trials(3, 1, pool="empty")
-    needs = needs_of(decide(waiting, holding, [NodeSlots(slots=(0, 1))]), holding, QuotaUse({}))
+    needs = needs_of(decide(waiting, holding, [NodeSlots(slots=(0, 1))]), holding, QuotaUse())
     # Experiment 1 gets the free slot, and may have no more.
     assert {pool: need.sizes for pool, need in needs.items()} == {"default": (2, 2), "empty": (1,)}
     assert needs["default"].num_slots == 4
@@ -612,3 +613,24 @@ def test_there_is_room_for_any_number_of_moves() -> None:
         one, other = (1, 2) if number % 2 else (2, 1)
         places |= moved(places, one, ahead_of=places.get(other, float(other)), behind=None)
         assert places.get(one, one) < places.get(other, other)
+
+
+def test_a_start_is_estimated_from_the_ends_of_those_that_run() -> None:
+    """Trials take their turns; an end that nobody knows leaves those who need it without one."""
+    nodes = [NodeSlots(slots=tuple(range(5)))]
+    holding = [
+        Holding(experiment_id=1, slots=(0, 1), attempt_id=1),
+        Holding(experiment_id=2, slots=(2,), attempt_id=2),
+        Holding(experiment_id=3, slots=(3,), attempt_id=3),
+    ]
+    ends = {1: 200.0, 2: 100.0}
+    waiting = [
+        Waiting(trial_id=n, experiment_id=9, num_slots=size, max_slots=None)
+        for n, size in enumerate([2, 1, 1, 1, 1])
+    ]
+    starts = StartEstimates(holding, nodes, ends)
+    results = list(decide(waiting, holding, nodes))
+    # One slot is free, and another one at 100; two more at 200; the end of the third is unknown.
+    assert [starts.note(one) for one in results] == [100.0, 200.0, 200.0, None, None]
+    none = StartEstimates(holding, nodes, {})
+    assert [none.note(one) for one in results] == [None] * 5

@@ -16,6 +16,7 @@ from paceline._cluster.master.scheduling.pools import (
     Reason,
     SchedulingResult,
     Waiting,
+    in_pools,
     needs_of,
 )
 from paceline._cluster.master.scheduling.schedule import decide, schedule
@@ -45,13 +46,21 @@ def held(number: int, user: str, slot: int, **fields: object) -> Holding:
 class Simulation:
     """Users with always the same number of waiting trials, on one node."""
 
-    def __init__(self, weights: dict[str, float], num_slots: int, lengths_s: list[float]) -> None:
-        self.weights, self.num_slots, self.lengths_s = weights, num_slots, lengths_s
+    def __init__(
+        self,
+        weights: dict[str, float],
+        num_slots: int,
+        lengths_s: list[float],
+        groups: dict[str, str] | None = None,
+    ) -> None:
+        self.all_weights, self.groups = weights, groups or {}
+        self.weights = {user: one for user, one in weights.items() if user[0] != "@"}
+        self.num_slots, self.lengths_s = num_slots, lengths_s
         self.now, self.number = NOW, 0
         self.running: list[tuple[float, int, Holding]] = []
         self.use: dict[str, tuple[float, float]] = {}
         self.slot_s: Counter[str] = Counter()
-        self.served_at = dict.fromkeys(weights, self.now)
+        self.served_at = dict.fromkeys(self.weights, self.now)
         self.longest_wait_s: dict[str, float] = defaultdict(float)
 
     def sharing(self) -> Sharing:
@@ -62,7 +71,9 @@ class Simulation:
         for _, _, one in self.running:
             recent_s = recent_use(one.num_slots, one.since, self.now, HALF_LIFE_S)
             past[one.user] = past.get(one.user, 0.0) + as_slots(recent_s, HALF_LIFE_S)
-        return Sharing(weights=self.weights, past={"default": past})
+        for user, group in self.groups.items():
+            past[group] = past.get(group, 0.0) + past.get(user, 0.0)
+        return Sharing(weights=self.all_weights, past={"default": past}, groups=self.groups)
 
     def step(self) -> None:
         """Start what is due, then pass on to the next end of a trial."""
@@ -112,6 +123,47 @@ def test_in_the_long_run_use_is_in_proportion_to_weights_and_nobody_starves(
         assert simulation.longest_wait_s[user] < 5 * turn_s + max(lengths_s)
 
 
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ({"@g": 1, "a": 1, "b": 1, "c": 1}, {"a": 0.25, "b": 0.25, "c": 0.5}),
+        ({"@g": 3, "a": 2, "b": 1, "c": 1}, {"a": 0.5, "b": 0.25, "c": 0.25}),
+        ({"@g": 1, "@h": 1, "a": 3, "b": 1, "c": 5, "d": 2}, {"a": 0.1875, "b": 0.0625, "c": 0.25}),
+    ],
+)
+def test_groups_share_first_and_then_their_users_to_the_second_decimal(
+    weights: dict[str, float], shares: dict[str, float]
+) -> None:
+    """A user without a group stands for itself; how many users a group has changes nothing."""
+    groups = {"a": "@g", "b": "@g"} | ({"c": "@h"} if "@h" in weights else {})
+    simulation = Simulation(weights, 3, [900.0, 2500.0, 400.0, 1700.0, 60.0], groups)
+    for _ in range(6000):
+        simulation.step()
+    total = sum(simulation.slot_s.values())
+    for user, share in shares.items():
+        found = simulation.slot_s[user] / total
+        assert found == pytest.approx(share, abs=0.005), f"{user=} {simulation.slot_s=}"
+
+
+def test_a_group_gives_way_to_another_and_in_it_a_user_to_another() -> None:
+    """Whose attempts leave follows from the first level at which two users differ."""
+    nodes = [NodeSlots(slots=(0, 1, 2, 3))]
+    pools = {"default": PoolSettings(policy=PolicyName.FAIR_SHARE)}
+    groups = {"a": "@g", "b": "@g"}
+    holding = [held(n, "a", n) for n in range(2)] + [held(n, "c", n) for n in range(2, 4)]
+    # The group and the other user have two each: the group's second member takes from the first.
+    plan = schedule([trial(1, "b")], holding, nodes, pools, Sharing(groups=groups))
+    assert [one.user for one, _ in plan.preemptions] == ["a"]
+    # Without a group, each of three has a share: who holds most gives way.
+    plan = schedule([trial(1, "b")], holding, nodes, pools, Sharing())
+    assert [one.user for one, _ in plan.preemptions] == ["c"]
+    # A quota of the group counts both of its users.
+    quotas = {"@g": QuotaLimits(whose="group g", max_slots=3)}
+    waiting = [trial(1, "a"), trial(2, "b"), trial(3, "b")]
+    results = list(decide(waiting, holding[:1], nodes, {}, Sharing(groups=groups, quotas=quotas)))
+    assert reasons(results) == {1: None, 2: None, 3: Reason.QUOTA}
+
+
 def test_who_used_little_comes_first_whatever_each_holds() -> None:
     waiting = [trial(1, "much"), trial(2, "little")]
     nodes = [NodeSlots(slots=(0, 1, 2))]
@@ -141,17 +193,23 @@ def test_ten_experiments_of_a_user_are_one_share() -> None:
     st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 3)), max_size=12),
     st.lists(st.sampled_from("abcd"), max_size=8),
     st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.0, 3.0, 40.0, 1e6])),
+    st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["@g", "@h"])),
+    st.dictionaries(st.sampled_from(["@g", "@h"]), st.sampled_from([0.5, 3.0])),
 )
 def test_a_preemption_is_never_undone(
     weights: dict[str, float],
     wanted: list[tuple[str, int]],
     users: list[str],
     past: dict[str, float],
+    groups: dict[str, str],
+    group_weights: dict[str, float],
 ) -> None:
+    for user, group in groups.items():
+        past[group] = past.get(group, 0.0) + past.get(user, 0.0)
     waiting = [trial(n, user, slots) for n, (user, slots) in enumerate(wanted)]
     holding = [held(n, user, n) for n, user in enumerate(users)]
     nodes = [NodeSlots(slots=tuple(range(8)))]
-    sharing = Sharing(weights=weights, past={"default": past})
+    sharing = Sharing(weights=weights | group_weights, past={"default": past}, groups=groups)
     for number in range(100, 140):
         plan = schedule(waiting, holding, nodes, FAIR, sharing)
         if not plan.assignments and not plan.preemptions:
@@ -228,7 +286,7 @@ def test_no_node_is_started_for_trials_beyond_a_quota() -> None:
     quotas = {"ada": QuotaLimits(whose="x", max_slots=3)}
     waiting = [trial(n, "ada", 2) for n in range(4)] + [trial(9, "bob", 2)]
     results = list(decide(waiting, (), [], {}, Sharing(quotas=quotas)))
-    needs = needs_of(results, (), QuotaUse(quotas))
+    needs = needs_of(results, (), QuotaUse(Sharing(quotas=quotas)))
     assert needs["default"].sizes == (2, 2)
 
 
@@ -251,3 +309,33 @@ def test_a_reserved_node_runs_trials_of_its_user_only(policy: PolicyName) -> Non
     late = [trial(1, "bob", 4, priority=1)]
     assert reasons(list(decide(late, holding, nodes, pools))) == {1: Reason.RESERVED}
     assert reasons(list(decide(late, (), nodes[1:], pools))) == {1: Reason.TOO_LARGE}
+
+
+def test_a_pool_that_is_closed_to_a_trial_holds_up_nobody() -> None:
+    """Users, groups and projects open it; others wait, and no node is started for them."""
+    nodes = [NodeSlots(slots=tuple(range(8)))]
+    pools = {"default": PoolSettings(open_to=frozenset({"ada", "@lab", 7}))}
+    waiting = [
+        trial(1, "eve"), trial(2, "ada"), trial(3, "bob"), trial(4, "eve", project=7),
+    ]  # fmt: skip
+    results = list(decide(waiting, (), nodes, pools, Sharing(groups={"bob": "@lab"})))
+    assert reasons(results) == {1: Reason.CLOSED_POOL, 2: None, 3: None, 4: None}
+    assert needs_of(results, (), QuotaUse()) == {}
+
+
+def test_trials_start_only_on_nodes_of_their_user_if_the_pool_says_so() -> None:
+    """A node without an owner is nobody's."""
+    nodes = in_pools(
+        [
+            NodeSlots(node_id=1, slots=(0, 1), owner="ada"),
+            NodeSlots(node_id=2, slots=(0,), owner=""),
+        ],
+        {"default": PoolSettings(own_runners=True)},
+    )
+    waiting = [trial(1, "bob"), trial(2, "ada"), trial(3, ""), trial(4, "ada", 2)]
+    results = list(decide(waiting, (), nodes, {"default": PoolSettings()}))
+    assert [one.node_id for one in results if one.slots and one.waiting.user == "ada"] == [1]
+    assert reasons(results)[1] is Reason.RESERVED
+    assert reasons(results)[4] is Reason.SLOTS_IN_USE
+    open_ = in_pools(nodes, {})
+    assert len(schedule(waiting, (), open_, {}).assignments) == 3

@@ -47,7 +47,9 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
     node = {"id": 4, "name": "box", "key": "k", "session": 7, "facts": facts, "is_draining": True,
             "registered_at": 1.0, "seen_at": 2.0, "has_left": True}  # fmt: skip
     pools = [{"name": name, "policy": "priority", "max_slots": 3, "labels": {"gpu": "a"},
-              "backfill": True, "half_life_hours": 12.5}
+              "backfill": True, "half_life_hours": 12.5, "silent_after_s": 60.0,
+              "unused_after_s": 1.5, "pause_after_s": None, "best_priority": 7,
+              "open_to": ["ada", "@lab"], "own_runners": True}
              for name in ("big", "gone")]  # fmt: skip
     quota = {"user": "eve", "project_id": 0, "weight": 2.0, "max_slots": 3, "slot_hours": 1.5,
              "checkpoint_bytes": None, "revision": 4}  # fmt: skip

@@ -299,7 +299,7 @@ export interface paths {
         get?: never;
         /**
          * Set Pool
-         * @description Set a pool's sharing policy, and the labels of its nodes.
+         * @description Set a pool's sharing policy, rules and labels of its nodes.
          */
         put: operations["set_pool_api_v1_pools__name__put"];
         post?: never;
@@ -686,7 +686,7 @@ export interface paths {
         head?: never;
         /**
          * Change User
-         * @description Make a user an administrator, or take that right.
+         * @description Make a user an administrator or take that right, and choose the user's group.
          */
         patch: operations["change_user_api_v1_users__name__patch"];
         trace?: never;
@@ -745,7 +745,7 @@ export interface paths {
         get?: never;
         /**
          * Set Role
-         * @description Give a user a role in a project, or none; for the project's administrators.
+         * @description Give a user, or a group as `@NAME`, a role in a project; for the project's administrators.
          */
         put: operations["set_role_api_v1_projects__project__members__name__put"];
         post?: never;
@@ -1623,7 +1623,7 @@ export interface paths {
         get?: never;
         /**
          * Set Quota
-         * @description Set share and limits of a user or a project, unless they were changed since `revision`.
+         * @description Set share and limits of a user, group or project, unless changed since `revision`.
          */
         put: operations["set_quota_api_v1_quotas__kind___name__put"];
         post?: never;
@@ -3315,7 +3315,7 @@ export interface components {
         };
         /**
          * Member
-         * @description A user's role in a project.
+         * @description A user's role in a project, or that of a group, whose name begins with `@`.
          */
         Member: {
             /** User */
@@ -3520,7 +3520,8 @@ export interface components {
          *     `left` (its runner was stopped), `lost`, `draining` (attempts are leaving) or `drained`.
          *     `address` is where other nodes reach it, for trials on several nodes. `device_memory_bytes` has
          *     the memory of each device in bytes, 0 for one that is unknown; it is empty if none is known.
-         *     A node on which one trial after another failed gets no attempts before `rests_until`.
+         *     A node on which one trial after another failed gets no attempts before `rests_until`, and one
+         *     with a `problem`, found by a check of the machine, gets none until a later check passes.
          *     `num_slots_drained` devices get no attempts; attempts still hold `num_slots_draining` of these.
          */
         Node: {
@@ -3578,6 +3579,16 @@ export interface components {
             num_slots_draining?: number;
             /** Rests Until */
             rests_until?: number | null;
+            /**
+             * Problem
+             * @default
+             */
+            problem?: string;
+            /**
+             * Unix User
+             * @default
+             */
+            unix_user?: string;
             /** Reservations */
             reservations?: components["schemas"]["Reservation"][];
         };
@@ -3738,6 +3749,21 @@ export interface components {
             backfill?: boolean;
             /** Half Life Hours */
             half_life_hours?: number | null;
+            /** Silent After S */
+            silent_after_s?: number | null;
+            /** Unused After S */
+            unused_after_s?: number | null;
+            /** Pause After S */
+            pause_after_s?: number | null;
+            /** Best Priority */
+            best_priority?: number | null;
+            /** Open To */
+            open_to?: string[];
+            /**
+             * Own Runners
+             * @default false
+             */
+            own_runners?: boolean;
         };
         /**
          * PreviewRow
@@ -3828,7 +3854,8 @@ export interface components {
          * @description Trial waiting for slots, listed in scheduling order, with the reason for the wait.
          *
          *     `num_ahead` trials of its pool come before it. The one that holds it up is `behind_trial_id`.
-         *     `priority` and `weight` are there if the policy of its pool asks for them.
+         *     `priority` and `weight` are there if the policy of its pool asks for them. `estimated_start` (in
+         *     seconds since the epoch) holds if running trials go on as their progress says; None is unknown.
          */
         QueueEntry: {
             /** Trial Id */
@@ -3866,19 +3893,23 @@ export interface components {
             priority?: number | null;
             /** Weight */
             weight?: number | null;
+            /** Estimated Start */
+            estimated_start?: number | null;
         };
         /**
          * Quota
-         * @description Share and limits of a user or a project, and what counts against them; None is no limit.
+         * @description Share and limits of a user, a group or a project, and what counts; None is no limit.
          *
-         *     `weight` is for fair shares of users. `slot_hours` are those of a month in UTC. A change names
-         *     the `revision` that it began from.
+         *     `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC. A
+         *     change names the `revision` that it began from.
          */
         Quota: {
             /** User */
             user: string | null;
             /** Project */
             project: string | null;
+            /** Group */
+            group?: string | null;
             /** Weight */
             weight: number;
             /** Max Slots */
@@ -4260,6 +4291,13 @@ export interface components {
         /**
          * SetPool
          * @description Complete settings of a pool; omitted fields get their defaults.
+         *
+         *     A trial that reports nothing for `silent_after_s`, or does not use its slots for
+         *     `unused_after_s`, gives an alert. After `pause_after_s` more, its experiment is paused.
+         *     Only administrators of a project choose a priority before `best_priority`. Only trials of users,
+         *     groups (`@NAME`) and projects (`project:NAME`) in `open_to` get slots, if any is named. With
+         *     `own_runners`, trials start only on runners whose token is for their user, and whose Unix user
+         *     has that name.
          */
         SetPool: {
             /**
@@ -4281,10 +4319,25 @@ export interface components {
             backfill?: boolean;
             /** Half Life Hours */
             half_life_hours?: number | null;
+            /** Silent After S */
+            silent_after_s?: number | null;
+            /** Unused After S */
+            unused_after_s?: number | null;
+            /** Pause After S */
+            pause_after_s?: number | null;
+            /** Best Priority */
+            best_priority?: number | null;
+            /** Open To */
+            open_to?: string[];
+            /**
+             * Own Runners
+             * @default false
+             */
+            own_runners?: boolean;
         };
         /**
          * SetQuota
-         * @description Complete quota of a user or a project; `revision` is 0 if there is none yet.
+         * @description Complete quota of a user, a group or a project; `revision` is 0 if there is none yet.
          */
         SetQuota: {
             /**
@@ -4695,14 +4748,18 @@ export interface components {
             is_service: boolean;
             /** Has Password */
             has_password: boolean;
+            /** Group */
+            group?: string | null;
         };
         /**
          * UserChange
-         * @description Whether a user is to be an administrator.
+         * @description Change of a user: whether an administrator, and the group; "" for no group.
          */
         UserChange: {
             /** Is Admin */
-            is_admin: boolean;
+            is_admin?: boolean | null;
+            /** Group */
+            group?: string | null;
         };
         /**
          * View
@@ -4820,6 +4877,8 @@ export interface operations {
                 port?: number;
                 /** @description Its node does not share the checkpoint directory. */
                 sends_checkpoints?: boolean;
+                /** @description For how long it did not use its slots. */
+                unused_s?: number | null;
             };
             header?: never;
             path: {
@@ -7769,7 +7828,7 @@ export interface operations {
             query?: never;
             header?: never;
             path: {
-                kind: "user" | "project";
+                kind: "user" | "group" | "project";
                 name: string;
             };
             cookie?: never;
@@ -7806,7 +7865,7 @@ export interface operations {
             };
             header?: never;
             path: {
-                kind: "user" | "project";
+                kind: "user" | "group" | "project";
                 name: string;
             };
             cookie?: never;

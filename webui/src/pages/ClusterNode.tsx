@@ -39,6 +39,11 @@ export function NodeCard({ shown, names, hasPools }: Props) {
         {typeof node?.rests_until === "number" && (
           <Text size="sm">rests, as one trial after another failed here</Text>
         )}
+        {node?.problem && (
+          <Text size="sm" className="wrap-anywhere">
+            rests until a check passes: {node.problem}
+          </Text>
+        )}
         {typeof node?.seen_at === "number" && state !== "ready" && (
           <Text size="sm" c="dimmed">
             last heard of <Ago time={node.seen_at} />

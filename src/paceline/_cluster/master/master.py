@@ -27,6 +27,7 @@ from paceline._cluster.master.executors import Executor, ExecutorContext, LocalE
 from paceline._cluster.master.experiments.attempts import LaunchSources, Leases
 from paceline._cluster.master.experiments.directory_watchers import RunsWatcher, TensorboardWatcher
 from paceline._cluster.master.experiments.experiment_commands import Commands
+from paceline._cluster.master.experiments.idle_trials import IdleTrials
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
 from paceline._cluster.master.experiments.reconciler import Reconciler
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
@@ -277,7 +278,12 @@ class Master:
             NodeExecutor(self._make_executor(executor, address), self.nodes, self.database),
             self._launch_sources(),
             self.leases,
-            (self.unmanaged.end_silent, self.lost_nodes.look, SearchClock(self.changes)),
+            (
+                self.unmanaged.end_silent,
+                self.lost_nodes.look,
+                SearchClock(self.changes),
+                IdleTrials(self.ingest.activities, self.ingest.raise_alert, self.commands.pause),
+            ),
             self.transfers.forget_ended,
         )
         self.retention = Retention(self.database, self.changes, self.files)

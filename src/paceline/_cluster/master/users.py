@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.quotas import group_owner
 from paceline._cluster.master.store.reach import DEFAULT_PROJECT, FIRST_USER, Reach
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.master_models import AuditEntry, Member, Project, Role, User
@@ -58,6 +59,7 @@ class Users:
                 is_active=one.is_active,
                 is_service=one.is_service,
                 has_password=bool(one.password_hash),
+                group=one.member_of,
             )
             for _, one in sorted(self._known.items())
         ]
@@ -121,7 +123,10 @@ class Users:
             if role is not None and not is_admin:
                 _set_role(connection, DEFAULT_PROJECT, name, role)
             self._finish(transaction)
-            return User(name=name, has_password=False, **values)
+            return User(
+                name=name, has_password=False, is_admin=is_admin, is_active=True,
+                is_service=is_service,
+            )  # fmt: skip
 
         return self._database.write(job)
 
@@ -137,11 +142,13 @@ class Users:
             self._keep_an_admin(connection, name)
             now, tokens, sign_ins = time.time(), tables.tokens, tables.sign_ins
             change = {"is_active": False, "is_admin": False, "password_hash": "", "changed_at": now}
+            change["member_of"] = None
             connection.execute(update(_users).where(_users.c.name == name).values(**change))
             connection.execute(delete(_members).where(_members.c.user == name))
             connection.execute(delete(sign_ins).where(sign_ins.c.user == name))
             is_valid = (tokens.c.user == name) & tokens.c.revoked_at.is_(None)
             connection.execute(update(tokens).where(is_valid).values(revoked_at=now))
+            _end_empty_groups(connection)
             transaction.after_commit(self._on_access_lost)
             self._finish(transaction)
 
@@ -163,6 +170,28 @@ class Users:
             self._finish(transaction)
 
         return self._database.write(job)
+
+    def set_group(self, name: str, group: str | None) -> "Future[None]":
+        """Put a user into a group, or into none; a group ends with its last member."""
+
+        def job(transaction: Transaction) -> None:
+            connection = transaction.connection
+            _find_active(connection, name)
+            change = update(_users).where(_users.c.name == name).values(member_of=group)
+            connection.execute(change)
+            _end_empty_groups(connection)
+            self._finish(transaction)
+
+        return self._database.write(job)
+
+    def group_of(self, name: str) -> str | None:
+        """Return the group of a user, if any."""
+        known = self._known.get(name)
+        return None if known is None else known.member_of
+
+    def has_group(self, group: str) -> bool:
+        """Return whether a group has a member."""
+        return any(one.member_of == group for one in self._known.values())
 
     def create_project(self, name: str) -> "Future[Project]":
         """Create a project without members.
@@ -188,7 +217,7 @@ class Users:
         return self._database.write(job)
 
     def set_role(self, project: str, user: str, role: Role | None) -> "Future[None]":
-        """Give a user a role in a project, or none."""
+        """Give a user, or a group as `@NAME`, a role in a project, or none."""
         number = self.project_id(project)
 
         def job(transaction: Transaction) -> None:
@@ -247,10 +276,30 @@ class Users:
                 roles.setdefault(row.user, {})[row.project_id] = Role(row.role)
         self._roles = roles
         self._reaches = {
-            name: _reach_of(name, None if one.is_admin else roles.get(name, {}))
+            name: _reach_of(name, None if one.is_admin else _roles_of(one, roles))
             for name, one in self._known.items()
             if one.is_active
         }
+
+
+_RANKS = (Role.VIEWER, Role.EDITOR, Role.ADMIN)
+
+
+def _roles_of(user: Row[Any], roles: dict[str, dict[int, Role]]) -> dict[int, Role]:
+    """Return the roles of a user by project: the user's own or that of the group, if higher."""
+    found = dict(roles.get(user.name, {}))
+    for project, role in roles.get(group_owner(user.member_of or ""), {}).items():
+        found[project] = max(role, found.get(project, role), key=_RANKS.index)
+    return found
+
+
+def _end_empty_groups(connection: Connection) -> None:
+    """Delete the roles and quotas of groups without members."""
+    groups = connection.execute(select(_users.c.member_of).distinct()).scalars()
+    kept = [group_owner(name) for name in groups if name]
+    for table in (_members, tables.quotas):
+        is_group = table.c.user.startswith(group_owner(""))
+        connection.execute(delete(table).where(is_group, table.c.user.not_in(kept)))
 
 
 def _reach_of(name: str, roles: dict[int, Role] | None) -> Reach:
@@ -268,9 +317,11 @@ def _reach_of(name: str, roles: dict[int, Role] | None) -> Reach:
 
 
 def _find_active(connection: Connection, name: str) -> None:
-    query = select(_users.c.name).where(_users.c.name == name, _users.c.is_active)
-    if connection.scalar(query) is None:
-        raise NotFoundError(f"There is no user {name!r}.")
+    is_group = name.startswith(group_owner(""))
+    place = (_users.c.member_of == name[1:]) if is_group else (_users.c.name == name)
+    if connection.scalar(select(_users.c.name).where(place, _users.c.is_active)) is None:
+        hint = " Hint: `paceline user group USER NAME` makes one." if is_group else ""
+        raise NotFoundError(f"There is no {'group' if is_group else 'user'} {name!r}.{hint}")
 
 
 def _set_role(connection: Connection, project: int, user: str, role: Role | None) -> None:

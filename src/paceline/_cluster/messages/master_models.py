@@ -90,7 +90,8 @@ class Node(Message):
     `left` (its runner was stopped), `lost`, `draining` (attempts are leaving) or `drained`.
     `address` is where other nodes reach it, for trials on several nodes. `device_memory_bytes` has
     the memory of each device in bytes, 0 for one that is unknown; it is empty if none is known.
-    A node on which one trial after another failed gets no attempts before `rests_until`.
+    A node on which one trial after another failed gets no attempts before `rests_until`, and one
+    with a `problem`, found by a check of the machine, gets none until a later check passes.
     `num_slots_drained` devices get no attempts; attempts still hold `num_slots_draining` of these.
     """
 
@@ -114,6 +115,8 @@ class Node(Message):
     num_slots_drained: int = 0
     num_slots_draining: int = 0
     rests_until: float | None = None
+    problem: str = ""
+    unix_user: str = ""
     reservations: "list[Reservation]" = Field(default_factory=list)
 
 
@@ -196,6 +199,12 @@ class Pool(Message):
     detail: str | None = None
     backfill: bool = False
     half_life_hours: float | None = None
+    silent_after_s: float | None = None
+    unused_after_s: float | None = None
+    pause_after_s: float | None = None
+    best_priority: int | None = None
+    open_to: list[str] = Field(default_factory=list)
+    own_runners: bool = False
 
 
 class NotifyChannel(Message):
@@ -218,14 +227,34 @@ class NotifyTest(Message):
     failure: str | None = None
 
 
+_Seconds = Annotated[float, Field(gt=0, le=10**8)]
+_OPEN_TO = "^(@?[A-Za-z0-9_.-]{1,64}|project:.{1,64})$"
+
+
 class SetPool(Request):
-    """Complete settings of a pool; omitted fields get their defaults."""
+    """Complete settings of a pool; omitted fields get their defaults.
+
+    A trial that reports nothing for `silent_after_s`, or does not use its slots for
+    `unused_after_s`, gives an alert. After `pause_after_s` more, its experiment is paused.
+    Only administrators of a project choose a priority before `best_priority`. Only trials of users,
+    groups (`@NAME`) and projects (`project:NAME`) in `open_to` get slots, if any is named. With
+    `own_runners`, trials start only on runners whose token is for their user, and whose Unix user
+    has that name.
+    """
 
     policy: Policy = "fifo"
     max_slots: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     labels: dict[str, Label] = Field(default_factory=dict, max_length=20)
     backfill: bool = False
     half_life_hours: Annotated[float, Field(ge=1, le=10_000)] | None = None
+    silent_after_s: _Seconds | None = None
+    unused_after_s: _Seconds | None = None
+    pause_after_s: _Seconds | None = None
+    best_priority: Annotated[int, Field(ge=1, le=99)] | None = None
+    open_to: list[Annotated[str, Field(pattern=_OPEN_TO)]] = Field(
+        default_factory=list, max_length=200
+    )
+    own_runners: bool = False
 
 
 class MoveExperiment(Request):
@@ -241,7 +270,8 @@ class QueueEntry(Message):
     """Trial waiting for slots, listed in scheduling order, with the reason for the wait.
 
     `num_ahead` trials of its pool come before it. The one that holds it up is `behind_trial_id`.
-    `priority` and `weight` are there if the policy of its pool asks for them.
+    `priority` and `weight` are there if the policy of its pool asks for them. `estimated_start` (in
+    seconds since the epoch) holds if running trials go on as their progress says; None is unknown.
     """
 
     trial_id: int
@@ -268,6 +298,7 @@ class QueueEntry(Message):
     behind_experiment_id: int | None = None
     priority: int | None = None
     weight: float | None = None
+    estimated_start: float | None = None
 
 
 NAME_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
@@ -421,6 +452,7 @@ class User(Message):
     is_active: bool
     is_service: bool
     has_password: bool
+    group: str | None = None
 
 
 class NewUser(Request):
@@ -433,9 +465,10 @@ class NewUser(Request):
 
 
 class UserChange(Request):
-    """Whether a user is to be an administrator."""
+    """Change of a user: whether an administrator, and the group; "" for no group."""
 
-    is_admin: bool
+    is_admin: bool | None = None
+    group: str | None = Field(default=None, pattern="^([A-Za-z0-9_.-]{1,63})?$")
 
 
 class Project(Message):
@@ -453,7 +486,7 @@ class NewProject(Request):
 
 
 class Member(Message):
-    """A user's role in a project."""
+    """A user's role in a project, or that of a group, whose name begins with `@`."""
 
     user: str
     role: Role
@@ -490,14 +523,15 @@ class Usage(Message):
 
 
 class Quota(Message):
-    """Share and limits of a user or a project, and what counts against them; None is no limit.
+    """Share and limits of a user, a group or a project, and what counts; None is no limit.
 
-    `weight` is for fair shares of users. `slot_hours` are those of a month in UTC. A change names
-    the `revision` that it began from.
+    `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC. A
+    change names the `revision` that it began from.
     """
 
     user: str | None
     project: str | None
+    group: str | None = None
     weight: float
     max_slots: int | None
     slot_hours: float | None
@@ -509,7 +543,7 @@ class Quota(Message):
 
 
 class SetQuota(Request):
-    """Complete quota of a user or a project; `revision` is 0 if there is none yet."""
+    """Complete quota of a user, a group or a project; `revision` is 0 if there is none yet."""
 
     weight: Annotated[float, Field(ge=0.001, le=1e6, allow_inf_nan=False)] = 1.0
     max_slots: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None

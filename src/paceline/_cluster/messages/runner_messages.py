@@ -317,6 +317,9 @@ STARTER_LABEL = "starter"
 
 NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 
+MAX_PROBLEM = 500
+"""Longest problem of a node, in characters."""
+
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Registration data of a node runner.
@@ -325,7 +328,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     `devices` has one entry per slot: "cpu" or the id of a GPU; `device_kind` names the hardware.
     `device_memory_bytes` has the memory of each slot's GPU, 0 if it is unknown; it is empty if none
     is known. `address` is where other nodes reach this one; empty for the address of
-    the connection. `host` is the name of the machine.
+    the connection. `host` is the name of the machine, `unix_user` that of the runner's Unix user.
     """
 
     name: str
@@ -343,6 +346,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     host: str = ""
     device_memory_bytes: list[int] = []
+    unix_user: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class NodeSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -359,7 +363,8 @@ class NodePoll(msgspec.Struct, frozen=True, kw_only=True):
 
     `number` grows with each poll of a session. `attempts` are those that have a directory on the
     node, `alive` the attempts with a runner at work. The answer waits up to `wait_s` seconds for
-    another version of the work than `after`. A node that is leaving gets no more attempts.
+    another version of the work than `after`. A node that is leaving gets no more attempts, and
+    neither does one with a `problem`, as found by a check of the machine.
     """
 
     key: str
@@ -370,6 +375,7 @@ class NodePoll(msgspec.Struct, frozen=True, kw_only=True):
     after: int = 0
     wait_s: float = 0.0
     is_leaving: bool = False
+    problem: Annotated[str, msgspec.Meta(max_length=MAX_PROBLEM)] = ""
 
 
 class NodeLaunch(msgspec.Struct, frozen=True, kw_only=True):

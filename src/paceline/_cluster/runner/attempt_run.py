@@ -41,7 +41,7 @@ from paceline._cluster.runner.attempt_preparation_and_end import (
     write_attempt_end,
 )
 from paceline._cluster.runner.checkpoint_shipping import fetch_checkpoint, fetch_code
-from paceline._cluster.runner.master_follower import MasterFollower
+from paceline._cluster.runner.master_follower import MasterFollower, UseMeter
 from paceline._cluster.runner.master_link_and_output import MasterLink, OutputSpool
 from paceline._cluster.runner.record_shipping import Shipper
 from paceline._training.workers.failures_and_restarts import WorkerExit
@@ -196,6 +196,7 @@ class AttemptRun:
             sends_checkpoints=spec.sends_checkpoints,
             first=spec.control,
             give_sign=directory.give_sign,
+            measure=UseMeter(spec.mark, spec.gpu_ids).unused_s,
             on_return=self._shipper.doubt_positions,
         )
 

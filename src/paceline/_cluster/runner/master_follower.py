@@ -1,12 +1,16 @@
 """Following of the master during an attempt: orders reach the processes in time."""
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from paceline._base.gpus import CUDA_VARIABLE, ask_gpu_program
 from paceline._base.run_directory import Control, RunDirectory
 from paceline._cluster.messages.runner_messages import AttemptControl
 from paceline._cluster.messages.states import ExitReason
@@ -17,6 +21,7 @@ from paceline._cluster.runner.master_link_and_output import (
     UnreachableError,
 )
 from paceline._training.workers.processes.local_worker_group import LocalGroup
+from paceline._training.workers.processes.signals_and_leftovers import use_by_marked
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +36,70 @@ TERMINATION_S = 30.0
 _NOT_FOUND = 404
 
 
+_USE_SHARE = 0.05
+_USE_BYTES_PER_S = 256 * 1024
+# A look takes a while: shorter intervals would measure it.
+_LEAST_INTERVAL_S = 1.0
+_GPU_LIMIT_S = 5.0
+_GPU_PROGRAM = """
+import sys
+sys.path[:] = sys.argv.pop(1).split(":")
+from paceline._base.gpus import Nvml, visible_gpus
+nvml, uuids = Nvml(), {gpu.uuid for gpu in visible_gpus()}
+print(max(gpu.use_percent() for gpu in nvml.gpus if gpu.uuid in uuids))
+"""
+
+
+def gpu_variables(gpu_ids: Sequence[str]) -> dict[str, str]:
+    """Return variables by which a process finds some GPUs, counted as nvidia-smi counts."""
+    return {CUDA_VARIABLE: ",".join(gpu_ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+class UseMeter:
+    """Meter of the use of an attempt's slots on this node.
+
+    An interval has use if its processes take 5 % of a core, or read and write 256 KiB/s, or if a
+    GPU of theirs computes for 5 % of the time. Unknown use of a GPU counts as use.
+
+    Args:
+        mark: The mark of its processes; None if they have none.
+        gpu_ids: Its GPUs, as in CUDA_VISIBLE_DEVICES.
+    """
+
+    def __init__(self, mark: str | None, gpu_ids: Sequence[str]) -> None:
+        self._mark, self._gpu_ids = mark, gpu_ids
+        self._before: tuple[float, float, int] | None = None
+        self._used_at = time.monotonic()
+
+    def unused_s(self) -> float | None:
+        """Return for how many seconds the slots have not been used; None if that is unknown."""
+        if self._mark is None or sys.platform != "linux":
+            return None
+        now = time.monotonic()
+        if self._before is None or now - self._before[0] >= _LEAST_INTERVAL_S:
+            cpu_s, num_bytes = use_by_marked(self._mark)
+            begin, cpu_before_s, bytes_before = self._before or (now, 0.0, 0)
+            length_s, self._before = now - begin, (now, cpu_s, num_bytes)
+            # Less than before: processes have ended, which is a sign of life.
+            is_used = cpu_s < cpu_before_s or cpu_s - cpu_before_s >= _USE_SHARE * length_s
+            is_used |= num_bytes - bytes_before >= _USE_BYTES_PER_S * length_s
+            if is_used or self._uses_gpu():
+                self._used_at = now
+        return now - self._used_at
+
+    def _uses_gpu(self) -> bool:
+        if not self._gpu_ids:
+            return False
+        command = [sys.executable, "-c", _GPU_PROGRAM, ":".join(sys.path)]
+        environment = {**os.environ, **gpu_variables(self._gpu_ids)}
+        try:
+            # Another process asks: a driver may hang.
+            told = ask_gpu_program(command, None, limit_s=_GPU_LIMIT_S, environment=environment)
+            return float(told.split()[-1]) >= 100 * _USE_SHARE
+        except (OSError, ValueError, IndexError, subprocess.SubprocessError):
+            return True
+
+
 class MasterFollower:
     """Follower passing the master's orders on: the control file, and kills within their time.
 
@@ -43,6 +112,7 @@ class MasterFollower:
         sends_checkpoints: Whether this node does not share the checkpoint directory.
         first: The master's orders when it started the runner; None asks for them.
         give_sign: Gives a sign of life that needs no network; called again and again.
+        measure: Returns for how many seconds the slots have not been used.
         on_return: Called when a master answers after one was away: its database may be another.
     """
 
@@ -57,6 +127,7 @@ class MasterFollower:
         sends_checkpoints: bool = False,
         first: AttemptControl | None = None,
         give_sign: Callable[[], object] = lambda: None,
+        measure: Callable[[], float | None] = lambda: None,
         on_return: Callable[[], object] = lambda: None,
     ) -> None:
         self._run = run
@@ -71,6 +142,7 @@ class MasterFollower:
         self._has_met = threading.Event()
         self._begins = True
         self._give_sign = give_sign
+        self._measure = measure
         self._on_return = on_return
         self._group: LocalGroup | None = None
         self._stop_grace_s: float | None = None
@@ -234,6 +306,8 @@ class MasterFollower:
             query += "&sends_checkpoints=true" if self._has_own_disk else ""
         if self._member:
             query += f"&member={self._member}"
+        if self._group is not None and (unused_s := self._measure()) is not None:
+            query += f"&unused_s={unused_s:.3f}"
         reply = self._link.get(self._path + query, timeout_s=_CONTROL_WAIT_S + 10)
         # Cleared flag only after an answer: a failed first request must announce the start again.
         self._begins = False

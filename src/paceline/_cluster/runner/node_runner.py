@@ -20,10 +20,12 @@ import msgspec
 import paceline
 from paceline._base.files import make_secret, open_private, read_secret, write_atomically
 from paceline._base.gpus import KnownGpu, visible_gpus
-from paceline._base.process_and_network import num_cores
+from paceline._base.machine_checks import MachineWatch
+from paceline._base.process_and_network import num_cores, unix_user
 from paceline._base.sealed_json import seal
 from paceline._cluster.messages.runner_messages import (
     DEFAULT_POOL,
+    MAX_PROBLEM,
     PROTOCOL,
     MasterAddress,
     NodeFacts,
@@ -148,6 +150,7 @@ def describe_machine(
         labels=dict(labels or {}),
         address=address,
         host=socket.gethostname(),
+        unix_user=unix_user(),
     )
 
 
@@ -180,8 +183,9 @@ def _memory_bytes() -> int:
 
 _WAIT_S = 30.0
 _TICK_S = 0.5
-# Poll wait with stray attempts or during leaving: changes must be noticed quickly.
+# Poll wait with stray attempts, during leaving or a check: changes must be noticed quickly.
 _SHORT_WAIT_S = 1.0
+CHECK_EVERY_S = 1800.0
 # How long the master may take to answer a runner that leaves.
 _LEAVE_S = 10.0
 # Another home of the master's, or another token in the file.
@@ -205,6 +209,7 @@ class NodeRunner:
             the master, `master.pem`, no other one is trusted.
         facts: The facts of this machine.
         idle_timeout_s: After how many seconds without an attempt the runner leaves; None is never.
+        check_every_s: Seconds between two checks of the machine; 0 is no check at all.
     """
 
     def __init__(
@@ -214,7 +219,9 @@ class NodeRunner:
         directory: Path,
         facts: NodeFacts,
         idle_timeout_s: float | None = None,
+        check_every_s: float = CHECK_EVERY_S,
     ) -> None:
+        self._watch = MachineWatch(directory, check_every_s)
         self._facts = facts
         self._directory = directory
         self._address_path = directory / "master.json"
@@ -244,6 +251,7 @@ class NodeRunner:
             self._write(self._address_path, seal(encode(self._address())))
             self._session = self._register()
             self._check_cluster()
+            self._watch.start()
             threading.Thread(target=self._poll_all, name="poll", daemon=True).start()
             try:
                 self._serve()
@@ -347,7 +355,7 @@ class NodeRunner:
 
     def _next_poll(self) -> NodePoll:
         attempts = [id_ for id_ in self._processes.all() if self._processes.is_prepared(id_)]
-        is_short = self._has_strays or self._num_signals
+        is_short = self._has_strays or self._num_signals or self._watch.is_checking
         # After a failure the orders are unknown: the next answer must come at once.
         wait_s = 0.0 if self._wanted.ids is None else _SHORT_WAIT_S if is_short else _WAIT_S
         # Number of the poll: the master ignores polls arriving after a later poll.
@@ -362,6 +370,7 @@ class NodeRunner:
             # Third of the lease: a long wait must not let the lease run out between two polls.
             wait_s=min(wait_s, self._session.lease_s / 3),
             is_leaving=bool(self._num_signals),
+            problem=self._watch.problem[:MAX_PROBLEM],
         )
 
     # ---- doing ---------------------------------------------------------------------------
@@ -406,7 +415,9 @@ class NodeRunner:
             )
 
     def _leave_if_idle(self) -> None:
-        if self._processes.all() or self._wanted.ids or self._idle_timeout_s is None:
+        # A trial may wait for the end of a check.
+        is_busy = self._processes.all() or self._wanted.ids or self._watch.is_checking
+        if is_busy or self._idle_timeout_s is None:
             self._busy_at = time.monotonic()
         elif time.monotonic() > self._busy_at + self._idle_timeout_s and not self._num_signals:
             logger.info("The node was idle for %.0f s and leaves.", self._idle_timeout_s)

@@ -30,7 +30,9 @@ from paceline._cluster.master.experiments.attempts import (
     read_attempt,
     read_control_of,
 )
+from paceline._cluster.master.experiments.failures import find_log_hits
 from paceline._cluster.master.experiments.logged_runs import find_link
+from paceline._cluster.master.experiments.record_ingest import take_log_hits
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.unmanaged_runs import batch_place
 from paceline._cluster.master.master import Master
@@ -43,6 +45,7 @@ from paceline._cluster.messages.experiment_models import LinkTarget, LogLine, Lo
 from paceline._cluster.messages.runner_messages import (
     AttemptControl,
     AttemptEnd,
+    LogEntry,
     LogReply,
     LogRequest,
     RecordBatch,
@@ -105,7 +108,7 @@ async def store_logs(
     """Store lines of output; known lines are dropped."""
     master.leases.renew(runner_id(attempt_id, member))
     body = await _decode(request, LogRequest)
-    attempt = await asyncio.to_thread(_read_attempt, master, attempt_id)
+    attempt, hits = await asyncio.to_thread(_read_attempt, master, attempt_id, body.entries)
     check_not_over(attempt)
     logs = master.logs
     trial_id, number = attempt.trial_id, attempt.number
@@ -114,6 +117,8 @@ async def store_logs(
 
         def tell(transaction: Transaction) -> None:
             transaction.emit("logs", attempt.experiment_id, trial_id, last=last)
+            if hits:
+                take_log_hits(master.ingest, transaction, attempt_id, member, hits)
 
         await write_rows(master, tell)
     # The first look reads the whole file.
@@ -133,6 +138,9 @@ async def read_control(
     sends_checkpoints: Annotated[
         bool, Query(description="Its node does not share the checkpoint directory.")
     ] = False,
+    unused_s: Annotated[
+        float | None, Query(ge=0, le=10**9, description="For how long it did not use its slots.")
+    ] = None,
 ) -> Response:
     """Read the master's orders for an attempt; waits up to `timeout_s` for a new version.
 
@@ -140,6 +148,8 @@ async def read_control(
     """
     master.leases.renew(runner_id(attempt_id, member), after)
     timeout_s = min(timeout_s, master.leases.longest_wait_s)
+    if unused_s is not None:
+        master.ingest.activities.note_unused(attempt_id, member, unused_s)
     if begins:
 
         def begin(transaction: Transaction) -> None:
@@ -196,9 +206,14 @@ def _json(message: Any) -> Response:
     return Response(msgspec.json.encode(message), media_type="application/json")
 
 
-def _read_attempt(master: Master, attempt_id: int) -> Any:
+def _read_attempt(
+    master: Master, attempt_id: int, entries: Sequence[LogEntry]
+) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """Return an attempt, and what log policies find in lines of its output."""
     with master.database.read() as connection:
-        return read_attempt(connection, attempt_id)
+        attempt = read_attempt(connection, attempt_id)
+        policies = config_of(experiment_row(connection, attempt.experiment_id)).log_policies
+    return attempt, find_log_hits(policies, entries)
 
 
 def _read_control(master: Master, attempt_id: int) -> AttemptControl:

@@ -393,7 +393,13 @@ def _status_facts(master: Master) -> dict[str, Any]:
 def _describe_failing_nodes(master: Master, connection: Connection) -> list[str]:
     now = time.time()
     names = {LOCAL_NODE: LOCAL_NAME} | {node.id: node.name for node in master.nodes.all()}
-    return [
+    sick = [
+        f"The node {names[node.node_id]} rests until a check passes: {node.problem}. Hint:"
+        " `paceline doctor` on that machine says what to do."
+        for node in master.nodes.slots()
+        if node.problem and node.node_id in names
+    ]
+    return sick + [
         f"The node {names.get(node_id, node_id)} rests for {until - now:.0f} s, as attempts of"
         f" {NUM_TRIALS} trials or more failed there within {WITHIN_S:.0f} s. Hint: the logs of"
         " these trials say why; `paceline runner drain` keeps the node out for longer."

@@ -420,6 +420,7 @@ def _node_view(
         pool=node.facts.pool,
         registered_at=node.registered_at,
         seen_at=master.nodes.seen_at(node.id),
+        problem=master.nodes.presence.problem(node.id),
     )
 
 
@@ -442,7 +443,7 @@ def _local_view(master: Master, pool: str, live: list[Row[Any]], drained: _Drain
 
 def _told_by_node(facts: NodeFacts) -> dict[str, Any]:
     names = ("name", "labels", "devices", "device_kind", "device_memory_bytes", "num_cores",
-             "memory_bytes", "version", "python_version", "address")  # fmt: skip
+             "memory_bytes", "version", "python_version", "address", "unix_user")  # fmt: skip
     return {name: getattr(facts, name) for name in names}
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
 from typing import Annotated, Any
 
@@ -24,13 +25,20 @@ from paceline._cluster.master.api.requests_and_answers import (
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.experiment_edits import move_experiment
-from paceline._cluster.master.experiments.scheduler_input import Cluster, read_pools
+from paceline._cluster.master.experiments.scheduler_input import (
+    PROJECT_PREFIX,
+    Cluster,
+    estimated_ends,
+    read_pools,
+)
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.scheduling.pools import (
+    NodeSlots,
     PolicyName,
     PoolSettings,
     Reason,
     SchedulingResult,
+    StartEstimates,
     Waiting,
     needs_node,
 )
@@ -38,7 +46,7 @@ from paceline._cluster.master.scheduling.schedule import decide
 from paceline._cluster.master.starters.pool_runners import PoolRunners
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.reach import check_object, note_object
+from paceline._cluster.master.store.reach import check_object, current_reach, note_object
 from paceline._cluster.messages.master_models import (
     DrainNode,
     MoveExperiment,
@@ -61,9 +69,10 @@ def list_pools(master: MasterOf) -> list[Pool]:
         cluster = master.reconciler.cluster(connection, time.time())
         drained = all_drained(master, connection)
     started = master.pool_runners
-    names = {node.pool for node in cluster.nodes} | set(cluster.pools) | set(started.names())
+    known = {node.pool for node in cluster.nodes} | set(cluster.pools) | set(started.names())
+    names = _open_to_names(master, cluster)
     pools = []
-    for name in sorted(names):
+    for name in sorted(known):
         nodes = [node for node in cluster.nodes if node.pool == name]
         sizes = {node.node_id: len(node.slots) for node in nodes}
         held = [part for one in cluster.holding for part in one.parts if part[0] in sizes]
@@ -76,6 +85,10 @@ def list_pools(master: MasterOf) -> list[Pool]:
                 backfill=settings.backfill,
                 half_life_hours=settings.half_life_s and settings.half_life_s / 3600,
                 labels=dict(settings.labels),
+                **asdict(settings.idle),
+                best_priority=settings.best_priority,
+                open_to=sorted({names.get(one, str(one)) for one in settings.open_to}),
+                own_runners=settings.own_runners,
                 num_nodes=len(nodes),
                 num_slots=sum(sizes.values()),
                 num_slots_used=sum(len(slots) for _, slots in held),
@@ -87,9 +100,25 @@ def list_pools(master: MasterOf) -> list[Pool]:
     return pools
 
 
+def _open_to_names(master: Master, cluster: Cluster) -> dict[str | int, str]:
+    """Return the projects to which pools are open, in words; only those that the sender sees."""
+    named = {one for pool in cluster.pools.values() for one in pool.open_to}
+    seen = {one.id: one.name for one in master.users.projects(current_reach())}
+    return {
+        one: f"{PROJECT_PREFIX}{seen[one]}" if one in seen else "another project"
+        for one in named
+        if isinstance(one, int)
+    }
+
+
 @pool_router.put("/pools/{name}", status_code=204)
 async def set_pool(name: Name, wanted: SetPool, master: MasterOf) -> None:
-    """Set a pool's sharing policy, and the labels of its nodes."""
+    """Set a pool's sharing policy, rules and labels of its nodes."""
+    for one in wanted.open_to:
+        if one.startswith(PROJECT_PREFIX):
+            master.users.project_id(one.removeprefix(PROJECT_PREFIX))
+        elif not (master.users.has_group(one[1:]) if one[0] == "@" else master.users.reach(one)):
+            raise ApiError(404, "not_found", f"There is no user or group {one!r}.")
 
     def job(transaction: Transaction) -> None:
         _forget(transaction, name)
@@ -170,7 +199,11 @@ queue_router = ApiRouter(tags=["queue"], route_class=ReadingRoute)
 
 # Clients know no words for those of trials that wait for another node, or for others of their
 # search.
-_WORDS: dict[Reason, Any] = {Reason.ELSEWHERE: "slots_in_use", Reason.MAX_TRIALS: "max_slots"}
+_WORDS: dict[Reason, Any] = {
+    Reason.ELSEWHERE: "slots_in_use",
+    Reason.MAX_TRIALS: "max_slots",
+    Reason.CLOSED_POOL: "pool_limit",
+}
 
 _NEED_SLOTS = (Reason.SLOTS_IN_USE, Reason.TOO_LARGE)
 _ALL_CLOSED = (
@@ -195,15 +228,19 @@ def list_queue(
     # Trials of other projects are ahead as well, but are not named.
     with master.database.read(everything=True) as connection:
         cluster = master.reconciler.cluster(connection, now)
+        ends = estimated_ends(connection, now)
+        starts = StartEstimates(cluster.holding, cluster.nodes, ends)
         found = (
-            one
+            (one, start)
             for one in _queue_results(connection, cluster)
+            # Each of them takes its turn, also those that are not shown.
+            for start in [starts.note(one)]
             if pool in (None, one.waiting.pool)
             and trial_id in (None, one.waiting.trial_id)
             and (seen is None or one.waiting.trial_id in seen)
         )
         shown = list(islice(found, limit if trial_id is None else 1))
-        facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
+        facts = _queued_trials(connection, [one.waiting.trial_id for one, _ in shown])
     started = master.pool_runners
     failures = {
         name: started.failure(name) or started.describe_starting(name) for name in started.names()
@@ -212,9 +249,9 @@ def list_queue(
     entries = [
         _queue_entry(
             facts[one.waiting.trial_id], cluster, one, now, addresses,
-            failures.get(one.waiting.pool),
+            failures.get(one.waiting.pool), start,
         )
-        for one in shown
+        for one, start in shown
     ]  # fmt: skip
     return [_without_hidden(entry, seen) for entry in entries]
 
@@ -291,6 +328,7 @@ def _queue_entry(
     now: float,
     addresses: Mapping[int, str],
     failure: str | None,
+    start: float | None,
 ) -> QueueEntry:
     """Return a waiting trial; `failure` says why its pool has no runner."""
     waiting, reason, behind = result.waiting, result.reason, result.behind
@@ -315,6 +353,7 @@ def _queue_entry(
         behind_experiment_id=behind.experiment_id if behind else None,
         priority=waiting.priority if settings.policy is PolicyName.PRIORITY else None,
         weight=waiting.weight if settings.policy is PolicyName.FAIR_SHARE else None,
+        estimated_start=start,
     )
 
 
@@ -331,6 +370,7 @@ def _queue_detail(
         for node in cluster.nodes
         if node.pool == waiting.pool
         and node.node_id not in cluster.failing_nodes
+        and not node.problem
         and not node.is_closed_to(waiting.user)
     ]
     total, largest = sum(of_pool), max(of_pool, default=0)
@@ -349,8 +389,10 @@ def _queue_detail(
             )
         case Reason.MAX_SLOTS | Reason.MAX_TRIALS | Reason.POOL_LIMIT | Reason.QUOTA:
             return _limit_in_queue(settings, result)
+        case Reason.CLOSED_POOL:
+            return f"The pool {waiting.pool!r} is not open to {waiting.user}, by its settings."
         case Reason.RESERVED:
-            return _reserved_in_queue(cluster, waiting)
+            return _reserved_in_queue(cluster, waiting, addresses)
         case Reason.PREEMPTING:
             return "Trials behind it, or less important ones, store a checkpoint and make room."
         case Reason.ELSEWHERE:
@@ -358,7 +400,7 @@ def _queue_detail(
                 return "It failed on a node, and waits for another one, which is away."
             return "It failed on a node, and waits until another one has room."
         case Reason.PAUSING:
-            return _pausing_in_queue(cluster, result, now)
+            return _pausing_in_queue(cluster, result, now, addresses)
         case Reason.TOO_LARGE if len(cluster.nodes) == 1 and total:
             return f"It needs {_slots_text(waiting.num_slots)}, but there are only {total}."
         case _:
@@ -397,9 +439,15 @@ def _too_large_for_queue(
     if total < waiting.num_slots:
         num_drained = sum(len(node.drained) for node in cluster.nodes if node.pool == waiting.pool)
         drained = f" ({num_drained} more {'are' if num_drained > 1 else 'is'} drained)"
+        away = [
+            addresses[node.node_id].partition(" ")[0]
+            for node in cluster.returning
+            if node.pool == waiting.pool and not node.problem and node.node_id in addresses
+        ]
         return (
             f"{needed} the pool {waiting.pool!r} has {total or 'none'} now"
             f"{drained if num_drained else ''}."
+            + (f" Away, perhaps for a moment: {', '.join(away[:3])}." if away else "")
         )
     text = (
         f"{needed} in the pool {waiting.pool!r} no node has more than {largest}, and no nodes that"
@@ -419,10 +467,21 @@ def _too_large_for_queue(
     return text
 
 
-def _pausing_in_queue(cluster: Cluster, result: SchedulingResult, now: float) -> str:
+def _may_use(node: NodeSlots, result: SchedulingResult) -> bool:
+    waiting = result.waiting
+    return node.pool == waiting.pool and not node.is_closed_to(waiting.user)
+
+
+def _pausing_in_queue(
+    cluster: Cluster, result: SchedulingResult, now: float, addresses: Mapping[int, str]
+) -> str:
     until = cluster.pausing_trials.get(result.waiting.trial_id)
     if until is not None:
         why = "Its runner died several times in a row, or its nodes did not come together"
+    elif sick := [node for node in cluster.nodes if node.problem and _may_use(node, result)]:
+        more = f" ({len(sick) - 1} more rest, too)" * (len(sick) > 1)
+        name = addresses.get(sick[0].node_id, "of its pool").partition(" ")[0]
+        return f"The node {name} rests until a check passes: {sick[0].problem}{more}."
     else:
         until = min(cluster.pausing_nodes.values(), default=now)
         why = "An attempt could not start on the node that it needs"
@@ -434,9 +493,19 @@ def _pausing_in_queue(cluster: Cluster, result: SchedulingResult, now: float) ->
     return f"{why}; the next one starts in {max(until - now, 0.0):.0f} s."
 
 
-def _reserved_in_queue(cluster: Cluster, waiting: Waiting) -> str:
-    nodes = [node for node in cluster.nodes if node.pool == waiting.pool]
+def _reserved_in_queue(cluster: Cluster, waiting: Waiting, addresses: Mapping[int, str]) -> str:
+    nodes = [node for node in cluster.nodes if node.pool == waiting.pool and node.slots]
+    if excluded := [node for node in nodes if node.node_id in waiting.excluded]:
+        names = [addresses.get(one.node_id, LOCAL_NAME).partition(" ")[0] for one in excluded]
+        left = "no other node has room for it"
+        return f"A log policy of its config excludes {', '.join(names)}, and {left}."
     closed = [node for node in nodes if node.is_closed_to(waiting.user)]
+    if others := [node for node in closed if node.is_owners and node.owner != waiting.user]:
+        own = "runners of their own user"
+        return (
+            f"Trials of the pool {waiting.pool!r} start only on {own}: {len(others)} of its"
+            f" {len(nodes)} nodes are of others than {waiting.user}."
+        )
     users = ", ".join(sorted({user for node in closed for user in node.reserved_for or ()}))
     until = utc_text(min(node.reserved_until for node in closed))
     return f"The nodes that it needs are reserved for {users}, until {until}."

@@ -18,14 +18,14 @@ from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.quotas import list_quotas
+from paceline._cluster.master.store.quotas import group_owner, list_quotas
 from paceline._cluster.master.store.reach import current_reach, note_object
 from paceline._cluster.messages.master_models import NewReservation, Quota, Reservation, SetQuota
 from paceline._cluster.messages.runner_messages import LOCAL_NAME, NAME_PATTERN
 
 quota_router = ApiRouter(tags=["users"], route_class=ReadingRoute)
 
-Kind = Literal["user", "project"]
+Kind = Literal["user", "group", "project"]
 Name = Annotated[str, Path(min_length=1, max_length=64)]
 NodeName = Annotated[str, Path(pattern=NAME_PATTERN)]
 Revision = Annotated[
@@ -44,12 +44,17 @@ def show_quotas(master: MasterOf) -> list[Quota]:
     if reach is None or reach.sees is None:
         return found
     seen = {one.name for one in master.users.projects(reach)}
-    return [one for one in found if one.user == reach.user or one.project in seen]
+    group = master.users.group_of(reach.user)
+    return [
+        one
+        for one in found
+        if one.user == reach.user or one.project in seen or (group and one.group == group)
+    ]
 
 
 @quota_router.put("/quotas/{kind}/{name}", status_code=204)
 async def set_quota(kind: Kind, name: Name, wanted: SetQuota, master: MasterOf) -> None:
-    """Set share and limits of a user or a project, unless they were changed since `revision`."""
+    """Set share and limits of a user, group or project, unless changed since `revision`."""
 
     def job(transaction: Transaction) -> None:
         key = _key(master, kind, name, must_be_known=True)
@@ -77,6 +82,11 @@ def _key(
     """Return the key of a quota; one of a removed user stays, as do the user's trials."""
     if kind == "project":
         return {"user": "", "project_id": master.users.project_id(name)}
+    if kind == "group":
+        if must_be_known and not master.users.has_group(name):
+            hint = "`paceline user group USER NAME` makes one."
+            raise NotFoundError(f"There is no group {name!r}. Hint: {hint}")
+        return {"user": group_owner(name), "project_id": 0}
     if must_be_known and all(one.name != name for one in master.users.all()):
         raise NotFoundError(f"There is no user {name!r}.")
     return {"user": name, "project_id": 0}

@@ -98,9 +98,10 @@ async def create_token(request: NewToken, master: MasterOf, identity: IdentityOf
     user = request.user or identity.owner
     check_own(identity, user)
     if request.scope is TokenScope.RUNNER:
-        # Runners are the cluster's, and stay when a user is removed.
-        check_own(identity, user := FIRST_USER)
-    elif master.users.reach(user) is None:
+        # Runners are the cluster's, and stay when a user is removed, unless they are a user's own.
+        check_own(identity, FIRST_USER)
+        user = request.user or FIRST_USER
+    if master.users.reach(user) is None:
         raise ApiError(404, "not_found", f"There is no user {user!r}.")
     return await make_token(master, request, user)
 
@@ -319,8 +320,12 @@ async def add_user(request: NewUser, master: MasterOf) -> User:
 
 @user_router.patch("/users/{name}", status_code=204)
 async def change_user(name: UserName, request: UserChange, master: MasterOf) -> None:
-    """Make a user an administrator, or take that right."""
-    await asyncio.wrap_future(master.users.set_admin(name, is_admin=request.is_admin))
+    """Make a user an administrator or take that right, and choose the user's group."""
+    if request.is_admin is not None:
+        await asyncio.wrap_future(master.users.set_admin(name, is_admin=request.is_admin))
+    if request.group is not None:
+        await asyncio.wrap_future(master.users.set_group(name, request.group or None))
+        master.changes.wakeups.wake()
     master.events.notify()
 
 
@@ -346,6 +351,7 @@ async def create_project(request: NewProject, master: MasterOf) -> Project:
 
 
 ProjectName = Annotated[str, Path(min_length=1, max_length=64)]
+MemberName = Annotated[str, Path(pattern="^@?[A-Za-z0-9_.-]{1,64}$")]
 
 
 @user_router.get("/projects/{project}/members")
@@ -356,9 +362,9 @@ async def list_members(project: ProjectName, master: MasterOf) -> list[Member]:
 
 @user_router.put("/projects/{project}/members/{name}", status_code=204)
 async def set_role(
-    project: ProjectName, name: UserName, request: NewRole, master: MasterOf, identity: IdentityOf
+    project: ProjectName, name: MemberName, request: NewRole, master: MasterOf, identity: IdentityOf
 ) -> None:
-    """Give a user a role in a project, or none; for the project's administrators."""
+    """Give a user, or a group as `@NAME`, a role in a project; for the project's administrators."""
     assert identity is not None
     administers = None if identity.reach is None else identity.reach.administers
     if administers is not None and master.users.project_id(project) not in administers:

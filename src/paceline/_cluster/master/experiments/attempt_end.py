@@ -18,6 +18,7 @@ from paceline._cluster.master.experiments.failures import (
     is_not_formed,
     is_store_failure,
     is_transient_start,
+    log_hit,
     num_in_a_row,
 )
 from paceline._cluster.master.experiments.scheduler_input import drained_slots, read_pools
@@ -212,6 +213,7 @@ def _end_facts(
         is_repeated=_is_repeated_end(changes, transaction, attempt, config, end, error),
         has_stored=_has_stored(transaction, attempt),
         text=describe_attempt_end(end, error),
+        no_retry=log_hit(attempt, "no_retry"),
     )
 
 
@@ -266,7 +268,7 @@ def _has_other_node(
     connection, wanted = transaction.connection, config.resources
     own, pool = attempt.node_id or LOCAL_NODE, wanted.pool or DEFAULT_POOL
     failing, drained = changes.failing_nodes.all(time.time()), drained_slots(connection)
-    nodes = [node for node in changes.machines.slots() if node.is_open]
+    nodes = [node for node in changes.machines.slots() if node.is_open and not node.problem]
     nodes += changes.machines.returning_slots()
     return any(
         node.node_id != own

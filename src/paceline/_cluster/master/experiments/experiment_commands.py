@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, insert, select, update
 from paceline import faults
 from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
-from paceline._cluster.master.experiments.scheduler_input import check_slots
+from paceline._cluster.master.experiments.scheduler_input import check_pool_rules, check_slots
 from paceline._cluster.master.experiments.search_limits import change_limits
 from paceline._cluster.master.experiments.search_operations import (
     add_proposal,
@@ -30,6 +30,7 @@ from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.reach import check_object, note_object
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.experiment_models import NewProposal
+from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 from paceline.config._environment_and_secrets import reveal_secrets, without_secrets
 from paceline.config._experiment_config import ExperimentConfig
@@ -153,6 +154,8 @@ class Commands:
         """
         connection = transaction.connection
         check_slots(connection, config, self._changes.machines.possible_slots())
+        wanted = config.resources
+        check_pool_rules(connection, wanted.pool or DEFAULT_POOL, wanted.priority)
         self._check_notify(config.notify)
         try:
             check_installed(config.searcher.sampler_spec())

@@ -12,7 +12,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, delete, insert, or_, select, update
 
 from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, checkpoint_places
-from paceline._cluster.master.experiments.scheduler_input import waiting_trials
+from paceline._cluster.master.experiments.scheduler_input import (
+    check_pool_rules,
+    waiting_trials,
+)
 from paceline._cluster.master.experiments.search_limits import change_limits
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
@@ -129,6 +132,9 @@ def edit_experiment(
         _check_waits(row)
     if max_slots:
         _check_max_slots(row, max_slots)
+    if priority is not None:
+        pool = config_of(row).resources.pool or DEFAULT_POOL
+        check_pool_rules(transaction.connection, pool, priority, row.project_id)
     values: dict[str, Any] = {
         "name": name, "description": description, "notes": notes,
         "priority": priority, "weight": weight, "max_slots": max_slots,

@@ -3,7 +3,7 @@
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from operator import attrgetter
@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, exists, or_, select
 from paceline._cluster.master.experiments.state_decisions import INVALID_HP
 from paceline._cluster.master.scheduling.pools import NodeSlots
 from paceline._cluster.master.store import tables
-from paceline._cluster.messages.runner_messages import LOCAL_NODE
+from paceline._cluster.messages.runner_messages import LOCAL_NODE, LogEntry
 from paceline._cluster.messages.states import (
     LIVE_ATTEMPTS,
     AttemptState,
@@ -22,6 +22,7 @@ from paceline._cluster.messages.states import (
     ExitReason,
     TrialState,
 )
+from paceline.config._experiment_config import LogPolicy
 
 # Parts of error texts varying by chance (ranks, times, addresses): ignored in comparisons.
 _BY_CHANCE = re.compile(
@@ -59,6 +60,8 @@ def comparable(text: str) -> str:
     return _BY_CHANCE.sub("*", text)
 
 
+# Longest line that is kept of a log policy.
+_MAX_HIT = 500
 _FAILED = frozenset({ExitReason.EXITED.value, ExitReason.START_FAILED.value})
 
 
@@ -101,6 +104,43 @@ def failed_attempt_nodes(connection: Connection) -> dict[int, frozenset[int]]:
         failed = takewhile(_has_failed_on_its_node, rows)
         if nodes := frozenset(row.node_id or LOCAL_NODE for row in failed):
             found[trial_id] = nodes
+    return found
+
+
+def find_log_hits(
+    policies: Iterable[LogPolicy], entries: Sequence[LogEntry]
+) -> dict[str, dict[str, Any]]:
+    """Return the first line with each pattern of log policies, in a form to be stored."""
+    found = {}
+    for policy in policies:
+        for entry in entries:
+            if policy.matches(entry.text):
+                line = entry.text[:_MAX_HIT]
+                found[f"{policy.action} {policy.pattern}"] = {"action": policy.action, "line": line}
+                break
+    return found
+
+
+def log_hit(attempt: Row[Any], action: str) -> str | None:
+    """Return the line of an attempt's output for which a log policy has an action, if any."""
+    for hit in (attempt.log_hits or {}).values():
+        if hit["action"] == action:
+            return str(hit["line"])
+    return None
+
+
+def excluded_nodes(connection: Connection) -> dict[int, frozenset[int]]:
+    """Return the nodes that log policies exclude for trials."""
+    trials, attempts = tables.trials.c, tables.attempts.c
+    query = (
+        select(attempts.trial_id, attempts.log_hits)
+        .join(tables.trials, trials.id == attempts.trial_id)
+        .where(trials.state == TrialState.ACTIVE.value, attempts.log_hits.is_not(None))
+    )
+    found: dict[int, frozenset[int]] = {}
+    for row in connection.execute(query):
+        nodes = {hit["node"] for hit in row.log_hits.values() if hit["action"] == "exclude_node"}
+        found[row.trial_id] = found.get(row.trial_id, frozenset()) | nodes
     return found
 
 
@@ -178,7 +218,7 @@ def resting_nodes(
     good = {
         node.pool
         for node in [*(one for one in nodes if one.is_open), *returning]
-        if node.node_id not in failing and set(node.slots) - node.drained
+        if node.node_id not in failing and not node.problem and set(node.slots) - node.drained
     }
     return {
         node.node_id: failing[node.node_id]

@@ -297,7 +297,7 @@ class Reconciler:
             waiting = cluster.waiting_trials(connection)
             sharing, holding = cluster.sharing, cluster.holding
             results = decide(waiting, holding, cluster.nodes, cluster.pools, sharing)
-            return needs_of(results, holding, QuotaUse(sharing.quotas, holding))
+            return needs_of(results, holding, QuotaUse(sharing, holding))
 
     def _kill_all(self, transaction: Transaction) -> None:
         for attempt in live_attempts(transaction.connection):

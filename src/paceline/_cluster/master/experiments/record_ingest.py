@@ -40,6 +40,7 @@ from paceline._cluster.master.experiments.checkpoints import (
     store_checkpoint,
     take_checkpoint_deletion,
 )
+from paceline._cluster.master.experiments.idle_trials import Activities
 from paceline._cluster.master.experiments.record_checks import check_record
 from paceline._cluster.master.experiments.state_writer import (
     StateChanges,
@@ -52,6 +53,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
     config_of,
     read_members,
+    slots_by_node,
     store_environment,
 )
 from paceline._cluster.master.store.database import Transaction
@@ -168,6 +170,7 @@ class RecordIngest:
 
     def __init__(self, changes: StateChanges) -> None:
         self._changes = changes
+        self.activities = Activities()
 
     def store(
         self, transaction: Transaction, attempt_id: int, batches: Sequence[RecordBatch]
@@ -207,6 +210,7 @@ class RecordIngest:
                 connection, attempt, batch.rank, [record for _, record in fresh]
             )
             self._take_records(transaction, attempt, batch.rank, records)
+            self.activities.note_records(attempt.id, records)
             _take_times(connection, attempt.id, batch, records)
         faults.reach("master.records.stored")
         return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
@@ -335,15 +339,27 @@ class RecordIngest:
                 partial(self._changes.failing_stores.note, attempt, rank, notice)
             )
 
+    def raise_alert(
+        self, transaction: Transaction, attempt: Row[Any], title: str, text: str
+    ) -> None:
+        """Add an alert of the master to a trial."""
+        alert = AlertRaised(time=time.time(), title=title, description=text, level="warn")
+        self._take_alert(transaction, attempt, CHIEF, alert, "Alert")
+        self._keep_alerts(transaction, attempt.trial_id, CHIEF, [alert])
+
     def _take_alert(
-        self, transaction: Transaction, attempt: Row[Any], rank: int, alert: AlertRaised
+        self,
+        transaction: Transaction,
+        attempt: Row[Any],
+        rank: int,
+        alert: AlertRaised,
+        who: str | None = None,
     ) -> None:
         text = ": ".join(filter(None, (alert.title, alert.description)))
         level = _LOG_LEVELS.get(alert.level, "INFO")
         trial_id = attempt.trial_id
-        self._changes.note(
-            transaction, trial_id, attempt.number, level, f"Alert of rank {rank}: {text}"
-        )
+        who = who or f"Alert of rank {rank}"
+        self._changes.note(transaction, trial_id, attempt.number, level, f"{who}: {text}")
         shown = _shown_alert(alert, rank)
         transaction.emit("alert", attempt.experiment_id, trial_id, **shown, raised_at=alert.time)
 
@@ -398,6 +414,36 @@ class RecordIngest:
                     TimeSpent,
                 ),
             )
+
+
+_FOLLOWS = {
+    "alert": "has a text of a log policy",
+    "no_retry": "has a text after which no restart follows if it fails",
+    "exclude_node": "excludes this node for further attempts of the trial",
+}
+
+
+def take_log_hits(
+    ingest: RecordIngest,
+    transaction: Transaction,
+    attempt_id: int,
+    member: int,
+    hits: dict[str, dict[str, Any]],
+) -> None:
+    """Store the first line with each pattern of log policies, with an alert for each."""
+    attempt = read_attempt(transaction.connection, attempt_id)
+    known = attempt.log_hits or {}
+    nodes = [*slots_by_node(attempt)]
+    new = {
+        name: {**hit, "node": nodes[min(member, len(nodes) - 1)]}
+        for name, hit in hits.items()
+        if name not in known
+    }
+    for hit in new.values():
+        title = f"The output of attempt {attempt.number} {_FOLLOWS[hit['action']]}"
+        ingest.raise_alert(transaction, attempt, title, hit["line"])
+    if new:
+        _update_attempt(transaction.connection, attempt_id, log_hits=known | new)
 
 
 def _shown_alert(alert: AlertRaised, rank: int) -> dict[str, Any]:

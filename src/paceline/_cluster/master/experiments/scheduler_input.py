@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Row, Select, func, select
 
 from paceline._cluster.master.experiments.attempts import live_attempts
 from paceline._cluster.master.experiments.failures import (
+    excluded_nodes,
     failed_attempt_nodes,
     nodes_in_start_delay,
     resting_nodes,
@@ -18,6 +19,7 @@ from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.scheduling.pools import (
     DEFAULT_PRIORITY,
     Holding,
+    IdleLimits,
     NodeSlots,
     PolicyName,
     PoolSettings,
@@ -28,13 +30,20 @@ from paceline._cluster.master.scheduling.schedule import fits_nodes
 from paceline._cluster.master.scheduling.shares import Sharing
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, slots_by_node
-from paceline._cluster.master.store.quotas import read_quotas, read_sharing, reserve
+from paceline._cluster.master.store.quotas import (
+    read_groups,
+    read_quotas,
+    read_sharing,
+    reserve,
+)
+from paceline._cluster.master.store.reach import current_project, current_reach
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._searcher_section import MissingSearcher
 
 _NUM_READ_AT_ONCE = 200
+PROJECT_PREFIX = "project:"
 _NOWHERE: Mapping[int, frozenset[int]] = {}
 _NEVER: Mapping[int, float] = {}
 
@@ -49,6 +58,7 @@ class Cluster:
         returning: Nodes that are not open, but were a moment ago.
         pausing_trials: The same of trials.
         failed_on: Of trials whose last attempts failed, the nodes of these.
+        excluded: Nodes on which trials never start.
         sharing: Weights, past use and quotas.
     """
 
@@ -60,6 +70,7 @@ class Cluster:
     returning: list[NodeSlots]
     pausing_trials: dict[int, float]
     failed_on: dict[int, frozenset[int]]
+    excluded: dict[int, frozenset[int]]
     sharing: Sharing
 
     def waiting_trials(self, connection: Connection) -> "Iterator[Waiting]":
@@ -73,7 +84,11 @@ class Cluster:
                 and len(set(node.slots) - node.drained) >= trial.num_slots
                 for node in self.returning
             )
-            yield replace(trial, awaits_node=True) if awaits else trial
+            if awaits or trial.trial_id in self.excluded:
+                excluded = self.excluded.get(trial.trial_id, frozenset())
+                yield replace(trial, awaits_node=awaits, excluded=excluded)
+            else:
+                yield trial
 
     @property
     def is_full(self) -> bool:
@@ -133,9 +148,9 @@ def read_cluster(
         replace(
             node,
             drained=node.drained | drained.get(node.node_id, frozenset()),
-            is_pausing=node.node_id in resting,
+            is_pausing=node.node_id in resting or bool(node.problem),
         )
-        if node.node_id in drained or node.node_id in resting
+        if node.node_id in drained or node.node_id in resting or node.problem
         else node
         for node in placed
     ]
@@ -144,7 +159,8 @@ def read_cluster(
     known, quotas = reserve(connection, known, now), read_quotas(connection)
     is_reserved = any(node.reserved_for is not None for node in known)
     is_ranked = any(one.policy is not PolicyName.FIFO for one in pools.values())
-    is_owned = is_ranked or is_reserved or bool(quotas)
+    is_limited = any(one.open_to or one.own_runners for one in pools.values())
+    is_owned = is_ranked or is_reserved or is_limited or bool(quotas)
     holding = _slot_holdings(connection, is_ranked=is_owned)
     return Cluster(
         nodes=known,
@@ -156,11 +172,18 @@ def read_cluster(
         returning=returning,
         pausing_trials=trials_in_start_delay(connection, now),
         failed_on=failed_attempt_nodes(connection) if len(known) + len(returning) > 1 else {},
+        excluded=excluded_nodes(connection),
     )
 
 
 def read_pools(connection: Connection) -> dict[str, PoolSettings]:
     """Return the settings of all stored pools, by name."""
+    projects = tables.projects.c
+    ids: dict[str, int] = {}
+    rows = connection.execute(select(tables.pools)).all()
+    if any(row.open_to for row in rows):
+        named = select(projects.name, projects.id)
+        ids = {f"{PROJECT_PREFIX}{row.name}": row.id for row in connection.execute(named)}
     return {
         row.name: PoolSettings(
             policy=PolicyName(row.policy),
@@ -168,9 +191,32 @@ def read_pools(connection: Connection) -> dict[str, PoolSettings]:
             labels=row.labels,
             backfill=row.backfill,
             half_life_s=None if row.half_life_hours is None else row.half_life_hours * 3600,
+            idle=IdleLimits(
+                silent_after_s=row.silent_after_s,
+                unused_after_s=row.unused_after_s,
+                pause_after_s=row.pause_after_s,
+            ),
+            best_priority=row.best_priority,
+            open_to=frozenset(ids.get(one, one) for one in row.open_to or ()),
+            own_runners=row.own_runners,
         )
-        for row in connection.execute(select(tables.pools)).all()
+        for row in rows
     }
+
+
+def estimated_ends(connection: Connection, now: float) -> dict[int, float]:
+    """Return when attempts at work end, if their trials go on as their progress says."""
+    trials, attempts = tables.trials.c, tables.attempts.c
+    live = select(attempts.trial_id).where(attempts.state.in_(LIVE_ATTEMPTS))
+    worked_s = func.sum(func.coalesce(attempts.ended_at, now) - attempts.created_at)
+    query = (
+        select(func.max(attempts.id), worked_s, trials.progress)
+        .join(tables.trials, trials.id == attempts.trial_id)
+        .where(attempts.trial_id.in_(live), trials.progress > 0)
+        .group_by(attempts.trial_id, trials.progress)
+    )
+    rows = connection.execute(query)
+    return {id_: now + max(worked, 0.0) * (1 - done) / done for id_, worked, done in rows}
 
 
 def drained_slots(connection: Connection) -> dict[int, frozenset[int]]:
@@ -406,3 +452,41 @@ def check_slots(
         f"`resources.slots_per_trial` must be at most {most}, the slots of {whose}, but got"
         f" {wanted}. Hint: lower it, or start the master or a runner with more `--slots`.",
     )
+
+
+def check_pool_rules(
+    connection: Connection, pool: str, priority: int | None, project: int | None = None
+) -> None:
+    """Refuse what the rules of a pool do not allow to the sender of the request.
+
+    Administrators of the project may choose each priority.
+
+    Args:
+        connection: Reads the pools.
+        pool: The pool.
+        priority: The priority that the sender chooses, if any.
+        project: The project of the experiment; by default that of what the sender creates.
+
+    Raises:
+        RefusedError: The pool is closed to the sender, or takes no such priority from the sender.
+    """
+    reach, settings = current_reach(), read_pools(connection).get(pool)
+    if settings is None or reach is None:
+        return
+    project = current_project() if project is None else project
+    group = read_groups(connection).get(reach.user)
+    if not settings.is_open_to(reach.user, group, project):
+        raise RefusedError(
+            "pool_closed",
+            f"`resources.pool` must be a pool that is open to {reach.user!r}, but {pool!r} is not."
+            " Hint: `paceline pool list` says to whom it is; an administrator opens it.",
+        )
+    best, is_admin = settings.best_priority, reach.administers is None
+    if priority is None or best is None or is_admin or project in (reach.administers or ()):
+        return
+    if priority < best:
+        raise RefusedError(
+            "priority_too_high",
+            f"`resources.priority` must be {best} or a less important one in the pool {pool!r}, but"
+            f" got {priority}. Hint: an administrator of the project may choose it.",
+        )

@@ -197,6 +197,7 @@ class AttemptFacts:
         where: The node of the attempt in words, such as ` on the node 'box'`, if there are several.
         has_stored: The attempt stored a checkpoint.
         is_repeated: The attempt before it failed the same way, and this one stored no checkpoint.
+        no_retry: The line of its output after which the config wants no restart.
     """
 
     trial_state: TrialState
@@ -221,6 +222,7 @@ class AttemptFacts:
     is_repeated: bool
     has_stored: bool = False
     text: str
+    no_retry: str | None = None
 
     @property
     def logged_text(self) -> str:
@@ -391,6 +393,9 @@ def _judge_failure(facts: AttemptFacts) -> ExitDecision:
     restarts = facts.restarts + 1
     if facts.kind is ErrorKind.MEMORY and not facts.has_stored:
         error = f"The trial ran out of memory, so no restart follows: {facts.text}"
+        return _failed_exit(facts, error)
+    if facts.no_retry is not None:
+        error = f"The output has {facts.no_retry!r}, so no restart follows: {facts.text}"
         return _failed_exit(facts, error)
     if restarts > facts.max_restarts:
         allowed = f"max_restarts is {facts.max_restarts}"

@@ -23,6 +23,7 @@ class _Heard:
     session: int
     number: int = 0
     is_ready: bool = False
+    problem: str = ""
     is_cut_off: bool = False
     has_left: bool = False
     seen_at: float | None = None
@@ -106,7 +107,8 @@ class NodePresence:
             self._note_left(node_id, has_left=poll.is_leaving and not poll.attempts)
             heard.attempts, heard.alive = frozenset(poll.attempts), frozenset(poll.alive)
             heard.ever |= heard.attempts
-        if not was_ready:
+            was_well, heard.problem = not heard.problem, " ".join(_printable(poll.problem))
+        if not was_ready or was_well == bool(heard.problem):
             self._wakeups.wake()
 
     def is_newest(self, node_id: int, poll: NodePoll) -> bool:
@@ -206,6 +208,12 @@ class NodePresence:
         with self._lock:
             return self._heard[node_id].is_ready
 
+    def problem(self, node_id: int) -> str:
+        """Return what a node lacks for new attempts, by its newest poll; empty for nothing."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return "" if heard is None else heard.problem
+
     def has_left(self, node_id: int) -> bool:
         """Return whether a node has announced leaving and has not come back."""
         with self._lock:
@@ -238,6 +246,11 @@ class NodePresence:
             query = update(tables.nodes).where(tables.nodes.c.id == node_id).values(**values)
             # Nobody waits for the commit.
             self._database.write(lambda transaction: transaction.connection.execute(query))
+
+
+def _printable(text: str) -> list[str]:
+    """Return the words of a stranger's text without what a terminal would obey."""
+    return "".join(one if one.isprintable() else " " for one in text).split()
 
 
 class NodeOrders:

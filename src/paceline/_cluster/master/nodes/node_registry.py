@@ -82,6 +82,8 @@ class RegisteredNode:
         is_open: bool = True,
         only_pool: str | None = None,
         is_drained: bool = False,
+        problem: str = "",
+        owner: str = "",
     ) -> NodeSlots:
         """Return the slots of this node for the scheduler."""
         slots = tuple(range(len(self.facts.devices)))
@@ -94,6 +96,8 @@ class RegisteredNode:
             is_open=is_open,
             can_join=can_join,
             only_pool=only_pool,
+            problem=problem,
+            owner=owner,
         )
 
 
@@ -469,6 +473,8 @@ class Nodes(Machines):
                     is_open=self.presence.is_ready(node.id) and not node.is_draining,
                     only_pool=self.only_pool(node),
                     is_drained=node.is_draining,
+                    problem=self.presence.problem(node.id),
+                    owner=self.owner(node),
                 )
                 for node in present
             ]
@@ -497,6 +503,11 @@ class Nodes(Machines):
         """Return the pool of a node's token, None if not bound to a pool."""
         token = self.token(node)
         return None if token is None else token.pool
+
+    def owner(self, node: RegisteredNode) -> str:
+        """Return the user of a node, by its token and by the name of its Unix user; or nobody."""
+        token = self.token(node)
+        return node.facts.unix_user if token and token.user == node.facts.unix_user else ""
 
     def token(self, node: RegisteredNode) -> StoredToken | None:
         """Return a node's token, None if deleted or the home's own."""

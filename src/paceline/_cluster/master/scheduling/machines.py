@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline._base.process_and_network import LOOPBACK, num_cores
+from paceline._base.process_and_network import LOOPBACK, num_cores, unix_user
 from paceline._cluster.master.scheduling.pools import NodeSlots
 from paceline._cluster.messages.runner_messages import LOCAL_NAME
 
@@ -52,7 +52,7 @@ class Machines:
 
     def slots(self) -> list[NodeSlots]:
         """Return the slots of all present machines, the master's own first."""
-        return [NodeSlots(slots=tuple(range(len(self.devices))))]
+        return [NodeSlots(slots=tuple(range(len(self.devices))), owner=unix_user())]
 
     def returning_slots(self) -> list[NodeSlots]:
         """Return the slots of absent machines seen within the last minutes."""

@@ -5,6 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from paceline._cluster.master.scheduling.pools import Holding, PolicyName, Waiting
 
@@ -43,6 +44,7 @@ def moved(
 
 _Level = Iterable[Holding]
 _NONE: Mapping[str, float] = {}
+_NO_GROUPS: Mapping[str, str] = {}
 
 
 class Policy(ABC):
@@ -50,8 +52,9 @@ class Policy(ABC):
 
     Args:
         holding: The attempts of the pool; those that are leaving count as gone.
-        weights: Weights of users; 1 for those not listed.
-        past: Recent use of users, as slots.
+        weights: Weights of users and groups; 1 for those not listed.
+        past: Recent use of users and groups, as slots.
+        groups: The groups of users that are in one.
     """
 
     def __init__(
@@ -59,8 +62,9 @@ class Policy(ABC):
         holding: Iterable[Holding],
         weights: Mapping[str, float] = _NONE,
         past: Mapping[str, float] = _NONE,
+        groups: Mapping[str, str] = _NO_GROUPS,
     ) -> None:
-        self._weights, self._past = weights, past
+        self._weights, self._past, self._groups = weights, past, groups
         self._staying = [one for one in holding if not one.is_leaving]
 
     @abstractmethod
@@ -96,7 +100,7 @@ class PriorityPolicy(Policy):
     leave, as few as possible, and the youngest first.
     """
 
-    def __init__(self, holding: Iterable[Holding], *shares: Mapping[str, float]) -> None:
+    def __init__(self, holding: Iterable[Holding], *shares: Mapping[str, Any]) -> None:
         super().__init__(holding, *shares)
         self._levels: dict[int, list[Holding]] = defaultdict(list)
         for one in sorted(self._staying, key=lambda one: -one.attempt_id):
@@ -119,24 +123,25 @@ class PriorityPolicy(Policy):
 
 
 class FairSharePolicy(Policy):
-    """Slots in proportion to the weights of users, and of their experiments.
+    """Slots in proportion to the weights of groups, of users in them, and of their experiments.
 
-    The next trial is one of the user with the least for the weight, past use included; among the
-    user's experiments it is one of that with the fewest slots for its weight. Of several such, it
-    is the one that got slots the longest time ago. An attempt makes room only if its user, or its
-    experiment if the user is the same, keeps at least as much for its weight as the other one then
-    has, with past use and without. So each preemption makes the shares more equal, and none is ever
-    undone.
+    A user without a group stands for itself among the groups. The next trial is one of the group
+    with the least for the weight, past use included, and in it one of the user of whom that holds;
+    among the user's experiments it is one of that with the fewest slots for its weight. Of several
+    such, it is the one that got slots the longest time ago. An attempt makes room only if its
+    group, or if that is the same its user, or else its experiment, keeps at least as much for its
+    weight as the other one then has, with past use and without. So each preemption makes the shares
+    more equal, and none is ever undone.
     """
 
-    def __init__(self, holding: Iterable[Holding], *shares: Mapping[str, float]) -> None:
+    def __init__(self, holding: Iterable[Holding], *shares: Mapping[str, Any]) -> None:
         super().__init__(holding, *shares)
         self._used: dict[int, int] = defaultdict(int)
         self._used_by: dict[str, int] = defaultdict(int)
         self._of: dict[int, list[Holding]] = defaultdict(list)
         for one in sorted(self._staying, key=lambda one: one.attempt_id):
             self._used[one.experiment_id] += one.num_slots
-            self._used_by[one.user] += one.num_slots
+            self._count(one.user, one.num_slots)
             self._of[one.experiment_id].append(one)
 
     def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
@@ -150,14 +155,18 @@ class FairSharePolicy(Policy):
             queue.reverse()
             turn = (self._share(queue[-1]), queue[-1].last_served, position, experiment_id)
             own[queue[-1].user].append(turn)
-        turns = []
+        of_top: dict[str, list[tuple[float, float, int, str]]] = defaultdict(list)
         for user, mine in own.items():
             heapq.heapify(mine)
-            last_served = max(last for _, last, _, _ in mine)
-            share = self._user_share(user, self._used_by[user])
-            turns.append((share, last_served, min(mine)[2], user))
-        heapq.heapify(turns)
-        while turns:
+            of_top[self._top(user)].append(self._turn(user, mine))
+        tops = []
+        for top, turns in of_top.items():
+            heapq.heapify(turns)
+            tops.append(self._turn(top, turns))
+        heapq.heapify(tops)
+        while tops:
+            _, last_served_top, place_top, top = heapq.heappop(tops)
+            turns = of_top[top]
             _, last_served_user, place, user = heapq.heappop(turns)
             mine = own[user]
             _, last_served, position, experiment_id = heapq.heappop(mine)
@@ -167,8 +176,11 @@ class FairSharePolicy(Policy):
                 turn = (self._share(queue[-1]), last_served, position, experiment_id)
                 heapq.heappush(mine, turn)
             if mine:
-                share = self._user_share(user, self._used_by[user])
+                share = self._share_of(user, self._used_by[user])
                 heapq.heappush(turns, (share, last_served_user, place, user))
+            if turns:
+                share = self._share_of(top, self._used_by[top])
+                heapq.heappush(tops, (share, last_served_top, place_top, top))
 
     def candidates(self, trial: Waiting) -> Iterator[_Level]:
         """Yield the youngest attempts of users and experiments with more than their share."""
@@ -177,10 +189,10 @@ class FairSharePolicy(Policy):
     def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
         """Count the slots gained by the trial's experiment and lost by the preempted ones."""
         self._used[trial.experiment_id] += trial.num_slots
-        self._used_by[trial.user] += trial.num_slots
+        self._count(trial.user, trial.num_slots)
         for one in preempted:
             self._used[one.experiment_id] -= one.num_slots
-            self._used_by[one.user] -= one.num_slots
+            self._count(one.user, -one.num_slots)
             own = self._of[one.experiment_id]
             # Nearly always the youngest.
             del own[next(i for i in reversed(range(len(own))) if own[i] is one)]
@@ -188,33 +200,56 @@ class FairSharePolicy(Policy):
     def _share(self, trial: Waiting) -> float:
         return self._used[trial.experiment_id] / trial.weight
 
-    def _held_share(self, user: str, num_slots: int) -> float:
-        return num_slots / self._weights.get(user, 1.0)
+    def _top(self, user: str) -> str:
+        """Return the group of a user, or the user without one."""
+        return self._groups.get(user, user)
 
-    def _user_share(self, user: str, num_slots: int) -> float:
-        """Return the share of a user who holds some slots, past use included."""
-        past = self._past.get(user, 0.0) / self._weights.get(user, 1.0)
-        return past + self._held_share(user, num_slots)
+    def _count(self, user: str, num_slots: int) -> None:
+        for owner in {user, self._top(user)}:
+            self._used_by[owner] += num_slots
+
+    def _turn(
+        self, owner: str, turns: Iterable[tuple[float, float, int, Any]]
+    ) -> tuple[float, float, int, str]:
+        """Return the turn of a user or a group: its share, when it last got slots, its place."""
+        turns = list(turns)
+        last_served = max(last for _, last, _, _ in turns)
+        return self._share_of(owner, self._used_by[owner]), last_served, min(turns)[2], owner
+
+    def _held_share(self, owner: str, num_slots: int) -> float:
+        return num_slots / self._weights.get(owner, 1.0)
+
+    def _share_of(self, owner: str, num_slots: int) -> float:
+        """Return the share of a user or a group with some slots, past use included."""
+        past = self._past.get(owner, 0.0) / self._weights.get(owner, 1.0)
+        return past + self._held_share(owner, num_slots)
 
     def _surplus(self, trial: Waiting) -> Iterator[Holding]:
-        user, gained = trial.user, self._used_by[trial.user] + trial.num_slots
+        top = self._top(trial.user)
         least = (self._used[trial.experiment_id] + trial.num_slots) / trial.weight
-        least_held, least_share = self._held_share(user, gained), self._user_share(user, gained)
+        gained = {one: self._used_by[one] + trial.num_slots for one in (top, trial.user)}
         used, used_by = dict(self._used), dict(self._used_by)
         # The shares that remain without one more attempt; the largest one first.
         kept: list[tuple[float, float, int, int, int]] = []
+
+        def rival(user: str) -> tuple[str, str]:
+            """Return who are compared: the groups, or of one group its users."""
+            other = self._top(user)
+            return (other, top) if other != top else (user, trial.user)
 
         def offer(experiment_id: int, index: int) -> None:
             if index < 0 or experiment_id == trial.experiment_id:
                 return
             one = self._of[experiment_id][index]
             left = (used[experiment_id] - one.num_slots) / one.weight
-            held = used_by[one.user] - one.num_slots
-            share = self._user_share(one.user, held)
-            if one.user == user:
+            owner, own = rival(one.user)
+            held = used_by[owner] - one.num_slots
+            share = self._share_of(owner, held)
+            if one.user == trial.user:
                 is_more = left >= least
             else:
-                is_more = self._held_share(one.user, held) >= least_held and share >= least_share
+                is_more = self._held_share(owner, held) >= self._held_share(own, gained[own])
+                is_more = is_more and share >= self._share_of(own, gained[own])
             if is_more:
                 heapq.heappush(kept, (-share, -left, -one.attempt_id, experiment_id, index))
 
@@ -223,12 +258,14 @@ class FairSharePolicy(Policy):
         while kept:
             share, _, _, experiment_id, index = heapq.heappop(kept)
             one = self._of[experiment_id][index]
-            if -share != self._user_share(one.user, used_by[one.user] - one.num_slots):
-                # Outdated: another attempt of its user was yielded meanwhile.
+            owner = rival(one.user)[0]
+            if -share != self._share_of(owner, used_by[owner] - one.num_slots):
+                # Outdated: another attempt of its owner was yielded meanwhile.
                 offer(experiment_id, index)
                 continue
             used[experiment_id] -= one.num_slots
-            used_by[one.user] -= one.num_slots
+            for known in {one.user, self._top(one.user)}:
+                used_by[known] -= one.num_slots
             yield one
             offer(experiment_id, index - 1)
 

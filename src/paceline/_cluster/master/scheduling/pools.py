@@ -1,5 +1,6 @@
 """Inputs and results of scheduling: waiting trials, holding attempts, nodes and pools."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ class Reason(str, Enum):
     PAUSING = "pausing"
     ELSEWHERE = "elsewhere"
     QUOTA = "quota"
+    CLOSED_POOL = "closed_pool"
     RESERVED = "reserved"
 
 
@@ -40,12 +42,26 @@ class PolicyName(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IdleLimits:
+    """How long a trial may report nothing, or not use its slots, and then be left running.
+
+    None is no limit.
+    """
+
+    silent_after_s: float | None = None
+    unused_after_s: float | None = None
+    pause_after_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSettings:
     """How a pool is shared; `max_slots` is how many of its slots may be in use at once.
 
     Nodes that have all its labels, and name no pool themselves, belong to it. With `backfill`,
     trials run in the gap in front of one that needs more slots than are free, until it has room.
     Under `fair_share`, use of the past counts by half for each `half_life_s`; None is not at all.
+    It is `open_to` users, groups (`@NAME`) and projects (ids), if any are named. With
+    `own_runners`, trials start only on runners of their user.
     """
 
     policy: PolicyName = PolicyName.FIFO
@@ -53,6 +69,14 @@ class PoolSettings:
     backfill: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     half_life_s: float | None = None
+    idle: IdleLimits = IdleLimits()
+    best_priority: int | None = None
+    open_to: frozenset[str | int] = frozenset()
+    own_runners: bool = False
+
+    def is_open_to(self, user: str, group: str | None, project: int) -> bool:
+        """Return whether the pool takes trials of a user in a project."""
+        return not self.open_to or bool(self.open_to & {user, group, project})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +84,10 @@ class NodeSlots:
     """Slots of a node; a closed node keeps its attempts and gets no new attempts.
 
     The same holds for a single drained slot. A pausing node will be open again in a moment: a trial
-    that needs it waits, and holds up no other.
+    that needs it waits, and holds up no other. One with a `problem` pauses until that is mended.
     `can_join` says that other nodes reach it, so
     that trials on several nodes may use it. `only_pool` is the one that it may be in. Trials of
-    others than `reserved_for` do not start there.
+    others than `reserved_for` do not start there, and if it `is_owners`, only those of the `owner`.
     """
 
     node_id: int = LOCAL_NODE
@@ -75,12 +99,17 @@ class NodeSlots:
     labels: Mapping[str, str] = field(default_factory=dict)
     can_join: bool = False
     only_pool: str | None = None
+    problem: str = ""
+    owner: str = ""
+    is_owners: bool = False
     reserved_for: frozenset[str] | None = None
     reserved_from: float = 0.0
     reserved_until: float = 0.0
 
     def is_closed_to(self, user: str) -> bool:
-        """Return whether the node is reserved for others than a user."""
+        """Return whether the node is reserved for others than a user, or is another's own."""
+        if self.is_owners and user != self.owner:
+            return True
         return self.reserved_for is not None and user not in self.reserved_for
 
 
@@ -104,6 +133,7 @@ class Waiting:
         queue_place: Its place in the order of arrival.
         user: The owner of its experiment.
         project: The id of its project.
+        excluded: Nodes on which it never starts.
     """
 
     trial_id: int
@@ -122,6 +152,7 @@ class Waiting:
     queue_place: float = 0.0
     user: str = ""
     project: int = 0
+    excluded: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,6 +247,7 @@ _NO_NODE_HELPS = frozenset(
         Reason.PREEMPTING,
         Reason.PAUSING,
         Reason.QUOTA,
+        Reason.CLOSED_POOL,
     }
 )
 
@@ -272,6 +304,48 @@ def needs_of(
     return {pool: PoolNeed(sizes=tuple(found)) for pool, found in sizes.items()}
 
 
+class StartEstimates:
+    """Estimates of when waiting trials start, from those of when attempts end.
+
+    Slots of a pool are counted, on whatever nodes they are. Trials that come later are not known.
+
+    Args:
+        holding: The attempts that hold slots.
+        nodes: The nodes in their pools.
+        ends: When attempts end, as far as that can be said.
+    """
+
+    def __init__(
+        self, holding: Iterable[Holding], nodes: Iterable[NodeSlots], ends: Mapping[int, float]
+    ) -> None:
+        self._free: Counter[str] = Counter()
+        self._coming: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        self._at: dict[str, float] = defaultdict(float)
+        pool_of_node = {}
+        for node in nodes:
+            pool_of_node[node.node_id] = node.pool
+            if node.is_open and not node.is_pausing:
+                self._free[node.pool] += len(set(node.slots) - node.drained)
+        for one in holding:
+            pool = pool_of_node.get(one.node_id, "")
+            self._free[pool] -= one.num_slots
+            self._coming[pool].append((ends.get(one.attempt_id, math.inf), one.num_slots))
+        for coming in self._coming.values():
+            coming.sort(reverse=True)
+
+    def note(self, result: SchedulingResult) -> float | None:
+        """Return when a trial starts, None if unknown; trials come in the order of the queue."""
+        if result.reason not in (Reason.SLOTS_IN_USE, Reason.BEHIND_OTHERS):
+            return None
+        pool = result.waiting.pool
+        self._free[pool] -= result.waiting.num_slots
+        while self._free[pool] < 0 and self._coming[pool]:
+            self._at[pool], num_slots = self._coming[pool].pop()
+            self._free[pool] += num_slots
+        is_known = self._free[pool] >= 0 and 0 < self._at[pool] < math.inf
+        return self._at[pool] if is_known else None
+
+
 def _is_beyond(limit: int | None, number: int) -> bool:
     return limit is not None and number > limit
 
@@ -292,10 +366,13 @@ def in_pools(nodes: Iterable[NodeSlots], pools: Mapping[str, PoolSettings]) -> l
 
     A node gets nothing in a pool that its labels choose but its token excludes.
     """
-    return [_in_pool(node, pool_of(node.pool, node.labels, pools)) for node in nodes]
+    return [_in_pool(node, pool_of(node.pool, node.labels, pools), pools) for node in nodes]
 
 
-def _in_pool(node: NodeSlots, pool: str) -> NodeSlots:
+def _in_pool(node: NodeSlots, pool: str, pools: Mapping[str, PoolSettings]) -> NodeSlots:
     if node.only_pool not in (None, pool):
         return replace(node, pool=node.only_pool, is_open=False)
-    return node if node.pool == pool else replace(node, pool=pool)
+    is_owners = pool in pools and pools[pool].own_runners
+    if (node.pool, node.is_owners) == (pool, is_owners):
+        return node
+    return replace(node, pool=pool, is_owners=is_owners)

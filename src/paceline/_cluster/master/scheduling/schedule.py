@@ -317,7 +317,7 @@ def decide(
     for holder in holding:
         used_by[holder.experiment_id] += holder.num_slots
         trials_of[holder.experiment_id] += 1
-    quota_use = QuotaUse(sharing.quotas, holding)
+    quota_use = QuotaUse(sharing, holding)
     nodes_of, holding_of = _by_pool(nodes, holding)
     # Queues for pools with waiting trials only: other pools need no work.
     queues: dict[str, _PoolSchedule] = {}
@@ -330,7 +330,7 @@ def decide(
             mine = holding_of.get(trial.pool, [])
             settings = settings or PoolSettings()
             policy = POLICIES[settings.policy](
-                mine, sharing.weights, sharing.past.get(trial.pool, {})
+                mine, sharing.weights, sharing.past.get(trial.pool, {}), sharing.groups
             )
             queue = queues[trial.pool] = _PoolSchedule(
                 settings, policy, mine, own, used_by, trials_of, quota_use
@@ -370,6 +370,7 @@ class _PoolSchedule:
         trials_of: Counter[int],
         quota_use: QuotaUse,
     ) -> None:
+        self._settings = settings
         self.is_fifo = settings.policy is PolicyName.FIFO
         self._policy = policy
         self._quota_use = quota_use
@@ -390,8 +391,9 @@ class _PoolSchedule:
         self._all = self._all_now = _undrained(nodes)
         if any(node.is_pausing for node in nodes):
             self._all_now = _undrained([node for node in nodes if not node.is_pausing])
-        self._reserved = [node for node in nodes if node.reserved_for is not None]
+        self._reserved = [node for node in nodes if node.reserved_for is not None or node.is_owners]
         self._nodes = nodes
+        self._known = frozenset(node.node_id for node in nodes)
         # Sizes for which all nodes, if they were free, are found to be too small or large enough;
         # with the nodes that are reserved for others.
         self._obstacles: dict[tuple[int, bool, frozenset[int]], Reason | None] = {}
@@ -428,9 +430,13 @@ class _PoolSchedule:
         """Return the result for the next trial."""
         place = self._place
         self._place += 1
+        if not self._settings.is_open_to(
+            trial.user, self._quota_use.group_of(trial.user), trial.project
+        ):
+            return SchedulingResult(waiting=trial, reason=Reason.CLOSED_POOL, place=place)
         if (quota := self._quota_use.reached(trial)) is not None:
             return SchedulingResult(waiting=trial, reason=Reason.QUOTA, place=place, quota=quota)
-        reserved = frozenset(
+        reserved = trial.excluded & self._known | frozenset(
             node.node_id for node in self._reserved if node.is_closed_to(trial.user)
         )
         reason = self._obstacle(trial, reserved)

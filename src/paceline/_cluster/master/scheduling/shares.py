@@ -38,34 +38,39 @@ class Sharing:
     """What users and projects may use of the slots, at one moment.
 
     Attributes:
-        weights: Weights of users; 1 for those not listed.
-        past: Recent use of users as slots, by pool.
-        quotas: Limits by name of a user, or id of a project.
+        weights: Weights of users and groups; 1 for those not listed.
+        past: Recent use of users and groups as slots, by pool.
+        quotas: Limits by name of a user or group, or id of a project.
+        groups: The groups of users that are in one; their names begin with `@`.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
     past: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     quotas: Mapping[str | int, QuotaLimits] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
 
 
 NO_SHARING = Sharing()
 
 
 class QuotaUse:
-    """Slots in use by those who have quotas."""
+    """Slots in use by those who have quotas: users, their groups, and projects."""
 
-    def __init__(
-        self, quotas: Mapping[str | int, QuotaLimits], holding: Iterable[Holding] = ()
-    ) -> None:
-        self._quotas = quotas
+    def __init__(self, sharing: Sharing = NO_SHARING, holding: Iterable[Holding] = ()) -> None:
+        self._quotas = quotas = sharing.quotas
+        self._groups = sharing.groups
         self._used: Counter[str | int] = Counter()
         for one in holding if quotas else ():
             self.add(one, one.num_slots)
 
     def add(self, one: Waiting | Holding, num_slots: int) -> None:
-        """Count slots for a trial's user and project."""
-        for owner in (one.user, one.project):
+        """Count slots for a trial's user, group and project."""
+        for owner in self._owners(one):
             self._used[owner] += num_slots
+
+    def group_of(self, user: str) -> str | None:
+        """Return the group of a user, if any."""
+        return self._groups.get(user)
 
     def reached(self, trial: Waiting) -> QuotaLimits | None:
         """Return the quota that keeps a trial waiting, if one does."""
@@ -79,8 +84,12 @@ class QuotaUse:
         return min((left for left, _ in self._left(trial)), default=math.inf)
 
     def _left(self, trial: Waiting) -> Iterator[tuple[float, QuotaLimits]]:
-        for owner in (trial.user, trial.project) if self._quotas else ():
+        for owner in self._owners(trial) if self._quotas else ():
             quota = self._quotas.get(owner)
             if quota is not None:
                 most = math.inf if quota.max_slots is None else quota.max_slots
                 yield most - self._used[owner], quota
+
+    def _owners(self, one: Waiting | Holding) -> tuple[str | int, ...]:
+        group = self._groups.get(one.user)
+        return (one.user, one.project) if group is None else (one.user, group, one.project)

@@ -64,6 +64,7 @@ class PoolDefinition(Section):
         max_runners: How many there may be.
         slots: The slots of each, None for one per GPU or else CPU core. Then one is expected.
         idle_timeout: After how many seconds without an attempt a runner leaves.
+        check_every: Seconds between two checks of their machines; 0 is no check at all.
         python: The interpreter on their machines, which has Paceline.
         directory: Where they keep their files; `~` is the home directory there.
         options: Fields of the starter.
@@ -74,6 +75,7 @@ class PoolDefinition(Section):
     max_runners: Annotated[int, Field(ge=1, le=10_000)] = 1
     slots: Annotated[int, Field(ge=1, le=10_000)] | None = None
     idle_timeout: Annotated[float, Field(gt=0, le=10**7, allow_inf_nan=False)] = 300.0
+    check_every: Annotated[float, Field(ge=0, le=10**7, allow_inf_nan=False)] = 1800.0
     python: str = "python3"
     directory: str = "~/.paceline-runner"
     options: dict[str, Any] = {}
@@ -515,7 +517,7 @@ class PoolRunners:
         command = [
             pool.python, "-m", "paceline.cli", "runner", "--master", url, "--pool", name,
             "--labels", kind, "--slots", str(pool.slots or "auto"),
-            "--idle-timeout", f"{pool.idle_timeout:g}",
+            "--idle-timeout", f"{pool.idle_timeout:g}", "--check-every", f"{pool.check_every:g}",
         ]  # fmt: skip
         return RunnerOrder(
             name=runner,

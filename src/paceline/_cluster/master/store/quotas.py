@@ -1,4 +1,4 @@
-"""Quotas of users and projects, what counts against them, and recent use for fair shares."""
+"""Quotas of users, groups and projects, what counts, and recent use for fair shares."""
 
 import time
 from collections import defaultdict
@@ -35,6 +35,19 @@ from paceline._cluster.messages.states import CheckpointState
 _LEAD_S = 3600.0
 _KEYS = ("month", "user", "project_id", "pool")
 _Owner = str | int
+_GROUP = "@"
+
+
+def group_owner(group: str) -> str:
+    """Return the name under which a group stands in place of a user."""
+    return f"{_GROUP}{group}"
+
+
+def read_groups(connection: Connection) -> dict[str, str]:
+    """Return the groups of users that are in one, as `group_owner` names them."""
+    users = tables.users.c
+    query = select(users.name, users.member_of).where(users.member_of.is_not(None))
+    return {row.name: group_owner(row.member_of) for row in connection.execute(query)}
 
 
 def note_use(
@@ -115,10 +128,17 @@ def read_sharing(
         for name, one in pools.items()
         if one.half_life_s is not None and one.policy is PolicyName.FAIR_SHARE
     }
+    groups = read_groups(connection)
+    past = _past_use(connection, half_lives, holding, nodes, now) if half_lives else {}
+    for known in past.values():
+        for user, use in list(known.items()):
+            if user in groups:
+                known[groups[user]] = known.get(groups[user], 0.0) + use
     return Sharing(
         weights={row.user: row.weight for row in rows if row.user},
-        past=_past_use(connection, half_lives, holding, nodes, now) if half_lives else {},
-        quotas=_limits(connection, rows, holding, now),
+        past=past,
+        quotas=_limits(connection, rows, holding, groups, now),
+        groups=groups,
     )
 
 
@@ -145,16 +165,20 @@ def _past_use(
 
 
 def _limits(
-    connection: Connection, rows: Sequence[Row[Any]], holding: Sequence[Holding], now: float
+    connection: Connection,
+    rows: Sequence[Row[Any]],
+    holding: Sequence[Holding],
+    groups: Mapping[str, str],
+    now: float,
 ) -> dict[_Owner, QuotaLimits]:
     limits: dict[_Owner, QuotaLimits] = {}
     month, names = month_of(now), _project_names(connection) if rows else {}
     hours: Mapping[_Owner, float] = {}
     sizes: Mapping[_Owner, int] = {}
     if any(row.slot_hours is not None for row in rows):
-        hours = slot_hours(connection, holding, now)
+        hours = slot_hours(connection, holding, groups, now)
     if wanted := [_owner(row) for row in rows if row.checkpoint_bytes is not None]:
-        sizes = checkpoint_bytes(connection, wanted)
+        sizes = checkpoint_bytes(connection, wanted, groups)
     for row in rows:
         owner, spent = _owner(row), None
         if row.slot_hours is not None and hours.get(owner, 0.0) >= row.slot_hours:
@@ -163,6 +187,8 @@ def _limits(
             size = f"{row.checkpoint_bytes / 2**30:.4g} GiB of checkpoints"
             spent = f"{size}, until some are deleted"
         whose = f"user {row.user}" if row.user else f"project {names.get(owner, owner)}"
+        if row.user.startswith(_GROUP):
+            whose = f"group {row.user[1:]}"
         limits[owner] = QuotaLimits(whose=whose, max_slots=row.max_slots, spent=spent)
     return limits
 
@@ -171,30 +197,38 @@ def _owner(row: Row[Any]) -> _Owner:
     return row.user or int(row.project_id)
 
 
+def _owners(user: str, project: int, groups: Mapping[str, str]) -> tuple[_Owner, ...]:
+    """Return all whose quotas count what a user has in a project."""
+    return (user, groups[user], project) if user in groups else (user, project)
+
+
 def _project_names(connection: Connection) -> dict[_Owner, str]:
     projects = tables.projects.c
     return {row.id: row.name for row in connection.execute(select(projects.id, projects.name))}
 
 
 def slot_hours(
-    connection: Connection, holding: Iterable[Holding], now: float
+    connection: Connection, holding: Iterable[Holding], groups: Mapping[str, str], now: float
 ) -> Mapping[_Owner, float]:
-    """Return the slot hours of users and projects in the month of a moment."""
+    """Return the slot hours of users, groups and projects in the month of a moment."""
     hours: defaultdict[_Owner, float] = defaultdict(float)
     use, month = tables.slot_use.c, month_of(now)
     for row in connection.execute(select(tables.slot_use).where(use.month == month)):
-        for owner in (row.user, row.project_id):
+        for owner in _owners(row.user, row.project_id, groups):
             hours[owner] += row.slot_s / 3600
     for one in holding:
         slot_s = one.num_slots * max(now - max(one.since, beginning_of(month)), 0.0)
-        for owner in (one.user, one.project):
+        for owner in _owners(one.user, one.project, groups):
             hours[owner] += slot_s / 3600
     return hours
 
 
-def checkpoint_bytes(connection: Connection, owners: Iterable[_Owner]) -> Mapping[_Owner, int]:
-    """Return the bytes of checkpoints that some users and projects have."""
+def checkpoint_bytes(
+    connection: Connection, owners: Iterable[_Owner], groups: Mapping[str, str]
+) -> Mapping[_Owner, int]:
+    """Return the bytes of checkpoints that some users, groups and projects have."""
     counts, experiments, wanted = tables.counts.c, tables.experiments.c, list(owners)
+    wanted += [user for user, group in groups.items() if group in wanted]
     columns = (experiments.owner, experiments.project_id)
     query = (
         select(*columns, func.sum(counts.num_bytes).label("size"))
@@ -208,7 +242,7 @@ def checkpoint_bytes(connection: Connection, owners: Iterable[_Owner]) -> Mappin
     )
     sizes: defaultdict[_Owner, int] = defaultdict(int)
     for row in connection.execute(query):
-        for owner in (row.owner, row.project_id):
+        for owner in _owners(row.owner, row.project_id, groups):
             sizes[owner] += row.size
     return sizes
 
@@ -216,11 +250,13 @@ def checkpoint_bytes(connection: Connection, owners: Iterable[_Owner]) -> Mappin
 def list_quotas(connection: Connection, holding: Sequence[Holding], now: float) -> list[Quota]:
     """Return the quotas with what counts against them."""
     rows = read_quotas(connection)
-    names, hours = _project_names(connection), slot_hours(connection, holding, now)
-    sizes = checkpoint_bytes(connection, [_owner(row) for row in rows])
+    names, groups = _project_names(connection), read_groups(connection)
+    hours = slot_hours(connection, holding, groups, now)
+    sizes = checkpoint_bytes(connection, [_owner(row) for row in rows], groups)
     return [
         Quota(
-            user=row.user or None,
+            user=None if row.user.startswith(_GROUP) else row.user or None,
+            group=row.user[1:] if row.user.startswith(_GROUP) else None,
             project=None if row.user else names.get(row.project_id, str(row.project_id)),
             weight=row.weight,
             max_slots=row.max_slots,
@@ -228,7 +264,9 @@ def list_quotas(connection: Connection, holding: Sequence[Holding], now: float) 
             checkpoint_bytes=row.checkpoint_bytes,
             revision=row.revision,
             num_slots_used=sum(
-                one.num_slots for one in holding if _owner(row) in (one.user, one.project)
+                one.num_slots
+                for one in holding
+                if _owner(row) in (one.user, groups.get(one.user), one.project)
             ),
             slot_hours_used=hours.get(_owner(row), 0.0),
             checkpoint_bytes_used=sizes.get(_owner(row), 0),

@@ -67,6 +67,8 @@ users = Table(
     Column("is_admin", Boolean, nullable=False, default=False, server_default=false()),
     Column("is_active", Boolean, nullable=False, default=True, server_default=true()),
     Column("is_service", Boolean, nullable=False, default=False, server_default=false()),
+    # The group, if any. In other tables, `@NAME` in place of a user is a group.
+    Column("member_of", String),
 )
 
 projects = Table(
@@ -334,7 +336,7 @@ reservations = Table(
     sqlite_autoincrement=True,
 )
 
-SCHEMA_VERSION = 19
+SCHEMA_VERSION = 20
 FIRST_SCHEMA_VERSION = 13
 """Schema version of the first release: no later one takes an older database."""
 
@@ -502,10 +504,13 @@ attempts = Table(
     Index("ix_attempts_state", "state"),
     # Covers the order in which an experiment's trials began.
     Index("ix_attempts_began", "experiment_id", "number", "created_at", "trial_id"),
+    # By pattern of a log policy: its action, the first line with it, and the node of that line.
+    Column("log_hits", JSON),
     # Indexes for recent failures, and for the last attempts on a node.
     Index("ix_attempts_ended", "ended_at"),
     Index("ix_attempts_node", "node_id", "id"),
     Index("ix_attempts_environment", "environment"),
+    Index("ix_attempts_hits", "trial_id", sqlite_where=text("log_hits IS NOT NULL")),
 )
 
 # Compressed JSON. Attempts have equal ones, so they are stored once.
@@ -619,6 +624,15 @@ pools = Table(
     Column("backfill", Boolean, nullable=False, default=False, server_default=false()),
     # Under `fair_share`, past use counts by half for each so many hours.
     Column("half_life_hours", Float),
+    # Trials that report nothing, or do not use their slots, for so long; and when they are paused.
+    Column("silent_after_s", Float),
+    Column("unused_after_s", Float),
+    Column("pause_after_s", Float),
+    # The best priority of those who are no administrators, and whose trials it takes; null is any.
+    Column("best_priority", Integer),
+    Column("open_to", JSON),
+    # Trials start only on runners of their user.
+    Column("own_runners", Boolean, nullable=False, default=False, server_default=false()),
 )
 
 # Slots that get no attempts; the node 0 is the master's own machine.

@@ -193,6 +193,22 @@ def _add_quotas_and_reservations(operations: Operations) -> None:
     operations.add_column("pools", Column("half_life_hours", Float))
 
 
+def _add_groups_and_rules_of_pools(operations: Operations) -> None:
+    for name in ("silent_after_s", "unused_after_s", "pause_after_s"):
+        operations.add_column("pools", Column(name, Float))
+    operations.add_column("pools", Column("best_priority", Integer))
+    operations.add_column("pools", Column("open_to", JSON))
+    own = Column("own_runners", Boolean, nullable=False, server_default=false())
+    operations.add_column("pools", own)
+    operations.add_column("users", Column("member_of", String))
+    # Made anew, with the columns that are watched since.
+    operations.execute("DROP TRIGGER IF EXISTS recorded_users")
+    operations.add_column("attempts", Column("log_hits", JSON))
+    operations.create_index(
+        "ix_attempts_hits", "attempts", ["trial_id"], sqlite_where=text("log_hits IS NOT NULL")
+    )
+
+
 STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_files_media_and_documents,
     _add_backfill_and_waiting_trials,
@@ -200,6 +216,7 @@ STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_users_and_projects,
     _add_usage,
     _add_quotas_and_reservations,
+    _add_groups_and_rules_of_pools,
 )
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from paceline._base.files import remove_leftover_directories
@@ -408,6 +409,24 @@ def marked_process_groups(group_id: str) -> set[int]:
         for process in living_processes()
         if process.process_group != own and _process_marks(process.pid)[-1:] == [wanted]
     }
+
+
+def use_by_marked(group_id: str) -> tuple[float, int]:
+    """Return the CPU seconds of a group's living processes, and the bytes they read and wrote.
+
+    Their ended children count as well. Both are known on Linux only.
+    """
+    cpu_ticks, num_bytes = 0, 0
+    for pid in all_pids() if _IS_LINUX else ():
+        if not _has_mark(pid, group_id):
+            continue
+        with suppress(OSError, ValueError, IndexError):
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+            # User and system time, and those of children that were waited for.
+            cpu_ticks += sum(map(int, stat[stat.rindex(b")") + 2 :].split()[11:15]))
+            told = Path(f"/proc/{pid}/io").read_bytes().split()
+            num_bytes += int(told[1]) + int(told[3])
+    return cpu_ticks / os.sysconf("SC_CLK_TCK"), num_bytes
 
 
 def _has_mark(pid: int, group_id: str) -> bool:

@@ -120,6 +120,8 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("experiment set-weight", two, 2)["id"] == two
     assert run("experiment set", two, "--weight", 3)["id"] == two
     assert run("experiment label", two, "mine")["labels"] == ["mine"]
+    assert run("experiment move", two, "--to", "Default")["project"] == "Default"
+    assert run("experiment move", two, "--to", "Default", "--dry-run")["num_unchanged"] == 1
     assert run("experiment rename", two, "other")["name"] == "other"
     assert run("experiment note", two, "some")["notes"] == "some"
     assert [each["best_trial"] for each in run("experiment compare", one, one)] == [trial, trial]

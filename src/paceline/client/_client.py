@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from paceline.client import _late_models as models
+from paceline.client._bulk_actions import BulkClient
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._experiment_and_trial import Experiment, Trial
 from paceline.client._experiment_lineage import upload_code
@@ -211,7 +212,7 @@ class ClusterClient:
         self._session.send("POST", path, content=body)
 
 
-class Client(ClusterClient):
+class Client(ClusterClient, BulkClient):
     """Connection to a master.
 
     Args:

@@ -3,23 +3,28 @@
 import { type CodeFile, digestOf, packCode } from "../lib/packCode";
 import { api, unwrap } from "./client";
 import { problemFrom } from "./problem";
-import type { Experiment, Role, View } from "./types";
+import type { BulkRequest, Experiment, Role, View } from "./types";
 
 export type ExperimentAction = "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive";
 
 /** The master takes no more at once. */
 const IDS_PER_REQUEST = 1000;
 
+export type BulkWord = BulkRequest["action"];
+/** The project of `move`, and the labels of `label`. */
+export type BulkArguments = Pick<BulkRequest, "to" | "add_labels" | "remove_labels">;
+
 /** Carry one action out on several experiments, and return what did not work. */
 export async function actOnAll(
-  action: ExperimentAction | "delete",
+  action: BulkWord,
   ids: readonly number[],
+  given: BulkArguments = {},
 ): Promise<string[]> {
   const failures: string[] = [];
   for (let from = 0; from < ids.length; from += IDS_PER_REQUEST) {
     const part = ids.slice(from, from + IDS_PER_REQUEST);
     const results = await unwrap(
-      api.POST("/api/v1/bulk-actions", { body: { action, experiment_ids: part } }),
+      api.POST("/api/v1/bulk-actions", { body: { action, experiment_ids: part, ...given } }),
     );
     for (const { experiment_id: id, error } of results)
       if (error) failures.push(`Experiment ${id}: ${error}`);

@@ -3,6 +3,7 @@
 import { infiniteQueryOptions, keepPreviousData, queryOptions } from "@tanstack/react-query";
 
 import { api, fetchText, unwrap } from "./client";
+import type { BulkArguments, BulkWord } from "./actions";
 import { JoinedRequests } from "./joined";
 import { keys } from "./keys";
 import { noteAnswer } from "./session";
@@ -34,6 +35,11 @@ export const usersQuery = queryOptions({
   queryFn: () => unwrap(api.GET("/api/v1/users")),
 });
 
+export const projectsQuery = queryOptions({
+  queryKey: keys.projects(),
+  queryFn: () => unwrap(api.GET("/api/v1/projects")),
+});
+
 export const linkQuery = (link: string) =>
   queryOptions({
     queryKey: keys.link(link),
@@ -63,6 +69,33 @@ export interface ExperimentFilter {
   limit?: number;
 }
 
+function asParameters(filter: ExperimentFilter) {
+  return {
+    state: filter.states,
+    query: filter.query,
+    archived: filter.isArchived ? ("only" as const) : ("no" as const),
+    owner: filter.owner,
+    where: filter.conditions?.map((one) => JSON.stringify(one)),
+  };
+}
+
+/** What an action would do to all experiments that the filters of the list find. */
+export const bulkPreviewQuery = (
+  action: BulkWord,
+  filter: ExperimentFilter,
+  { to, add_labels, remove_labels }: BulkArguments,
+) => {
+  const asked = { action, to, add_label: add_labels, remove_label: remove_labels };
+  const query = { ...asParameters(filter), ...asked };
+  return queryOptions({
+    queryKey: keys.bulkPreview(query),
+    queryFn: () => unwrap(api.GET("/api/v1/bulk-preview", { params: { query } })),
+    // Experiments end meanwhile.
+    staleTime: 0,
+    gcTime: 0,
+  });
+};
+
 export const experimentsQuery = (filter: ExperimentFilter) =>
   infiniteQueryOptions({
     queryKey: keys.experimentList(filter),
@@ -72,14 +105,10 @@ export const experimentsQuery = (filter: ExperimentFilter) =>
         api.GET("/api/v1/experiments", {
           params: {
             query: {
+              ...asParameters(filter),
               limit: filter.limit ?? PAGE,
               cursor: pageParam,
-              state: filter.states,
-              query: filter.query,
-              archived: filter.isArchived ? "only" : "no",
-              owner: filter.owner,
               column: filter.columns,
-              where: filter.conditions?.map((one) => JSON.stringify(one)),
               sort_by: filter.sortBy,
               order: filter.order,
               brief: true,

@@ -49,3 +49,6 @@ export type View = Schemas["View"];
 export type Pool = Schemas["Pool"];
 export type User = Schemas["User"];
 export type Role = Schemas["Role"];
+export type Project = Schemas["Project"];
+export type BulkPreview = Schemas["BulkPreview"];
+export type BulkRequest = Schemas["BulkAction"];

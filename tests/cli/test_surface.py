@@ -60,6 +60,7 @@ COMMANDS = {
     "job": ["list", "move"],
     "login": [],
     "mcp": [],
+    "model": ["alias", "delete", "describe", "download", "list", "register"],
     "notify": ["list", "test"],
     "pool": ["list", "reset", "set"],
     "preview-search": [],

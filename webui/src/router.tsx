@@ -33,6 +33,7 @@ import {
   newExperimentSearch,
   signInSearch,
   trialsSearch,
+  usageSearch,
 } from "./lib/search";
 
 const LOAD_ALL_AFTER_MS = 300;
@@ -203,6 +204,19 @@ const users = createRoute({
   component: lazyPage(() => import("./pages/Users"), "Users"),
 });
 
+const usage = createRoute({
+  getParentRoute: () => root,
+  path: "/usage",
+  validateSearch: usageSearch,
+  component: lazyPage(() => import("./pages/Usage"), "Usage"),
+});
+
+const quotas = createRoute({
+  getParentRoute: () => root,
+  path: "/quotas",
+  component: lazyPage(() => import("./pages/Quotas"), "Quotas"),
+});
+
 // The code of all pages is loaded in this order: what is large comes last.
 const newExperiment = createRoute({
   getParentRoute: () => root,
@@ -260,6 +274,8 @@ const routeTree = root.addChildren([
   compare,
   cluster,
   users,
+  usage,
+  quotas,
 ]);
 
 /** Read the runs of a comparison, and at once the names of their metrics. */

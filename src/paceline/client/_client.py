@@ -22,6 +22,7 @@ from paceline.client._http_session import (
     checked_key,
     home_directory,
 )
+from paceline.client._model_registry import RegistryClient
 
 if TYPE_CHECKING:
     from paceline.config._experiment_config import ExperimentConfig
@@ -212,7 +213,7 @@ class ClusterClient:
         self._session.send("POST", path, content=body)
 
 
-class Client(ClusterClient, BulkClient):
+class Client(ClusterClient, BulkClient, RegistryClient):
     """Connection to a master.
 
     Args:
@@ -628,12 +629,6 @@ class Client(ClusterClient, BulkClient):
         """Return a trial by its number, with its summary and attempts."""
 
         return Trial(self._session, self._session.get(f"trials/{trial_id}", models.Trial))
-
-    def get_checkpoint(self, uuid: str) -> Checkpoint:
-        """Return a checkpoint by its UUID."""
-
-        data = self._session.get(f"checkpoints/{uuid}", models.Checkpoint)
-        return Checkpoint(self._session, data)
 
     def find_checkpoints(self, prefix: str, *, limit: int = 20) -> list[Checkpoint]:
         """Return the checkpoints whose UUIDs begin with a text of at least 4 characters."""

@@ -176,3 +176,26 @@ def test_files_of_a_deletion_that_was_cut_go_at_the_next_start(
         left = select(tables.documents.c.name).where(tables.documents.c.kind == "deletion")
         assert connection.execute(left).all() == []
     ended.core.file_removal.finish()
+
+
+def test_retention_keeps_the_checkpoints_of_registered_models(master: Any) -> None:
+    """The oldest one, which the policy would delete, is the source of a version."""
+    root = master.home.path / "checkpoints"
+    kept = {"save_trial_latest": 1, "save_trial_best": 0, "save_experiment_best": 0}
+    master.create(checkpoint_storage=storage_of(root) | kept)
+    master.schedule()
+    for uuid, steps in (("one", 1), ("two", 2), ("three", 3)):
+        store(master, root, uuid, steps)
+    registry = f"http://127.0.0.1:{master.port}/api/2.0/mlflow"
+    made = {"name": "net", "source": "checkpoint:/one"}
+    for path in ("registered-models/create", "model-versions/create"):
+        assert master.http.post(f"{registry}/{path}", json=made).status_code == 200
+    master.http.post("/experiments/1/kill")
+    for attempt_id in (1, 2):
+        master.attempt(
+            attempt_id, "end", reason="killed", code=None, signal=9, time=1.0, detail=None
+        )
+    master.core.retention.make_pass()
+    listed = master.http.get("/experiments/1/checkpoints").json()["items"]
+    states = {one["uuid"]: one["state"] for one in listed}
+    assert states == {"one": "COMPLETED", "two": "DELETED", "three": "COMPLETED"}

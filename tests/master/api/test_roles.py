@@ -358,6 +358,18 @@ def test_a_preview_of_an_action_tells_what_the_role_forbids(lab: Any) -> None:
             assert one["num_matching"] > 0
 
 
+def test_a_checkpoint_becomes_a_model_only_for_who_sees_it(lab: Any) -> None:
+    """By the routes of MLflow's clients, which the registry has."""
+    base = f"http://127.0.0.1:{lab.port}/api/2.0/mlflow"
+    for role, status in (("stranger", (403, 404)), ("editor", (200,))):
+        made = {"name": f"model of {role}", "source": f"checkpoint:/{UUID}"}
+        client = lab.clients[role]
+        client.post(f"{base}/registered-models/create", json=made)
+        reply = client.post(f"{base}/model-versions/create", json=made)
+        assert reply.status_code in status, f"{role} gets {reply.text}"
+        client.request("DELETE", f"{base}/registered-models/delete", json=made)
+
+
 def test_the_audit_log_says_who_did_what_to_which_object(lab: Any) -> None:
     body = {"action": "archive", "experiment_ids": [1, 77]}
     lab.clients["editor"].post("/bulk-actions", json=body)

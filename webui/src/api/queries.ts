@@ -11,7 +11,7 @@ import type { Condition } from "../lib/conditions";
 import type { CompareSearch } from "../lib/search";
 import { GOING_STATES, TERMINAL_STATES } from "../lib/states";
 import type { components } from "./schema";
-import type { ExperimentState, TrialState } from "./types";
+import type { ExperimentState, TrialState, UsageKey } from "./types";
 
 const PAGE = 200;
 
@@ -39,6 +39,20 @@ export const projectsQuery = queryOptions({
   queryKey: keys.projects(),
   queryFn: () => unwrap(api.GET("/api/v1/projects")),
 });
+
+export const quotasQuery = queryOptions({
+  queryKey: keys.quotas(),
+  queryFn: () => unwrap(api.GET("/api/v1/quotas")),
+});
+
+/** The slot hours of some months, with a row for each of what is named. */
+export const usageQuery = (since: string, until: string, by: readonly UsageKey[]) =>
+  queryOptions({
+    queryKey: keys.usage(since, until, by),
+    queryFn: () =>
+      unwrap(api.GET("/api/v1/usage", { params: { query: { since, until, by: [...by] } } })),
+    placeholderData: keepPreviousData,
+  });
 
 export const linkQuery = (link: string) =>
   queryOptions({

@@ -172,9 +172,7 @@ function Preview({ shown }: { shown: BulkPreview }): ReactNode {
         </Text>
       )}
       {shown.num_unchanged > 0 && (
-        <Text size="sm">
-          {plural(shown.num_unchanged, "experiment")} already as wanted.
-        </Text>
+        <Text size="sm">{plural(shown.num_unchanged, "experiment")} already as wanted.</Text>
       )}
       {shown.refused.map(({ reason, number, experiment_ids: ids }) => (
         <Text size="sm" key={reason}>

@@ -132,13 +132,17 @@ export function Frame() {
 }
 
 const USERS = { to: "/users", label: "Users", Icon: IconUsers } as const;
+const USAGE = { to: "/usage", label: "Usage", Icon: IconUsers } as const;
 
 function Navigation({ className, label }: { className: string | undefined; label: string }) {
   const session = useQuery(sessionQuery).data;
-  const pages = session?.is_shared && session.scope === "admin" ? [...PAGES, USERS] : PAGES;
+  const lab = session?.scope === "admin" ? USERS : USAGE;
+  const pages = session?.is_shared ? [...PAGES, lab] : PAGES;
   const path = useRouterState({ select: (state) => state.location.pathname });
   // Trials belong to experiments.
-  const isWithin = (to: string) => to === "/experiments" && /^\/(trials\/|new$)/.test(path);
+  const isWithin = (to: string) =>
+    (to === "/experiments" && /^\/(trials\/|new$)/.test(path)) ||
+    (to === lab.to && /^\/(users|usage|quotas)$/.test(path));
   return (
     <nav aria-label={label} className={className}>
       {pages.map(({ to, label: name, Icon }) => (

@@ -75,6 +75,21 @@ export const experimentsSearch = (raw: Raw) =>
     all: flag(raw, "all"),
   });
 
+export const USAGE_KEYS = ["month", "user", "project", "pool"] as const;
+const MONTH = /^20\d\d-(0[1-9]|1[0-2])$/;
+
+function month(raw: Raw, name: string): string | undefined {
+  const value = text(raw, name);
+  return value !== undefined && MONTH.test(value) ? value : undefined;
+}
+
+export const usageSearch = (raw: Raw) =>
+  optional({
+    since: month(raw, "since"),
+    until: month(raw, "until"),
+    by: texts(raw, "by")?.flatMap((key) => USAGE_KEYS.filter((known) => known === key)),
+  });
+
 export const newExperimentSearch = (raw: Raw) =>
   optional({
     fork: number(raw, "fork"),

@@ -602,6 +602,33 @@ class BulkResult(Message):
     error: str | None = None
 
 
+class ModelVersion(Message):
+    """Version of a registered model; `source` is what was registered, `location` where it lies.
+
+    A checkpoint is `checkpoint:/UUID`.
+    """
+
+    version: int
+    source: str
+    location: str
+    notes: str
+    aliases: list[str]
+    owner: str
+    run_id: str | None
+    created_at: float
+
+
+class RegisteredModel(Message):
+    """Name for models, with its versions, the newest first; lists leave them out."""
+
+    name: str
+    notes: str
+    aliases: dict[str, int]
+    newest_version: int | None
+    changed_at: float
+    versions: list[ModelVersion]
+
+
 class ColumnNames(Message):
     """Metrics and hyperparameters available as columns of the experiment list."""
 

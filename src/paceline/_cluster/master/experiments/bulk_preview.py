@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row, Select, Text, select, type_coerce
 
+from paceline._cluster.master.experiments.checkpoints import registered_checkpoints
 from paceline._cluster.master.experiments.deletions import checkpoint_users, obstacle_to_deletion
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import PROJECT_NAME
@@ -114,7 +115,7 @@ def preview_checkpoints(
     )
     rows = connection.execute(query).all()
     kept = _kept_checkpoints(rows, keep_best, keep_latest)
-    used = _checkpoints_in_use(connection)
+    used, registered = _checkpoints_in_use(connection), registered_checkpoints(connection)
     found: list[Row[Any]] = []
     refused: dict[str, list[int]] = {}
     for row in rows:
@@ -125,6 +126,8 @@ def preview_checkpoints(
             reason = reason or "its trial has not ended"
         elif row.uuid in used:
             reason = reason or "a trial starts from it"
+        elif row.uuid in registered:
+            reason = reason or "a registered model has it"
         if reason is not None:
             refused.setdefault(reason, []).append(row.experiment_id)
         elif row.uuid not in kept:
@@ -192,12 +195,14 @@ def _judge_of(
     return lambda row: _judge_archive(row, wanted=action == "archive")
 
 
-def _told_obstacle(row: Row[Any], users: dict[int, int]) -> str | None:
+def _told_obstacle(row: Row[Any], users: dict[int, str]) -> str | None:
     if obstacle_to_deletion(row, users) is None:
         return None
     if not ExperimentState(row.state).is_terminal:
         return "it must have ended"
     if row.id in users:
+        if not users[row.id].startswith("trial"):
+            return "a registered model has one of its checkpoints"
         return "a trial of another experiment starts from one of its checkpoints"
     return "the directory of its run is not the master's to delete"
 

@@ -14,6 +14,7 @@ from paceline._cluster.master.experiments.checkpoints import (
     CheckpointPlace,
     checkpoint_places,
     delete_files,
+    registered_checkpoints,
 )
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
@@ -26,7 +27,9 @@ from paceline._cluster.master.store.row_ids_and_counts import (
     POINTS,
     TRIALS,
     checkpoint_sizes,
+    ids_parameter,
     keep_ids,
+    many_ids,
     numbers_of,
 )
 from paceline._cluster.master.store.trial_logs import LogStore
@@ -160,7 +163,7 @@ def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> 
     drop_unused_environments(connection, environments)
 
 
-def obstacle_to_deletion(row: Row[Any], users: Mapping[int, int]) -> str | None:
+def obstacle_to_deletion(row: Row[Any], users: Mapping[int, str]) -> str | None:
     """Return why an experiment must not be deleted, None if it may be.
 
     Args:
@@ -178,15 +181,12 @@ def obstacle_to_deletion(row: Row[Any], users: Mapping[int, int]) -> str | None:
             " master's to delete. Hint: remove that directory first, or archive the experiment."
         )
     if row.id in users:
-        return (
-            f"Experiment {row.id} must not be deleted while trial {users[row.id]} starts from one"
-            " of its checkpoints. Hint: kill that trial first, or wait for its end."
-        )
+        return f"Experiment {row.id} must not be deleted while {users[row.id]}"
     return None
 
 
-def checkpoint_users(connection: Connection) -> dict[int, int]:
-    """Return live trials that start from a checkpoint of another experiment, by that experiment."""
+def checkpoint_users(connection: Connection) -> dict[int, str]:
+    """Return what needs a checkpoint of an experiment from outside, with a hint, by experiment."""
     checkpoints, trials, attempts = tables.checkpoints.c, tables.trials.c, tables.attempts.c
     started = select(checkpoints.experiment_id, trials.id).where(
         trials.source_checkpoint == checkpoints.uuid,
@@ -200,7 +200,21 @@ def checkpoint_users(connection: Connection) -> dict[int, int]:
         trials.state.in_(LIVE_TRIALS),
         trials.experiment_id != checkpoints.experiment_id,
     )
-    return {row[0]: row[1] for row in connection.execute(started.union(resumed))}
+    models = registered_checkpoints(connection)
+    owners = select(checkpoints.uuid, checkpoints.experiment_id).where(
+        checkpoints.uuid.in_(many_ids())
+    )
+    found = {
+        row.experiment_id: f"the model {models[row.uuid]} has one of its checkpoints. Hint: delete"
+        " that version first, by `paceline model delete`."
+        for row in connection.execute(owners, ids_parameter(models))
+    }
+    for experiment_id, trial_id in connection.execute(started.union(resumed)):
+        found[experiment_id] = (
+            f"trial {trial_id} starts from one of its checkpoints. Hint: kill that trial first, or"
+            " wait for its end."
+        )
+    return found
 
 
 def _checkpoints_to_delete(connection: Connection, row: Row[Any]) -> list[Row[Any]]:

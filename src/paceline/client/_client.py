@@ -279,8 +279,8 @@ class Client(ClusterClient, BulkClient, RegistryClient):
     def sign_in_link(self, *, user: str | None = None) -> str:
         """Return a link to sign a browser in as a user, by default this client's, usable once."""
 
-        query = "" if user is None else f"?user={quote(user, safe='')}"
-        return self._session.call("POST", f"sign-in-links{query}", models.SignInLink).url
+        params = {"user": user}
+        return self._session.call("POST", "sign-in-links", models.SignInLink, params=params).url
 
     def add_user(
         self,

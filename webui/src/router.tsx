@@ -204,6 +204,18 @@ const users = createRoute({
   component: lazyPage(() => import("./pages/Users"), "Users"),
 });
 
+const models = createRoute({
+  getParentRoute: () => root,
+  path: "/models",
+  component: lazyPage(() => import("./pages/Models"), "Models"),
+});
+
+const model = createRoute({
+  getParentRoute: () => root,
+  path: "/models/$name",
+  component: lazyPage(() => import("./pages/Models"), "ModelPage"),
+});
+
 const usage = createRoute({
   getParentRoute: () => root,
   path: "/usage",
@@ -273,6 +285,8 @@ const routeTree = root.addChildren([
   ]),
   compare,
   cluster,
+  models,
+  model,
   users,
   usage,
   quotas,

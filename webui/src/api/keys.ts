@@ -54,5 +54,9 @@ export const keys = {
     ["media-file", trialId, path, digest] as const,
   nodes: () => ["nodes"] as const,
   pools: () => ["pools"] as const,
+  checkpoint: (uuid: string) => ["checkpoint", uuid] as const,
+  models: () => ["models"] as const,
+  model: (name: string) => ["model", name] as const,
+  modelFiles: (name: string, version: string) => ["model", name, "files", version] as const,
   loss: (experimentId: number) => ["loss", experimentId] as const,
 };

@@ -507,6 +507,12 @@ export const queuedQuery = (trialId: number) =>
     },
   });
 
+export const checkpointQuery = (uuid: string) =>
+  queryOptions({
+    queryKey: keys.checkpoint(uuid),
+    queryFn: () => unwrap(api.GET("/api/v1/checkpoints/{uuid}", { params: { path: { uuid } } })),
+  });
+
 export const nodesQuery = queryOptions({
   queryKey: keys.nodes(),
   queryFn: () => unwrap(api.GET("/api/v1/nodes", { params: { query: { include_local: true } } })),

@@ -215,6 +215,7 @@ function ProjectField({ onChange }: { onChange: (project: string | undefined) =>
       label="Project"
       data={names ?? []}
       onChange={(name) => onChange(name ?? undefined)}
+      openOnFocus={false}
       data-autofocus
     />
   );

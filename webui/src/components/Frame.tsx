@@ -5,6 +5,7 @@ import { useMantineColorScheme } from "@mantine/core";
 import { useHotkeys } from "@mantine/hooks";
 import {
   IconBook,
+  IconBox,
   IconChartDots3,
   IconDeviceDesktop,
   IconFlask,
@@ -37,6 +38,7 @@ const PAGES = [
   { to: "/", label: "Home", Icon: IconHome },
   { to: "/experiments", label: "Experiments", Icon: IconFlask },
   { to: "/compare", label: "Compare", Icon: IconChartDots3 },
+  { to: "/models", label: "Models", Icon: IconBox },
   { to: "/cluster", label: "Cluster", Icon: IconServer2 },
 ] as const;
 

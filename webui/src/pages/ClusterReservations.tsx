@@ -148,6 +148,7 @@ function ReserveDialog({ nodes, onDone, onClose }: DialogProps) {
             data={[...nodes]}
             value={node}
             onChange={setNode}
+            openOnFocus={false}
             data-autofocus
           />
           <Select

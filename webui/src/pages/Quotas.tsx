@@ -208,6 +208,7 @@ function QuotaDialog({ before, known, onSaved, onClose }: QuotaDialogProps) {
               data={choices}
               value={owner}
               onChange={setOwner}
+              openOnFocus={false}
               data-autofocus
             />
           )}

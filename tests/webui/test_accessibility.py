@@ -35,7 +35,9 @@ EXPERIMENT_TABS = [
     "/hyperparameters?view=heat", "/search", "/checkpoints", "/code", "/lineage", "/notes",
     "/logs",
 ]  # fmt: skip
-TRIAL_TABS = ["", "/media", "/checkpoints", "/hyperparameters", "/profiler", "/attempts", "/logs"]
+TRIAL_TABS = [
+    "", "/media", "/checkpoints", "/hyperparameters", "/profiler", "/attempts", "/lineage", "/logs",
+]  # fmt: skip
 
 
 # Not for the module: its tests need not run one after the other.

@@ -126,6 +126,27 @@ def test_two_administrators_who_change_one_quota_do_not_overwrite_each_other(
     expect(page.get_by_text("No quotas")).to_be_visible()
 
 
+def test_a_session_that_ends_while_a_dialog_is_open_loses_nothing(lab: Any, open_as: Any) -> None:
+    """The sign-in comes over the dialog, which goes on with what was typed."""
+    lab.client.set_password("correct horse")
+    page = open_as("admin", "/quotas")
+    page.get_by_role("button", name="Set a quota").click()
+    dialog = page.get_by_role("dialog", name="Set a quota")
+    dialog.get_by_role("combobox", name="Of").click()
+    page.get_by_role("option", name="user ann").click()
+    dialog.get_by_role("textbox", name="Slots at once").fill("6")
+    # Setting a password ends all sign-ins.
+    lab.client.set_password("correct horse")
+    again = page.get_by_role("dialog", name="Sign in again")
+    again.get_by_label("Password", exact=True).fill("correct horse")
+    again.get_by_role("button", name="Sign in").click()
+    expect(again).to_be_hidden()
+    expect(dialog.get_by_role("textbox", name="Slots at once")).to_have_value("6")
+    dialog.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("cell", name="user ann", exact=True)).to_be_visible()
+    lab.client.delete_quota(user="ann", revision=1)
+
+
 def test_a_node_is_reserved_and_released_by_keyboard_alone(lab: Any, open_as: Any) -> None:
     """Others see the reservation; administrators make and end it."""
     page = open_as("admin", "/cluster")

@@ -176,6 +176,12 @@ const trialAttempts = createRoute({
   component: lazyPage(() => import("./pages/trial/Attempts"), "Attempts"),
 });
 
+const trialLineage = createRoute({
+  getParentRoute: () => trial,
+  path: "/lineage",
+  component: lazyPage(() => import("./pages/experiment/Lineage"), "TrialLineage"),
+});
+
 const trialLogs = createRoute({
   getParentRoute: () => trial,
   path: "/logs",
@@ -281,6 +287,7 @@ const routeTree = root.addChildren([
     trialMedia,
     trialProfiler,
     trialAttempts,
+    trialLineage,
     trialLogs,
   ]),
   compare,

@@ -14,7 +14,7 @@ import { Ago } from "./Ago";
 import { Confirm } from "./Confirm";
 import { type Column, DataTable } from "./DataTable";
 import { CopyText } from "./Feedback";
-import { LinkText } from "./links";
+import { LinkButton, LinkText } from "./links";
 import { Scroll } from "./Scroll";
 import { StateBadge } from "./StateBadge";
 
@@ -235,6 +235,13 @@ function Details({ checkpoint, onClose, onDelete, onName }: DetailsProps) {
       </pre>
       {isThere && (
         <Group justify="flex-end">
+          <LinkButton
+            to="/new"
+            search={{ trial: checkpoint.trial_id, checkpoint: checkpoint.uuid } as never}
+            variant="default"
+          >
+            Fork from here
+          </LinkButton>
           <Button variant="default" onClick={onName}>
             Register as a model
           </Button>

@@ -122,6 +122,8 @@ export function Frame() {
         onClose={() => undefined}
         withCloseButton={false}
         title="Sign in again"
+        // Above a dialog that is open.
+        zIndex={400}
         centered
       >
         <Text size="sm" mb="md">

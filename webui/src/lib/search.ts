@@ -65,6 +65,7 @@ export const signInSearch = (raw: Raw) =>
 
 export const experimentsSearch = (raw: Raw) =>
   optional({
+    selected: numbers(raw, "selected"),
     q: text(raw, "q"),
     state: oneOf(raw, "state", EXPERIMENT_STATES),
     sort: text(raw, "sort"),
@@ -94,6 +95,7 @@ export const newExperimentSearch = (raw: Raw) =>
   optional({
     fork: number(raw, "fork"),
     trial: number(raw, "trial"),
+    checkpoint: text(raw, "checkpoint"),
   });
 
 export const trialsSearch = (raw: Raw) =>

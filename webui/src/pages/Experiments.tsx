@@ -23,6 +23,7 @@ import { shownExperimentState, shownMetric, shownProgress } from "../lib/states"
 import { useTitle } from "../lib/title";
 import { ColumnChoice, columnTitle, ConditionChoice } from "./ExperimentColumns";
 
+const MOST_IN_ADDRESS = 100;
 const NONE: readonly Experiment[] = [];
 const NO_COLUMNS: readonly string[] = [];
 const NO_CONDITIONS: readonly Condition[] = [];
@@ -31,7 +32,12 @@ export function Experiments() {
   useTitle("Experiments");
   const search = useSearch({ from: "/experiments" });
   const change = useSearchChange();
-  const [selected, setSelected] = useState(new Set<string>());
+  // More than an address takes are kept here alone.
+  const [many, setMany] = useState<ReadonlySet<string> | null>(null);
+  const selected = useMemo(
+    () => new Set(many ?? search.selected?.map(String)),
+    [many, search.selected],
+  );
   const extra = search.columns ?? NO_COLUMNS;
   const session = useQuery(sessionQuery);
   const isShared = session.data?.is_shared === true;
@@ -62,7 +68,9 @@ export function Experiments() {
   const columns = useMemo(() => columnsFor(extra, isShared), [extra, isShared]);
   const isAllLoadedSelected = rows.length > 0 && selected.size >= rows.length;
   const select = (rows: Set<string>) => {
-    setSelected(rows);
+    const isLong = rows.size > MOST_IN_ADDRESS;
+    setMany(isLong ? rows : null);
+    change({ selected: rows.size > 0 && !isLong ? [...rows].map(Number) : undefined });
     setIsAllMatching(false);
   };
   const numSelected = isAllMatching ? total : selected.size;

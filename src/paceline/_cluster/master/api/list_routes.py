@@ -322,14 +322,14 @@ QueryText = Annotated[
 class Filters:
     """Filters of an experiment list, as they are asked for."""
 
-    states: list[ExperimentState]
-    search: str | None
-    labels: list[str]
-    archived: Literal["no", "only", "all"]
-    owner: str | None
-    project: str | None
-    where: list[str]
-    query: str | None
+    states: Sequence[ExperimentState] = ()
+    search: str | None = None
+    labels: Sequence[str] = ()
+    archived: Literal["no", "only", "all"] = "no"
+    owner: str | None = None
+    project: str | None = None
+    where: Sequence[str] = ()
+    query: str | None = None
 
 
 # A coroutine: FastAPI gives plain functions a thread, which takes longer than this.

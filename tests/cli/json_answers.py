@@ -12,13 +12,18 @@ from paceline._cluster.master.upkeep.home_file_checks import Finding
 from paceline._cluster.master.upkeep.home_restore import RestoredToken
 from paceline._cluster.messages.experiment_models import (
     AttemptEnvironment,
+    BulkPreview,
+    BulkResult,
     Checkpoint,
+    CheckpointPreview,
     CodeDiff,
     Experiment,
     LogLine,
     MetricRow,
+    ModelVersion,
     Number,
     Proposal,
+    RegisteredModel,
     Relative,
     Trial,
     TrialTime,
@@ -119,6 +124,20 @@ FORK = record("ForkDryRun", config=dict[str, Any])
 DRY = record("CreateDryRun", config=dict[str, Any], num_trials=int, num_files=int, num_bytes=int)
 FINDING = record("MachineFinding", name=str, detail=str, level=str, hint=str)
 COLUMN = {"name": str, "state": str, "settings": dict[str, Any], "metrics": dict[str, Any]}
+BULK: Any = TypedDict(  # type: ignore[operator]
+    "ManyChanged",
+    {
+        "action": str, "is_dry_run": bool, "failed": list[BulkResult],
+        **{name: field.annotation for name, field in BulkPreview.model_fields.items()},
+    },
+)  # fmt: skip
+CLEANED: Any = TypedDict(  # type: ignore[operator]
+    "CheckpointsDeleted",
+    {
+        "is_dry_run": bool, "failed": list[record("CheckpointLeft", uuid=str, error=str)],
+        **{name: field.annotation for name, field in CheckpointPreview.model_fields.items()},
+    },
+)  # fmt: skip
 COMPARED_RUN = record("ComparedRun", **COLUMN)
 COMPARED = record("ComparedExperiment", **COLUMN, best_trial=int | None, best_metric=Number | None)
 PRUNED = record("PrunedRun", path=str, state=str, last_active=float, num_bytes=int, is_deleted=bool)
@@ -197,16 +216,18 @@ COMMANDS: dict[str, Any] = {
     "experiment wait": ExperimentResult,
     **{
         f"experiment {name}": Experiment
+        for name in ("note", "rename", "set", "set-max-slots", "set-priority", "set-weight")
+    },
+    **{
+        f"experiment {name}": Experiment | BULK
         for name in (
-            "activate", "archive", "cancel", "kill", "label", "note", "pause", "rename", "set",
-            "set-max-slots", "set-priority",
-            "set-weight", "unarchive",
+            "activate", "archive", "cancel", "kill", "label", "move", "pause", "unarchive",
         )
     },
     "experiment delete": record(
         "DeletedExperiment", experiment_id=int, is_deleted=bool, num_trials=int,
         num_checkpoints=int, checkpoint_bytes=int, num_metric_points=int, obstacle=str | None,
-    ),
+    ) | BULK,
     "experiment download": record("DownloadedCode", path=str, num_files=int),
     "experiment compare": list[COMPARED],
     "experiment list": list[Experiment],
@@ -226,7 +247,13 @@ COMMANDS: dict[str, Any] = {
     "checkpoint download": PATH,
     "checkpoint list": list[Checkpoint],
     "checkpoint describe": Checkpoint,
-    "checkpoint delete": list[Checkpoint],
+    "model list": list[RegisteredModel],
+    "model describe": RegisteredModel,
+    "model register": ModelVersion,
+    "model alias": RegisteredModel,
+    "model download": PATH,
+    "model delete": record("DeletedModel", name=str, version=int | None),
+    "checkpoint delete": list[Checkpoint] | CLEANED,
     "slot list": list[Slot],
     "slot drain": Slot,
     "slot resume": Slot,

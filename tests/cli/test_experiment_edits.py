@@ -107,7 +107,9 @@ def test_checkpoints_are_found_by_the_beginning_of_their_uuids(
     for text in (uuid[:3], "zzzzzzzz", "%%%%", f"{uuid}0"):
         assert repr(text) in run("c", "describe", text, code=1).stderr.replace("\n", " ")
     tried = run("c", "delete", uuid[:8], "--dry-run").stdout
-    assert tried == f"Dry run: the files of {uuid} would be deleted. Nothing was deleted.\n"
+    size = f"{stored[0]['size']} B"
+    told = f"Dry run: the files of {uuid} ({size}) would be deleted. Nothing was deleted.\n"
+    assert tried == told
     told = run("c", "delete", uuid[:8], uuid, "--yes").stdout
     assert told == f"Deleted {uuid}.\n"
 

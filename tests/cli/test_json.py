@@ -120,6 +120,8 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("experiment set-weight", two, 2)["id"] == two
     assert run("experiment set", two, "--weight", 3)["id"] == two
     assert run("experiment label", two, "mine")["labels"] == ["mine"]
+    assert run("experiment move", two, "--to", "Default")["project"] == "Default"
+    assert run("experiment move", two, "--to", "Default", "--dry-run")["num_unchanged"] == 1
     assert run("experiment rename", two, "other")["name"] == "other"
     assert run("experiment note", two, "some")["notes"] == "some"
     assert [each["best_trial"] for each in run("experiment compare", one, one)] == [trial, trial]
@@ -136,6 +138,13 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("experiment archive", two)["is_archived"]
     assert not run("experiment unarchive", two)["is_archived"]
     assert run("experiment continue", one, "-f")["state"] == "COMPLETED"
+    uuid = run("experiment list-checkpoints", one)[0]["uuid"]
+    assert run("model register", "net", uuid)["version"] == 1
+    assert run("model alias", "net", "best", 1)["aliases"] == {"best": 1}
+    assert run("model describe", "net")["versions"][0]["aliases"] == ["best"]
+    assert [model["name"] for model in run("model list")] == ["net"]
+    assert run("model download", "net", "-o", code / "net")["path"] == str(code / "net")
+    assert run("model delete", "net", "--yes")["name"] == "net"
     for options, is_deleted in ((["--dry-run"], False), (["--yes"], True)):
         assert run("experiment delete", two, *options)["is_deleted"] is is_deleted
 

@@ -249,6 +249,16 @@ def test_the_printed_link_signs_a_browser_in(mastered: Any) -> None:
         assert browser.get("/api/v1/slots").status_code == 200
 
 
+def test_the_link_for_a_new_user_signs_in_that_user(mastered: Any) -> None:
+    """And not whoever made it."""
+    url = json.loads(mastered("user", "add", "carol", "--json").stdout)["sign_in_url"]
+    with httpx2.Client(follow_redirects=False) as browser:
+        assert browser.get(url).status_code == 303
+        session = browser.get(f"{url.partition('/api')[0]}/api/v1/session").json()
+    assert (session["owner"], session["scope"]) == ("carol", "user")
+    mastered("user", "remove", "carol")
+
+
 def test_a_single_experiment_is_followed_to_its_end(mastered: Any, code: Path) -> None:
     result = mastered("e", "create", code / "config.yaml", code, "-f")
     assert "Created experiment" in result.stdout

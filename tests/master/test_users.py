@@ -9,7 +9,7 @@ import httpx2
 import pytest
 from sqlalchemy import select
 
-from paceline._cluster.master.api.list_routes import list_experiments
+from paceline._cluster.master.api.list_routes import Filters, list_experiments
 from paceline._cluster.master.api.readers import _answer, _Records
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, DatabaseReader
@@ -323,7 +323,9 @@ def test_the_second_process_reads_within_the_reach(master: Any) -> None:
     records = _Records(DatabaseReader(master.core.database.path))
     try:
         for sees, total in ((frozenset(), 0), (frozenset({1}), 1), (None, 1)):
-            answer = _answer(records, list_experiments, {}, Reach("x", sees, sees))
+            answer = _answer(
+                records, list_experiments, {"filters": Filters()}, Reach("x", sees, sees)
+            )
             assert answer is not None
             assert json.loads(answer.body)["total"] == total
     finally:

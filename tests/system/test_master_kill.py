@@ -249,8 +249,9 @@ def test_every_fault_point_of_the_master_is_in_the_campaign() -> None:
     import paceline._cluster.master.server  # noqa: F401  # registers the points
 
     covered = {point.partition(":")[0] for point in POINTS}
-    # One has a test below, one is in `test_node_checkpoints.py`.
-    covered |= {"master.experiment.created", "master.checkpoint.moved_in"}
+    # Two have tests below, one is in `test_node_checkpoints.py`.
+    covered |= {"master.experiment.created", "master.deletion.committed"}
+    covered |= {"master.checkpoint.moved_in"}
     assert {p for p in faults.points() if p.startswith("master.")} == covered
 
 
@@ -264,3 +265,39 @@ def test_experiment_whose_creation_was_cut_short_does_not_exist(
     master.wait(60)
     master.start()
     assert master.client().list_experiments() == []
+
+
+def test_a_bulk_deletion_that_is_cut_leaves_experiments_whole_and_ends_later(
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+    wait_until: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    """Killed between the rows and the files of the second of three experiments."""
+    master = make_master(2).start(fault="master.deletion.committed:2")
+    client, context = master.client(), write_context(SCRIPT)
+    changes = {"searcher": {"name": "single", "metric": "loss", "max_length": 9}}
+    made = [
+        client.create_experiment({**config(tmp_path / "notes"), **changes}, context)
+        for _ in range(3)
+    ]
+    for one in made:
+        one.wait(0.2, 120)
+    uuids = {one.id: [c.uuid for c in one.checkpoints() if c.state.value != "DELETED"]
+             for one in made}  # fmt: skip
+    assert all(uuids.values()), f"{uuids} have checkpoints"
+    found = client.preview_action("delete", "name:killed")
+    assert found.experiment_ids == [3, 2, 1]
+    with pytest.raises(MasterUnreachableError):
+        list(client.act_on("delete", found.experiment_ids))
+    master.wait(60)
+    master.start()
+    client = master.client()
+    [left] = client.list_experiments()
+    assert (left.id, len(list(left.trials()[0].iter_metrics("validation")))) == (1, 9)
+    stored = master.home / "checkpoints"
+    wait_until(lambda: not any((stored / uuid).exists() for uuid in uuids[2] + uuids[3]))
+    assert all((stored / uuid).exists() for uuid in uuids[1])
+    again = client.preview_action("delete", "name:killed").experiment_ids
+    assert [one.error for one in client.act_on("delete", again)] == [None]
+    assert not any((stored / uuid).exists() for uuid in uuids[1])

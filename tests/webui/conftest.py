@@ -19,6 +19,8 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # It takes a third of the processor time, and shows no tab as hidden.
 _SHELL = "chromium-headless-shell"
 _PATIENCE_MS = 60_000
+AXE = Path(__file__).parents[2] / "webui/node_modules/axe-core/axe.min.js"
+WCAG = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 
 # Trains until a file `finish` appears beside it, so that a test decides how long it takes.
 STEADY = """
@@ -216,6 +218,30 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     assert errors == []
+
+
+@pytest.fixture
+def find_problems() -> Callable[..., list[str]]:
+    """Return a function that lets axe look at a page, with WCAG's rules and those asked for."""
+    if not AXE.is_file():
+        pytest.skip("NOT TESTED: axe-core is not installed. Hint: make ui")
+    source = AXE.read_text()
+
+    from playwright.sync_api import expect
+
+    def find(page: Any, *more: str) -> list[str]:
+        # While a page loads, there is little to find.
+        expect(page.locator("h1")).to_have_count(1)
+        expect(page.get_by_text("Loading")).to_have_count(0)
+        expect(page.get_by_role("alert", name="No connection")).to_have_count(0)
+        page.evaluate(source)
+        found = page.evaluate(
+            "rules => axe.run(document, {runOnly: rules}).then(found => found.violations)",
+            [*WCAG, *more],
+        )
+        return [f"{one['id']}: {node['html']}" for one in found for node in one["nodes"]]
+
+    return find
 
 
 @pytest.fixture

@@ -1,16 +1,12 @@
 """What axe finds on the pages: nothing."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
 
-AXE = Path(__file__).parents[2] / "webui/node_modules/axe-core/axe.min.js"
-WCAG = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 SEARCHED = """
 import paceline
 
@@ -39,7 +35,9 @@ EXPERIMENT_TABS = [
     "/hyperparameters?view=heat", "/search", "/checkpoints", "/code", "/lineage", "/notes",
     "/logs",
 ]  # fmt: skip
-TRIAL_TABS = ["", "/media", "/checkpoints", "/hyperparameters", "/profiler", "/attempts", "/logs"]
+TRIAL_TABS = [
+    "", "/media", "/checkpoints", "/hyperparameters", "/profiler", "/attempts", "/lineage", "/logs",
+]  # fmt: skip
 
 
 # Not for the module: its tests need not run one after the other.
@@ -58,28 +56,6 @@ def searched(master: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
     assert experiment.wait(0.1).value == "COMPLETED"
     return experiment
-
-
-@pytest.fixture
-def find_problems() -> Callable[..., list[str]]:
-    """Return a function that lets axe look at a page, with WCAG's rules and those asked for."""
-    if not AXE.is_file():
-        pytest.skip("NOT TESTED: axe-core is not installed. Hint: make ui")
-    source = AXE.read_text()
-
-    def find(page: Any, *more: str) -> list[str]:
-        # While a page loads, there is little to find.
-        expect(page.locator("h1")).to_have_count(1)
-        expect(page.get_by_text("Loading")).to_have_count(0)
-        expect(page.get_by_role("alert", name="No connection")).to_have_count(0)
-        page.evaluate(source)
-        found = page.evaluate(
-            "rules => axe.run(document, {runOnly: rules}).then(found => found.violations)",
-            [*WCAG, *more],
-        )
-        return [f"{one['id']}: {node['html']}" for one in found for node in one["nodes"]]
-
-    return find
 
 
 @pytest.mark.parametrize(

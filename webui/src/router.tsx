@@ -33,6 +33,7 @@ import {
   newExperimentSearch,
   signInSearch,
   trialsSearch,
+  usageSearch,
 } from "./lib/search";
 
 const LOAD_ALL_AFTER_MS = 300;
@@ -175,6 +176,12 @@ const trialAttempts = createRoute({
   component: lazyPage(() => import("./pages/trial/Attempts"), "Attempts"),
 });
 
+const trialLineage = createRoute({
+  getParentRoute: () => trial,
+  path: "/lineage",
+  component: lazyPage(() => import("./pages/experiment/Lineage"), "TrialLineage"),
+});
+
 const trialLogs = createRoute({
   getParentRoute: () => trial,
   path: "/logs",
@@ -201,6 +208,31 @@ const users = createRoute({
   getParentRoute: () => root,
   path: "/users",
   component: lazyPage(() => import("./pages/Users"), "Users"),
+});
+
+const models = createRoute({
+  getParentRoute: () => root,
+  path: "/models",
+  component: lazyPage(() => import("./pages/Models"), "Models"),
+});
+
+const model = createRoute({
+  getParentRoute: () => root,
+  path: "/models/$name",
+  component: lazyPage(() => import("./pages/Models"), "ModelPage"),
+});
+
+const usage = createRoute({
+  getParentRoute: () => root,
+  path: "/usage",
+  validateSearch: usageSearch,
+  component: lazyPage(() => import("./pages/Usage"), "Usage"),
+});
+
+const quotas = createRoute({
+  getParentRoute: () => root,
+  path: "/quotas",
+  component: lazyPage(() => import("./pages/Quotas"), "Quotas"),
 });
 
 // The code of all pages is loaded in this order: what is large comes last.
@@ -255,11 +287,16 @@ const routeTree = root.addChildren([
     trialMedia,
     trialProfiler,
     trialAttempts,
+    trialLineage,
     trialLogs,
   ]),
   compare,
   cluster,
+  models,
+  model,
   users,
+  usage,
+  quotas,
 ]);
 
 /** Read the runs of a comparison, and at once the names of their metrics. */

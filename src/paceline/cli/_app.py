@@ -29,6 +29,7 @@ from paceline.cli._import_commands import import_store
 from paceline.cli._init_command import init
 from paceline.cli._master_commands import down, status, up
 from paceline.cli._mcp_command import mcp
+from paceline.cli._model_commands import model_app
 from paceline.cli._notify_commands import notify_app
 from paceline.cli._options_and_errors import (
     CaFile,
@@ -200,6 +201,7 @@ for _name, _short, _group in (
     ("experiment", "e", experiment_app),
     ("trial", "t", trial_app),
     ("checkpoint", "c", checkpoint_app),
+    ("model", None, model_app),
     ("job", None, queue_app),
     ("slot", "s", slot_app),
     ("runner", None, runner_app),

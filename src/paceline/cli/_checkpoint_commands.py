@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from paceline.cli._bulk_commands import delete_checkpoints_of
 from paceline.cli._command_classes import CommandGroup
 from paceline.cli._completions import complete_checkpoint
 from paceline.cli._console_output import (
@@ -381,16 +382,21 @@ def _download_from_store(url: str, output: Path | None) -> Path:
     return target
 
 
+KeptNumber = Annotated[
+    int, typer.Option(min=0, max=10_000, metavar="N", help="With --query: of each trial, N stay.")
+]
+
+
 @checkpoint_app.command()
 def delete(
     uuids: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            help="UUIDs of the checkpoints or their beginnings.",
+            help="UUIDs of the checkpoints or their beginnings; none with --query.",
             metavar="UUID",
             autocompletion=complete_checkpoint,
         ),
-    ],
+    ] = None,
     glob: Annotated[
         list[str] | None,
         typer.Option(
@@ -399,13 +405,32 @@ def delete(
             metavar="PATTERN",
         ),
     ] = None,
+    query: Annotated[
+        str | None,
+        typer.Option(
+            "--query",
+            "--where",
+            metavar="QUERY",
+            help='Delete those of all trials that a query describes, such as "ended < -30d".',
+        ),
+    ] = None,
+    keep_best: KeptNumber = 0,
+    keep_latest: KeptNumber = 0,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Delete the files of checkpoints, or some of the files."""
-
+    if bool(uuids) == (query is not None) or (query is not None and glob):
+        raise CommandError("Either `UUID` or `--query` must be given, and `--glob` with `UUID`.")
+    if query is not None:
+        delete_checkpoints_of(
+            query, keep_best=keep_best, keep_latest=keep_latest, yes=yes, dry_run=dry_run
+        )
+        return
+    if keep_best or keep_latest:
+        raise CommandError("`--keep-best` and `--keep-latest` must come with `--query`.")
     with connect() as client:
-        named = [checkpoint_by_prefix(client, uuid) for uuid in uuids]
+        named = [checkpoint_by_prefix(client, uuid) for uuid in uuids or []]
         found = list({checkpoint.uuid: checkpoint for checkpoint in named}.values())
         for checkpoint in found:
             if checkpoint.state.value == "DELETED":
@@ -416,7 +441,8 @@ def delete(
         names = ", ".join(checkpoint.uuid for checkpoint in found)
         which = f"the files {', '.join(glob)}" if glob else "the files"
         if dry_run:
-            text = f"Dry run: {which} of {names} would be deleted. Nothing was deleted."
+            size = format_bytes(sum(checkpoint.data.size for checkpoint in found))
+            text = f"Dry run: {which} of {names} ({size}) would be deleted. Nothing was deleted."
             print_answer([checkpoint.data for checkpoint in found], text)
             return
         confirm(f"Delete {which} of {names}?", is_confirmed=yes)

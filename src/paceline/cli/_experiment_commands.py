@@ -9,6 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from paceline.cli._bulk_commands import (
+    activate,
+    archive,
+    cancel,
+    delete,
+    how_it_stands,
+    kill,
+    move,
+    pause,
+    unarchive,
+)
 from paceline.cli._checkpoint_commands import list_checkpoints
 from paceline.cli._command_classes import CommandGroup
 from paceline.cli._console_output import (
@@ -16,9 +27,7 @@ from paceline.cli._console_output import (
     Age,
     exit_code,
     experiment_word,
-    format_bytes,
     lost_records_text,
-    num_trials_text,
     print_agent_hint,
     print_answer,
     print_list,
@@ -52,7 +61,6 @@ from paceline.cli._options_and_errors import (
     Tail,
     Timestamps,
     age_in_seconds,
-    confirm,
     connect,
     nested_overrides,
 )
@@ -63,58 +71,11 @@ if TYPE_CHECKING:
     from paceline.client._experiment_and_trial import Experiment
 
 
-def archive(experiment: ExperimentId) -> None:
-    """Archive an ended experiment. Lists do not show archived experiments."""
-    text = f"Experiment {experiment} is in the archive."
-    _change(experiment, text, lambda found: found.archive())
-
-
 def _change(experiment: int, text: str, change: "Callable[[Experiment], Experiment]") -> None:
     """Change an experiment and print the changed experiment, or a text for people."""
 
     with connect() as client:
         print_answer(change(client.get_experiment(experiment)).data, text)
-
-
-def unarchive(experiment: ExperimentId) -> None:
-    """Move an experiment out of the archive."""
-    text = f"Experiment {experiment} is no longer in the archive."
-    _change(experiment, text, lambda found: found.unarchive())
-
-
-def delete(
-    experiment: ExperimentId,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Delete an ended experiment with all its data.
-
-    This deletes its metrics, logs and checkpoints.
-    """
-
-    with connect() as client:
-        found = client.get_experiment(experiment)
-        loss = found.loss()
-        if loss.obstacle is not None:
-            raise CommandError(loss.obstacle)
-        num_checkpoints, size = loss.num_checkpoints, format_bytes(loss.checkpoint_bytes)
-        print_note(
-            f"Deleting experiment {experiment} ({found.name}) takes away"
-            f" {num_trials_text(loss.num_trials)}, {loss.num_metric_points} metric values and"
-            f" {num_checkpoints} checkpoint{'s' * (num_checkpoints != 1)} ({size})."
-        )
-        if not dry_run:
-            confirm("Delete it?", is_confirmed=yes)
-        left_behind = [] if dry_run else found.delete()
-    if left_behind:
-        raise CommandError(
-            f"Experiment {experiment} is deleted, but these could not be removed:"
-            f" {', '.join(left_behind)}."
-        )
-    print_answer(
-        {"experiment_id": experiment, "is_deleted": not dry_run, **loss.model_dump()},
-        "Dry run: nothing was deleted." if dry_run else f"Experiment {experiment} is deleted.",
-    )
 
 
 def fork(
@@ -177,7 +138,7 @@ _NOT_ENDED = 124
 StateWord = Literal["QUEUED", "RUNNING", "PAUSED", "STOPPING", "COMPLETED", "CANCELED", "ERROR"]
 
 experiment_app.command()(create)
-for _other_command in (archive, unarchive, delete, fork, download):
+for _other_command in (archive, unarchive, delete, move, fork, download):
     experiment_app.command()(_other_command)
 
 
@@ -379,49 +340,8 @@ def _follow(experiment: "Experiment", client: "Client", **options: Any) -> None:
     raise typer.Exit(ExperimentFollower(experiment, client, FollowOptions(**options)).follow())
 
 
-def _command(experiment: int, verb: Literal["pause", "activate", "cancel", "kill"]) -> None:
-
-    with connect() as client:
-        data = getattr(client.get_experiment(experiment), verb)().data
-    print_answer(data, _how_it_stands(data))
-
-
-def _how_it_stands(data: "ExperimentData") -> str:
-    """Return the experiment's state as a sentence, with the outlook of its running trials."""
-
-    text = f"Experiment {data.id} is {experiment_word(data)}"
-    if not data.num_running or not (data.state.value == "PAUSED" or data.state.is_stopping):
-        return f"{text}."
-    is_one = data.num_running == 1
-    text += f"; {num_trials_text(data.num_running)} {'is' if is_one else 'are'} still running"
-    if data.state.value in ("STOPPING_KILLED", "STOPPING_ERROR"):
-        return f"{text} and will be ended."
-    seconds = float(data.config.get("preemption_timeout", 600.0))
-    return f"{text} and {'gets' if is_one else 'get'} up to {seconds:g} s to store a checkpoint."
-
-
-@experiment_app.command()
-def pause(experiment: ExperimentId) -> None:
-    """Pause an experiment. Its trials store checkpoints and end."""
-    _command(experiment, "pause")
-
-
-@experiment_app.command()
-def activate(experiment: ExperimentId) -> None:
-    """Continue a paused experiment."""
-    _command(experiment, "activate")
-
-
-@experiment_app.command()
-def cancel(experiment: ExperimentId) -> None:
-    """Cancel an experiment. Its trials store checkpoints and end."""
-    _command(experiment, "cancel")
-
-
-@experiment_app.command()
-def kill(experiment: ExperimentId) -> None:
-    """Kill an experiment at once, without checkpoints."""
-    _command(experiment, "kill")
+for _state_command in (pause, activate, cancel, kill):
+    experiment_app.command()(_state_command)
 
 
 @experiment_app.command()
@@ -494,7 +414,7 @@ def continue_experiment(
                 found, client, FollowOptions(all_logs=logs, is_from_now=True)
             )
         reopened = found.continue_(changes, limits=new_limits or None, key=key)
-        text = _how_it_stands(reopened.data)
+        text = how_it_stands(reopened.data)
         if follower is None:
             print_answer(experiment_result(client, found), text)
         else:

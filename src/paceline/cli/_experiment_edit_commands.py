@@ -1,13 +1,16 @@
 """Commands `paceline experiment set`, `label`, `rename` and `note`."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli._bulk_commands import Archived, ChangedQuery, Many, Yes, change_previewed
+from paceline.cli._completions import complete_experiment
 from paceline.cli._console_output import print_answer
 from paceline.cli._experiment_commands import experiment_app
 from paceline.cli._options_and_errors import (
     CommandError,
+    DryRun,
     ExperimentId,
     Limits,
     connect,
@@ -52,16 +55,35 @@ def set_fields(
 
 @experiment_app.command()
 def label(
-    experiment: ExperimentId,
+    experiment: Annotated[
+        str | None,
+        typer.Argument(
+            help="Number of the experiment; with --query the first label.",
+            metavar="ID",
+            autocompletion=complete_experiment,
+        ),
+    ] = None,
     labels: Annotated[
         list[str] | None, typer.Argument(help="Labels to add; none to show them.", metavar="LABEL")
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove these labels instead.")] = False,
+    query: ChangedQuery = None,
+    archived: Archived = False,
+    yes: Yes = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Show the labels of an experiment, or add or remove some."""
+    given = list(labels or [])
+    if query is not None:
+        _label_many([*filter(None, [experiment]), *given], remove, Many(
+            None, query, yes, dry_run, "only" if archived else "no"
+        ))  # fmt: skip
+        return
+    if experiment is None or not experiment.isdecimal():
+        raise CommandError(f"`ID` must be the number of an experiment, but got {experiment!r}.")
     with connect() as client:
-        found = client.get_experiment(experiment)
-        before, given = found.data.labels, labels or []
+        found = client.get_experiment(int(experiment))
+        before = found.data.labels
         if remove and (missing := [one for one in given or ["LABEL"] if one not in before]):
             raise CommandError(
                 f"`LABEL` must be one of the experiment's labels ({', '.join(before) or 'none'}),"
@@ -69,10 +91,20 @@ def label(
             )
         kept = [one for one in before if not remove or one not in given]
         after = kept if remove else list(dict.fromkeys([*before, *given]))
-        if after != before:
+        if after != before and not dry_run:
             found.edit(labels=after)
     told = f"has the labels {', '.join(after)}" if after else "has no labels"
-    _show_changed(found, told)
+    _show_changed(found, f"would have, by a dry run: {told}" if dry_run else told)
+
+
+def _label_many(labels: list[str], remove: bool, many: Many) -> None:
+    if not labels:
+        raise CommandError("`LABEL` must be given with `--query`.")
+    arguments: dict[str, Any] = {"remove_labels" if remove else "add_labels": labels}
+    with connect() as client:
+        query = str(many.query)
+        preview = client.preview_action("label", query, archived=many.archived, **arguments)
+        change_previewed(client, "label", preview, many, arguments)
 
 
 @experiment_app.command()

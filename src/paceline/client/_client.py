@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from paceline.client import _late_models as models
+from paceline.client._bulk_actions import BulkClient
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._experiment_and_trial import Experiment, Trial
 from paceline.client._experiment_lineage import upload_code
@@ -21,6 +22,7 @@ from paceline.client._http_session import (
     checked_key,
     home_directory,
 )
+from paceline.client._model_registry import RegistryClient
 
 if TYPE_CHECKING:
     from paceline.config._experiment_config import ExperimentConfig
@@ -213,7 +215,7 @@ class ClusterClient:
         self._session.send("POST", path, content=body)
 
 
-class Client(ClusterClient):
+class Client(ClusterClient, BulkClient, RegistryClient):
     """Connection to a master.
 
     Args:
@@ -279,8 +281,8 @@ class Client(ClusterClient):
     def sign_in_link(self, *, user: str | None = None) -> str:
         """Return a link to sign a browser in as a user, by default this client's, usable once."""
 
-        query = "" if user is None else f"?user={quote(user, safe='')}"
-        return self._session.call("POST", f"sign-in-links{query}", models.SignInLink).url
+        params = {"user": user}
+        return self._session.call("POST", "sign-in-links", models.SignInLink, params=params).url
 
     def add_user(
         self,
@@ -643,12 +645,6 @@ class Client(ClusterClient):
         """Return a trial by its number, with its summary and attempts."""
 
         return Trial(self._session, self._session.get(f"trials/{trial_id}", models.Trial))
-
-    def get_checkpoint(self, uuid: str) -> Checkpoint:
-        """Return a checkpoint by its UUID."""
-
-        data = self._session.get(f"checkpoints/{uuid}", models.Checkpoint)
-        return Checkpoint(self._session, data)
 
     def find_checkpoints(self, prefix: str, *, limit: int = 20) -> list[Checkpoint]:
         """Return the checkpoints whose UUIDs begin with a text of at least 4 characters."""

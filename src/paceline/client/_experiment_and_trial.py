@@ -445,6 +445,7 @@ class Experiment(Lineage, DataFrames):
         weight: float | None = None,
         max_slots: int | None = None,
         limits: Mapping[str, float | None] | None = None,
+        project: str | None = None,
     ) -> "Experiment":
         """Change several fields together, or none of them; None leaves a field as it is.
 
@@ -456,6 +457,7 @@ class Experiment(Lineage, DataFrames):
             weight: As `set_weight` takes it.
             max_slots: As `set_max_slots` takes it, but 0 removes the limit.
             limits: New limits of the search, by their names in `searcher.limits`; None removes one.
+            project: The project to move it into.
 
         Raises:
             ApiError: One of them is not possible.
@@ -468,6 +470,7 @@ class Experiment(Lineage, DataFrames):
             weight=weight,
             max_slots=max_slots,
             limits=None if limits is None else dict(limits),
+            project=project,
         )
 
     def fork(

@@ -31,6 +31,8 @@ ROUTES = [
     "GET    /api/v1/attempts/{attempt_id}/checkpoints/{uuid}/pieces",
     "GET    /api/v1/attempts/{attempt_id}/control",
     "GET    /api/v1/audit",
+    "GET    /api/v1/bulk-preview",
+    "GET    /api/v1/checkpoint-preview",
     "GET    /api/v1/checkpoints",
     "GET    /api/v1/checkpoints/{uuid}",
     "GET    /api/v1/checkpoints/{uuid}/files/{path:path}",

@@ -20,6 +20,8 @@ ROLES = ("admin", "manager", "editor", "viewer", "stranger", "removed")
 SEE, CHANGE, MANAGE = ROLES[:4], ROLES[:3], ROLES[:2]
 # The bodies and queries name objects of the project, besides those of the paths.
 QUERIES = {
+    "GET /bulk-preview": "action=archive",
+    "GET /checkpoint-preview": "query=created > -1d",
     "GET /checkpoints": f"prefix={UUID}",
     "GET /experiments/{experiment_id}/diff": "since=1",
     "GET /metric-series.csv": "series=1/training/loss",
@@ -48,6 +50,7 @@ BODIES: dict[str, Any] = {
 ALL = (*SEE, "stranger")
 NOT_FOUND, FORBIDDEN = 404, 403
 ANYONE = [
+    "GET /bulk-preview", "GET /checkpoint-preview",
     "GET /checkpoints", "GET /config-schema", "GET /docs", "GET /experiment-columns",
     "GET /experiments", "GET /master", "GET /metrics", "GET /nodes", "GET /notify-channels",
     "GET /openapi.json", "GET /pools", "GET /projects", "GET /query-completions",
@@ -333,6 +336,41 @@ def test_a_view_is_seen_by_all_and_changed_by_its_owner_and_administrators(lab: 
     assert (one["version"], one["is_default"]) == (1, True)
     assert clients["editor"].put(path, json=body | {"version": 1}).json()["version"] == 2
     assert clients["admin"].delete(f"{path}?version=2").status_code == 204
+
+
+def test_a_preview_of_an_action_tells_what_the_role_forbids(lab: Any) -> None:
+    """Strangers see nothing of it, a viewer the reason, an editor what would be done."""
+    found = {
+        (role, path): lab.clients[role].get(path).json()
+        for role in ("editor", "viewer", "stranger")
+        for path in (
+            "/bulk-preview?action=label&add_label=new",
+            "/checkpoint-preview?query=trial>0",
+        )
+    }
+    for (role, path), one in found.items():
+        ids = one.get("experiment_ids", one.get("uuids"))
+        reasons = [refused["reason"] for refused in one["refused"]]
+        needed = "the role `editor` in the project lab is needed"
+        if role == "stranger":
+            assert (one["num_matching"], reasons) == (0, []), f"{path} tells a stranger {one}"
+        elif role == "viewer":
+            assert (ids, reasons) == ([], [needed]), f"{path} tells a viewer {one}"
+        else:
+            assert needed not in reasons, f"{path} tells an editor {one}"
+            assert one["num_matching"] > 0
+
+
+def test_a_checkpoint_becomes_a_model_only_for_who_sees_it(lab: Any) -> None:
+    """By the routes of MLflow's clients, which the registry has."""
+    base = f"http://127.0.0.1:{lab.port}/api/2.0/mlflow"
+    for role, status in (("stranger", (403, 404)), ("editor", (200,))):
+        made = {"name": f"model of {role}", "source": f"checkpoint:/{UUID}"}
+        client = lab.clients[role]
+        client.post(f"{base}/registered-models/create", json=made)
+        reply = client.post(f"{base}/model-versions/create", json=made)
+        assert reply.status_code in status, f"{role} gets {reply.text}"
+        client.request("DELETE", f"{base}/registered-models/delete", json=made)
 
 
 def test_the_audit_log_says_who_did_what_to_which_object(lab: Any) -> None:

@@ -3,23 +3,31 @@
 import { type CodeFile, digestOf, packCode } from "../lib/packCode";
 import { api, unwrap } from "./client";
 import { problemFrom } from "./problem";
-import type { Experiment, Role, View } from "./types";
+import type { components } from "./schema";
+import type { BulkRequest, Experiment, Quota, Reservation, Role, View } from "./types";
+
+type Schemas = components["schemas"];
 
 export type ExperimentAction = "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive";
 
 /** The master takes no more at once. */
 const IDS_PER_REQUEST = 1000;
 
+export type BulkWord = BulkRequest["action"];
+/** The project of `move`, and the labels of `label`. */
+export type BulkArguments = Pick<BulkRequest, "to" | "add_labels" | "remove_labels">;
+
 /** Carry one action out on several experiments, and return what did not work. */
 export async function actOnAll(
-  action: ExperimentAction | "delete",
+  action: BulkWord,
   ids: readonly number[],
+  given: BulkArguments = {},
 ): Promise<string[]> {
   const failures: string[] = [];
   for (let from = 0; from < ids.length; from += IDS_PER_REQUEST) {
     const part = ids.slice(from, from + IDS_PER_REQUEST);
     const results = await unwrap(
-      api.POST("/api/v1/bulk-actions", { body: { action, experiment_ids: part } }),
+      api.POST("/api/v1/bulk-actions", { body: { action, experiment_ids: part, ...given } }),
     );
     for (const { experiment_id: id, error } of results)
       if (error) failures.push(`Experiment ${id}: ${error}`);
@@ -38,6 +46,37 @@ export function removeUser(name: string) {
 export function setAdmin(name: string, isAdmin: boolean) {
   const params = { path: { name } };
   return unwrap(api.PATCH("/api/v1/users/{name}", { params, body: { is_admin: isAdmin } }));
+}
+
+export type QuotaLimits = Omit<Schemas["SetQuota"], "revision">;
+type Owner = Pick<Quota, "user" | "project">;
+
+/** Set share and limits of a user or a project; `revision` is the one that the change began from. */
+export function setQuota(of: Owner, wanted: QuotaLimits & { revision: number }) {
+  const { weight, max_slots, slot_hours, checkpoint_bytes, revision } = wanted;
+  const body = { weight, max_slots, slot_hours, checkpoint_bytes, revision };
+  const params = { path: quotaPath(of) };
+  return unwrap(api.PUT("/api/v1/quotas/{kind}/{name}", { params, body }));
+}
+
+export function deleteQuota(quota: Quota) {
+  const params = { path: quotaPath(quota), query: { revision: quota.revision } };
+  return unwrap(api.DELETE("/api/v1/quotas/{kind}/{name}", { params }));
+}
+
+function quotaPath({ user, project }: Owner) {
+  const kind = user === null ? ("project" as const) : ("user" as const);
+  return { kind, name: user ?? project ?? "" };
+}
+
+export function reserveNode(name: string, body: Schemas["NewReservation"]) {
+  const params = { path: { name } };
+  return unwrap(api.POST("/api/v1/nodes/{name}/reservations", { params, body }));
+}
+
+export function releaseNode({ node, id }: Reservation) {
+  const params = { path: { name: node, reservation_id: id } };
+  return unwrap(api.DELETE("/api/v1/nodes/{name}/reservations/{reservation_id}", { params }));
 }
 
 /** Return a link that signs a user in, once. */

@@ -3,6 +3,7 @@
 import { infiniteQueryOptions, keepPreviousData, queryOptions } from "@tanstack/react-query";
 
 import { api, fetchText, unwrap } from "./client";
+import type { BulkArguments, BulkWord } from "./actions";
 import { JoinedRequests } from "./joined";
 import { keys } from "./keys";
 import { noteAnswer } from "./session";
@@ -10,7 +11,7 @@ import type { Condition } from "../lib/conditions";
 import type { CompareSearch } from "../lib/search";
 import { GOING_STATES, TERMINAL_STATES } from "../lib/states";
 import type { components } from "./schema";
-import type { ExperimentState, TrialState } from "./types";
+import type { ExperimentState, TrialState, UsageKey } from "./types";
 
 const PAGE = 200;
 
@@ -33,6 +34,25 @@ export const usersQuery = queryOptions({
   queryKey: keys.users(),
   queryFn: () => unwrap(api.GET("/api/v1/users")),
 });
+
+export const projectsQuery = queryOptions({
+  queryKey: keys.projects(),
+  queryFn: () => unwrap(api.GET("/api/v1/projects")),
+});
+
+export const quotasQuery = queryOptions({
+  queryKey: keys.quotas(),
+  queryFn: () => unwrap(api.GET("/api/v1/quotas")),
+});
+
+/** The slot hours of some months, with a row for each of what is named. */
+export const usageQuery = (since: string, until: string, by: readonly UsageKey[]) =>
+  queryOptions({
+    queryKey: keys.usage(since, until, by),
+    queryFn: () =>
+      unwrap(api.GET("/api/v1/usage", { params: { query: { since, until, by: [...by] } } })),
+    placeholderData: keepPreviousData,
+  });
 
 export const linkQuery = (link: string) =>
   queryOptions({
@@ -63,6 +83,33 @@ export interface ExperimentFilter {
   limit?: number;
 }
 
+function asParameters(filter: ExperimentFilter) {
+  return {
+    state: filter.states,
+    query: filter.query,
+    archived: filter.isArchived ? ("only" as const) : ("no" as const),
+    owner: filter.owner,
+    where: filter.conditions?.map((one) => JSON.stringify(one)),
+  };
+}
+
+/** What an action would do to all experiments that the filters of the list find. */
+export const bulkPreviewQuery = (
+  action: BulkWord,
+  filter: ExperimentFilter,
+  { to, add_labels, remove_labels }: BulkArguments,
+) => {
+  const asked = { action, to, add_label: add_labels, remove_label: remove_labels };
+  const query = { ...asParameters(filter), ...asked };
+  return queryOptions({
+    queryKey: keys.bulkPreview(query),
+    queryFn: () => unwrap(api.GET("/api/v1/bulk-preview", { params: { query } })),
+    // Experiments end meanwhile.
+    staleTime: 0,
+    gcTime: 0,
+  });
+};
+
 export const experimentsQuery = (filter: ExperimentFilter) =>
   infiniteQueryOptions({
     queryKey: keys.experimentList(filter),
@@ -72,14 +119,10 @@ export const experimentsQuery = (filter: ExperimentFilter) =>
         api.GET("/api/v1/experiments", {
           params: {
             query: {
+              ...asParameters(filter),
               limit: filter.limit ?? PAGE,
               cursor: pageParam,
-              state: filter.states,
-              query: filter.query,
-              archived: filter.isArchived ? "only" : "no",
-              owner: filter.owner,
               column: filter.columns,
-              where: filter.conditions?.map((one) => JSON.stringify(one)),
               sort_by: filter.sortBy,
               order: filter.order,
               brief: true,
@@ -462,6 +505,12 @@ export const queuedQuery = (trialId: number) =>
       const found = await unwrap(api.GET("/api/v1/queue", { params: { query } }));
       return found[0] ?? null;
     },
+  });
+
+export const checkpointQuery = (uuid: string) =>
+  queryOptions({
+    queryKey: keys.checkpoint(uuid),
+    queryFn: () => unwrap(api.GET("/api/v1/checkpoints/{uuid}", { params: { path: { uuid } } })),
   });
 
 export const nodesQuery = queryOptions({

@@ -1097,6 +1097,46 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/bulk-preview": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Preview Bulk Action
+         * @description Show what an action would do to all experiments that the list has with the same filters.
+         */
+        get: operations["preview_bulk_action_api_v1_bulk_preview_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/checkpoint-preview": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Preview Checkpoint Deletion
+         * @description Show which checkpoints of the trials of a query can be deleted, and what that frees.
+         */
+        get: operations["preview_checkpoint_deletion_api_v1_checkpoint_preview_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/bulk-actions": {
         parameters: {
             query?: never;
@@ -2382,13 +2422,64 @@ export interface components {
         /**
          * BulkAction
          * @description Request to apply an action to several experiments.
+         *
+         *     `move` puts them into the project `to`, `label` adds and removes labels.
          */
         BulkAction: {
             /**
              * Action
              * @enum {string}
              */
-            action: "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive" | "delete";
+            action: "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive" | "delete" | "move" | "label";
+            /** Experiment Ids */
+            experiment_ids: number[];
+            /** To */
+            to?: string | null;
+            /**
+             * Add Labels
+             * @default []
+             */
+            add_labels?: string[];
+            /**
+             * Remove Labels
+             * @default []
+             */
+            remove_labels?: string[];
+        };
+        /**
+         * BulkPreview
+         * @description What an action would do to the experiments that fit: counts are of those that it changes.
+         *
+         *     `experiment_ids` are all of these, newest first, `names` those of the first 50. `num_unchanged`
+         *     are as the action would have them already.
+         */
+        BulkPreview: {
+            /** Num Matching */
+            num_matching: number;
+            /** Experiment Ids */
+            experiment_ids: number[];
+            /** Names */
+            names: string[];
+            /** Num Trials */
+            num_trials: number;
+            /** Num Checkpoints */
+            num_checkpoints: number;
+            /** Checkpoint Bytes */
+            checkpoint_bytes: number;
+            /** Num Unchanged */
+            num_unchanged: number;
+            /** Refused */
+            refused: components["schemas"]["BulkRefusal"][];
+        };
+        /**
+         * BulkRefusal
+         * @description Reason why experiments stay as they are, how many, and the newest ten of them.
+         */
+        BulkRefusal: {
+            /** Reason */
+            reason: string;
+            /** Number */
+            number: number;
             /** Experiment Ids */
             experiment_ids: number[];
         };
@@ -2453,6 +2544,26 @@ export interface components {
             metric: number | {
                 [key: string]: string;
             } | null;
+        };
+        /**
+         * CheckpointPreview
+         * @description What a deletion of the checkpoints of trials would free; `uuids` are the newest first.
+         *
+         *     `num_kept` are the best or latest of their trials. Ids of `refused` are those of experiments.
+         */
+        CheckpointPreview: {
+            /** Num Matching */
+            num_matching: number;
+            /** Uuids */
+            uuids: string[];
+            /** Num Bytes */
+            num_bytes: number;
+            /** Num Trials */
+            num_trials: number;
+            /** Num Kept */
+            num_kept: number;
+            /** Refused */
+            refused: components["schemas"]["BulkRefusal"][];
         };
         /**
          * CheckpointState
@@ -6568,6 +6679,13 @@ export interface operations {
                 limit?: number;
                 /** @description `next_cursor` of the answer before. */
                 cursor?: string | null;
+                /** @description Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`. */
+                column?: string[] | null;
+                /** @description A field or one of those columns. */
+                sort_by?: string;
+                order?: "asc" | "desc";
+                /** @description Leave `config` empty. */
+                brief?: boolean;
                 state?: components["schemas"]["ExperimentState"][] | null;
                 /** @description In the name, description or labels, or the id. */
                 search?: string | null;
@@ -6582,13 +6700,6 @@ export interface operations {
                 where?: string[] | null;
                 /** @description A query such as `lr < 0.01 and tag:baseline and not state:ERROR`; an experiment is listed if it holds for one of its trials. */
                 query?: string | null;
-                /** @description Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`. */
-                column?: string[] | null;
-                /** @description A field or one of those columns. */
-                sort_by?: string;
-                order?: "asc" | "desc";
-                /** @description Leave `config` empty. */
-                brief?: boolean;
             };
             header?: never;
             path?: never;
@@ -6866,6 +6977,91 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Loss"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    preview_bulk_action_api_v1_bulk_preview_get: {
+        parameters: {
+            query: {
+                action: "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive" | "delete" | "move" | "label";
+                /** @description The project of `move`. */
+                to?: string | null;
+                add_label?: string[] | null;
+                remove_label?: string[] | null;
+                state?: components["schemas"]["ExperimentState"][] | null;
+                /** @description In the name, description or labels, or the id. */
+                search?: string | null;
+                /** @description Has all of these labels. */
+                label?: string[] | null;
+                archived?: "no" | "only" | "all";
+                /** @description Of this user. */
+                owner?: string | null;
+                /** @description In this project. */
+                project?: string | null;
+                /** @description Conditions, each as JSON: `["last:validation/loss", "<", 0.5]`. One on `hparam:NAME` holds if any trial meets it; other columns are of the best trial. */
+                where?: string[] | null;
+                /** @description A query such as `lr < 0.01 and tag:baseline and not state:ERROR`; an experiment is listed if it holds for one of its trials. */
+                query?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["BulkPreview"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    preview_checkpoint_deletion_api_v1_checkpoint_preview_get: {
+        parameters: {
+            query: {
+                /** @description Of trials, as `GET /trials` has it. */
+                query: string;
+                /** @description Of each trial, so many stay. */
+                keep_best?: number;
+                /** @description Of each trial, so many stay. */
+                keep_latest?: number;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CheckpointPreview"];
                 };
             };
             /** @description What was wrong, with a `code`. */

@@ -3,7 +3,7 @@
 import { Button, Group, Select, Slider, Switch, Text } from "@mantine/core";
 import { IconZoomReset } from "@tabler/icons-react";
 import { useNavigate } from "@tanstack/react-router";
-import { useCallback } from "react";
+import { useCallback, useState } from "react";
 
 import type { MetricsSearch } from "../lib/search";
 import type { Range } from "./curves";
@@ -63,6 +63,7 @@ export function ChartControls({ search, xNames, metrics, metric }: ChartControls
     { value: "time", label: "Time" },
     ...xNames.map((name) => ({ value: name, label: name })),
   ];
+  const [isOpen, setOpen] = useState(false);
   return (
     <Group gap="8px 16px" align="flex-end" mb="md">
       {metrics && (
@@ -77,43 +78,60 @@ export function ChartControls({ search, xNames, metrics, metric }: ChartControls
           onChange={(value) => change({ metric: value ?? undefined })}
         />
       )}
-      <Select
-        label="X axis"
+      <Button
         size="xs"
-        w={130}
-        data={xData}
-        {...manyChoices(xData.length)}
-        value={search.x ?? "batches"}
-        allowDeselect={false}
-        onChange={(value) =>
-          change({ x: value === "batches" ? undefined : value, from: undefined, to: undefined })
-        }
-      />
-      <div style={{ flex: "1 1 90px", maxWidth: 150 }}>
-        <Text size="xs" fw={600} id="smoothing-label">
-          Smoothing {search.smooth ? search.smooth.toFixed(2) : "off"}
-        </Text>
-        <Slider
-          size="sm"
-          my={8}
-          min={0}
-          max={0.99}
-          step={0.01}
-          label={null}
-          value={search.smooth ?? 0}
-          onChange={(value) => change({ smooth: value === 0 ? undefined : value })}
-          thumbProps={{ "aria-labelledby": "smoothing-label" }}
+        variant="default"
+        className="phone-only"
+        aria-expanded={isOpen}
+        onClick={() => setOpen(!isOpen)}
+      >
+        Chart options
+      </Button>
+      <Group
+        gap="8px 16px"
+        align="flex-end"
+        flex="1 1 0"
+        className="phone-folded"
+        data-open={isOpen || undefined}
+      >
+        <Select
+          label="X axis"
+          size="xs"
+          w={130}
+          data={xData}
+          {...manyChoices(xData.length)}
+          value={search.x ?? "batches"}
+          allowDeselect={false}
+          onChange={(value) =>
+            change({ x: value === "batches" ? undefined : value, from: undefined, to: undefined })
+          }
         />
-      </div>
-      {SWITCHES.map(([name, label]) => (
-        <Switch
-          key={name}
-          size="sm"
-          label={label}
-          checked={search[name] === true}
-          onChange={(event) => change({ [name]: event.currentTarget.checked || undefined })}
-        />
-      ))}
+        <div style={{ flex: "1 1 90px", maxWidth: 150 }}>
+          <Text size="xs" fw={600} id="smoothing-label">
+            Smoothing {search.smooth ? search.smooth.toFixed(2) : "off"}
+          </Text>
+          <Slider
+            size="sm"
+            my={8}
+            min={0}
+            max={0.99}
+            step={0.01}
+            label={null}
+            value={search.smooth ?? 0}
+            onChange={(value) => change({ smooth: value === 0 ? undefined : value })}
+            thumbProps={{ "aria-labelledby": "smoothing-label" }}
+          />
+        </div>
+        {SWITCHES.map(([name, label]) => (
+          <Switch
+            key={name}
+            size="sm"
+            label={label}
+            checked={search[name] === true}
+            onChange={(event) => change({ [name]: event.currentTarget.checked || undefined })}
+          />
+        ))}
+      </Group>
       {zoomOf(search) !== null && (
         <Button
           size="xs"

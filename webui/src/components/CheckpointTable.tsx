@@ -1,17 +1,20 @@
 /** Checkpoints with their files. */
 
-import { Button, Group, Modal, Text } from "@mantine/core";
+import { Button, Group, Modal, Text, TextInput } from "@mantine/core";
+import { notifications } from "@mantine/notifications";
 import { useQueryClient } from "@tanstack/react-query";
 import { useMemo, useState } from "react";
 
 import { deleteCheckpoint } from "../api/actions";
+import { keys } from "../api/keys";
+import { registerCheckpoint } from "../api/models";
 import type { Checkpoint } from "../api/types";
 import { formatBytes, formatNumber, plural, toNumber } from "../lib/numbers";
 import { Ago } from "./Ago";
 import { Confirm } from "./Confirm";
 import { type Column, DataTable } from "./DataTable";
 import { CopyText } from "./Feedback";
-import { LinkText } from "./links";
+import { LinkButton, LinkText } from "./links";
 import { Scroll } from "./Scroll";
 import { StateBadge } from "./StateBadge";
 
@@ -25,6 +28,7 @@ interface CheckpointTableProps {
 export function CheckpointTable({ checkpoints, metric, hasTrials }: CheckpointTableProps) {
   const [opened, setOpened] = useState<Checkpoint | null>(null);
   const [deleting, setDeleting] = useState<Checkpoint | null>(null);
+  const [named, setNamed] = useState<Checkpoint | null>(null);
   const client = useQueryClient();
   const columns = useMemo(
     () => columnsFor(metric, hasTrials === true, setOpened),
@@ -46,8 +50,13 @@ export function CheckpointTable({ checkpoints, metric, hasTrials }: CheckpointTa
             setDeleting(opened);
             setOpened(null);
           }}
+          onName={() => {
+            setNamed(opened);
+            setOpened(null);
+          }}
         />
       )}
+      {named && <NameDialog checkpoint={named} onClose={() => setNamed(null)} />}
       {deleting && (
         <Confirm
           title="Delete this checkpoint?"
@@ -146,9 +155,37 @@ interface DetailsProps {
   checkpoint: Checkpoint;
   onClose: () => void;
   onDelete: () => void;
+  onName: () => void;
 }
 
-function Details({ checkpoint, onClose, onDelete }: DetailsProps) {
+function NameDialog({ checkpoint, onClose }: { checkpoint: Checkpoint; onClose: () => void }) {
+  const [name, setName] = useState("");
+  const client = useQueryClient();
+  return (
+    <Confirm
+      title="Register as a model"
+      confirmLabel="Register"
+      isReady={name.trim() !== ""}
+      onConfirm={async () => {
+        const made = await registerCheckpoint(name.trim(), checkpoint.uuid);
+        await client.invalidateQueries({ queryKey: keys.models() });
+        await client.invalidateQueries({ queryKey: keys.model(made.name) });
+        notifications.show({ message: `It is version ${made.version} of ${made.name}.` });
+      }}
+      onClose={onClose}
+    >
+      <TextInput
+        label="Name of the model"
+        description="The checkpoint is its next version, and is kept from deletion."
+        required
+        value={name}
+        onChange={(event) => setName(event.currentTarget.value)}
+      />
+    </Confirm>
+  );
+}
+
+function Details({ checkpoint, onClose, onDelete, onName }: DetailsProps) {
   const isThere = checkpoint.state !== "DELETED";
   return (
     <Modal
@@ -198,6 +235,16 @@ function Details({ checkpoint, onClose, onDelete }: DetailsProps) {
       </pre>
       {isThere && (
         <Group justify="flex-end">
+          <LinkButton
+            to="/new"
+            search={{ trial: checkpoint.trial_id, checkpoint: checkpoint.uuid } as never}
+            variant="default"
+          >
+            Fork from here
+          </LinkButton>
+          <Button variant="default" onClick={onName}>
+            Register as a model
+          </Button>
           <Button variant="default" c="var(--state-failed)" onClick={onDelete}>
             Delete
           </Button>

@@ -1,16 +1,38 @@
 /** Names with values, as a list that wraps. */
 
-import type { ReactNode } from "react";
+import { Button } from "@mantine/core";
+import { type ReactNode, useState } from "react";
 
-export function Facts({ items }: { items: readonly (readonly [string, ReactNode])[] }) {
+interface FactsProps {
+  items: readonly (readonly [string, ReactNode])[];
+  /** On a phone the first two are shown, and the rest when asked for. */
+  isShort?: boolean;
+}
+
+export function Facts({ items, isShort = false }: FactsProps) {
+  const [isOpen, setOpen] = useState(!isShort);
   return (
-    <dl className="facts">
-      {items.map(([name, value]) => (
-        <div key={name}>
-          <dt>{name}</dt>
-          <dd>{value}</dd>
-        </div>
-      ))}
-    </dl>
+    <>
+      <dl className="facts" data-short={!isOpen || undefined}>
+        {items.map(([name, value]) => (
+          <div key={name}>
+            <dt>{name}</dt>
+            <dd>{value}</dd>
+          </div>
+        ))}
+      </dl>
+      {isShort && items.length > 2 && (
+        <Button
+          size="compact-xs"
+          variant="default"
+          mt={6}
+          className="phone-only"
+          aria-expanded={isOpen}
+          onClick={() => setOpen(!isOpen)}
+        >
+          {isOpen ? "Less" : "More"}
+        </Button>
+      )}
+    </>
   );
 }

@@ -5,6 +5,7 @@ import { useMantineColorScheme } from "@mantine/core";
 import { useHotkeys } from "@mantine/hooks";
 import {
   IconBook,
+  IconBox,
   IconChartDots3,
   IconDeviceDesktop,
   IconFlask,
@@ -37,6 +38,7 @@ const PAGES = [
   { to: "/", label: "Home", Icon: IconHome },
   { to: "/experiments", label: "Experiments", Icon: IconFlask },
   { to: "/compare", label: "Compare", Icon: IconChartDots3 },
+  { to: "/models", label: "Models", Icon: IconBox },
   { to: "/cluster", label: "Cluster", Icon: IconServer2 },
 ] as const;
 
@@ -120,6 +122,8 @@ export function Frame() {
         onClose={() => undefined}
         withCloseButton={false}
         title="Sign in again"
+        // Above a dialog that is open.
+        zIndex={400}
         centered
       >
         <Text size="sm" mb="md">
@@ -132,13 +136,17 @@ export function Frame() {
 }
 
 const USERS = { to: "/users", label: "Users", Icon: IconUsers } as const;
+const USAGE = { to: "/usage", label: "Usage", Icon: IconUsers } as const;
 
 function Navigation({ className, label }: { className: string | undefined; label: string }) {
   const session = useQuery(sessionQuery).data;
-  const pages = session?.is_shared && session.scope === "admin" ? [...PAGES, USERS] : PAGES;
+  const lab = session?.scope === "admin" ? USERS : USAGE;
+  const pages = session?.is_shared ? [...PAGES, lab] : PAGES;
   const path = useRouterState({ select: (state) => state.location.pathname });
   // Trials belong to experiments.
-  const isWithin = (to: string) => to === "/experiments" && /^\/(trials\/|new$)/.test(path);
+  const isWithin = (to: string) =>
+    (to === "/experiments" && /^\/(trials\/|new$)/.test(path)) ||
+    (to === lab.to && /^\/(users|usage|quotas)$/.test(path));
   return (
     <nav aria-label={label} className={className}>
       {pages.map(({ to, label: name, Icon }) => (

@@ -65,6 +65,7 @@ export const signInSearch = (raw: Raw) =>
 
 export const experimentsSearch = (raw: Raw) =>
   optional({
+    selected: numbers(raw, "selected"),
     q: text(raw, "q"),
     state: oneOf(raw, "state", EXPERIMENT_STATES),
     sort: text(raw, "sort"),
@@ -75,10 +76,26 @@ export const experimentsSearch = (raw: Raw) =>
     all: flag(raw, "all"),
   });
 
+export const USAGE_KEYS = ["month", "user", "project", "pool"] as const;
+const MONTH = /^20\d\d-(0[1-9]|1[0-2])$/;
+
+function month(raw: Raw, name: string): string | undefined {
+  const value = text(raw, name);
+  return value !== undefined && MONTH.test(value) ? value : undefined;
+}
+
+export const usageSearch = (raw: Raw) =>
+  optional({
+    since: month(raw, "since"),
+    until: month(raw, "until"),
+    by: texts(raw, "by")?.flatMap((key) => USAGE_KEYS.filter((known) => known === key)),
+  });
+
 export const newExperimentSearch = (raw: Raw) =>
   optional({
     fork: number(raw, "fork"),
     trial: number(raw, "trial"),
+    checkpoint: text(raw, "checkpoint"),
   });
 
 export const trialsSearch = (raw: Raw) =>

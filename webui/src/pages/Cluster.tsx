@@ -13,6 +13,7 @@ import type { Pool } from "../api/types";
 import { Ago } from "../components/Ago";
 import { Facts } from "../components/Facts";
 import { Failure, ProblemView, Waiting } from "../components/Feedback";
+import { LinkButton } from "../components/links";
 import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { Scroll } from "../components/Scroll";
@@ -20,6 +21,7 @@ import { countSlots, labelsInWords, shownNodes, slotsInWords, usableSlots } from
 import { useTitle } from "../lib/title";
 import { NodeCard } from "./ClusterNode";
 import { Queue } from "./ClusterQueue";
+import { Reservations } from "./ClusterReservations";
 
 // Runners that come, go and fall silent send no events.
 const REFRESHED = { refetchInterval: 5000 } as const;
@@ -54,7 +56,14 @@ export function Cluster() {
   const failed = pools.flatMap(({ name, failure }) => (failure ? [{ name, failure }] : []));
   return (
     <>
-      <PageHead title="Cluster" />
+      <PageHead
+        title="Cluster"
+        actions={
+          <LinkButton to="/usage" size="xs" variant="default">
+            Usage
+          </LinkButton>
+        }
+      />
       <Stack gap="lg">
         <div className="card">
           <Facts
@@ -94,6 +103,10 @@ export function Cluster() {
             ))}
           </Stack>
         </section>
+        <Reservations
+          reservations={nodes.flatMap((node) => node.reservations ?? [])}
+          nodes={shown.map((node) => node.name)}
+        />
         <Queue queue={queue} hasPools={hasPools} />
       </Stack>
     </>

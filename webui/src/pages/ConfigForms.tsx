@@ -5,6 +5,7 @@ import { type ChangeEvent, type FormEvent, useId, useRef, useState } from "react
 import { isMap, isScalar, parse, parseDocument } from "yaml";
 
 import { CHOICES_SHOWN } from "../charts/ChartControls";
+import type { Experiment, Trial } from "../api/types";
 import { formatBytes, plural } from "../lib/numbers";
 import { type CodeFile, filesOf } from "../lib/packCode";
 
@@ -26,6 +27,26 @@ export function valuesOf(text: string): Map<string, string> {
 export function withValue(text: string, name: string, typed: string): string {
   const document = parseDocument(text);
   document.setIn(["hyperparameters", ...name.split(".")], parse(typed));
+  return document.toString({ lineWidth: 0 });
+}
+
+/** Return the config of an experiment of one trial that begins from a checkpoint of another trial. */
+export function configFrom(
+  resolved: string,
+  { name, metric, smaller_is_better }: Pick<Experiment, "name" | "metric" | "smaller_is_better">,
+  { hparams }: Pick<Trial, "hparams">,
+  checkpoint: string,
+): string {
+  const document = parseDocument(resolved);
+  document.set("name", `${name} (from ${checkpoint.slice(0, 8)})`);
+  document.set("hyperparameters", document.createNode(hparams));
+  const searcher = {
+    name: "single",
+    metric,
+    smaller_is_better,
+    source_checkpoint_uuid: checkpoint,
+  };
+  document.set("searcher", document.createNode(searcher));
   return document.toString({ lineWidth: 0 });
 }
 

@@ -1,17 +1,13 @@
-import { Button, Group, Menu, Select, Switch, Text } from "@mantine/core";
-import { notifications } from "@mantine/notifications";
-import { useInfiniteQuery, useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
+import { Button, Group, Select, Switch, Text } from "@mantine/core";
+import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
 import { useSearch } from "@tanstack/react-router";
 import { useCallback, useMemo, useState } from "react";
 
-import { actOnAll, type ExperimentAction } from "../api/actions";
-import { keys } from "../api/keys";
-import { problemOf } from "../api/problem";
 import { experimentsQuery, sessionQuery } from "../api/queries";
 import type { Experiment } from "../api/types";
 import { useSearchChange } from "../charts/ChartControls";
 import { Ago, Lasted } from "../components/Ago";
-import { Confirm } from "../components/Confirm";
+import { BulkActions } from "../components/BulkActions";
 import { type Column, DataTable, widthFor } from "../components/DataTable";
 import { Empty, ProblemView, Waiting } from "../components/Feedback";
 import { LinkButton, RowLink } from "../components/links";
@@ -20,13 +16,14 @@ import { isQueryError, QueryBox } from "../components/QueryBox";
 import { ProgressCell } from "../components/ProgressCell";
 import { Sparkline } from "../components/Sparkline";
 import { StateBadge } from "../components/StateBadge";
-import { formatBytes, formatNumber, formatValue, plural, toNumber } from "../lib/numbers";
+import { formatNumber, formatValue, plural, toNumber } from "../lib/numbers";
 import type { Condition } from "../lib/conditions";
 import { EXPERIMENT_STATES } from "../lib/search";
-import { allowedActions, shownExperimentState, shownMetric, shownProgress } from "../lib/states";
+import { shownExperimentState, shownMetric, shownProgress } from "../lib/states";
 import { useTitle } from "../lib/title";
 import { ColumnChoice, columnTitle, ConditionChoice } from "./ExperimentColumns";
 
+const MOST_IN_ADDRESS = 100;
 const NONE: readonly Experiment[] = [];
 const NO_COLUMNS: readonly string[] = [];
 const NO_CONDITIONS: readonly Condition[] = [];
@@ -35,19 +32,29 @@ export function Experiments() {
   useTitle("Experiments");
   const search = useSearch({ from: "/experiments" });
   const change = useSearchChange();
-  const [selected, setSelected] = useState(new Set<string>());
+  // More than an address takes are kept here alone.
+  const [many, setMany] = useState<ReadonlySet<string> | null>(null);
+  const selected = useMemo(
+    () => new Set(many ?? search.selected?.map(String)),
+    [many, search.selected],
+  );
   const extra = search.columns ?? NO_COLUMNS;
   const session = useQuery(sessionQuery);
   const isShared = session.data?.is_shared === true;
   const owner = isShared && !search.all ? (session.data?.owner ?? undefined) : undefined;
+  const filter = {
+    states: search.state && [search.state],
+    query: search.q,
+    isArchived: search.archived,
+    owner,
+    conditions: search.where,
+  };
+  // Other filters find others: what was chosen by those before is not.
+  const [isAllMatching, setIsAllMatching] = useStateOf(JSON.stringify(filter), false);
   const list = useInfiniteQuery(
     experimentsQuery({
-      states: search.state && [search.state],
-      query: search.q,
-      isArchived: search.archived,
-      owner,
+      ...filter,
       columns: search.columns,
-      conditions: search.where,
       sortBy: search.sort,
       order: search.sort === undefined || search.desc ? "desc" : "asc",
     }),
@@ -59,17 +66,14 @@ export function Experiments() {
   const rows = useMemo(() => list.data?.pages.flatMap((page) => page.items) ?? NONE, [list.data]);
   const total = list.data?.pages[0]?.total ?? rows.length;
   const columns = useMemo(() => columnsFor(extra, isShared), [extra, isShared]);
-  const selectAll = useMutation({
-    mutationFn: async () => {
-      let answer = await fetchNextPage();
-      while (answer.hasNextPage && !answer.isError) answer = await fetchNextPage();
-      if (answer.isError) throw answer.error;
-      return answer.data?.pages.flatMap((page) => page.items) ?? [];
-    },
-    onSuccess: (all) => setSelected(new Set(all.map((one) => String(one.id)))),
-    onError: (error) => notifications.show({ color: "red", message: problemOf(error).message }),
-  });
   const isAllLoadedSelected = rows.length > 0 && selected.size >= rows.length;
+  const select = (rows: Set<string>) => {
+    const isLong = rows.size > MOST_IN_ADDRESS;
+    setMany(isLong ? rows : null);
+    change({ selected: rows.size > 0 && !isLong ? [...rows].map(Number) : undefined });
+    setIsAllMatching(false);
+  };
+  const numSelected = isAllMatching ? total : selected.size;
 
   return (
     <>
@@ -130,16 +134,11 @@ export function Experiments() {
         )}
         <Text size="sm" c="dimmed" role="status">
           {list.isSuccess && plural(total, "experiment")}
-          {selected.size > 0 && `, ${selected.size.toLocaleString("en")} selected`}
+          {numSelected > 0 && `, ${numSelected.toLocaleString("en")} selected`}
         </Text>
-        {isAllLoadedSelected && hasNextPage && (
-          <Button
-            size="xs"
-            variant="default"
-            loading={selectAll.isPending}
-            onClick={() => selectAll.mutate()}
-          >
-            Select all {total.toLocaleString("en")}
+        {isAllLoadedSelected && hasNextPage && !isAllMatching && (
+          <Button size="xs" variant="default" onClick={() => setIsAllMatching(true)}>
+            Select all {total.toLocaleString("en")} that match
           </Button>
         )}
         {selected.size > 0 && (
@@ -154,7 +153,10 @@ export function Experiments() {
             </LinkButton>
             <BulkActions
               experiments={rows.filter((one) => selected.has(String(one.id)))}
-              onDone={() => setSelected(new Set())}
+              matching={isAllMatching ? filter : null}
+              total={total}
+              isShared={isShared}
+              onDone={() => select(new Set())}
             />
           </>
         )}
@@ -176,12 +178,19 @@ export function Experiments() {
           sort={{ by: search.sort ?? "", isDescending: search.desc === true }}
           onSort={(sort) => change({ sort: sort.by, desc: sort.isDescending || undefined })}
           selected={selected}
-          onSelect={setSelected}
+          onSelect={select}
           onNearEnd={loadMore}
         />
       )}
     </>
   );
+}
+
+/** A state that begins anew with each key. */
+function useStateOf<Value>(key: string, initial: Value): [Value, (value: Value) => void] {
+  const [kept, setKept] = useState({ key, value: initial });
+  const set = useCallback((value: Value) => setKept({ key, value }), [key]);
+  return [kept.key === key ? kept.value : initial, set];
 }
 
 function NothingHere({ isFiltered }: { isFiltered: boolean }) {
@@ -301,101 +310,4 @@ function columnsFor(extra: readonly string[], isShared: boolean): Column<Experim
       cell: (one) => <Lasted from={one.created_at} to={one.ended_at} />,
     },
   ];
-}
-
-type BulkAction = ExperimentAction | "delete";
-
-const BULK: readonly { action: BulkAction; label: string; asks: string | null }[] = [
-  { action: "pause", label: "Pause", asks: null },
-  { action: "activate", label: "Activate", asks: null },
-  {
-    action: "cancel",
-    label: "Cancel",
-    asks: "Their running trials are asked to store a checkpoint and end. Metrics, logs and stored checkpoints stay.",
-  },
-  {
-    action: "kill",
-    label: "Kill",
-    asks: "Their running trials end at once: what was trained since each one's last checkpoint is lost. Metrics, logs and stored checkpoints stay.",
-  },
-  { action: "archive", label: "Archive", asks: null },
-  { action: "unarchive", label: "Unarchive", asks: null },
-  {
-    action: "delete",
-    label: "Delete",
-    asks: "They go for good, with their trials, metrics and logs",
-  },
-];
-
-interface BulkActionsProps {
-  experiments: readonly Experiment[];
-  onDone: () => void;
-}
-
-function BulkActions({ experiments, onDone }: BulkActionsProps) {
-  const client = useQueryClient();
-  const [asking, setAsking] = useState<(typeof BULK)[number] | null>(null);
-  const applying = (action: string) => experiments.filter((one) => allowedActions(one).has(action));
-  const run = async (action: BulkAction) => {
-    try {
-      const ids = applying(action).map((one) => one.id);
-      for (const message of await actOnAll(action, ids))
-        notifications.show({ color: "red", message });
-    } catch (error) {
-      notifications.show({ color: "red", message: problemOf(error).message });
-    }
-    await client.invalidateQueries({ queryKey: keys.experiments() });
-    onDone();
-  };
-  return (
-    <>
-      <Menu>
-        <Menu.Target>
-          <Button size="xs">With {plural(experiments.length, "selected experiment")}</Button>
-        </Menu.Target>
-        <Menu.Dropdown>
-          {BULK.filter(({ action }) => applying(action).length > 0).map((entry) => (
-            <Menu.Item
-              key={entry.action}
-              onClick={() => (entry.asks === null ? void run(entry.action) : setAsking(entry))}
-            >
-              {entry.label} {applying(entry.action).length}
-            </Menu.Item>
-          ))}
-        </Menu.Dropdown>
-      </Menu>
-      {asking && (
-        <Confirm
-          title={`${asking.label} ${plural(applying(asking.action).length, "experiment")}?`}
-          confirmLabel={`${asking.label} them`}
-          isDestructive
-          onConfirm={() => run(asking.action)}
-          onClose={() => setAsking(null)}
-        >
-          <Text size="sm">
-            {asking.asks}
-            {asking.action === "delete" && `, ${lossOf(applying("delete"))}.`}
-          </Text>
-          <Text size="sm" mt="xs" className="wrap-anywhere">
-            {namesOf(applying(asking.action))}
-          </Text>
-        </Confirm>
-      )}
-    </>
-  );
-}
-
-const MOST_NAMED = 50;
-
-function namesOf(experiments: readonly Experiment[]): string {
-  const names = experiments.slice(0, MOST_NAMED).map((one) => one.name);
-  const more = experiments.length - names.length;
-  return `${names.join(", ")}${more > 0 ? ` and ${more.toLocaleString("en")} more` : ""}`;
-}
-
-function lossOf(experiments: readonly Experiment[]): string {
-  const trials = experiments.reduce((sum, one) => sum + one.num_trials, 0);
-  const checkpoints = experiments.reduce((sum, one) => sum + (one.num_checkpoints ?? 0), 0);
-  const bytes = experiments.reduce((sum, one) => sum + (one.checkpoint_bytes ?? 0), 0);
-  return `${plural(trials, "trial")} and ${plural(checkpoints, "checkpoint")} (${formatBytes(bytes)}) in all`;
 }

@@ -21,7 +21,7 @@ import type { CodeFile } from "../lib/packCode";
 import { completeConfig, type Schema } from "../lib/configCompletion";
 import { formatLength, plural } from "../lib/numbers";
 import { useTitle } from "../lib/title";
-import { CodeChoice, ValueForm } from "./ConfigForms";
+import { CodeChoice, configFrom, ValueForm } from "./ConfigForms";
 
 /** Goes once code is uploaded. */
 const PLACE = `environment:
@@ -56,14 +56,30 @@ interface Origin {
 }
 
 export function NewExperiment() {
-  const { fork, trial: trialId } = useSearch({ from: "/new" });
+  const { fork, trial: trialId, checkpoint } = useSearch({ from: "/new" });
   useTitle("New experiment");
   const trial = useQuery({ ...trialQuery(trialId ?? 0), enabled: trialId !== undefined });
   const source = fork ?? trial.data?.experiment_id;
   const config = useQuery({ ...configQuery(source ?? 0), enabled: source !== undefined });
-  const original = useQuery({ ...experimentQuery(fork ?? 0), enabled: fork !== undefined }).data;
+  const original = useQuery({
+    ...experimentQuery(source ?? 0),
+    enabled: source !== undefined,
+  }).data;
   const failed = trial.isError ? trial.error : config.isError ? config.error : null;
   if (failed !== null) return <ProblemView error={failed} />;
+  if (trialId !== undefined && checkpoint !== undefined)
+    return config.data && original && trial.data ? (
+      <Editor
+        origin={{
+          title: `Fork trial ${trialId}`,
+          text: configFrom(config.data.resolved_yaml, original, trial.data, checkpoint),
+          hint: "A new experiment with the trial's hyperparameters and code. It begins with the weights of the checkpoint, and counts its batches from 0.",
+          create: (wanted, text, activate) => forkExperiment(original.id, wanted, text, activate),
+        }}
+      />
+    ) : (
+      <Waiting what={`trial ${trialId}`} />
+    );
   if (trialId !== undefined)
     return config.data ? (
       <Editor

@@ -11,9 +11,9 @@ import { usersQuery } from "../api/queries";
 import type { Role, User } from "../api/types";
 import { Confirm } from "../components/Confirm";
 import { Command, ProblemView, Waiting } from "../components/Feedback";
-import { PageHead } from "../components/PageHead";
 import { Scroll } from "../components/Scroll";
 import { useTitle } from "../lib/title";
+import { LabHead } from "./LabHead";
 
 const ROLES: readonly Role[] = ["viewer", "editor", "admin"];
 
@@ -38,7 +38,7 @@ export function Users() {
   const failed = change.error ?? ask.error;
   return (
     <>
-      <PageHead title="Users" />
+      <LabHead title="Users" />
       <AddUser
         onAdded={async (name) => {
           await refresh();

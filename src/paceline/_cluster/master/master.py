@@ -25,6 +25,7 @@ from paceline._cluster.master.authentication import (
 )
 from paceline._cluster.master.executors import Executor, ExecutorContext, LocalExecutor
 from paceline._cluster.master.experiments.attempts import LaunchSources, Leases
+from paceline._cluster.master.experiments.deletions import FileRemoval
 from paceline._cluster.master.experiments.directory_watchers import RunsWatcher, TensorboardWatcher
 from paceline._cluster.master.experiments.experiment_commands import Commands
 from paceline._cluster.master.experiments.idle_trials import IdleTrials
@@ -35,7 +36,7 @@ from paceline._cluster.master.experiments.retention import Retention
 from paceline._cluster.master.experiments.sampler_answers import SamplerAnswers
 from paceline._cluster.master.experiments.search_limits import SearchClock
 from paceline._cluster.master.experiments.state_writer import StateChanges
-from paceline._cluster.master.experiments.storage_calls import StorageMarks
+from paceline._cluster.master.experiments.storage_calls import StorageMarks, in_own_thread
 from paceline._cluster.master.experiments.stored_searches import (
     Searches,
     SearchViews,
@@ -286,6 +287,9 @@ class Master:
             ),
             self.transfers.forget_ended,
         )
+        self.file_removal = FileRemoval(
+            self.database, self.changes, self.logs, self.secrets, home.attempts_path
+        )
         self.retention = Retention(self.database, self.changes, self.files)
         self._watchers: list[RunsWatcher | TensorboardWatcher] = []
         if runs is not None:
@@ -342,6 +346,8 @@ class Master:
         self.recorder.start()
         self.reconciler.start()
         self.retention.start()
+        # A storage may hang.
+        in_own_thread(self.file_removal.finish)
         self.pool_runners.start()
         self.notifier.start()
         for watcher in self._watchers:

@@ -547,11 +547,84 @@ class Deletion(Message):
     left_behind: list[str] = []
 
 
-class BulkAction(Request):
-    """Request to apply an action to several experiments."""
+BulkWord = Literal[
+    "pause", "activate", "cancel", "kill", "archive", "unarchive", "delete", "move", "label"
+]
+Labels = Annotated[list[str], Field(max_length=100)]
 
-    action: Literal["pause", "activate", "cancel", "kill", "archive", "unarchive", "delete"]
+
+class BulkAction(Request):
+    """Request to apply an action to several experiments.
+
+    `move` puts them into the project `to`, `label` adds and removes labels.
+    """
+
+    action: BulkWord
     experiment_ids: list[int] = Field(min_length=1, max_length=1000)
+    to: str | None = Field(default=None, max_length=64)
+    add_labels: Labels = []
+    remove_labels: Labels = []
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> "BulkAction":
+        check_bulk_arguments(self.action, self.to, self.add_labels, self.remove_labels)
+        return self
+
+
+def check_bulk_arguments(
+    action: BulkWord, to: str | None, add_labels: list[str], remove_labels: list[str]
+) -> None:
+    """Check that an action has the arguments that it takes, and no others.
+
+    Raises:
+        ValueError: It has not.
+    """
+    if (to is not None) != (action == "move"):
+        raise ValueError(f"`to` must name a project for `move` alone, but got {to!r} for {action}.")
+    if bool(add_labels or remove_labels) != (action == "label"):
+        raise ValueError(
+            f"Labels must be given for `label` alone, but {action} got"
+            f" {len(add_labels) + len(remove_labels)} of them."
+        )
+
+
+class BulkRefusal(Message):
+    """Reason why experiments stay as they are, how many, and the newest ten of them."""
+
+    reason: str
+    number: int
+    experiment_ids: list[int]
+
+
+class BulkPreview(Message):
+    """What an action would do to the experiments that fit: counts are of those that it changes.
+
+    `experiment_ids` are all of these, newest first, `names` those of the first 50. `num_unchanged`
+    are as the action would have them already.
+    """
+
+    num_matching: int
+    experiment_ids: list[int]
+    names: list[str]
+    num_trials: int
+    num_checkpoints: int
+    checkpoint_bytes: int
+    num_unchanged: int
+    refused: list[BulkRefusal]
+
+
+class CheckpointPreview(Message):
+    """What a deletion of the checkpoints of trials would free; `uuids` are the newest first.
+
+    `num_kept` are the best or latest of their trials. Ids of `refused` are those of experiments.
+    """
+
+    num_matching: int
+    uuids: list[str]
+    num_bytes: int
+    num_trials: int
+    num_kept: int
+    refused: list[BulkRefusal]
 
 
 class BulkResult(Message):
@@ -559,6 +632,33 @@ class BulkResult(Message):
 
     experiment_id: int
     error: str | None = None
+
+
+class ModelVersion(Message):
+    """Version of a registered model; `source` is what was registered, `location` where it lies.
+
+    A checkpoint is `checkpoint:/UUID`.
+    """
+
+    version: int
+    source: str
+    location: str
+    notes: str
+    aliases: list[str]
+    owner: str
+    run_id: str | None
+    created_at: float
+
+
+class RegisteredModel(Message):
+    """Name for models, with its versions, the newest first; lists leave them out."""
+
+    name: str
+    notes: str
+    aliases: dict[str, int]
+    newest_version: int | None
+    changed_at: float
+    versions: list[ModelVersion]
 
 
 class ColumnNames(Message):

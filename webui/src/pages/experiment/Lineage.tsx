@@ -4,18 +4,57 @@ import { Badge, Group, Text } from "@mantine/core";
 import { useQuery } from "@tanstack/react-query";
 import { useParams } from "@tanstack/react-router";
 
-import { treeQuery } from "../../api/queries";
+import { treeQuery, trialCheckpointsQuery, trialQuery } from "../../api/queries";
 import type { components } from "../../api/schema";
 import { Empty, ProblemView, Waiting } from "../../components/Feedback";
 import { LinkText } from "../../components/links";
 import { Scroll } from "../../components/Scroll";
 import { StateBadge } from "../../components/StateBadge";
-import { formatNumber, toNumber } from "../../lib/numbers";
+import { formatNumber, plural, toNumber } from "../../lib/numbers";
 
 type Relative = components["schemas"]["Relative"];
 
 export function Lineage() {
   const { id } = useParams({ from: "/experiments/$id" });
+  return <Tree id={id} />;
+}
+
+/** Where a trial began, and what began from its checkpoints. */
+export function TrialLineage() {
+  const { id } = useParams({ from: "/trials/$id" });
+  const experimentId = useQuery(trialQuery(id)).data?.experiment_id;
+  const tree = useQuery({ ...treeQuery(experimentId ?? 0), enabled: experimentId !== undefined });
+  const checkpoints = useQuery(trialCheckpointsQuery(id)).data ?? [];
+  if (experimentId === undefined) return <Waiting what="the lineage" />;
+  const uuids = new Set(checkpoints.map(({ uuid }) => uuid));
+  const children = (tree.data ?? []).filter(
+    (one) => one.parent_trial_id === id || (one.checkpoint && uuids.has(one.checkpoint)),
+  );
+  const origin = tree.data?.find((one) => one.id === experimentId);
+  return (
+    <>
+      <Text size="sm" mb="xs" component="div">
+        {origin?.checkpoint
+          ? `It began from checkpoint ${origin.checkpoint.slice(0, 8)}.`
+          : "It began from nothing."}{" "}
+        {children.length === 0
+          ? "Nothing began from its checkpoints."
+          : `${plural(children.length, "experiment")} began from its checkpoints: `}
+        {children.map(({ id: child, name }, index) => (
+          <span key={child}>
+            {index > 0 && ", "}
+            <LinkText to="/experiments/$id" params={{ id: child }} underline="always">
+              {name} ({child})
+            </LinkText>
+          </span>
+        ))}
+      </Text>
+      <Tree id={experimentId} />
+    </>
+  );
+}
+
+function Tree({ id }: { id: number }) {
   const tree = useQuery(treeQuery(id));
   if (tree.isPending) return <Waiting what="the lineage" />;
   if (tree.isError) return <ProblemView error={tree.error} onRetry={() => void tree.refetch()} />;

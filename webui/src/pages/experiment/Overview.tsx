@@ -65,6 +65,7 @@ function Summary({ experiment, trials, total }: PartsProps) {
   return (
     <div className="card">
       <Facts
+        isShort
         items={[
           howFar(experiment, trials, total),
           ...(shownMetric(experiment) === null ? [] : bestOf(experiment)),

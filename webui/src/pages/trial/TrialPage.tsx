@@ -64,7 +64,7 @@ export function TrialPage() {
       />
       {answer.isError && <ProblemView error={answer.error} />}
       <div className="card">
-        <Facts items={factsOf(trial, experiment)} />
+        <Facts isShort items={factsOf(trial, experiment)} />
       </div>
       {trial.error && (
         <Failure title="The trial failed" message={trial.error}>
@@ -94,6 +94,7 @@ export function TrialPage() {
           { label: "Hyperparameters", to: `${at}/hyperparameters` },
           { label: "Profiler", to: `${at}/profiler` },
           { label: `Attempts ${trial.num_attempts}`, to: `${at}/attempts` },
+          { label: "Lineage", to: `${at}/lineage` },
           { label: "Logs", to: `${at}/logs` },
         ]}
       />

@@ -24,6 +24,7 @@ from paceline._cluster.master.api.attempt_and_log_routes import (
     log_router,
     run_router,
 )
+from paceline._cluster.master.api.bulk_routes import bulk_router
 from paceline._cluster.master.api.checkpoint_routes import checkpoint_router, transfer_router
 from paceline._cluster.master.api.comparison_routes import comparison_router
 from paceline._cluster.master.api.config_and_code_routes import (
@@ -173,6 +174,7 @@ _ROUTERS = (
     context_upload_router,
     experiment_list_router,
     experiment_edit_router,
+    bulk_router,
     hyperparameter_router,
     config_router,
     proposal_router,

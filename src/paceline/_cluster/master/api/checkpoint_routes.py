@@ -28,6 +28,7 @@ from paceline._cluster.master.experiments.checkpoints import (
     delete_files,
     delete_matching_files,
     note_deleted_files,
+    registered_checkpoints,
 )
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.experiments.storage_calls import StorageCalls, in_own_thread
@@ -211,6 +212,14 @@ def _withdraw_unused(transaction: Transaction, master: Master, uuid: str) -> Non
             "in_use",
             f"Checkpoint {uuid} must not be deleted while trial {user} starts from it. Hint: kill"
             " that trial first, or wait for its end.",
+        )
+    model = registered_checkpoints(transaction.connection).get(uuid)
+    if model is not None:
+        raise ApiError(
+            409,
+            "registered",
+            f"Checkpoint {uuid} must not be deleted while the model {model} has it. Hint: delete"
+            " that version first, by `paceline model delete`.",
         )
     transaction.after_rollback(lambda: master.changes.being_deleted.discard(uuid))
     master.changes.being_deleted.add(uuid)

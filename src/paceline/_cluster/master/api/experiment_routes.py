@@ -25,22 +25,14 @@ from paceline._cluster.master.api.requests_and_answers import (
     write_rows,
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
-from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, delete_files
+from paceline._cluster.master.experiments.deletions import loss_of
 from paceline._cluster.master.experiments.experiment_edits import (
-    Leftovers,
-    delete_experiment,
     edit_experiment,
-    loss_of,
     set_archived,
     version_of_notes,
 )
 from paceline._cluster.master.experiments.search_limits import used_limits
-from paceline._cluster.master.experiments.state_decisions import (
-    NotFoundError,
-    RefusedError,
-    TransitionError,
-)
-from paceline._cluster.master.experiments.storage_calls import in_own_thread
+from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.experiments.stored_searches import (
     MAX_RUNG_ENTRIES,
     ShownEntry,
@@ -52,22 +44,13 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, experiment_view
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.experiment_list import Order
-from paceline._cluster.master.store.reach import (
-    NotAllowedError,
-    check_object,
-    creating_in,
-    current_reach,
-    note_object,
-)
+from paceline._cluster.master.store.reach import creating_in, current_reach
 from paceline._cluster.messages import experiment_models as searches
 from paceline._cluster.messages.experiment_models import (
-    BulkAction,
-    BulkResult,
     Checkpoint,
     ContinueExperiment,
     ContinueTrial,
     CreateExperiment,
-    Deletion,
     EditExperiment,
     Experiment,
     ForkExperiment,
@@ -76,8 +59,6 @@ from paceline._cluster.messages.experiment_models import (
     SearchLimit,
 )
 from paceline._cluster.messages.states import ErrorKind
-from paceline._cluster.runner.attempt_directory import AttemptDirectory
-from paceline.config._fields_and_problems import ConfigError
 from paceline.config._validate_config import validate_config
 from paceline.search._preview_and_simulation import preview
 
@@ -96,7 +77,7 @@ async def create_experiment(
     digest, source = code_of(master, request)
 
     def job(transaction: Transaction) -> int:
-        with creating_in(_project_id(master, request.project)):
+        with creating_in(project_id_of(master, request.project)):
             return master.commands.create(
                 transaction,
                 config,
@@ -275,7 +256,7 @@ def _read(records: StoredRecords, experiment_id: int) -> Experiment:
 experiment_edit_router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
 
-def _project_id(master: Master, name: str | None) -> int | None:
+def project_id_of(master: Master, name: str | None) -> int | None:
     """Return the id of a project that a body names, None if it names none."""
     if name is None:
         return None
@@ -291,7 +272,7 @@ async def change_experiment(
 ) -> Experiment:
     """Change an experiment's texts, project, when it gets slots, or the limits of its search."""
     fields = request.model_dump(exclude={"project"})
-    project_id = _project_id(master, request.project)
+    project_id = project_id_of(master, request.project)
     await write_rows(
         master,
         lambda transaction: edit_experiment(
@@ -336,84 +317,3 @@ def read_loss(experiment_id: ExperimentId, master: MasterOf) -> Loss:
         num_metric_points=loss.num_metric_points,
         obstacle=loss.obstacle,
     )
-
-
-@experiment_edit_router.delete("/experiments/{experiment_id}")
-async def remove_experiment(experiment_id: ExperimentId, master: MasterOf) -> Deletion:
-    """Delete an ended experiment with its trials, metrics, logs and checkpoints."""
-    return Deletion(left_behind=await _delete_experiment(master, experiment_id))
-
-
-@experiment_edit_router.post("/bulk-actions")
-async def act_on_experiments(request: BulkAction, master: MasterOf) -> list[BulkResult]:
-    """Apply an action to several experiments; failures do not stop the remaining ones."""
-    results = []
-    for experiment_id in dict.fromkeys(request.experiment_ids):
-        error = None
-        note_object(f"experiment {experiment_id}")
-        try:
-            left = await _act_on_experiment(master, request.action, experiment_id)
-            if left:
-                error = f"Some files could not be deleted: {', '.join(left)}."
-        except (
-            *(NotAllowedError, NotFoundError, RefusedError, TransitionError, ConfigError),
-        ) as refusal:
-            error = str(refusal)
-        results.append(BulkResult(experiment_id=experiment_id, error=error))
-    return results
-
-
-async def _act_on_experiment(
-    master: Master, action: Action | Literal["delete"], experiment_id: int
-) -> list[str]:
-    if action == "delete":
-        return await _delete_experiment(master, experiment_id)
-    job = action_of(master, action)
-
-    def checked_job(transaction: Transaction) -> None:
-        check_object(transaction.connection, "experiment_id", experiment_id, changes=True)
-        job(transaction, experiment_id)
-
-    await write_rows(master, checked_job)
-    return []
-
-
-async def _delete_experiment(master: Master, experiment_id: int) -> list[str]:
-    def job(transaction: Transaction) -> Leftovers:
-        check_object(transaction.connection, "experiment_id", experiment_id, changes=True)
-        return delete_experiment(transaction, master.changes, experiment_id)
-
-    leftovers = await write_rows(master, job)
-    # Thread of its own, not from the small pool of request threads: a storage may hang.
-    return await asyncio.wrap_future(
-        in_own_thread(partial(_remove_leftovers, master, experiment_id, leftovers))
-    )
-
-
-def _delete_files(master: Master, place: CheckpointPlace, uuid: str) -> bool:
-    try:
-        return delete_files(master.changes.storage_calls, place, uuid)
-    except RefusedError:
-        return False
-
-
-def _remove_leftovers(master: Master, experiment_id: int, leftovers: Leftovers) -> list[str]:
-    """Remove the files of deleted rows, and return the names of undeletable files."""
-    left = [
-        f"{place.storage}/{uuid}"
-        for uuid, place in leftovers.checkpoints.items()
-        if not _delete_files(master, place, uuid)
-    ]
-    attempts = master.home.attempts_path
-    removals: list[Callable[[], None]] = [
-        partial(master.secrets.forget, experiment_id),
-        *(partial(master.logs.delete, trial_id) for trial_id in leftovers.trial_ids),
-        *(AttemptDirectory(attempts / str(number)).remove_kept for number in leftovers.attempt_ids),
-    ]
-    for remove in removals:
-        # A file that stays must not keep the others.
-        try:
-            remove()
-        except OSError as error:
-            left.append(str(error))
-    return left

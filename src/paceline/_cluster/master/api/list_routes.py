@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import Query, Response
+from fastapi import Depends, Query, Response
 from pydantic_core import to_json
 from sqlalchemy import ColumnElement, Connection, Float, Row, Text, case, cast, func, select
 
@@ -316,11 +318,22 @@ QueryText = Annotated[
 ]
 
 
-@experiment_list_router.get("/experiments", response_model=Page[Experiment])
-def list_experiments(
-    records: RecordsOf,
-    limit: Limit = 100,
-    cursor: Cursor = None,
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Filters of an experiment list, as they are asked for."""
+
+    states: Sequence[ExperimentState] = ()
+    search: str | None = None
+    labels: Sequence[str] = ()
+    archived: Literal["no", "only", "all"] = "no"
+    owner: str | None = None
+    project: str | None = None
+    where: Sequence[str] = ()
+    query: str | None = None
+
+
+# A coroutine: FastAPI gives plain functions a thread, which takes longer than this.
+async def _filters(
     state: Annotated[list[ExperimentState] | None, Query()] = None,
     search: Annotated[
         str | None, Query(description="In the name, description or labels, or the id.")
@@ -337,6 +350,59 @@ def list_experiments(
         ),
     ] = None,
     query: QueryText = None,
+) -> Filters:
+    return Filters(state or [], search, label or [], archived, owner, project, where or [], query)
+
+
+FiltersOf = Annotated[Filters, Depends(_filters)]
+
+
+def experiments_of(
+    connection: Connection,
+    filters: Filters,
+    columns: Sequence[str] = (),
+    sort_by: str = "id",
+    *,
+    is_descending: bool = True,
+) -> ExperimentQuery:
+    """Return the query of the experiments that filters describe.
+
+    Raises:
+        ApiError: The text of a query or a condition has an error.
+    """
+    with told_as_api_errors():
+        return ExperimentQuery(
+            states=[one.value for one in filters.states],
+            search=filters.search,
+            labels=filters.labels,
+            is_archived={"no": False, "only": True, "all": None}[filters.archived],
+            owner=filters.owner,
+            project=filters.project,
+            conditions=[list_condition(text) for text in filters.where],
+            within=matching_experiments_of(connection, filters.query) if filters.query else None,
+            columns=columns,
+            sort_by=sort_by,
+            is_descending=is_descending,
+        )
+
+
+@contextmanager
+def told_as_api_errors() -> Iterator[None]:
+    """Turn errors of queries and columns inside into answers."""
+    try:
+        yield
+    except QueryError as error:
+        raise ApiError(400, "invalid_query", str(error)) from error
+    except ValueError as error:
+        raise ApiError(422, "invalid_request", str(error)) from error
+
+
+@experiment_list_router.get("/experiments", response_model=Page[Experiment])
+def list_experiments(
+    filters: FiltersOf,
+    records: RecordsOf,
+    limit: Limit = 100,
+    cursor: Cursor = None,
     column: Annotated[
         Names | None,
         Query(description="Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`."),
@@ -347,21 +413,12 @@ def list_experiments(
 ) -> Response:
     """List experiments, newest first by default; the first page has the total."""
     after = place_in_rows(cursor, f"{sort_by} {order}", num_keys=2)
+    is_descending = order == "desc"
     with records.database.read() as connection:
-        try:
-            wanted = ExperimentQuery(
-                states=[one.value for one in state or ()],
-                search=search,
-                labels=label or (),
-                is_archived={"no": False, "only": True, "all": None}[archived],
-                owner=owner,
-                project=project,
-                conditions=[list_condition(text) for text in where or ()],
-                within=matching_experiments_of(connection, query) if query else None,
-                columns=column or (),
-                sort_by=sort_by,
-                is_descending=order == "desc",
-            )
+        wanted = experiments_of(
+            connection, filters, column or (), sort_by, is_descending=is_descending
+        )
+        with told_as_api_errors():
             # One more row shows whether there is a further page.
             listed = list_rows(connection, wanted, after=after, limit=limit + 1)
             total = None
@@ -369,10 +426,6 @@ def list_experiments(
                 # Looking through all of them twice is dear.
                 is_whole = len(listed) <= limit
                 total = len(listed) if is_whole else count_rows(connection, wanted)
-        except QueryError as error:
-            raise ApiError(400, "invalid_query", str(error)) from error
-        except ValueError as error:
-            raise ApiError(422, "invalid_request", str(error)) from error
         items = encode_experiments(connection, listed[:limit], records.encodings, is_brief=brief)
     more = None
     if len(listed) > limit:

@@ -49,6 +49,8 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
     ),
     # Reading routes change nothing, but see all of a project: configs, code, logs, checkpoints.
     RouteScope.READ: (
+        "GET /bulk-preview",
+        "GET /checkpoint-preview",
         "GET /checkpoints",
         "GET /checkpoints/{uuid}",
         "GET /checkpoints/{uuid}/files/{path:path}",

@@ -212,6 +212,30 @@ def checkpoint_places(
     }
 
 
+MODEL_VERSION = "mlflow.model-version"
+"""Kind of the documents of versions of registered models."""
+_CHECKPOINT_URI = "checkpoint:/"
+
+
+def checkpoint_of_source(source: str) -> str | None:
+    """Return the checkpoint that is the source of a model's version, None for another source."""
+    is_checkpoint = source.startswith(_CHECKPOINT_URI)
+    return source.removeprefix(_CHECKPOINT_URI) if is_checkpoint else None
+
+
+def registered_checkpoints(connection: Connection) -> dict[str, str]:
+    """Return the checkpoints of registered models, each with a model and version that has it."""
+    documents = tables.documents.c
+    location = documents.content["location"].as_string()
+    query = select(location, documents.parent, documents.name).where(
+        documents.kind == MODEL_VERSION, location.startswith(_CHECKPOINT_URI)
+    )
+    return {
+        place.removeprefix(_CHECKPOINT_URI): f"{name} (version {version})"
+        for place, name, version in connection.execute(query)
+    }
+
+
 def delete_files(calls: StorageCalls, place: CheckpointPlace, uuid: str) -> bool:
     """Delete the files of a checkpoint; return False after logging an error.
 

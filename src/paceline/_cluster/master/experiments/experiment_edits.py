@@ -1,17 +1,14 @@
-"""Edits of an experiment by users: texts, queue place and limits, archive, and deletion.
+"""Edits of an experiment by users: texts, queue place and limits, archive.
 
 Earlier versions of an experiment's notes: who saved them, and when.
 """
 
 import hashlib
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, delete, insert, or_, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
-from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, checkpoint_places
 from paceline._cluster.master.experiments.scheduler_input import (
     check_pool_rules,
     waiting_trials,
@@ -22,26 +19,11 @@ from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.scheduling.pool_policies import moved
 from paceline._cluster.master.scheduling.pools import Waiting
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.api_models_from_rows import config_of, drop_unused_environments
+from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.reach import current_user
-from paceline._cluster.master.store.row_ids_and_counts import (
-    POINTS,
-    TRIALS,
-    checkpoint_sizes,
-    keep_ids,
-    numbers_of,
-)
-from paceline._cluster.master.store.usage import keep_usage
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
-from paceline._cluster.messages.states import (
-    LIVE_ATTEMPTS,
-    LIVE_TRIALS,
-    CheckpointState,
-    ExperimentState,
-    TrialState,
-    told_state,
-)
+from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 
 _KIND = "notes"
 _MOST_VERSIONS = 50
@@ -299,169 +281,3 @@ def _change_experiment(
         update(experiments).where(experiments.c.id == experiment_id).values(**values)
     )
     transaction.emit("experiment_changed", experiment_id, fields=sorted(values))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loss:
-    """Data removed by a deletion; `obstacle` is the reason to refuse the deletion, or None."""
-
-    num_trials: int
-    num_checkpoints: int
-    checkpoint_bytes: int
-    num_metric_points: int
-    obstacle: str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Leftovers:
-    """Files outside the database: trial logs, attempt directories, checkpoints by their UUIDs."""
-
-    trial_ids: tuple[int, ...]
-    attempt_ids: tuple[int, ...]
-    checkpoints: dict[str, CheckpointPlace]
-
-
-def loss_of(connection: Connection, experiment_id: int) -> Loss:
-    """Return the data removed by deleting an experiment.
-
-    Raises:
-        NotFoundError: There is no such experiment.
-    """
-    row = StateChanges.experiment(connection, experiment_id)
-    num_checkpoints, size = 0, 0
-    if row.external_id is None:
-        stored = checkpoint_sizes(connection, [experiment_id])
-        num_checkpoints, size = stored.get(experiment_id, (0, 0))
-    return Loss(
-        num_trials=numbers_of(connection, TRIALS, [experiment_id]).get(experiment_id, 0),
-        num_checkpoints=num_checkpoints,
-        checkpoint_bytes=size,
-        num_metric_points=numbers_of(connection, POINTS, [experiment_id]).get(experiment_id, 0),
-        obstacle=_obstacle_to_deletion(connection, row),
-    )
-
-
-def delete_experiment(
-    transaction: Transaction, changes: StateChanges, experiment_id: int
-) -> Leftovers:
-    """Delete all rows of an experiment, and return the files left for the caller to remove.
-
-    Raises:
-        NotFoundError: There is no such experiment.
-        RefusedError: It has not ended, others start from its checkpoints, or its run still exists.
-    """
-    connection = transaction.connection
-    row = StateChanges.experiment(connection, experiment_id)
-    obstacle = _obstacle_to_deletion(connection, row)
-    if obstacle is not None:
-        raise RefusedError("not_deletable", obstacle)
-    trials = tables.trials.c
-    ids = select(trials.id).where(trials.experiment_id == experiment_id)
-    attempts = tables.attempts.c
-    attempt_ids = select(attempts.id).where(attempts.experiment_id == experiment_id)
-    leftovers = Leftovers(
-        trial_ids=tuple(connection.execute(ids).scalars()),
-        attempt_ids=tuple(connection.execute(attempt_ids).scalars()),
-        checkpoints=checkpoint_places(
-            connection,
-            experiment_id,
-            _checkpoints_to_delete(connection, row),
-            changes.default_storage,
-        ),
-    )
-    # Highest ids are kept before the deletion: no id may be given twice.
-    keep_ids(connection, tables.experiments, tables.trials, tables.attempts)
-    keep_usage(connection, experiment_id)
-    _delete_rows(connection, experiment_id, ids)
-    transaction.emit("experiment_deleted", experiment_id)
-    transaction.after_commit(lambda: changes.searches.forget(experiment_id))
-    return leftovers
-
-
-def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> None:
-    series, attempts = tables.series, tables.attempts
-    series_ids = select(series.c.id).where(series.c.trial_id.in_(trial_ids))
-    attempt_ids = select(attempts.c.id).where(attempts.c.experiment_id == experiment_id)
-    used = select(attempts.c.environment).where(
-        attempts.c.experiment_id == experiment_id, attempts.c.environment.is_not(None)
-    )
-    environments = set(connection.execute(used.distinct()).scalars())
-    connection.execute(delete(tables.chunks).where(tables.chunks.c.series_id.in_(series_ids)))
-    connection.execute(delete(series).where(series.c.trial_id.in_(trial_ids)))
-    for marks in (tables.journal_marks, tables.time_marks):
-        connection.execute(delete(marks).where(marks.c.attempt_id.in_(attempt_ids)))
-    # Trials and the experiment itself come last: the others refer to them.
-    for table in (
-        attempts,
-        tables.checkpoints,
-        tables.search_inputs,
-        tables.search_snapshots,
-        tables.search_views,
-        tables.events,
-        tables.media,
-        tables.run_files,
-        tables.documents,
-        tables.trials,
-    ):
-        connection.execute(delete(table).where(table.c.experiment_id == experiment_id))
-    experiments = tables.experiments
-    connection.execute(delete(experiments).where(experiments.c.id == experiment_id))
-    drop_unused_environments(connection, environments)
-
-
-def _obstacle_to_deletion(connection: Connection, row: Row[Any]) -> str | None:
-    if not ExperimentState(row.state).is_terminal:
-        return (
-            f"Experiment {row.id} must have ended to be deleted, but is {told_state(row.state)}."
-            " Hint: kill it first, or wait for its end."
-        )
-    if row.external_path is not None and Path(row.external_path).exists():
-        return (
-            f"Experiment {row.id} shows the run in {row.external_path!r}, which is not the"
-            " master's to delete. Hint: remove that directory first, or archive the experiment."
-        )
-    user = _checkpoint_user(connection, row.id)
-    if user is not None:
-        return (
-            f"Experiment {row.id} must not be deleted while trial {user} starts from one of its"
-            " checkpoints. Hint: kill that trial first, or wait for its end."
-        )
-    return None
-
-
-def _checkpoint_user(connection: Connection, experiment_id: int) -> int | None:
-    """Return a live trial of another experiment starting from a checkpoint of this experiment."""
-    checkpoints, trials, attempts = tables.checkpoints.c, tables.trials, tables.attempts
-
-    def is_ours(uuid: ColumnElement[Any]) -> ColumnElement[bool]:
-        # Looked up by its name: an experiment may have many checkpoints, but few trials continue.
-        return (
-            select(checkpoints.uuid)
-            .where(checkpoints.uuid == uuid, checkpoints.experiment_id == experiment_id)
-            .exists()
-        )
-
-    resumed = select(attempts.c.trial_id).where(
-        attempts.c.state.in_(LIVE_ATTEMPTS), is_ours(attempts.c.resumed_from)
-    )
-    is_used = or_(is_ours(trials.c.source_checkpoint), trials.c.id.in_(resumed))
-    query = select(trials.c.id).where(
-        is_used, trials.c.state.in_(LIVE_TRIALS), trials.c.experiment_id != experiment_id
-    )
-    found: int | None = connection.execute(query.limit(1)).scalar()
-    return found
-
-
-def _checkpoints_to_delete(connection: Connection, row: Row[Any]) -> list[Row[Any]]:
-    """Return the checkpoints with files owned by the master; none for an unmanaged run."""
-    if row.external_id is not None:
-        return []
-    checkpoints = tables.checkpoints
-    return list(
-        connection.execute(
-            select(checkpoints).where(
-                checkpoints.c.experiment_id == row.id,
-                checkpoints.c.state != CheckpointState.DELETED.value,
-            )
-        )
-    )

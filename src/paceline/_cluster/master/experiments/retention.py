@@ -19,6 +19,7 @@ from paceline._cluster.master.experiments.checkpoints import (
     delete_files,
     experiment_place,
     latest_checkpoint,
+    registered_checkpoints,
     remove_unknown_checkpoints,
     storage_for_others,
 )
@@ -338,7 +339,7 @@ def _plan_sweep(
 
 
 def _needed_among(connection: Connection, uuids: list[str]) -> set[str]:
-    """Return the given checkpoints needed by a trial now or later."""
+    """Return the given checkpoints needed by a trial now or later, or by a registered model."""
     needed: set[str] = set()
     # SQLite takes so many parameters of a query, and no more.
     for start in range(0, len(uuids), _DELETED_AT_ONCE):
@@ -353,6 +354,7 @@ def _needed_among_some(connection: Connection, uuids: list[str]) -> set[str]:
         attempts.resumed_from.in_(uuids), attempts.state != AttemptState.ENDED.value
     )
     needed = {*connection.execute(sources).scalars(), *connection.execute(resumed).scalars()}
+    needed |= registered_checkpoints(connection).keys() & set(uuids)
     owners = (
         select(checkpoints.trial_id)
         .join(tables.trials, trials.id == checkpoints.trial_id)

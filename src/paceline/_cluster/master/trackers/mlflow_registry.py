@@ -7,13 +7,17 @@ from urllib.parse import unquote, urlsplit
 
 from sqlalchemy import Connection, Row, select
 
+from paceline._cluster.master.experiments.checkpoints import (
+    MODEL_VERSION,
+    checkpoint_of_source,
+)
 from paceline._cluster.master.experiments.logged_runs import (
     change_document,
     get_document,
     list_documents,
 )
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.reach import creating_in
+from paceline._cluster.master.store.reach import check_object, creating_in
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
     MlflowError,
@@ -31,8 +35,9 @@ from paceline._cluster.master.trackers.mlflow_filter import (
     sort_rows,
 )
 from paceline._cluster.master.trackers.mlflow_models import note_version
+from paceline._cluster.messages.states import CheckpointState
 
-MODEL, VERSION = "mlflow.registered-model", "mlflow.model-version"
+MODEL, VERSION = "mlflow.registered-model", MODEL_VERSION
 Content = dict[str, Any]
 
 _STAGES = {name.lower(): name for name in ("None", "Staging", "Production", "Archived")}
@@ -186,6 +191,7 @@ def _create_version(call: Call) -> dict[str, Any]:
     version = str(model["num_versions"])
     model_id = given.text_or_none("model_id") or ""
     source = _checked_source(given.text("source"))
+    _check_checkpoint(call.connection, source)
     copied = _OF_VERSION.fullmatch(source)
     location = source
     if copied is not None:
@@ -366,6 +372,20 @@ def _checked_source(source: str) -> str:
             " must be provided without relative path references present."
         )
     return source
+
+
+def _check_checkpoint(connection: Connection, source: str) -> None:
+    """Refuse the checkpoint of a version that is not there, or is no longer whole."""
+    uuid = checkpoint_of_source(source)
+    if uuid is None:
+        return
+    check_object(connection, "uuid", uuid)
+    query = select(tables.checkpoints.c.state).where(tables.checkpoints.c.uuid == uuid)
+    state = connection.scalar(query)
+    if state is None:
+        raise missing(f"There is no checkpoint {uuid[:_MAX_NAME]!r}.")
+    if state != CheckpointState.COMPLETED.value:
+        raise invalid(f"The source must be a whole checkpoint, but files of {uuid} were deleted.")
 
 
 def _stage(text: str) -> str:

@@ -155,3 +155,14 @@ def test_slots_are_counted_without_drained_ones(
 )
 def test_memory_is_told_if_any_is_known(sizes: list[int], expected: str | None) -> None:
     assert memory_text(sizes) == expected
+
+
+def test_rules_of_a_pool_are_set_and_listed(clustered: Any) -> None:
+    """Times have units; whom nobody knows cannot open a pool."""
+    clustered("pool", "set", "ruled", "--silent-after", "90min", "--best-priority", "30")
+    listed = clustered("pool", "list").stdout
+    assert "best priority 30; silent after 5400 s" in listed, f"{listed=}"
+    told = clustered("pool", "set", "ruled", "--unused-after", "soon", code=1).stderr
+    assert "`--unused-after` must be" in told, f"{told=}"
+    told = clustered("pool", "set", "ruled", "--open-to", "nobody", code=1).stderr
+    assert "There is no user or group 'nobody'." in told, f"{told=}"

@@ -419,3 +419,12 @@ def test_a_user_changes_no_group(master: Any, add: Any) -> None:
     """Groups are for administrators of the master."""
     ada = add("ada")
     assert ada.patch("/users/ada", json={"group": "lab"}).status_code == 403
+
+
+def test_runners_of_the_cluster_need_no_first_user(master: Any, add: Any) -> None:
+    """Another administrator makes their tokens when that one has left."""
+    boss = add("boss", is_admin=True)
+    assert boss.delete("/users/admin").status_code == 204
+    body = {"name": "box", "scope": "runner"}
+    assert boss.post("/tokens", json=body).status_code == 201
+    assert boss.post("/tokens", json={**body, "name": "b", "user": "nobody"}).status_code == 404

@@ -423,9 +423,9 @@ def _rules_text(pool: "Pool") -> str:
         (f"open to {', '.join(pool.open_to)}", pool.open_to),
         (f"best priority {pool.best_priority}", pool.best_priority),
         ("own runners", pool.own_runners),
-        (f"silent after {pool.silent_after_s} s", pool.silent_after_s),
-        (f"unused after {pool.unused_after_s} s", pool.unused_after_s),
-        (f"pause after {pool.pause_after_s} s", pool.pause_after_s),
+        (f"silent after {pool.silent_after_s or 0:g} s", pool.silent_after_s),
+        (f"unused after {pool.unused_after_s or 0:g} s", pool.unused_after_s),
+        (f"pause after {pool.pause_after_s or 0:g} s", pool.pause_after_s),
     )
     return "; ".join(text for text, value in rules if value)
 

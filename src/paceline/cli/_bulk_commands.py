@@ -1,4 +1,4 @@
-"""Commands that change one experiment, or all that a query describes, after a preview."""
+"""Commands to change an experiment, or all of a query after a preview."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -54,7 +54,7 @@ Change = Callable[["Experiment"], "Experiment"]
 
 
 class Many(NamedTuple):
-    """Experiments to change: one by its number or those of a query, and how to ask."""
+    """Experiments to change: a number or a query, and how to ask."""
 
     experiment: int | None
     query: str | None
@@ -81,7 +81,7 @@ def change_experiments(
     told: "Callable[[ExperimentData], str]",
     **arguments: Any,
 ) -> None:
-    """Change one experiment at once, or preview, ask and change those of a query.
+    """Change an experiment at once, or preview, ask and change those of a query.
 
     Args:
         action: The action.
@@ -248,7 +248,7 @@ def move(
     yes: Yes = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Move experiments into another project, in which you must be an editor as well."""
+    """Move experiments into another project, where you must be an editor as well."""
     change_experiments(
         "move",
         Many(experiment, query, yes, dry_run, "only" if archived else "no"),
@@ -319,7 +319,7 @@ def kill(
 def delete_checkpoints_of(
     query: str, *, keep_best: int, keep_latest: int, yes: bool, dry_run: bool
 ) -> None:
-    """Delete the checkpoints of trials that a query describes, after a preview."""
+    """Delete the checkpoints of a query's trials, after a preview."""
     from paceline.client._http_session import ApiError
 
     with connect() as client:

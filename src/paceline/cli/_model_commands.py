@@ -98,7 +98,7 @@ def register(
         str, typer.Option("--notes", metavar="TEXT", help="Notes about the version.")
     ] = "",
 ) -> None:
-    """Make a checkpoint the next version of a model. It is then kept from deletion."""
+    """Make a checkpoint the next version of a model, kept from deletion."""
     with connect() as client:
         checkpoint = checkpoint_by_prefix(client, uuid)
         made = client.register_model(name, checkpoint.uuid, alias=alias, notes=notes)
@@ -114,7 +114,7 @@ def set_alias(
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Take the alias away.")] = False,
 ) -> None:
-    """Let an alias mean a version of a model: promote it."""
+    """Let an alias mean a version of a model, to promote the version."""
     if (version is None) != remove:
         raise CommandError("Either `N` or `--remove` must be given.")
     with connect() as client:
@@ -158,7 +158,7 @@ def delete(
     ] = None,
     yes: _Yes = False,
 ) -> None:
-    """Delete a model's name and versions, or one version. Checkpoints and files stay."""
+    """Delete a model's name and versions, or a single version. Files stay."""
     what = name if version is None else f"version {version} of {name}"
     with connect() as client:
         confirm(f"Delete {what}?", is_confirmed=yes)

@@ -28,7 +28,7 @@ class BulkClient:
         add_labels: Sequence[str] = (),
         remove_labels: Sequence[str] = (),
     ) -> "models.BulkPreview":
-        """Return what an action would do to the experiments with a trial that a query describes.
+        """Return the preview of an action on the experiments of a query.
 
         Args:
             action: "pause", "activate", "cancel", "kill", "archive", "unarchive", "delete",
@@ -87,7 +87,7 @@ class BulkClient:
     def preview_checkpoint_deletion(
         self, query: str, *, keep_best: int = 0, keep_latest: int = 0
     ) -> "models.CheckpointPreview":
-        """Return which checkpoints of the trials that a query describes can be deleted.
+        """Return the preview of a deletion of the checkpoints of a query's trials.
 
         Checkpoints stay that a trial needs: its own before its end, or one that it starts from.
 

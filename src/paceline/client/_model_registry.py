@@ -18,12 +18,12 @@ _PAGE = 1000
 
 
 class RegistryClient:
-    """Part of a client for registered models, which MLflow's clients see and change as well."""
+    """Part of a client for registered models, shared with MLflow's clients."""
 
     _session: HttpSession
 
     def list_models(self) -> "list[models.RegisteredModel]":
-        """Return the registered models that the user sees, by name, without their versions."""
+        """Return the user's visible registered models, by name, without their versions."""
         pages = self._registered_pages("registered-models/search")
         return [_model_of(one) for one in pages]
 
@@ -42,7 +42,7 @@ class RegistryClient:
     def register_model(
         self, name: str, checkpoint: str, *, alias: str | None = None, notes: str = ""
     ) -> "models.ModelVersion":
-        """Make a checkpoint the next version of a model, which is made if there is none.
+        """Make a checkpoint the next version of a new or known model.
 
         The checkpoint is then neither deleted by a retention policy nor by people.
 
@@ -85,7 +85,7 @@ class RegistryClient:
             self._registry("POST", "registered-models/alias", **fields)
 
     def delete_model(self, name: str, *, version: int | None = None) -> None:
-        """Delete a model's name and versions, or one version; checkpoints and files stay.
+        """Delete a model's name and versions, or a single version; checkpoints and files stay.
 
         Raises:
             ApiError: There is no such model or version.

@@ -1106,7 +1106,7 @@ export interface paths {
         };
         /**
          * Preview Bulk Action
-         * @description Show what an action would do to all experiments that the list has with the same filters.
+         * @description Preview an action on all experiments of the list with the same filters.
          */
         get: operations["preview_bulk_action_api_v1_bulk_preview_get"];
         put?: never;
@@ -1126,7 +1126,7 @@ export interface paths {
         };
         /**
          * Preview Checkpoint Deletion
-         * @description Show which checkpoints of the trials of a query can be deleted, and what that frees.
+         * @description Preview a deletion of the checkpoints of a query's trials, with the bytes to be freed.
          */
         get: operations["preview_checkpoint_deletion_api_v1_checkpoint_preview_get"];
         put?: never;
@@ -2448,7 +2448,7 @@ export interface components {
         };
         /**
          * BulkPreview
-         * @description What an action would do to the experiments that fit: counts are of those that it changes.
+         * @description Preview of an action on matching experiments; counts are of the changed ones.
          *
          *     `experiment_ids` are all of these, newest first, `names` those of the first 50. `num_unchanged`
          *     are as the action would have them already.
@@ -2547,7 +2547,7 @@ export interface components {
         };
         /**
          * CheckpointPreview
-         * @description What a deletion of the checkpoints of trials would free; `uuids` are the newest first.
+         * @description Preview of a deletion of checkpoints; `uuids` are the newest first.
          *
          *     `num_kept` are the best or latest of their trials. Ids of `refused` are those of experiments.
          */

@@ -574,7 +574,7 @@ class BulkAction(Request):
 def check_bulk_arguments(
     action: BulkWord, to: str | None, add_labels: list[str], remove_labels: list[str]
 ) -> None:
-    """Check that an action has the arguments that it takes, and no others.
+    """Check the arguments of an action: its own, and no others.
 
     Raises:
         ValueError: It has not.
@@ -597,7 +597,7 @@ class BulkRefusal(Message):
 
 
 class BulkPreview(Message):
-    """What an action would do to the experiments that fit: counts are of those that it changes.
+    """Preview of an action on matching experiments; counts are of the changed ones.
 
     `experiment_ids` are all of these, newest first, `names` those of the first 50. `num_unchanged`
     are as the action would have them already.
@@ -614,7 +614,7 @@ class BulkPreview(Message):
 
 
 class CheckpointPreview(Message):
-    """What a deletion of the checkpoints of trials would free; `uuids` are the newest first.
+    """Preview of a deletion of checkpoints; `uuids` are the newest first.
 
     `num_kept` are the best or latest of their trials. Ids of `refused` are those of experiments.
     """
@@ -635,7 +635,7 @@ class BulkResult(Message):
 
 
 class ModelVersion(Message):
-    """Version of a registered model; `source` is what was registered, `location` where it lies.
+    """Version of a registered model: its source as registered, and the location of its files.
 
     A checkpoint is `checkpoint:/UUID`.
     """

@@ -1,4 +1,4 @@
-"""Deletion of experiments, and actions on many of them, with a preview of those of a query."""
+"""Deletion of experiments, and actions on many of them, with previews by query."""
 
 import asyncio
 from functools import partial
@@ -68,7 +68,7 @@ def preview_bulk_action(
     add_label: Labels = None,
     remove_label: Labels = None,
 ) -> BulkPreview:
-    """Show what an action would do to all experiments that the list has with the same filters."""
+    """Preview an action on all experiments of the list with the same filters."""
     added, removed = add_label or [], remove_label or []
     try:
         check_bulk_arguments(action, to, added, removed)
@@ -88,7 +88,7 @@ def preview_checkpoint_deletion(
     keep_best: KeptNumber = 0,
     keep_latest: KeptNumber = 0,
 ) -> CheckpointPreview:
-    """Show which checkpoints of the trials of a query can be deleted, and what that frees."""
+    """Preview a deletion of the checkpoints of a query's trials, with the bytes to be freed."""
     with master.database.read() as connection:
         with told_as_api_errors():
             trial_ids = matching_trials_of(connection, query)

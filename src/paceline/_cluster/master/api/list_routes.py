@@ -365,7 +365,7 @@ def experiments_of(
     *,
     is_descending: bool = True,
 ) -> ExperimentQuery:
-    """Return the query of the experiments that filters describe.
+    """Return the query of an experiment list with some filters.
 
     Raises:
         ApiError: The text of a query or a condition has an error.

@@ -1,4 +1,4 @@
-"""Preview of an action on many experiments: which it changes, what it frees, what keeps it."""
+"""Preview of an action on many experiments: changes, bytes freed, refusals."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -39,7 +39,7 @@ class BulkArguments(NamedTuple):
 
 
 def changed_labels(before: Iterable[str], arguments: BulkArguments) -> list[str]:
-    """Return labels after an action: those that stay in their order, then the new ones."""
+    """Return the labels after an action: kept labels in their order, then the new labels."""
     kept = [one for one in before if one not in arguments.remove_labels]
     return list(dict.fromkeys([*kept, *arguments.add_labels]))
 
@@ -47,7 +47,7 @@ def changed_labels(before: Iterable[str], arguments: BulkArguments) -> list[str]
 def preview_action(
     connection: Connection, ids: Select[Any], action: BulkWord, arguments: BulkArguments
 ) -> BulkPreview:
-    """Return what an action would do to the experiments that a query for ids finds."""
+    """Return the preview of an action on the experiments of a query for ids."""
     experiments = tables.experiments.c
     query: Select[Any] = (
         select(
@@ -88,7 +88,7 @@ def preview_action(
 def preview_checkpoints(
     connection: Connection, trial_ids: Select[Any], *, keep_best: int, keep_latest: int
 ) -> CheckpointPreview:
-    """Return which checkpoints of the trials that a query for ids finds can be deleted.
+    """Return the preview of a deletion of the checkpoints of some trials.
 
     Args:
         connection: The database.

@@ -218,13 +218,13 @@ _CHECKPOINT_URI = "checkpoint:/"
 
 
 def checkpoint_of_source(source: str) -> str | None:
-    """Return the checkpoint that is the source of a model's version, None for another source."""
+    """Return the source checkpoint of a model's version, None for another source."""
     is_checkpoint = source.startswith(_CHECKPOINT_URI)
     return source.removeprefix(_CHECKPOINT_URI) if is_checkpoint else None
 
 
 def registered_checkpoints(connection: Connection) -> dict[str, str]:
-    """Return the checkpoints of registered models, each with a model and version that has it."""
+    """Return the checkpoints of registered models, each with its model and version."""
     documents = tables.documents.c
     location = documents.content["location"].as_string()
     query = select(location, documents.parent, documents.name).where(

@@ -186,7 +186,7 @@ def obstacle_to_deletion(row: Row[Any], users: Mapping[int, str]) -> str | None:
 
 
 def checkpoint_users(connection: Connection) -> dict[int, str]:
-    """Return what needs a checkpoint of an experiment from outside, with a hint, by experiment."""
+    """Return outside users of an experiment's checkpoints, with a hint, by experiment."""
     checkpoints, trials, attempts = tables.checkpoints.c, tables.trials.c, tables.attempts.c
     started = select(checkpoints.experiment_id, trials.id).where(
         trials.source_checkpoint == checkpoints.uuid,
@@ -233,7 +233,7 @@ def _checkpoints_to_delete(connection: Connection, row: Row[Any]) -> list[Row[An
 
 
 def _note_leftovers(connection: Connection, leftovers: Leftovers, row: Row[Any]) -> None:
-    """Note what is left to remove: a master that is killed before does it at its next start."""
+    """Note the files left to remove, for the next start of a master killed before."""
     content = {
         "trial_ids": leftovers.trial_ids,
         "attempt_ids": leftovers.attempt_ids,
@@ -278,7 +278,7 @@ class FileRemoval:
         self._attempts = attempts
 
     def finish(self) -> None:
-        """Remove what a master left that was killed in the middle of a deletion."""
+        """Remove the files left by a master killed in the middle of a deletion."""
         with self._database.read() as connection:
             query = select(_documents.c.name, _documents.c.content)
             rows = connection.execute(query.where(_documents.c.kind == _KIND)).all()

@@ -375,7 +375,7 @@ def _checked_source(source: str) -> str:
 
 
 def _check_checkpoint(connection: Connection, source: str) -> None:
-    """Refuse the checkpoint of a version that is not there, or is no longer whole."""
+    """Refuse a missing or incomplete checkpoint as the source of a version."""
     uuid = checkpoint_of_source(source)
     if uuid is None:
         return

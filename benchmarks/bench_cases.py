@@ -184,7 +184,7 @@ def measure_trials() -> list[Figure]:
     beside = f"the same script 16 times, two at once, no master: {statistics.median(alone):.2f} s"
     return [
         Figure(what="16 trivial trials through the master, 2 slots", unit="s", values=times[1:],
-               bar=8, beside=beside),
+               bar=1, beside=beside),
     ]  # fmt: skip
 
 

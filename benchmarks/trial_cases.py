@@ -106,7 +106,7 @@ def measure_thousand_trials() -> list[Figure]:
     told = ", ".join(f"{name}: {found}" for name, found in beside.items())
     return [
         Figure(what=f"{_NUM_TRIALS:,} trivial trials through the master, 2 slots", unit="s",
-               values=[seconds], bar=0.12 * _NUM_TRIALS, beside=told),
+               values=[seconds], bar=0.05 * _NUM_TRIALS, beside=told),
         Figure(what="processor time of the master for one of them", unit="ms",
                values=[master_ms], bar=None),
         Figure(what="master after them, resident", unit="MiB", values=[memory], bar=500),

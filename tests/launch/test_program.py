@@ -152,6 +152,37 @@ def test_a_rank_of_a_process_group_that_lost_another_has_no_traceback(
     assert ("hook RuntimeError" in result.stdout) == bool(hook), f"{result.stdout}"
 
 
+def test_an_error_of_the_users_code_shows_the_users_frames(launch: Launch, script: Script) -> None:
+    """Frames of Paceline that call the code are counted; those after it, where it erred, stay."""
+    text = """
+import torch
+from paceline import pytorch
+
+class Own(pytorch.PyTorchTrial):
+    def __init__(self, context):
+        self.context = context
+        model = context.wrap_model(torch.nn.Linear(1, 1))
+        context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        {}
+
+    def build_training_data_loader(self):
+        return pytorch.DataLoader(torch.ones(8, 1), batch_size=2)
+
+    build_validation_data_loader = evaluate_batch = build_training_data_loader
+
+with pytorch.init({{"global_batch_size": 2}}) as context:
+    pytorch.Trainer(Own(context), context).fit(max_length=pytorch.Batch(2))
+"""
+    own = launch(script(text.format("raise ValueError('mine')"))).stderr
+    assert re.search(r"fit\(.*\n(.*\^\n)?  \.\.\. \d+ frames of Paceline \.\.\.\n", own), own
+    assert "_training_loop.py" not in own, f"{own}"
+    assert "in train_batch" in own, f"{own}"
+    ours = launch(script(text.format("self.context.get_hparam('nowhere')"))).stderr
+    assert re.search(r"in train_batch\n.*\n(.*\n)?  File \".*paceline.*\n", ours), ours
+
+
 def test_a_hook_for_exceptions_is_called(launch: Launch, script: Script) -> None:
     result = launch(
         script("import sys\nsys.excepthook = lambda *e: print('hook', e[1])\nraise OSError('x')")

@@ -42,6 +42,7 @@ EVENT_KIND = 19
 
 _LEAVE_TIMEOUT_S = 10.0
 _ERROR_CHARACTERS = 1000
+_FEWEST_FOLDED = 3
 _TEMPLATE_MODULE = "paceline._training.workers.processes.template_process"
 # The module path of the interpreter, which forks start from.
 _first_module_path = sys.path[:]
@@ -325,9 +326,10 @@ def _error_outcome(error: BaseException) -> ProgramOutcome:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     error = error.with_traceback(frames)
-    if outcome.is_consequence and _is_python_s(sys.excepthook):
+    if _is_python_s(sys.excepthook):
         # Of no use to the user: the launcher names the rank that failed first, and why.
-        _attempt(lambda: print(_survivor_line(outcome.error, frames), file=sys.stderr))
+        line = _survivor_line(outcome.error, frames) if outcome.is_consequence else None
+        _attempt(lambda: print(line or _folded(error), end="\n" if line else "", file=sys.stderr))
         return outcome
     try:
         # Experiment trackers and debuggers put their own hook here.
@@ -335,6 +337,28 @@ def _error_outcome(error: BaseException) -> ProgramOutcome:
     except BaseException:
         _attempt(lambda: sys.__excepthook__(type(error), error, frames))
     return outcome
+
+
+def _folded(error: BaseException) -> str:
+    """Return the traceback of an error, without the frames of Paceline that call the user's code.
+
+    Those after the user's last frame stay.
+    """
+    ours: list[str] = []
+    lines: list[str] = []
+    for line in traceback.TracebackException.from_exception(error).format():
+        if line.startswith(f'  File "{_package()}{os.sep}'):
+            ours.append(line)
+            continue
+        is_long = len(ours) >= _FEWEST_FOLDED and line.startswith("  File ")
+        lines += [f"  ... {len(ours)} frames of Paceline ...\n"] if is_long else ours
+        lines.append(line)
+        ours.clear()
+    return "".join([*lines, *ours])
+
+
+def _package() -> str:
+    return os.path.realpath(os.path.join(_own_directory(), "..", "..", ".."))
 
 
 def _is_python_s(hook: object) -> bool:
@@ -349,10 +373,9 @@ def _is_python_s(hook: object) -> bool:
 
 def _survivor_line(error: "str | None", frames: "types.TracebackType | None") -> str:
     """Return what became of a rank that lost another: its error, and where in the user's code."""
-    package = os.path.realpath(os.path.join(_own_directory(), "..", "..", ".."))
     packages = [f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist")]
     pythons = os.path.dirname(traceback.__file__) + os.sep
-    libraries = (package + os.sep, *packages, pythons, "<frozen ")
+    libraries = (_package() + os.sep, *packages, pythons, "<frozen ")
     all_frames = traceback.extract_tb(frames)
     own = [
         frame for frame in all_frames if not any(part in frame.filename for part in libraries)

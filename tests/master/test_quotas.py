@@ -261,6 +261,19 @@ def test_a_reservation_clears_its_node_and_keeps_others_away(master: Any, add: A
     assert "reserved" not in dict(waits(master))
 
 
+def test_reservations_of_a_removed_user_end(master: Any, add: Any) -> None:
+    """Nobody could start a trial in such a time."""
+    add("ada")
+    body = {"user": "ada", "begins_at": 1.0, "ends_at": time.time() + HOUR_S}
+    assert master.http.post("/nodes/local/reservations", json=body).status_code == 201
+    assert master.http.delete("/users/ada").status_code == 204
+    [node] = master.http.get("/nodes?include_local=true").json()
+    assert node["reservations"] == []
+    number = start(master.http)
+    master.schedule()
+    assert running(master) == [number] * 2
+
+
 def test_a_reservation_that_has_begun_lets_in_nobody_of_the_next_one(master: Any, add: Any) -> None:
     add("ada"), add("bob")
     now = time.time()

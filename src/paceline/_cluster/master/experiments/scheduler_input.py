@@ -37,7 +37,7 @@ from paceline._cluster.master.store.quotas import (
     reserve,
 )
 from paceline._cluster.master.store.reach import current_project, current_reach, current_user
-from paceline._cluster.messages.runner_messages import DEFAULT_POOL
+from paceline._cluster.messages.runner_messages import DEFAULT_POOL, MAX_TIME_S
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._searcher_section import MissingSearcher
@@ -216,7 +216,9 @@ def estimated_ends(connection: Connection, now: float) -> dict[int, float]:
         .group_by(attempts.trial_id, trials.progress)
     )
     rows = connection.execute(query)
-    return {id_: now + max(worked, 0.0) * (1 - done) / done for id_, worked, done in rows}
+    ends = {id_: now + max(worked, 0.0) * (1 - done) / done for id_, worked, done in rows}
+    # Progress is a stranger's: no clock shows what a tiny one would make of it.
+    return {id_: end for id_, end in ends.items() if end <= MAX_TIME_S}
 
 
 def drained_slots(connection: Connection) -> dict[int, frozenset[int]]:

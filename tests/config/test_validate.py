@@ -194,6 +194,18 @@ def test_a_config_that_is_no_map_is_refused(data: Any) -> None:
             "checkpoint_storage.save_trial_bst",
             "save_trial_best",
         ),
+        ({"idle": {"unused_aftr": 1}}, "idle.unused_aftr", "unused_after"),
+        (
+            {"log_policies": [{"pattern": "a", "action": "alert", "acton": 1}]},
+            "log_policies[0].acton",
+            "action",
+        ),
+        ({"notify": {"event": []}}, "notify.event", "events"),
+        (
+            {"notify": {"to": ["c"], "thresholds": [{"metric": "a", "above": 1, "belo": 1}]}},
+            "notify.thresholds[0].belo",
+            "below",
+        ),
     ],
 )
 def test_an_unknown_field_lists_the_known_ones_and_the_nearest(
@@ -204,6 +216,13 @@ def test_an_unknown_field_lists_the_known_ones_and_the_nearest(
     assert problems[path].message == "is not a known field"
     assert problems[path].hint == f"did you mean `{suggestion}`?"
     assert len(problems[path].allowed.split(", ")) >= 2
+
+
+def test_a_missing_field_of_an_item_of_a_list_is_named(make: Make, problems_of: Collect) -> None:
+    """A log policy without its action, as anybody forgets it."""
+    problems = problems_of(make(log_policies=[{"pattern": "a"}]))
+    assert list(problems) == ["log_policies[0].action"]
+    assert problems["log_policies[0].action"].message.startswith("is required: only an alert")
 
 
 def test_a_near_name_stands_in_place_of_a_long_list(problems_of: Collect, make: Make) -> None:

@@ -425,3 +425,16 @@ def test_the_queue_estimates_starts_by_the_progress_of_what_runs(make_master: An
     assert begin + 999 <= found[ids[1]] <= time.time() + 1001, f"{found=}"
     # How long the next one takes is not known.
     assert found[ids[2]] is None
+
+
+def test_a_job_with_a_tiny_progress_gives_others_no_time_that_no_clock_has(
+    make_master: Any,
+) -> None:
+    """The command line of whoever waits in the queue would end with an error."""
+    master = make_master(num_slots=1)
+    ids = [create(master) for _ in range(2)]
+    master.schedule()
+    tiny = update(tables.trials).where(tables.trials.c.id == 1).values(progress=1e-300)
+    master.core.database.write(lambda job: job.connection.execute(tiny)).result()
+    found = entries(master)[ids[1]]["estimated_start"]
+    assert found is None, f"{found=}"

@@ -261,6 +261,19 @@ def test_a_reservation_clears_its_node_and_keeps_others_away(master: Any, add: A
     assert "reserved" not in dict(waits(master))
 
 
+def test_reservations_of_a_removed_user_end(master: Any, add: Any) -> None:
+    """Nobody could start a trial in such a time."""
+    add("ada")
+    body = {"user": "ada", "begins_at": 1.0, "ends_at": time.time() + HOUR_S}
+    assert master.http.post("/nodes/local/reservations", json=body).status_code == 201
+    assert master.http.delete("/users/ada").status_code == 204
+    [node] = master.http.get("/nodes?include_local=true").json()
+    assert node["reservations"] == []
+    number = start(master.http)
+    master.schedule()
+    assert running(master) == [number] * 2
+
+
 def test_a_reservation_that_has_begun_lets_in_nobody_of_the_next_one(master: Any, add: Any) -> None:
     add("ada"), add("bob")
     now = time.time()
@@ -378,3 +391,49 @@ def test_only_administrators_of_a_project_exceed_the_best_priority(master: Any, 
     role = master.http.put("/projects/Default/members/ada", json={"role": "admin"})
     assert role.status_code == 204
     assert ada.patch(change, json={"priority": 2}).status_code in (200, 204)
+
+
+def test_the_best_priority_holds_without_one_and_for_continued_experiments(
+    master: Any, add: Any
+) -> None:
+    """A continued experiment takes another priority or pool, and none named is 42."""
+    ada = add("ada")
+    body: dict[str, Any] = {"activate": False, "config": {
+        "name": "x", "entrypoint": "python3 t.py", "resources": {"priority": 30},
+        "searcher": {"name": "single", "metric": "loss"},
+    }}  # fmt: skip
+    put_pool(master, policy="priority", best_priority=30)
+    number = ada.post("/experiments", json=body).json()["id"]
+    one = f"/experiments/{number}"
+    assert ada.post(f"{one}/kill").json()["state"] == "CANCELED"
+    for changed in ({"priority": 1}, {"priority": 1, "pool": "default"}):
+        given = {"config": {"resources": changed}}
+        refused(ada.post(f"{one}/continue", json=given), 409, "priority_too_high")
+    # What an administrator chose stays, also if others continue the experiment.
+    assert master.http.post(f"{one}/continue", json=given).status_code == 200
+    assert ada.post(f"{one}/kill").json()["state"] == "CANCELED"
+    given = {"config": {"entrypoint": "python3 other.py"}}
+    assert ada.post(f"{one}/continue", json=given).status_code == 200
+    put_pool(master, policy="priority", best_priority=60)
+    del body["config"]["resources"]
+    assert "but got 42." in refused(ada.post("/experiments", json=body), 409, "priority_too_high")
+    # Administrators change what they may not start themselves.
+    put_pool(master, policy="priority", open_to=["ada"])
+    assert master.http.patch(one, json={"priority": 5}).status_code == 200
+
+
+def test_nobody_changes_what_runs_as_somebody_else(master: Any, add: Any) -> None:
+    """On runners of their own user, trials run as the owner, also if others continue them."""
+    ada, eve = add("ada"), add("eve")
+    body = {"activate": False, "config": {
+        "name": "x", "entrypoint": "python3 t.py", "searcher": {"name": "single", "metric": "loss"},
+    }}  # fmt: skip
+    one = f"/experiments/{ada.post('/experiments', json=body).json()['id']}"
+    assert ada.post(f"{one}/kill").json()["state"] == "CANCELED"
+    put_pool(master, own_runners=True)
+    given = {"config": {"entrypoint": "python3 mine.py"}}
+    told = refused(eve.post(f"{one}/continue", json=given), 409, "other_owner")
+    assert "must be 'ada', as whom trials run" in told
+    assert eve.post(f"{one}/continue", json={}).status_code == 200
+    assert eve.post(f"{one}/kill").json()["state"] == "CANCELED"
+    assert ada.post(f"{one}/continue", json=given).status_code == 200

@@ -17,6 +17,8 @@ from paceline.config._experiment_config import (
     DefaultStorage,
     DirectoryStorage,
     ExperimentConfig,
+    Idle,
+    LogPolicy,
     Profiling,
     Reproducibility,
     Resources,
@@ -37,6 +39,7 @@ from paceline.config._fields_and_problems import (
     given_schema,
     join_path,
 )
+from paceline.config._notify_section import Notify, Threshold
 from paceline.config._read_yaml import apply_overrides, read_yaml_file
 from paceline.config._searcher_section import (
     REMOVED_SEARCHERS,
@@ -63,6 +66,13 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("optimizations",): Optimizations,
     ("checkpoint_storage", "default"): DefaultStorage,
     **{("checkpoint_storage", name): section for name, section in _STORAGES.items()},
+}
+# Sections of which no field stands in for an unknown one elsewhere.
+_OWN_SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
+    ("notify",): Notify,
+    ("notify", "thresholds"): Threshold,
+    ("idle",): Idle,
+    ("log_policies",): LogPolicy,
 }
 _UNIONS = (("searcher",), ("checkpoint_storage",), ("resources", "slots_per_trial"))
 
@@ -193,7 +203,9 @@ def _plain_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def _section_of(location: tuple[int | str, ...]) -> type[BaseModel]:
-    return _sections()[tuple(str(part) for part in location[:-1])]
+    # Items of lists have no names.
+    place = tuple(part for part in location[:-1] if isinstance(part, str))
+    return (_sections() | _OWN_SECTIONS)[place]
 
 
 def _sections() -> dict[tuple[str, ...], type[BaseModel]]:

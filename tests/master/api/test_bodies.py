@@ -179,3 +179,26 @@ def test_code_that_unpacks_to_too_much_is_refused_and_leaves_nothing(master: Any
     assert (reply.status_code, reply.json()["code"]) == (413, "context_too_large")
     assert master.http.put(f"/contexts/{DIGEST}", content=b"other").status_code == 422
     assert list(master.home.contexts_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("PATCH", "/experiments/{}", {"labels": ["\ud800"]}),
+        ("POST", "/bulk-actions", {"action": "label", "add_labels": ["\ud800"]}),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_and_spoils_no_list(
+    master: Any, method: str, path: str, body: dict[str, Any]
+) -> None:
+    """A column of JSON would keep it, and all lists with it could then not be sent."""
+    experiment_id = master.create()
+    if path == "/bulk-actions":
+        body = body | {"experiment_ids": [experiment_id]}
+    headers = {"Content-Type": "application/json"}
+    reply = master.http.request(
+        method, path.format(experiment_id), content=json.dumps(body), headers=headers
+    )
+    assert reply.status_code == 422, f"{method} {path} answers {reply.text}"
+    for read in ("/experiments", f"/experiments/{experiment_id}"):
+        assert master.http.get(read).status_code == 200, f"GET {read} fails after {method} {path}"

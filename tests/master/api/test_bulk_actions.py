@@ -1,8 +1,10 @@
 """Actions on the experiments of a query: previews, pieces, and cuts in the middle."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from sqlalchemy import select
 
@@ -176,6 +178,44 @@ def test_files_of_a_deletion_that_was_cut_go_at_the_next_start(
         left = select(tables.documents.c.name).where(tables.documents.c.kind == "deletion")
         assert connection.execute(left).all() == []
     ended.core.file_removal.finish()
+
+
+def test_what_a_hidden_model_keeps_is_refused_without_its_name(
+    ended: Any, add_to: Callable[..., httpx2.Client]
+) -> None:
+    """A model may be of another project than the checkpoint of its version."""
+    registry = f"http://127.0.0.1:{ended.port}/api/2.0/mlflow"
+    made = {"name": "hush", "source": "checkpoint:/one"}
+    for path in ("registered-models/create", "model-versions/create"):
+        assert ended.http.post(f"{registry}/{path}", json=made).status_code == 200
+    ada = add_to(ended, "ada", role=None)
+    assert ended.http.post("/projects", json={"name": "vision"}).status_code == 201
+    role = ended.http.put("/projects/vision/members/ada", json={"role": "editor"})
+    assert role.status_code == 204, role.text
+    assert ended.http.patch("/experiments/1", json={"project": "vision"}).status_code == 200
+    for path in ("/checkpoints/one", "/experiments/1"):
+        for client, is_named in ((ada, False), (ended.http, True)):
+            reply = client.delete(path)
+            assert reply.status_code == 409, f"DELETE {path} answers {reply.text}"
+            assert ("hush" in reply.text) == is_named, f"DELETE {path} answers {reply.text}"
+
+
+def test_a_preview_of_a_move_knows_the_role_in_the_other_project(
+    ended: Any, add_to: Callable[..., httpx2.Client]
+) -> None:
+    """As the move itself: a viewer there may not move anything there."""
+    ada = add_to(ended, "ada", role="editor")
+    assert ended.http.post("/projects", json={"name": "vision"}).status_code == 201
+    role = ended.http.put("/projects/vision/members/ada", json={"role": "viewer"})
+    assert role.status_code == 204, role.text
+    asked = {"action": "move", "to": "vision", "query": "name = old"}
+    found = ada.get("/bulk-preview", params=asked).json()
+    assert found["experiment_ids"] == [], f"{found=}"
+    [refusal] = found["refused"]
+    assert refusal["reason"] == "the role `editor` in the project to move to is needed"
+    body = {"action": "move", "to": "vision", "experiment_ids": [1]}
+    [result] = ada.post("/bulk-actions", json=body).json()
+    assert result["error"] is not None
 
 
 def test_retention_keeps_the_checkpoints_of_registered_models(master: Any) -> None:

@@ -212,7 +212,9 @@ def master(
     served.http.post("/nodes", json=NODE | {"name": "drained"})
     assert served.http.put("/pools/small", json={}).status_code == 204
     assert served.http.put("/quotas/project/Default", json={}).status_code == 204
-    body = {"user": "admin", "begins_at": 1, "ends_at": 2**33}
+    # Reservations end with their user, and `admin` may be removed before they are.
+    assert served.http.post("/users", json={"name": "reserver"}).status_code == 201
+    body = {"user": "reserver", "begins_at": 1, "ends_at": 2**33}
     assert served.http.post("/nodes/local/reservations", json=body).json()["id"] == 1
     drained = served.http.post("/nodes/drained/drain", json={})
     assert drained.status_code == 204, drained.text

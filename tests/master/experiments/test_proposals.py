@@ -222,3 +222,24 @@ def test_asks_that_nobody_answers_in_time_are_drawn_at_random_and_counted(master
     sampler = master.http.get("/experiments/1/search").json()["sampler"]
     assert (sampler["num_proposed"], sampler["num_fallbacks"]) == (2, 1)
     check_replay(master, is_asking=True)
+
+
+def test_many_asks_that_are_late_are_answered_in_small_parts(
+    master: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One job of the writer thread for all of them would let everybody else wait."""
+    sizes = []
+    store = master.core.sampler_answers._store
+
+    def note(transaction: Any, experiment_id: int, answers: Any) -> None:
+        sizes.append(len(answers))
+        store(transaction, experiment_id, answers)
+
+    monkeypatch.setattr(master.core.sampler_answers, "_store", note)
+    late = {"name": "external", "timeout": 0.2}
+    many = {"max_trials": 100, "max_concurrent_trials": 100}
+    master.create(searcher=EXTERNAL | many | {"sampler": late})
+    deadline = time.monotonic() + 60
+    while sum(sizes) < 100 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (sum(sizes), max(sizes)) == (100, 32), f"{sizes=}"

@@ -131,7 +131,7 @@ class Users:
         return self._database.write(job)
 
     def remove(self, name: str) -> "Future[None]":
-        """Remove a user for good; tokens, sign-ins and roles end, and experiments stay.
+        """Remove a user for good; tokens, roles and reservations end, and experiments stay.
 
         The future raises `RefusedError` for the last administrator.
         """
@@ -140,12 +140,12 @@ class Users:
             connection = transaction.connection
             _find_active(connection, name)
             self._keep_an_admin(connection, name)
-            now, tokens, sign_ins = time.time(), tables.tokens, tables.sign_ins
+            now, tokens = time.time(), tables.tokens
             change = {"is_active": False, "is_admin": False, "password_hash": "", "changed_at": now}
             change["member_of"] = None
             connection.execute(update(_users).where(_users.c.name == name).values(**change))
-            connection.execute(delete(_members).where(_members.c.user == name))
-            connection.execute(delete(sign_ins).where(sign_ins.c.user == name))
+            for table in (_members, tables.sign_ins, tables.reservations):
+                connection.execute(delete(table).where(table.c.user == name))
             is_valid = (tokens.c.user == name) & tokens.c.revoked_at.is_(None)
             connection.execute(update(tokens).where(is_valid).values(revoked_at=now))
             _end_empty_groups(connection)

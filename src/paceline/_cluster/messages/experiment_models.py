@@ -33,6 +33,22 @@ class Request(Message):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_unicode(cls, given: Any) -> Any:
+        # Columns of JSON would take half of a surrogate pair, and no answer could then show it.
+        waiting = [given]
+        while waiting:
+            one = waiting.pop()
+            if isinstance(one, str):
+                if not one.isascii() and any("\ud800" <= mark <= "\udfff" for mark in one):
+                    raise ValueError("Text must be Unicode, but has a lone surrogate.")
+            elif isinstance(one, dict):
+                waiting += [*one, *one.values()]
+            elif isinstance(one, (list, tuple)):
+                waiting += one
+        return given
+
 
 class Page(Message, Generic[Item]):
     """Page of a list; `next_cursor` is the `cursor` of the next page, None on the last page.

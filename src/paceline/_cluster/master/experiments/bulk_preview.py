@@ -187,7 +187,10 @@ def _judge_of(
         users = checkpoint_users(connection)
         return lambda row: _told_obstacle(row, users)
     if action == "move":
-        return lambda row: _UNCHANGED if row.project_id == arguments.to else None
+        reach = current_reach()
+        is_open = reach is None or reach.changes is None or arguments.to in reach.changes
+        closed = None if is_open else "the role `editor` in the project to move to is needed"
+        return lambda row: _UNCHANGED if row.project_id == arguments.to else closed
     if action == "label":
         return lambda row: _judge_labels(json.loads(row.labels), arguments)
     if action in _STATE_ACTIONS:

@@ -23,6 +23,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.database import Database, Transaction, read_cluster_id
 from paceline._cluster.master.store.metric_rows_and_times import metric_at
+from paceline._cluster.master.store.reach import current_reach
 from paceline._cluster.messages.states import AttemptState, CheckpointState
 from paceline.storage._checkpoint_files import (
     CheckpointCorruptError,
@@ -224,15 +225,22 @@ def checkpoint_of_source(source: str) -> str | None:
 
 
 def registered_checkpoints(connection: Connection) -> dict[str, str]:
-    """Return the checkpoints of registered models, each with its model and version."""
-    documents = tables.documents.c
+    """Return the checkpoints of registered models, each with a model and version that has it.
+
+    Models that the sender of the request does not see have no name.
+    """
+    documents, reach = tables.documents.c, current_reach()
     location = documents.content["location"].as_string()
-    query = select(location, documents.parent, documents.name).where(
+    columns = documents.parent, documents.name, documents.project_id
+    query = select(location, *columns).where(
         documents.kind == MODEL_VERSION, location.startswith(_CHECKPOINT_URI)
     )
+    sees = None if reach is None else reach.sees
     return {
         place.removeprefix(_CHECKPOINT_URI): f"{name} (version {version})"
-        for place, name, version in connection.execute(query)
+        if sees is None or project in sees
+        else "of another project"
+        for place, name, version, project in connection.execute(query)
     }
 
 

@@ -10,7 +10,12 @@ from sqlalchemy import Connection, Row, insert, select, update
 from paceline import faults
 from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
-from paceline._cluster.master.experiments.scheduler_input import check_pool_rules, check_slots
+from paceline._cluster.master.experiments.scheduler_input import (
+    check_changed_rank,
+    check_own_runners,
+    check_pool_rules,
+    check_slots,
+)
 from paceline._cluster.master.experiments.search_limits import change_limits
 from paceline._cluster.master.experiments.search_operations import (
     add_proposal,
@@ -559,6 +564,8 @@ class Commands:
     ) -> None:
         merged = overridden_config(experiment, overrides)
         check_slots(transaction.connection, merged, self._changes.machines.possible_slots())
+        check_changed_rank(transaction.connection, experiment, merged, experiment.priority)
+        check_own_runners(transaction.connection, experiment, merged)
         self._check_notify(merged.notify)
         resolved = self._reveal(transaction.connection, merged, experiment.id)
         self._secret_store.keep(transaction, experiment.id, resolved["environment"]["secrets"])

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from paceline._cluster.master.experiments.scheduler_input import (
-    check_pool_rules,
+    check_changed_rank,
     waiting_trials,
 )
 from paceline._cluster.master.experiments.search_limits import change_limits
@@ -115,8 +115,7 @@ def edit_experiment(
     if max_slots:
         _check_max_slots(row, max_slots)
     if priority is not None:
-        pool = config_of(row).resources.pool or DEFAULT_POOL
-        check_pool_rules(transaction.connection, pool, priority, row.project_id)
+        check_changed_rank(transaction.connection, row, config_of(row), priority)
     values: dict[str, Any] = {
         "name": name, "description": description, "notes": notes,
         "priority": priority, "weight": weight, "max_slots": max_slots,

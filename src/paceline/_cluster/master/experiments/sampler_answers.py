@@ -4,6 +4,7 @@ The sampler `external` has no process: programs elsewhere read the open asks ove
 answer them, and what nobody answers in time is drawn at random.
 """
 
+import itertools
 import logging
 import threading
 import time
@@ -233,15 +234,19 @@ class SamplerAnswers:
 def _overdue(
     found: _Question, served: _Served, spec: SamplerSpec, num_points: int
 ) -> Sequence[Create]:
-    """Return the asks that have waited for too long, or are for points that the config names."""
+    """Return asks that have waited for too long, or are for points that the config names.
+
+    Others wait for the writer thread meanwhile, so there are not too many at once.
+    """
     now = time.monotonic()
     ids = [each.request_id for each in found.asks]
     served.seen_at = {one: served.seen_at.get(one, now) for one in ids}
     due = min(served.seen_at.values()) + spec.timeout_s
     served.wait_s = max(0.0, due - now) + 0.01
     if num_points:
-        return found.asks[:num_points]
-    return [a for a in found.asks if served.seen_at[a.request_id] + spec.timeout_s <= now]
+        return found.asks[: min(num_points, _MOST)]
+    late = (a for a in found.asks if served.seen_at[a.request_id] + spec.timeout_s <= now)
+    return list(itertools.islice(late, _MOST))
 
 
 def _late(spec: SamplerSpec) -> Ask:

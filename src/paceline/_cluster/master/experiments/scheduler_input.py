@@ -36,8 +36,8 @@ from paceline._cluster.master.store.quotas import (
     read_sharing,
     reserve,
 )
-from paceline._cluster.master.store.reach import current_project, current_reach
-from paceline._cluster.messages.runner_messages import DEFAULT_POOL
+from paceline._cluster.master.store.reach import current_project, current_reach, current_user
+from paceline._cluster.messages.runner_messages import DEFAULT_POOL, MAX_TIME_S
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._searcher_section import MissingSearcher
@@ -216,7 +216,9 @@ def estimated_ends(connection: Connection, now: float) -> dict[int, float]:
         .group_by(attempts.trial_id, trials.progress)
     )
     rows = connection.execute(query)
-    return {id_: now + max(worked, 0.0) * (1 - done) / done for id_, worked, done in rows}
+    ends = {id_: now + max(worked, 0.0) * (1 - done) / done for id_, worked, done in rows}
+    # Progress is a stranger's: no clock shows what a tiny one would make of it.
+    return {id_: end for id_, end in ends.items() if end <= MAX_TIME_S}
 
 
 def drained_slots(connection: Connection) -> dict[int, frozenset[int]]:
@@ -454,18 +456,13 @@ def check_slots(
     )
 
 
-def check_pool_rules(
-    connection: Connection, pool: str, priority: int | None, project: int | None = None
-) -> None:
-    """Refuse what the rules of a pool do not allow to the sender of the request.
-
-    Administrators of the project may choose each priority.
+def check_pool_rules(connection: Connection, pool: str, priority: int | None) -> None:
+    """Refuse what the rules of a pool do not allow to what the sender of the request creates.
 
     Args:
         connection: Reads the pools.
         pool: The pool.
         priority: The priority that the sender chooses, if any.
-        project: The project of the experiment; by default that of what the sender creates.
 
     Raises:
         RefusedError: The pool is closed to the sender, or takes no such priority from the sender.
@@ -473,7 +470,7 @@ def check_pool_rules(
     reach, settings = current_reach(), read_pools(connection).get(pool)
     if settings is None or reach is None:
         return
-    project = current_project() if project is None else project
+    project = current_project()
     group = read_groups(connection).get(reach.user)
     if not settings.is_open_to(reach.user, group, project):
         raise RefusedError(
@@ -481,10 +478,51 @@ def check_pool_rules(
             f"`resources.pool` must be a pool that is open to {reach.user!r}, but {pool!r} is not."
             " Hint: `paceline pool list` says to whom it is; an administrator opens it.",
         )
-    best, is_admin = settings.best_priority, reach.administers is None
-    if priority is None or best is None or is_admin or project in (reach.administers or ()):
+    _check_priority(settings, pool, priority or DEFAULT_PRIORITY, project)
+
+
+def check_changed_rank(
+    connection: Connection, experiment: Row[Any], changed: ExperimentConfig, priority: int | None
+) -> None:
+    """Refuse another pool or priority of an experiment if the sender may not choose it.
+
+    To whom the pool is open is seen when its trials want slots: they are its owner's.
+
+    Args:
+        connection: Reads the pools.
+        experiment: The experiment as it is.
+        changed: Its configuration after the change.
+        priority: Its own priority after the change, if any.
+    """
+    before = config_of(experiment)
+    pools = [one.resources.pool or DEFAULT_POOL for one in (before, changed)]
+    wanted = priority or changed.resources.priority or DEFAULT_PRIORITY
+    settings = read_pools(connection).get(pools[1])
+    if settings is not None and (rank_of(experiment, before)[0], pools[0]) != (wanted, pools[1]):
+        _check_priority(settings, pools[1], wanted, experiment.project_id)
+
+
+def check_own_runners(
+    connection: Connection, experiment: Row[Any], changed: ExperimentConfig
+) -> None:
+    """Refuse another configuration that would run as somebody else: as the experiment's owner."""
+    pool = changed.resources.pool or DEFAULT_POOL
+    settings, user = read_pools(connection).get(pool), current_user()
+    if settings is not None and settings.own_runners and experiment.owner != user:
+        raise RefusedError(
+            "other_owner",
+            f"The sender of another configuration must be {experiment.owner!r}, as whom trials run"
+            f" in the pool {pool!r}, but is {user!r}. Hint: `paceline e fork {experiment.id}` makes"
+            " an experiment of your own.",
+        )
+
+
+def _check_priority(settings: PoolSettings, pool: str, priority: int, project: int) -> None:
+    """Refuse a priority that only administrators of the project may choose, to others."""
+    reach, best = current_reach(), settings.best_priority
+    if reach is None or reach.administers is None or project in reach.administers:
         return
-    if priority < best:
+    if best is not None and priority < best:
         raise RefusedError(
             "priority_too_high",
             f"`resources.priority` must be {best} or a less important one in the pool {pool!r}, but"

@@ -36,6 +36,7 @@ RUN = """
 query Run($project: String!, $name: String!) {
   project(name: $project, entityName: "paceline") {
     run(name: $name) {
+      displayName
       state config summaryMetrics historyKeys historyLineCount history(minStep: 0, maxStep: 1000)
     }
   }
@@ -140,6 +141,64 @@ def run_script(start_script: Script) -> Callable[..., str]:
         return output
 
     return run
+
+
+def test_step_metrics_of_a_script_are_the_x_axes(
+    server: WandbServer, run_script: Callable[..., str]
+) -> None:
+    """`define_metric` decides by name, or else by the longest prefix; comparisons must agree."""
+    script = """
+        import os, wandb
+        with wandb.init(project="axes", id=os.environ["RUN"]) as run:
+            if os.environ["RUN"] != "plain":
+                run.define_metric("train/global_step")
+                run.define_metric("*", step_metric="train/global_step", step_sync=True)
+                run.define_metric("val/*", step_metric="epoch")
+                run.define_metric("acc", step_metric="epoch")
+                run.define_metric("alone", summary="max")
+            for step in range(3):
+                run.log({"train/loss": step, "val/loss": step, "acc": step, "alone": -step,
+                         "epoch": step // 2, "train/global_step": step * 10})
+    """
+    run_script(server, script, RUN="axes")
+    run_script(server, script, RUN="plain")
+    kept = json.loads(server.run("axes", "axes")["summaryMetrics"])
+    assert kept["alone"] == {"max": 0}, kept
+    wanted = {"train/loss": "train/global_step", "val/loss": "epoch", "acc": "epoch"}
+    wanted |= {"epoch": "train/global_step"}
+    ids = []
+    for name in ("axes", "plain"):
+        path = f"/experiments/{server.experiment(server.run(name, 'axes')['displayName'])['id']}"
+        [trial] = server.get(f"{path}/trials")["items"]
+        ids.append(trial["id"])
+        summary = server.get(f"/trials/{trial['id']}")["summary"]
+        found = {key: one["x_axis"] for key, one in summary["training"].items() if one["x_axis"]}
+        assert found == (wanted if name == "axes" else {}), f"{name}: {found}"
+        assert not any(one["x_axis"] for one in summary.get("system", {}).values()), summary
+        named = server.get(f"{path}/metric-names")["items"]
+        assert {one["name"]: one["x_axis"] for one in named if one["x_axis"]} == found
+    for trials, expected in ((ids[:1], wanted), (ids, {})):
+        reply = server.http.post("/api/v1/metric-names", json={"trial_ids": trials})
+        found = {one["name"]: one["x_axis"] for one in reply.json() if one["x_axis"]}
+        assert found == expected, f"{trials}: {found}"
+
+
+def test_strange_definitions_choose_no_x_axes(server: WandbServer) -> None:
+    """A run whose config says nonsense of metrics is kept, and draws along the steps."""
+    strange: list[Any] = [
+        5, None, [5, None], {"1": "a"},
+        [{"1": 5, "5": 99}, {"2": "*", "5": "x"}, {"2": "*", "5": -1}],
+        [{"1": "loss", "5": True}, {"1": "loss", "4": ["x"]}, {"2": ["*"], "4": "x"}],
+    ]  # fmt: skip
+    for number, each in enumerate(strange):
+        name = f"strange-{number}"
+        config = json.dumps({"_wandb": {"value": {"m": each}}})
+        found = server.ask(UPSERT, name=name, project="raw", config=config)
+        assert "errors" not in found, found
+        assert server.log(name, 0, {"_step": 0, "loss": 1}).status_code == 200
+        [trial] = server.get(f"/experiments/{server.experiment(name)['id']}/trials")["items"]
+        summary = server.get(f"/trials/{trial['id']}")["summary"]["training"]["loss"]
+        assert summary["x_axis"] is None, f"{each}: {summary}"
 
 
 def test_script_logs_here_with_url_and_key_alone(

@@ -8,6 +8,7 @@ import {
   isProfilerGroup,
   matchingCharts,
   numericMetrics,
+  xAxesOf,
   xChoices,
 } from "../src/lib/metrics";
 import { formatBytes, formatLength, formatNumber, toNumber } from "../src/lib/numbers";
@@ -135,6 +136,43 @@ describe("metrics", () => {
 
   it("offer epochs first as the x axis", () => {
     expect(xChoices(numericMetrics(summary))[0]).toBe("epochs");
+  });
+
+  it("are drawn along what their code has chosen, unless the address says something else", () => {
+    const along = (x_axis: string | null) => ({ ...one, x_axis });
+    const names = numericMetrics({
+      training: {
+        "train/loss": along("train/step"),
+        "train/acc": along("train/step"),
+        "val/loss": along("epoch"),
+        lost: along("never reported"),
+        other: along(null),
+        "train/step": one,
+        epoch: along("train/step"),
+      },
+      system: { a: one, b: one, c: one, d: one },
+    });
+    const charts = [...chartsOf(names)];
+    const all = ["a", "b", "c", "d", "lost", "other", "train/step"].map((id) => [id, "batches"]);
+    const found = xAxesOf(charts.slice(0, 3), names);
+    expect([found.shared, found.isChosen]).toEqual(["train/step", true]);
+    expect([...found.own]).toEqual([["val/loss", "epoch"]]);
+    const { shared, own } = xAxesOf(charts.filter(([id]) => id !== "lost"), names);
+    expect(shared).toBe("train/step");
+    expect([...own].sort()).toEqual(
+      [...all.filter(([id]) => id !== "lost"), ["val/loss", "epoch"]].sort(),
+    );
+    expect(xAxesOf(charts.filter(([id]) => id === "lost"), names).isChosen).toBe(false);
+    expect(xAxesOf(charts, names, "time")).toEqual({
+      shared: "time",
+      own: new Map(),
+      isChosen: true,
+    });
+    expect(xAxesOf(charts.slice(3, 5), names)).toEqual({
+      shared: "batches",
+      own: new Map(),
+      isChosen: false,
+    });
   });
 
   it("offer what the x axis always may be only once", () => {

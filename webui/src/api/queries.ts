@@ -8,6 +8,7 @@ import { JoinedRequests } from "./joined";
 import { keys } from "./keys";
 import { noteAnswer } from "./session";
 import type { Condition } from "../lib/conditions";
+import type { MetricName } from "../lib/metrics";
 import type { CompareSearch } from "../lib/search";
 import { GOING_STATES, TERMINAL_STATES } from "../lib/states";
 import type { components } from "./schema";
@@ -204,7 +205,7 @@ export const metricNamesQuery = (experimentId: number) =>
   queryOptions({
     queryKey: keys.metricNames(experimentId),
     queryFn: async () => {
-      const found: { group: string; metric: string }[] = [];
+      const found: MetricName[] = [];
       let cursor: string | undefined;
       do {
         const page = await unwrap(
@@ -215,7 +216,8 @@ export const metricNamesQuery = (experimentId: number) =>
             },
           }),
         );
-        for (const { group, name } of page.items) found.push({ group, metric: name });
+        for (const { group, name, x_axis: xAxis } of page.items)
+          found.push({ group, metric: name, xAxis });
         cursor = page.next_cursor ?? undefined;
       } while (cursor !== undefined && found.length < MOST_NAMES);
       return found;

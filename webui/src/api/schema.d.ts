@@ -2674,12 +2674,16 @@ export interface components {
         /**
          * CountedName
          * @description Name of a numeric metric, and how many of the trials have it.
+         *
+         *     It has an `x_axis` if that is the same one for all of them.
          */
         CountedName: {
             /** Group */
             group: string;
             /** Name */
             name: string;
+            /** X Axis */
+            x_axis?: string | null;
             /** Num Trials */
             num_trials: number;
         };
@@ -3436,12 +3440,16 @@ export interface components {
         /**
          * MetricName
          * @description Metric name within its group, for example `loss` in `validation`.
+         *
+         *     `x_axis` is the metric of the same group along which its code wants it drawn, if it says so.
          */
         MetricName: {
             /** Group */
             group: string;
             /** Name */
             name: string;
+            /** X Axis */
+            x_axis?: string | null;
         };
         /**
          * MetricNamesRequest
@@ -3472,6 +3480,8 @@ export interface components {
         /**
          * MetricSummary
          * @description Summary of a visible series; the numeric fields are None for non-numeric values.
+         *
+         *     `x_axis` is the metric of the same group along which its code wants it drawn, if it says so.
          */
         MetricSummary: {
             /** Count */
@@ -3492,6 +3502,8 @@ export interface components {
             mean?: number | {
                 [key: string]: string;
             } | null;
+            /** X Axis */
+            x_axis?: string | null;
         };
         /**
          * MoveExperiment

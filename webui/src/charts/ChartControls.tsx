@@ -54,11 +54,21 @@ interface ChartControlsProps {
   xNames: readonly string[];
   metrics?: readonly { value: string; label: string }[];
   metric?: string;
+  /** Whether the code of a trial has chosen x axes, which are taken at first. */
+  isXChosen?: boolean;
 }
 
-export function ChartControls({ search, xNames, metrics, metric }: ChartControlsProps) {
+export function ChartControls({
+  search,
+  xNames,
+  metrics,
+  metric,
+  isXChosen = false,
+}: ChartControlsProps) {
   const change = useSearchChange();
+  const first = isXChosen ? "" : "batches";
   const xData = [
+    ...(isXChosen ? [{ value: "", label: "As in the code" }] : []),
     { value: "batches", label: "Batches" },
     { value: "time", label: "Time" },
     ...xNames.map((name) => ({ value: name, label: name })),
@@ -100,10 +110,10 @@ export function ChartControls({ search, xNames, metrics, metric }: ChartControls
           w={130}
           data={xData}
           {...manyChoices(xData.length)}
-          value={search.x ?? "batches"}
+          value={search.x ?? first}
           allowDeselect={false}
           onChange={(value) =>
-            change({ x: value === "batches" ? undefined : value, from: undefined, to: undefined })
+            change({ x: value === first ? undefined : value, from: undefined, to: undefined })
           }
         />
         <div style={{ flex: "1 1 90px", maxWidth: 150 }}>

@@ -5,6 +5,8 @@ import type { MetricSummary } from "../api/types";
 export interface MetricName {
   group: string;
   metric: string;
+  /** The metric of the group along which its code wants it drawn. */
+  xAxis?: string | null;
 }
 
 export type Summary = Record<string, Record<string, MetricSummary>>;
@@ -35,7 +37,7 @@ export function numericMetrics(
     .flatMap(([group, metrics]) =>
       Object.entries(metrics)
         .filter(([, one]) => isNumeric(one))
-        .map(([metric]) => ({ group, metric })),
+        .map(([metric, one]) => ({ group, metric, xAxis: one.x_axis })),
     );
 }
 
@@ -44,6 +46,55 @@ export function xChoices(names: readonly MetricName[]): string[] {
   const found = [...new Set(names.map(({ metric }) => metric))].filter((one) => !X_ALWAYS.has(one));
   const rank = (name: string) => (AXES.has(name) ? 0 : 1);
   return found.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
+}
+
+/** Return the x axis that code has chosen for all of some metrics and has reported, if any. */
+export function chosenX(
+  members: readonly MetricName[],
+  names: readonly MetricName[],
+): string | undefined {
+  const x = members[0]?.xAxis ?? undefined;
+  const isThere = members.every(
+    ({ group, xAxis }) =>
+      xAxis === x && names.some((one) => one.group === group && one.metric === x),
+  );
+  return isThere ? x : undefined;
+}
+
+interface ChartAxes {
+  /** The x axis of all charts without one of their own. */
+  shared: string;
+  own: ReadonlyMap<string, string>;
+  /** Whether code has chosen any. */
+  isChosen: boolean;
+}
+
+/** Return the x axes of charts: that of the address, or else what the code has chosen for each. */
+export function xAxesOf(
+  charts: Iterable<readonly [string, readonly MetricName[]]>,
+  names: readonly MetricName[],
+  wanted?: string,
+): ChartAxes {
+  const own = new Map<string, string>();
+  const counts = new Map<string, number>();
+  let isChosen = false;
+  const reported = new Set(names.map(({ metric }) => metric));
+  for (const [id, members] of charts) {
+    const mayChoose = reported.has(members[0]?.xAxis ?? "");
+    const chosen = mayChoose ? chosenX(members, names) : undefined;
+    const x = chosen ?? "batches";
+    isChosen ||= chosen !== undefined;
+    own.set(id, x);
+    if (!members.every(({ group }) => isProfilerGroup(group)))
+      counts.set(x, (counts.get(x) ?? 0) + 1);
+  }
+  if (wanted !== undefined) return { shared: wanted, own: new Map(), isChosen };
+  const [most] = [...counts].sort(
+    ([x, n], [y, m]) => m - n || Number(x === "batches") - Number(y === "batches"),
+  );
+  const shared = most?.[0] ?? "batches";
+  for (const [id, x] of own) if (x === shared) own.delete(id);
+  return { shared, own, isChosen };
 }
 
 /** Return the metrics that are worth a curve: not those that only count how far training is. */

@@ -49,7 +49,13 @@ export function changedPanels(
       ...panel,
       x: change.x,
       title: metrics.map(({ title }) => title).join(", "),
-      metrics: metrics.map(({ id, title, group, metric }) => ({ id, title, group, metric })),
+      metrics: metrics.map(({ id, title, group, metric, xAxis }) => ({
+        id,
+        title,
+        group,
+        metric,
+        xAxis,
+      })),
     };
   });
 }

@@ -93,14 +93,21 @@ class Checkpoint(Message):
 
 
 class MetricName(Message):
-    """Metric name within its group, for example `loss` in `validation`."""
+    """Metric name within its group, for example `loss` in `validation`.
+
+    `x_axis` is the metric of the same group along which its code wants it drawn, if it says so.
+    """
 
     group: str
     name: str
+    x_axis: str | None = None
 
 
 class MetricSummary(Message):
-    """Summary of a visible series; the numeric fields are None for non-numeric values."""
+    """Summary of a visible series; the numeric fields are None for non-numeric values.
+
+    `x_axis` is the metric of the same group along which its code wants it drawn, if it says so.
+    """
 
     count: int
     last: Any
@@ -108,6 +115,7 @@ class MetricSummary(Message):
     min: Number | None = None
     max: Number | None = None
     mean: Number | None = None
+    x_axis: str | None = None
 
 
 class MetricRow(Message):
@@ -226,7 +234,10 @@ class MetricNamesRequest(Request):
 
 
 class CountedName(MetricName):
-    """Name of a numeric metric, and how many of the trials have it."""
+    """Name of a numeric metric, and how many of the trials have it.
+
+    It has an `x_axis` if that is the same one for all of them.
+    """
 
     num_trials: int
 

@@ -10,7 +10,7 @@ import { namesOfTrialsQuery } from "../../api/queries";
 import { ChartControls, useSearchChange } from "../../charts/ChartControls";
 import { ChartFilter } from "../../charts/ChartFilter";
 import { Empty, ProblemView, Waiting } from "../../components/Feedback";
-import { expressionMatcher, matcher, xChoices } from "../../lib/metrics";
+import { expressionMatcher, matcher, xAxesOf, xChoices } from "../../lib/metrics";
 import { plural } from "../../lib/numbers";
 import { changedPanels, type Panel, panelsOf, type Section, sectionsOf } from "../../lib/panels";
 import type { Row, Run } from "../../lib/runs";
@@ -40,15 +40,25 @@ export function Panels({ rows, runs, search }: PanelsProps) {
   const { panels: changes, re: isExpression = false } = search;
   const known = useMemo(
     () =>
-      (names.data ?? []).map(({ group, name, num_trials: numTrials }) => ({
+      (names.data ?? []).map(({ group, name, num_trials: numTrials, x_axis: xAxis }) => ({
         group,
         metric: name,
         numTrials,
+        xAxis,
       })),
     [names.data],
   );
   const choices = useMemo(() => panelsOf(known), [known]);
-  const panels = useMemo(() => changedPanels(choices, changes ?? {}), [choices, changes]);
+  const changed = useMemo(() => changedPanels(choices, changes ?? {}), [choices, changes]);
+  const axes = useMemo(
+    () => xAxesOf(changed.map(({ id, metrics }) => [id, metrics] as const), known, search.x),
+    [changed, known, search.x],
+  );
+  const panels = useMemo(
+    () => changed.map((one) => (one.x ? one : { ...one, x: axes.own.get(one.id) })),
+    [changed, axes],
+  );
+  const shown = useMemo(() => ({ ...search, x: axes.shared }), [search, axes]);
   const found = useMemo(() => (isExpression ? expressionMatcher(q) : matcher(q)), [isExpression, q]);
   const problem = typeof found === "string" ? found : undefined;
   const matching = useMemo(() => {
@@ -72,7 +82,7 @@ export function Panels({ rows, runs, search }: PanelsProps) {
   const numHidden = panels.filter(({ id }) => hidden.includes(id)).length;
   return (
     <>
-      <ChartControls search={search} xNames={xNames} />
+      <ChartControls search={search} xNames={xNames} isXChosen={axes.isChosen} />
       <Group gap="xs" align="flex-start">
         <ChartFilter
           value={q}
@@ -93,7 +103,7 @@ export function Panels({ rows, runs, search }: PanelsProps) {
             : "Each word must be in the name; * stands for anything, a|b for either."}
         </Empty>
       )}
-      <PanelRows {...{ sections, rows, search, xNames }} known={choices} />
+      <PanelRows {...{ sections, rows, xNames }} search={shown} known={choices} />
     </>
   );
 }

@@ -16,7 +16,7 @@ import { ChartControls, zoomOf } from "../../charts/ChartControls";
 import { CurveCard } from "../../charts/CurveCard";
 import { type Curve, smoothingSteps } from "../../charts/curves";
 import { lineStyle, scaleColor } from "../../charts/palette";
-import { chartable, lastStep, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
+import { chartable, chosenX, lastStep, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
 import { formatNumber, plural, toNumber } from "../../lib/numbers";
 import { isTerminal, shownMetric, shownProgress } from "../../lib/states";
 import { TrialTable } from "./TrialTable";
@@ -140,15 +140,18 @@ function bestOf(experiment: Experiment): readonly (readonly [string, ReactNode])
 }
 
 function Learning({ experiment, trials, total }: PartsProps) {
-  const search = useSearch({ from: "/experiments/$id/" });
+  const asked = useSearch({ from: "/experiments/$id/" });
   const navigate = useNavigate();
   const isDark = useComputedColorScheme("light") === "dark";
   const sample = useQuery(trialQuery(experiment.best_trial_id ?? trials[0]?.id ?? 0));
   const names = useMemo(() => numericMetrics(sample.data?.summary ?? {}), [sample.data]);
-  const chosen = search.metric ?? preferredMetric(names, experiment.metric);
+  const chosen = asked.metric ?? preferredMetric(names, experiment.metric);
   const [group = "validation", ...rest] = chosen.split("/");
   const metric = rest.join("/");
-  const x = search.x ?? "batches";
+  const drawnName = names.filter((name) => name.group === group && name.metric === metric);
+  const ownX = chosenX(drawnName, names);
+  const x = asked.x ?? ownX ?? "batches";
+  const search = { ...asked, x };
   const drawn = useMemo(
     () => trials.filter((trial) => trial.num_attempts > 0).slice(0, MOST_CURVES),
     [trials],
@@ -182,7 +185,13 @@ function Learning({ experiment, trials, total }: PartsProps) {
     );
   return (
     <div>
-      <ChartControls search={search} xNames={xChoices(names)} metrics={options} metric={chosen} />
+      <ChartControls
+        search={asked}
+        xNames={xChoices(names)}
+        metrics={options}
+        metric={chosen}
+        isXChosen={ownX !== undefined}
+      />
       {error !== undefined && <ProblemView error={error} />}
       <CurveCard
         title={`Learning curves: ${metric}`}

@@ -9,10 +9,10 @@ import { type ReactNode, useCallback, useMemo, useState } from "react";
 import { metricNamesQuery, trialQuery } from "../../api/queries";
 import { type Series, type SeriesName, useSeries } from "../../api/series";
 import type { Trial } from "../../api/types";
-import { ChartControls, zoomOf } from "../../charts/ChartControls";
+import { ChartControls, zoomOf, zoomSearch } from "../../charts/ChartControls";
 import { ChartFilter } from "../../charts/ChartFilter";
 import { CurveCard } from "../../charts/CurveCard";
-import { type Curve, smoothingSteps } from "../../charts/curves";
+import { type Curve, type Range, smoothingSteps } from "../../charts/curves";
 import { lineStyle } from "../../charts/palette";
 import { Empty, ProblemView, Waiting } from "../../components/Feedback";
 import { freshAttempt } from "../../lib/attempts";
@@ -22,6 +22,7 @@ import {
   matchingCharts,
   type MetricName,
   numericMetrics,
+  xAxesOf,
   xChoices,
 } from "../../lib/metrics";
 import type { MetricsSearch } from "../../lib/search";
@@ -46,11 +47,12 @@ export function MetricGrid({ trialId, search, isWanted, empty }: MetricGridProps
   const names = useNames(trial, isWanted);
   const charts = useMemo<Chart[]>(() => [...chartsOf(names)], [names]);
   const xNames = useMemo(() => xChoices(names), [names]);
+  const axes = useMemo(() => xAxesOf(charts, names, search.x), [charts, names, search.x]);
   const matching = useMemo(() => matchingCharts(charts, search.q ?? ""), [charts, search.q]);
   if (trial === undefined || names.length === 0) return empty;
   return (
     <>
-      <ChartControls search={search} xNames={xNames} />
+      <ChartControls search={search} xNames={xNames} isXChosen={axes.isChosen} />
       <Superseded trial={trial} />
       {(charts.length > FEW_CHARTS || search.q !== undefined) && (
         <ChartFilter value={search.q ?? ""} numShown={matching.length} numAll={charts.length} />
@@ -58,7 +60,13 @@ export function MetricGrid({ trialId, search, isWanted, empty }: MetricGridProps
       {charts.length > 0 && matching.length === 0 && (
         <Empty title="No metric matches">Change or clear the filter.</Empty>
       )}
-      <ChartRows trial={trial} charts={matching} numSeries={names.length} search={search} />
+      <ChartRows
+        trial={trial}
+        charts={matching}
+        numSeries={names.length}
+        search={{ ...search, x: axes.shared }}
+        ownX={axes.own}
+      />
     </>
   );
 }
@@ -101,9 +109,11 @@ interface ChartRowsProps {
   /** How many metrics the page has in all. */
   numSeries: number;
   search: MetricsSearch;
+  /** The x axes of charts that have another one than the page. */
+  ownX: ReadonlyMap<string, string>;
 }
 
-function ChartRows({ trial, charts, numSeries, search }: ChartRowsProps) {
+function ChartRows({ trial, charts, numSeries, search, ownX }: ChartRowsProps) {
   const isDark = useComputedColorScheme("light") === "dark";
   const isWide = useMediaQuery("(min-width: 75em)", true, { getInitialValueInEffect: false });
   const numColumns = isWide && charts.length > 1 ? 2 : 1;
@@ -128,8 +138,9 @@ function ChartRows({ trial, charts, numSeries, search }: ChartRowsProps) {
     () =>
       charts
         .slice(first, end)
+        .filter(([title]) => !ownX.has(title))
         .flatMap(([, members]) => members.map(({ group, metric }) => ({ trialId, group, metric }))),
-    [charts, first, end, trialId],
+    [charts, first, end, trialId, ownX],
   );
   const x = search.x ?? "batches";
   const smoothing = smoothingSteps(search.smooth ?? 0, lastStep([trial]));
@@ -157,22 +168,62 @@ function ChartRows({ trial, charts, numSeries, search }: ChartRowsProps) {
             <SimpleGrid cols={numColumns}>
               {charts
                 .slice(row.index * numColumns, (row.index + 1) * numColumns)
-                .map(([title, members]) => (
-                  <CurveCard
-                    key={title}
-                    title={title}
-                    curves={curvesOf(members, byName, isDark)}
-                    smoothing={smoothing}
-                    series={members.map(({ group, metric }) => ({ trialId, group, metric }))}
-                    search={search}
-                    syncKey={`trial-${trialId}`}
-                  />
-                ))}
+                .map(([title, members]) =>
+                  ownX.has(title) ? (
+                    <OwnAxisCard
+                      key={title}
+                      {...{ title, members, trialId, smoothing, search }}
+                      x={ownX.get(title) ?? x}
+                    />
+                  ) : (
+                    <CurveCard
+                      key={title}
+                      title={title}
+                      curves={curvesOf(members, byName, isDark)}
+                      smoothing={smoothing}
+                      series={members.map(({ group, metric }) => ({ trialId, group, metric }))}
+                      search={search}
+                      syncKey={`trial-${trialId}`}
+                    />
+                  ),
+                )}
             </SimpleGrid>
           </div>
         ))}
       </div>
     </>
+  );
+}
+
+interface OwnAxisCardProps {
+  title: string;
+  members: readonly MetricName[];
+  trialId: number;
+  smoothing: number | null;
+  search: MetricsSearch;
+  x: string;
+}
+
+/** A chart with another x axis than the page: a zoom along it means nothing to the others. */
+function OwnAxisCard({ title, members, trialId, smoothing, search, x }: OwnAxisCardProps) {
+  const isDark = useComputedColorScheme("light") === "dark";
+  const [zoom, setZoom] = useState<Range | null>(null);
+  const series = useMemo(
+    () => members.map(({ group, metric }) => ({ trialId, group, metric })),
+    [members, trialId],
+  );
+  const answer = useSeries(series, x, zoom, smoothing);
+  if (answer.error !== undefined) return <ProblemView error={answer.error} />;
+  const byName = new Map(series.map((one, i) => [nameId(one), answer.series[i]]));
+  return (
+    <CurveCard
+      {...{ title, series, smoothing }}
+      curves={curvesOf(members, byName, isDark)}
+      search={{ ...search, x, ...zoomSearch(zoom) }}
+      syncKey={`trial-${trialId} ${x}`}
+      isWaiting={answer.isPending}
+      onZoom={setZoom}
+    />
   );
 }
 

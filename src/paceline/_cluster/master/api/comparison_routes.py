@@ -1,5 +1,6 @@
 """What comparisons of many trials read: trials of any experiments, metric names, groups."""
 
+from collections import Counter
 from itertools import chain
 from typing import Annotated
 
@@ -26,6 +27,7 @@ from paceline._cluster.master.store.group_curves import CurvePart, part_of, spre
 from paceline._cluster.master.store.metric_series import Curve, Selection, read_curves, smooth_at
 from paceline._cluster.master.store.query_language import QueryError, matching_trials_of
 from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
+from paceline._cluster.master.store.series_writer import XAxes, read_x_axes
 from paceline._cluster.messages.experiment_models import (
     CountedName,
     GroupedName,
@@ -39,6 +41,8 @@ from paceline._cluster.messages.states import TrialState
 comparison_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
 Ids = Annotated[list[Annotated[int, Query(ge=1, le=2**62)]], Query(max_length=1000)]
+
+_MOST_AXES = 16
 
 
 @comparison_router.get("/trials", response_model=TrialSet)
@@ -120,7 +124,22 @@ def count_metric_names(request: MetricNamesRequest, master: MasterOf) -> list[Co
     )
     with master.database.read() as connection:
         rows = connection.execute(query, ids_parameter(request.trial_ids)).all()
-    return [CountedName(group=group, name=name, num_trials=n) for group, name, n in rows]
+        alike: dict[bytes, tuple[XAxes, list[int]]] = {}
+        for trial_id, axes in read_x_axes(connection, request.trial_ids).items():
+            alike.setdefault(msgspec.json.encode(axes), (axes, []))[1].append(trial_id)
+        wanted: Counter[tuple[str, str, str | None]] = Counter()
+        # Runs of one kind of script choose alike.
+        for axes, ids in list(alike.values())[:_MOST_AXES]:
+            for group, name, count in connection.execute(query, ids_parameter(ids)):
+                wanted[group, name, axes.of(group, name)] += count
+    totals = {(group, name): n for group, name, n in rows}
+    agreed = {
+        (group, name): x for (group, name, x), n in wanted.items() if totals[group, name] == n
+    }
+    return [
+        CountedName(group=group, name=name, num_trials=n, x_axis=agreed.get((group, name)))
+        for group, name, n in rows
+    ]
 
 
 @comparison_router.post("/metric-groups", response_model=GroupsReply)

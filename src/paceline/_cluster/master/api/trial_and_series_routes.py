@@ -58,7 +58,12 @@ from paceline._cluster.master.store.metric_series import (
     smooth_at,
     tagged,
 )
-from paceline._cluster.master.store.series_writer import metric_names, num_metric_names
+from paceline._cluster.master.store.series_writer import (
+    NO_AXES,
+    metric_names,
+    num_metric_names,
+    read_x_axes,
+)
 from paceline._cluster.messages.experiment_models import (
     AttemptEnvironment,
     Checkpoint,
@@ -250,8 +255,15 @@ def list_metric_names(
     with records.database.read() as connection:
         experiment_row(connection, experiment_id)
         names = metric_names(connection, experiment_id, after=(group, name), limit=limit + 1)
+        # A run that chooses axes is the only trial of its experiment.
+        first = select(tables.trials.c.id).where(tables.trials.c.experiment_id == experiment_id)
+        found = read_x_axes(connection, [connection.scalar(first.limit(1)) or 0])
+    axes = next(iter(found.values()), NO_AXES)
     more = encode_cursor(*names[limit - 1]) if len(names) > limit else None
-    items = [MetricName(group=group, name=name) for group, name in names[:limit]]
+    items = [
+        MetricName(group=group, name=name, x_axis=axes.of(group, name))
+        for group, name in names[:limit]
+    ]
     return Page(items=items, next_cursor=more)
 
 

@@ -20,7 +20,13 @@ from paceline._cluster.master.store.row_ids_and_counts import (
     ids_parameter,
     many_ids,
 )
-from paceline._cluster.master.store.series_writer import Summary, first_metric_names, read_summary
+from paceline._cluster.master.store.series_writer import (
+    NO_AXES,
+    Summary,
+    first_metric_names,
+    read_summary,
+    read_x_axes,
+)
 from paceline._cluster.messages.experiment_models import (
     Attempt,
     AttemptExit,
@@ -429,14 +435,18 @@ def _summaries(
         searched = connection.execute(config).scalar_one()["searcher"].get("metric")
         names.setdefault("validation", set()).add(searched or "")
     summaries = read_summary(connection, trial.id, names)
+    axes = read_x_axes(connection, [trial.id]).get(trial.id, NO_AXES)
     shown = {
-        group: {key: _summary_model(summary) for key, summary in sorted(by_key.items())}
+        group: {
+            key: _summary_model(summary, axes.of(group, key))
+            for key, summary in sorted(by_key.items())
+        }
         for group, by_key in sorted(summaries.items())
     }
     return shown, has_more
 
 
-def _summary_model(summary: Summary) -> MetricSummary:
+def _summary_model(summary: Summary, x_axis: str | None) -> MetricSummary:
     mean = summary.sum / summary.num_numbers if summary.num_numbers else None
     return MetricSummary(
         count=summary.count,
@@ -445,6 +455,7 @@ def _summary_model(summary: Summary) -> MetricSummary:
         min=_number(summary.min),
         max=_number(summary.max),
         mean=_number(mean),
+        x_axis=x_axis,
     )
 
 

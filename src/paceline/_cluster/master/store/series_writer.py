@@ -6,6 +6,7 @@ from math import isfinite, nan
 from operator import add
 from typing import Any
 
+import msgspec
 from sqlalchemy import Connection, Row, bindparam, func, insert, select, text, tuple_, update
 
 from paceline._cluster.master.store import tables
@@ -47,6 +48,30 @@ _ALL_NAMES = text("""
 """)
 
 
+class XAxes(msgspec.Struct, frozen=True):
+    """Metrics along which others of a group are to be drawn, by name and by what names begin with.
+
+    None stands for the steps.
+    """
+
+    group: str
+    names: dict[str, str | None] = {}
+    prefixes: dict[str, str | None] = {}
+
+    def of(self, group: str, name: str) -> str | None:
+        """Return the x axis of a metric; the longest of several prefixes counts."""
+        found = self.names.get(name)
+        if group != self.group:
+            return None
+        if name not in self.names:
+            begins = max(filter(name.startswith, self.prefixes), key=len, default=None)
+            found = None if begins is None else self.prefixes[begins]
+        return None if found == name else found
+
+
+NO_AXES = XAxes(group="")
+
+
 def all_metric_names(connection: Connection) -> list[tuple[str, str]]:
     """Return (group, name) of the metrics of all experiments, sorted."""
     return [(row.group, row.key) for row in connection.execute(_ALL_NAMES)]
@@ -65,6 +90,19 @@ def metric_names(
     )
     query = query.order_by(_names.group, _names.key).limit(limit)
     return [(row.group, row.key) for row in connection.execute(query).all()]
+
+
+def read_x_axes(connection: Connection, trial_ids: Collection[int]) -> dict[int, XAxes]:
+    """Return the x axes that the code of trials has chosen, for those that have chosen any."""
+    trials, documents = tables.trials.c, tables.documents.c
+    chosen = documents.content["x_axes"]
+    query = (
+        select(trials.id, chosen)
+        .join(tables.documents, documents.experiment_id == trials.experiment_id)
+        .where(trials.id.in_(many_ids()))
+    )
+    found = connection.execute(query, ids_parameter(trial_ids))
+    return {id: msgspec.convert(axes, XAxes) for id, axes in found if axes is not None}
 
 
 def num_metric_names(connection: Connection, trial_id: int, group: str, *, at_most: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import msgspec
 from sqlalchemy import Connection, Row
 
 from paceline._cluster.master.api.access_guard import AccessIdentity, check_tracker_rights
@@ -20,9 +21,11 @@ from paceline._cluster.master.experiments.logged_runs import (
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.series_writer import XAxes
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError
 from paceline._cluster.master.trackers.wandb_values import parse_json
 from paceline._cluster.messages.states import AttemptState
+from paceline.importers._run_writer import GROUP
 
 ENTITY = "paceline"
 """The entity of a client that names none: all people here share it."""
@@ -30,6 +33,7 @@ RUN, PROJECT = "wandb-run", "wandb-project"
 # W&B's own server calls a run crashed after five minutes; clients are heard every 30 seconds.
 LEASE_S = 300.0
 _MAX_CONFIG = 2 * 1024 * 1024
+_MAX_GLOBS = 100
 MAX_SUMMARY = 8 * 1024 * 1024
 _NAME = re.compile(r"[^/\\#?%:\x00-\x1f\x7f]{1,128}")
 
@@ -238,6 +242,34 @@ def _change(document: dict[str, Any], given: Mapping[str, Any]) -> None:
     ):
         if isinstance(given.get(name), str):
             document[own] = json_object(name, given[name], limit)
+            if own == "config":
+                document["x_axes"] = _x_axes(document["config"])
+
+
+def _x_axes(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return which step metrics `define_metric` has named, None if it was not called.
+
+    A client says so in its part of the config: an entry has a name (1) or a name that ends with
+    `*` (2), and the name (4) or the place, from 1 on, (5) of the entry of its step metric.
+    """
+    own = config.get("_wandb")
+    value = own.get("value") if isinstance(own, dict) else None
+    given = value.get("m") if isinstance(value, dict) else None
+    entries = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    axes = XAxes(group=GROUP)
+    for entry in entries:
+        place, step = entry.get("5"), entry.get("4")
+        if isinstance(place, int) and 0 < place <= len(entries):
+            step = entries[place - 1].get("1")
+        step = step if isinstance(step, str) and step else None
+        name, pattern = entry.get("1"), entry.get("2")
+        # Step metrics have entries as well, which nobody defined (3).
+        if isinstance(name, str) and (step is not None or entry.get("6") == [3]):
+            axes.names[name] = step
+        elif isinstance(pattern, str) and pattern.endswith("*") and len(axes.prefixes) < _MAX_GLOBS:
+            axes.prefixes[pattern[:-1]] = step
+    found: dict[str, Any] = msgspec.to_builtins(axes)
+    return found if axes.names or axes.prefixes else None
 
 
 def json_object(name: str, text: str, limit: int) -> dict[str, Any]:

@@ -306,10 +306,22 @@ class Database:
     def write(
         self, job: Callable[[Transaction], Result], *, is_urgent: bool = False
     ) -> "Future[Result]":
-        """Queue a job for the writer thread; the future is done after the commit."""
+        """Queue a job for the writer thread; the future is done after the commit.
+
+        It is cancelled if the database was closed before.
+        """
         entry = _Job(job)
         self._queue.put((0 if is_urgent else 1, next(self._order), entry))
+        if not self._thread.is_alive():
+            self._cancel_jobs()
         return entry.future
+
+    def _cancel_jobs(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                _, _, entry = self._queue.get_nowait()
+                if entry is not None:
+                    entry.future.cancel()
 
     def read(self, *, everything: bool = False) -> AbstractContextManager[Connection]:
         """Open a connection with a read transaction: all its reads see the last commit.
@@ -333,6 +345,7 @@ class Database:
         # Priority 2: the end marker is taken only after all queued jobs.
         self._queue.put((2, next(self._order), None))
         self._thread.join()
+        self._cancel_jobs()
         # Closing the log frees no lock: SQLite holds its locks on the other files.
         self._log.close()
         self._writer_engine.dispose()

@@ -1162,6 +1162,16 @@ def test_odd_requests_about_sweeps_get_an_error(
     assert (found["data"]["project"] or {"sweeps": {"edges": []}})["sweeps"]["edges"] == []
 
 
+def test_grid_with_more_points_than_a_number_has_bits_is_shown(server: WandbServer) -> None:
+    """Its count is cut, and its first point is given."""
+    parameters = {f"x{number}": {"min": 0, "max": 10**9} for number in range(10)}
+    sweep = make_sweep(server, "vast", {"method": "grid", "parameters": parameters})
+    command = beat(server, make_agent(server, "vast", sweep["name"]))
+    assert sweep["runCountExpected"] == 2**31 - 1
+    assert command is not None
+    assert command["args"]["x0"] == {"value": 0}
+
+
 def test_agent_of_no_sweep_is_told_so_by_the_status(server: WandbServer) -> None:
     """The client ends after a 404 only."""
     body = {"query": BEAT, "variables": {"id": "QWdlbnQ6YTpiOmM6ZA==", "running": "{}"}}

@@ -5,6 +5,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from paceline._cluster.master.api.requests_and_answers import ApiError
@@ -44,7 +45,9 @@ from paceline.search._hyperparameter_space import (
 SWEEP, AGENT = "wandb-sweep", "wandb-agent"
 # Parsed in the writer's transaction, for which all others wait.
 _MAX_CONFIG = 64 * 1024
-_MAX_STEPS = 10_000
+_MAX_STEPS = 1_000_000
+# A GraphQL Int.
+_MAX_COUNT = 2**31 - 1
 _METHODS = ("grid", "random")
 _STATES = ("RUNNING", "PAUSED", "CANCELED", "FINISHED")
 _SERVED = {"method", "parameters", "run_cap", "program", "command"}
@@ -188,11 +191,31 @@ def _range(path: str, kind: str, low: Any, high: Any, step: Any) -> Leaf:
             raise GraphqlError(f"`{path}.min` must be greater than 0, but got {low}.")
         logs = {"minval": math.log(low), "maxval": math.log(high)}
         return LogRange.parse(path, {**logs, "base": math.e})
-    return Categorical(_multiples(path, low, high, step))
+    return _multiples(path, low, high, step)
 
 
-def _multiples(path: str, low: Any, high: Any, step: Any) -> tuple[Any, ...]:
-    """Return the multiples of a step within bounds, without the noise of binary fractions."""
+@dataclass(frozen=True, slots=True)
+class _Multiples(IntRange):
+    """A multiple of a step; the range counts the steps."""
+
+    step: Any
+
+    def sample(self, rng: Rng) -> Any:
+        """Draw a multiple, all equally likely."""
+        return _times(IntRange.sample(self, rng), self.step)
+
+    def point(self, index: int) -> Any:
+        """Return a multiple of the grid."""
+        return _times(IntRange.point(self, index), self.step)
+
+
+def _times(number: int, step: Any) -> Any:
+    """Return a multiple without the noise of binary fractions."""
+    found = number * step
+    return found if type(found) is int else float(f"{found:.12g}")
+
+
+def _multiples(path: str, low: Any, high: Any, step: Any) -> Leaf:
     if step <= 0 or not (high - low) / step < _MAX_STEPS:
         raise GraphqlError(
             f"`{path}.q` must be greater than 0 and make at most {_MAX_STEPS:,} steps from `min` to"
@@ -200,10 +223,11 @@ def _multiples(path: str, low: Any, high: Any, step: Any) -> tuple[Any, ...]:
         )
     # A bound that is a multiple itself may be off by its rounding.
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    found = [number * step for number in range(first, last + 1)]
-    if not found:
+    if first > last:
         raise GraphqlError(f"`{path}` must have a multiple of {step} from {low} to {high}.")
-    return tuple(each if type(each) is int else float(f"{each:.12g}") for each in found)
+    if first == last:
+        return Const.of(path, _times(first, step))
+    return _Multiples(path, first, last, last - first + 1, step)
 
 
 def point_of(document: Mapping[str, Any], number: int) -> dict[str, Any] | None:
@@ -242,8 +266,8 @@ def _known_sweep(asked: Asked, place: RunPlace) -> dict[str, Any]:
 def sweep_view(place: RunPlace, document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a sweep, without its runs."""
     is_over = point_of(document, document["num_given"]) is None
-    space = space_of(document) if document["method"] == "grid" else None
-    sizes = [each for each in (document["run_cap"], space and space.grid_size()) if each]
+    size = space_of(document).grid_size() if document["method"] == "grid" else None
+    sizes = [each for each in (document["run_cap"], size) if each]
     return {
         "__typename": "Sweep",
         "id": encode_id("Sweep", "v1", place.name, place.project, place.entity),
@@ -257,7 +281,7 @@ def sweep_view(place: RunPlace, document: Mapping[str, Any]) -> dict[str, Any]:
         "updatedAt": iso_time(document["created"]),
         "heartbeatAt": iso_time(document["created"]),
         "runCount": document["num_given"],
-        "runCountExpected": min(sizes, default=None),
+        "runCountExpected": min(*sizes, _MAX_COUNT) if sizes else None,
         "bestLoss": None,
         "earlyStopJobRunning": False,
         "controller": None,

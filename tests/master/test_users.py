@@ -337,6 +337,12 @@ def test_who_may_not_change_a_project_makes_no_sweeps_and_takes_no_runs(
     assert ask(viewer, shown)["data"]["project"]["sweep"] == {"runCount": 0}
     [command] = json.loads(ask(ada, beat)["data"]["agentHeartbeat"]["commands"])
     assert command["args"] == {"x": {"value": 1}}
+    # A sweep is where the client's project is, not in the project of what its maker creates else.
+    ask(stranger, 'mutation { upsertModel(input: {name: "mine"}) { inserted } }')
+    master.http.put("/projects/own/members/ada", json={"role": "editor"})
+    assert ask(ada, make.replace("hush", "mine"))["data"], make
+    shown = '{ project(name: "mine") { totalSweeps } }'
+    assert ask(stranger, shown)["data"]["project"]["totalSweeps"] == 1
 
 
 def test_a_restricted_read_leaves_no_trace_for_others(master: Any) -> None:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -1010,3 +1011,228 @@ def test_media_that_carry_scripts_cannot_act_on_the_masters_origin(
     assert reply.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert reply.headers["content-disposition"].startswith("attachment")
+
+
+SWEEP = """
+mutation UpsertSweep($id: ID, $config: String, $project: String, $state: String) {
+  upsertSweep(input: {id: $id, config: $config, projectName: $project, state: $state}) {
+    sweep { id name state runCount runCountExpected } configValidationWarnings
+  }
+}
+"""
+AGENT = """
+mutation CreateAgent($project: String, $sweep: String!) {
+  createAgent(input: {host: "here", projectName: $project, sweep: $sweep}) { agent { id } }
+}
+"""
+BEAT = """
+mutation Heartbeat($id: ID!, $running: JSONString) {
+  agentHeartbeat(input: {id: $id, metrics: "{}", runState: $running}) { agent { id } commands }
+}
+"""
+AGENT_SCRIPT = """
+    import os, wandb
+    from wandb.agents import pyagent
+    pyagent.Agent.HEARTBEAT_SLEEP_SECONDS = 0.2
+    number = 0
+    def main():
+        global number
+        number += 1
+        if number == int(os.environ["WAIT_AT"]):
+            print("waits", flush=True)
+            input()
+        with wandb.init() as run:
+            run.log({"score": run.config.x * run.config["net"]["n"]})
+    found = wandb.sweep(
+        {"name": "tried", "method": "grid", "metric": {"name": "score", "goal": "minimize"},
+         "early_terminate": {"type": "hyperband", "min_iter": 1},
+         "parameters": {"x": {"values": [0.5, 0.25]},
+                        "net": {"parameters": {"n": {"min": 1, "max": 2}}}}},
+        project=os.environ["PROJECT"])
+    wandb.agent(found, function=main, project=os.environ["PROJECT"])
+    sweep = wandb.Api().sweep(f"paceline/{os.environ['PROJECT']}/{found}")
+    assert (sweep.name, sweep.state, sweep.expected_run_count) == ("tried", "FINISHED", 4)
+    assert sweep.best_run().summary["score"] == 0.25
+    runs = list(sweep.runs)
+    assert {run.sweep_name for run in runs} == {found} and runs[0].sweep.id == found
+    print(found, sorted((run.config["x"], run.config["net"]["n"], run.state) for run in runs))
+"""
+ALL_POINTS = str([(x, n, "finished") for x in (0.25, 0.5) for n in (1, 2)])
+
+
+def test_agent_of_a_sweep_runs_each_point_and_its_runs_carry_them(
+    server: WandbServer, start_script: Script
+) -> None:
+    """The agent ends by itself after the grid, and is told what of the config is not served."""
+    process = start_script(server, AGENT_SCRIPT, PROJECT="swept", WAIT_AT="0", WANDB_SILENT="0")
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+
+    name, _, found = output.splitlines()[-1].partition(" ")
+    assert found == ALL_POINTS
+    assert "`early_terminate` is not served here. Runs go on to their end." in errors
+    reply = server.get(f"/experiments?label=sweep:{name}")
+    runs = [one for one in reply["items"] if f"sweep:{name}" in one["labels"]]
+    assert len(runs) == 4
+    [trial] = server.get(f"/experiments/{runs[0]['id']}/trials")["items"]
+    assert set(trial["hparams"]) == {"x", "net"}
+
+
+def test_sweep_goes_on_through_a_killed_master_with_each_point_once(
+    tmp_path: Path, master_server: Any, free_port: int, start_script: Script
+) -> None:
+    """A restarted master knows which points were given out."""
+    process = MasterProcess(tmp_path / "home", 0, "--port", str(free_port), server=master_server)
+    server = WandbServer(process)
+    client = start_script(
+        server, AGENT_SCRIPT, PROJECT="swept", WAIT_AT="3", WANDB_CONSOLE="off", WANDB_SILENT="0"
+    )
+    assert client.stdout is not None
+    while (line := client.stdout.readline()) != "waits\n":
+        assert line, client.communicate()[1]
+
+    process.kill()
+    server.http.close()
+    server = WandbServer(process)
+    output, errors = client.communicate("\n", timeout=600)
+    server.http.close()
+    process.close()
+
+    assert client.returncode == 0, errors
+    assert output.splitlines()[-1].partition(" ")[2] == ALL_POINTS
+
+
+def test_wrong_config_of_a_sweep_is_shown_by_the_client(
+    server: WandbServer, run_script: Callable[..., str]
+) -> None:
+    """The client raises the master's message."""
+    script = """
+        import wandb
+        given = {"x": {"min": 1, "max": 0}}
+        for method, parameters in (("bayes", {"x": {"value": 1}}), ("random", given)):
+            try:
+                wandb.sweep({"method": method, "parameters": parameters}, project="wrong")
+            except wandb.errors.CommError as error:
+                print(error)
+    """
+    output = run_script(server, script)
+
+    assert "`method` must be one of grid, random, but got 'bayes'" in output
+    assert "`parameters.x.min` must be less than `max` (0), but got 1" in output
+
+
+def make_sweep(server: WandbServer, project: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Make a sweep, and return its fields."""
+    told = server.ask(SWEEP, config=json.dumps(config), project=project)
+    found: dict[str, Any] = told["data"]["upsertSweep"]["sweep"]
+    return found
+
+
+def make_agent(server: WandbServer, project: str, sweep: str) -> str:
+    """Register an agent, and return its id."""
+    told = server.ask(AGENT, project=project, sweep=sweep)
+    return str(told["data"]["createAgent"]["agent"]["id"])
+
+
+def beat(server: WandbServer, agent: str, *running: str) -> dict[str, Any] | None:
+    """Send a heartbeat, and return the command of the answer, if there is one."""
+    told = server.ask(BEAT, id=agent, running=json.dumps(dict.fromkeys(running, True)))
+    [command] = json.loads(told["data"]["agentHeartbeat"]["commands"]) or [None]
+    found: dict[str, Any] | None = command
+    return found
+
+
+def test_agents_at_once_never_get_the_same_point(server: WandbServer) -> None:
+    """Each of 40 points goes to one of 4 agents that ask at the same time, then all shall end."""
+    parameters = {"x": {"values": list(range(10))}, "y": {"min": 0, "max": 3}}
+    sweep = make_sweep(server, "at-once", {"method": "grid", "parameters": parameters})
+    agents = [make_agent(server, "at-once", sweep["name"]) for _ in range(4)]
+
+    def work(agent: str) -> list[tuple[int, int]]:
+        found = []
+        while (command := beat(server, agent)) and command["type"] == "run":
+            found.append((command["args"]["x"]["value"], command["args"]["y"]["value"]))
+            assert beat(server, agent, command["run_id"]) is None
+        assert command == {"type": "exit"}
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        points = [point for each in pool.map(work, agents) for point in each]
+    assert sorted(points) == [(x, y) for x in range(10) for y in range(4)]
+
+
+def test_point_whose_answer_was_lost_is_given_once_more(server: WandbServer) -> None:
+    """An agent that asks again without having begun its run gets it again, but not for ever."""
+    config = {"method": "random", "run_cap": 2, "parameters": {"x": {"min": 0.0, "max": 1.0}}}
+    agent = make_agent(server, "lost", make_sweep(server, "lost", config)["name"])
+    first, again, second, _, last = (beat(server, agent) for _ in range(5))
+    assert first is not None
+    assert second is not None
+    assert first == again
+    assert (second["type"], last) == ("run", {"type": "exit"})
+    assert first["args"]["x"]["value"] != second["args"]["x"]["value"]
+
+
+def test_state_of_a_sweep_tells_agents_to_wait_and_to_end(server: WandbServer) -> None:
+    """A paused sweep gives no runs, a stopped one lets runs end, a canceled one ends them."""
+    config = {"method": "random", "parameters": {"x": {"values": [1, 2]}}}
+    sweep = make_sweep(server, "states", config)
+    agent = make_agent(server, "states", sweep["name"])
+    found = []
+    for state in ("PAUSED", "FINISHED", "CANCELED"):
+        server.ask(SWEEP, id=sweep["id"], state=state)
+        found += [beat(server, agent), beat(server, agent, "r1")]
+    exits = {"type": "exit"}
+    assert found == [None, None, exits, None, exits, exits]
+    server.ask(SWEEP, id=sweep["id"], state="RUNNING")
+    given = beat(server, agent)
+    other = config | {"parameters": {"x": {"values": [3]}}}
+    refused = server.ask(SWEEP, id=sweep["id"], config=json.dumps(other))
+    assert given is not None
+    assert given["type"] == "run"
+    assert "must stay once it has given out runs" in refused["errors"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("query", "variables"),
+    [
+        (SWEEP, {"config": "a: [", "project": "odd"}),
+        (SWEEP, {"config": "[1]", "project": "odd"}),
+        (SWEEP, {"config": "", "project": "odd"}),
+        (SWEEP, {"project": "odd"}),
+        (SWEEP, {"config": "x: " + "y" * 70_000, "project": "odd"}),
+        (SWEEP, {"config": "[" * 60_000, "project": "odd"}),
+        (SWEEP, {"config": "a: &a [1,1,1,1]\nb: &b [*a,*a]\nb: *b", "project": "odd"}),
+        (SWEEP, {"config": "method: grid\nparameters: {x: {values: [1]}}", "project": "a/b"}),
+        (SWEEP, {"id": "U3dlZXA6djE6YTpiOmM=", "state": "RUNNING"}),
+        (SWEEP, {"id": "no", "state": "RUNNING"}),
+        (AGENT, {"project": "odd", "sweep": "none"}),
+        (AGENT, {"project": "odd", "sweep": ""}),
+    ],
+)
+def test_odd_requests_about_sweeps_get_an_error(
+    server: WandbServer, query: str, variables: dict[str, Any]
+) -> None:
+    """Each is refused with a message, and changes nothing."""
+    told = server.ask(query, **variables)
+    assert told["data"] is None
+    assert told["errors"][0]["message"]
+    found = server.ask('query { project(name: "odd") { sweeps { edges { node { id } } } } }')
+    assert (found["data"]["project"] or {"sweeps": {"edges": []}})["sweeps"]["edges"] == []
+
+
+def test_grid_with_more_points_than_a_number_has_bits_is_shown(server: WandbServer) -> None:
+    """Its count is cut, and its first point is given."""
+    parameters = {f"x{number}": {"min": 0, "max": 10**9} for number in range(10)}
+    sweep = make_sweep(server, "vast", {"method": "grid", "parameters": parameters})
+    command = beat(server, make_agent(server, "vast", sweep["name"]))
+    assert sweep["runCountExpected"] == 2**31 - 1
+    assert command is not None
+    assert command["args"]["x0"] == {"value": 0}
+
+
+def test_agent_of_no_sweep_is_told_so_by_the_status(server: WandbServer) -> None:
+    """The client ends after a 404 only."""
+    body = {"query": BEAT, "variables": {"id": "QWdlbnQ6YTpiOmM6ZA==", "running": "{}"}}
+    reply = server.http.post("/graphql", json=body)
+    assert (reply.status_code, "no agent" in reply.text) == (404, True), reply.text

@@ -305,6 +305,46 @@ def test_clients_of_trackers_see_and_change_their_users_projects(master: Any, ad
     assert ask(stranger, UPSERT, name="r2", project="mine")["data"]["upsertBucket"]["inserted"]
 
 
+def test_who_may_not_change_a_project_makes_no_sweeps_and_takes_no_runs(
+    master: Any, add: Any
+) -> None:
+    """A viewer sees a sweep, a stranger does not; neither is given one of its runs."""
+    root = master.url.removesuffix("/api/v1")
+    ada, viewer, stranger = add("ada"), add("vic", role="viewer"), add("eve", role=None)
+    master.http.post("/projects", json={"name": "own"})
+    master.http.put("/projects/own/members/eve", json={"role": "editor"})
+
+    def ask(client: httpx2.Client, query: str) -> dict[str, Any]:
+        found: dict[str, Any] = client.post(f"{root}/graphql", json={"query": query}).json()
+        return found
+
+    config = json.dumps(json.dumps({"method": "grid", "parameters": {"x": {"values": [1, 2]}}}))
+    given = f'projectName: "hush", config: {config}'
+    make = f"mutation {{ upsertSweep(input: {{{given}}}) {{ sweep {{ id name }} }} }}"
+    sweep = ask(ada, make)["data"]["upsertSweep"]["sweep"]
+    join = f'input: {{host: "h", projectName: "hush", sweep: "{sweep["name"]}"}}'
+    join = f"mutation {{ createAgent({join}) {{ agent {{ id }} }} }}"
+    agent = ask(ada, join)["data"]["createAgent"]["agent"]["id"]
+    stop = f'input: {{id: "{sweep["id"]}", state: "FINISHED"}}'
+    stop = f"mutation {{ upsertSweep({stop}) {{ sweep {{ id }} }} }}"
+    beat = f'mutation {{ agentHeartbeat(input: {{id: "{agent}"}}) {{ commands }} }}'
+    for client in (viewer, stranger):
+        for query in (make, join, stop, beat):
+            told = ask(client, query)
+            assert ("errors" in told, "run_id" in json.dumps(told)) == (True, False), told
+    shown = f'{{ project(name: "hush") {{ sweep(sweepName: "{sweep["name"]}") {{ runCount }} }} }}'
+    assert ask(stranger, shown)["data"]["project"] is None
+    assert ask(viewer, shown)["data"]["project"]["sweep"] == {"runCount": 0}
+    [command] = json.loads(ask(ada, beat)["data"]["agentHeartbeat"]["commands"])
+    assert command["args"] == {"x": {"value": 1}}
+    # A sweep is where the client's project is, not in the project of what its maker creates else.
+    ask(stranger, 'mutation { upsertModel(input: {name: "mine"}) { inserted } }')
+    master.http.put("/projects/own/members/ada", json={"role": "editor"})
+    assert ask(ada, make.replace("hush", "mine"))["data"], make
+    shown = '{ project(name: "mine") { totalSweeps } }'
+    assert ask(stranger, shown)["data"]["project"]["totalSweeps"] == 1
+
+
 def test_a_restricted_read_leaves_no_trace_for_others(master: Any) -> None:
     master.create()
     count = select(tables.experiments.c.id)

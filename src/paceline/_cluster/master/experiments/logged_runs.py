@@ -117,7 +117,7 @@ class LoggedRuns:
                 checkpoint_storage="",
                 hparams=dict(hparams or {}),
             )
-            with creating_in(_project_of(transaction.connection, within)):
+            with creating_in(project_of_document(transaction.connection, within)):
                 self._unmanaged.register(transaction, info, "", is_trusted=False)
             self.relabel(transaction, run_id, project=project, tags=tags)
         elif hparams:
@@ -365,7 +365,8 @@ def change_document(
     return after
 
 
-def _project_of(connection: Connection, place: tuple[str, str, str] | None) -> int | None:
+def project_of_document(connection: Connection, place: tuple[str, str, str] | None) -> int | None:
+    """Return the project of a client's document by its kind, parent and name, if there is one."""
     column = tables.documents.c.project_id
     return None if place is None else connection.scalar(select(column).where(*_place(*place)))
 

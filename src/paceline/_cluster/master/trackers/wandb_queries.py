@@ -14,6 +14,7 @@ from paceline._cluster.master.experiments.logged_runs import get_document, list_
 from paceline._cluster.master.experiments.unmanaged_runs import update_experiment
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.trackers import wandb_artifacts as artifacts
+from paceline._cluster.master.trackers import wandb_sweeps as sweeps
 from paceline._cluster.master.trackers.wandb_files import (
     file_rows,
     files_page,
@@ -97,15 +98,21 @@ def mutation_fields(asked: Asked) -> Fields:
         "stopRun": partial(_stop_run, asked),
         "deleteRun": partial(_delete_run, asked),
         "updateRunState": partial(_update_run_state, asked),
-        "upsertSweep": partial(_refuse, "Sweeps", "`paceline experiment create` starts a search."),
+        "upsertSweep": partial(_upsert_sweep, asked),
+        "createAgent": partial(sweeps.create_agent, asked),
+        "agentHeartbeat": partial(sweeps.beat, asked),
         "linkArtifact": partial(_refuse, "Registries", "give the artifact an alias."),
         **artifacts.mutation_fields(asked),
     }
 
     def with_input(change: Callable[[Mapping[str, Any]], Any], arguments: Fields) -> Any:
+        from graphql import Undefined
+
         asked.writer  # noqa: B018 - refuses tokens that only read, whatever the mutation is
         given = arguments.get("input")
-        return change(given if isinstance(given, dict) else {})
+        given = given if isinstance(given, dict) else {}
+        # What stands for a variable that is left out.
+        return change({key: value for key, value in given.items() if value is not Undefined})
 
     return {name: partial(with_input, change) for name, change in fields.items()}
 
@@ -195,8 +202,9 @@ def project_view(asked: Asked, entity: str, name: str) -> Fields | None:
         "bucket": run,
         "runs": partial(_runs, asked, entity, name),
         "runCount": lambda given: len(_chosen(asked, entity, name, given)),
-        "sweeps": {"edges": [], "pageInfo": {"hasNextPage": False, "endCursor": None}},
-        "totalSweeps": 0,
+        "sweep": partial(_sweep, asked, entity, name),
+        "sweeps": partial(_sweeps, asked, entity, name),
+        "totalSweeps": lambda _: _sweeps(asked, entity, name, {})["totalCount"],
         **artifacts.project_fields(asked, f"{entity}/{name}"),
     }
 
@@ -207,6 +215,35 @@ def _runs(asked: Asked, entity: str, project: str, arguments: Mapping[str, Any])
         return run_view(asked, place, found["document"], found["attempt"])
 
     return page(_chosen(asked, entity, project, arguments), arguments, show)
+
+
+def _sweep(asked: Asked, entity: str, project: str, arguments: Mapping[str, Any]) -> Fields | None:
+    name = checked_name(arguments.get("sweepName"), "-")
+    place = RunPlace(entity, project, name)
+    document = get_document(asked.connection, sweeps.SWEEP, place.parent, name)
+    return None if document is None else _sweep_view(asked, place, document)
+
+
+def _sweeps(asked: Asked, entity: str, project: str, arguments: Mapping[str, Any]) -> Fields:
+    asked.check_may_list()
+    rows = list_documents(asked.connection, sweeps.SWEEP, f"{entity}/{project}")
+
+    def show(row: Row[Any]) -> Fields:
+        return _sweep_view(asked, RunPlace(entity, project, row.name), row.content)
+
+    return page(rows, arguments, show)
+
+
+def _sweep_view(asked: Asked, place: RunPlace, document: Mapping[str, Any]) -> Fields:
+    def runs(arguments: Mapping[str, Any]) -> Fields:
+        wanted = {**arguments, "filters": json.dumps({"sweep": place.name})}
+        return _runs(asked, place.entity, place.project, wanted)
+
+    return {
+        **sweeps.sweep_view(place, document),
+        "runs": runs,
+        "project": lambda _: project_view(asked, place.entity, place.project),
+    }
 
 
 def _chosen(
@@ -354,6 +391,12 @@ def _upsert_model(asked: Asked, given: Mapping[str, Any]) -> Fields:
     upsert_project(asked, entity, name, **changed)
     view = project_view(asked, entity, name)
     return {"project": view, "model": view, "inserted": is_new}
+
+
+def _upsert_sweep(asked: Asked, given: Mapping[str, Any]) -> Fields:
+    place, document, warnings = sweeps.upsert_sweep(asked, given)
+    view = _sweep_view(asked, place, document)
+    return {"sweep": view, "configValidationWarnings": warnings}
 
 
 def _named_run(given: Mapping[str, Any]) -> RunPlace:

@@ -300,6 +300,7 @@ def config_values(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _labels(document: Mapping[str, Any]) -> list[str]:
     words = {"group": document.get("group"), "job": document.get("jobType")}
+    words["sweep"] = document.get("sweep")
     return [*document["tags"], *(f"{word}:{text}" for word, text in words.items() if text)]
 
 

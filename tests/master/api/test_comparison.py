@@ -97,7 +97,8 @@ def test_trials_of_any_experiments_are_listed_with_their_experiments(reported: A
 
 def test_numeric_metrics_are_counted_over_trials(reported: Any) -> None:
     reply = reported.http.post("/metric-names", json={"trial_ids": [1, 2, 77]})
-    assert reply.json() == [{"group": "training", "name": "loss", "num_trials": 2}]
+    [loss] = reply.json()
+    assert loss == {"group": "training", "name": "loss", "num_trials": 2, "x_axis": None}
     assert reported.http.post("/metric-names", json={"trial_ids": []}).status_code == 422
 
 

@@ -112,8 +112,9 @@ def test_columns_are_told_as_they_were_reported(master: Any) -> None:
     known = master.http.get("/experiment-columns").json()
     assert known["hparams"] == ["model.lr"]
     assert known["metrics"] == [
-        {"group": "validation", "name": "loss"}, {"group": "validation", "name": "size"}
-    ]  # fmt: skip
+        {"group": "validation", "name": "loss", "x_axis": None},
+        {"group": "validation", "name": "size", "x_axis": None},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_hyperparameters_are_told_flat_with_their_axes(master: Any) -> None:
         "/experiments/2/hyperparameters", params={"metric": "validation/size"}
     ).json()
     assert [row["metric"] for row in other["rows"]] == [2.0]
-    assert json.dumps(other["metric"]) == '{"group": "validation", "name": "size"}'
+    assert other["metric"] == {"group": "validation", "name": "size", "x_axis": None}
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,7 @@ def test_an_attempt_is_followed_to_its_end(running: Any) -> None:
     summary = trial["summary"]["validation"]
     assert summary["loss"] == {
         "count": 1, "last": 0.25, "last_step": 5, "min": 0.25, "max": 0.25, "mean": 0.25,
+        "x_axis": None,
     }  # fmt: skip
     assert (summary["text"]["last"], summary["text"]["mean"]) == ("x", None)
     assert item(running.http, "/slots")[0]["trial_id"] is None

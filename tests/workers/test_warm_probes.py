@@ -111,6 +111,33 @@ def test_what_is_drawn_at_random_differs_between_forks(seen: list[dict[str, Any]
         assert len({answer["own"][name] for answer in seen}) == 3, name
 
 
+ENDING = """
+import os, sys, threading, time, torch
+class Mourned:
+    def __del__(self, mkdir=os.mkdir, path=sys.argv[1]):
+        mkdir(path)
+torch.mourned = Mourned()
+if sys.argv[2] == "thread":
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+if sys.argv[2] == "group":
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kept", "is_taken_apart"), [("", False), ("thread", True), ("group", True)]
+)
+def test_libraries_are_taken_apart_where_they_may_hold_what_runs(
+    template: Template, tmp_path: Path, kept: str, is_taken_apart: bool
+) -> None:
+    """A thread or a process group ends as in a new interpreter; without both, forks end at once."""
+    (tmp_path / "ending.py").write_text(ENDING)
+    output = tmp_path / "deleted"
+    run(forked(template), [sys.executable, "ending.py", str(output), kept], tmp_path, 0)
+    assert output.exists() == is_taken_apart
+
+
 def test_a_template_holds_nothing_of_a_program(template: Template, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os; print(os.environ['SECRET'])")
     lines = run(forked(template), [sys.executable, "train.py", TOKEN], tmp_path, 0, SECRET=TOKEN)

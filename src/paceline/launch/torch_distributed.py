@@ -184,7 +184,7 @@ def launch(arguments: Sequence[str] | None, backend: Backend) -> int:
         backend: The workers' variables besides those of torch.distributed.
     """
     # First of all, in a trial: the workers are forks too then, from their first start on.
-    template = Template.split_off()
+    template = Template.split_off(os.environ)
     logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
     try:
         options, program = parse_arguments(sys.argv[1:] if arguments is None else arguments)

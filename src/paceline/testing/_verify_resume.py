@@ -11,17 +11,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 import psutil
 
 from paceline import faults
 from paceline._base.process_and_network import num_cores
 from paceline._base.run_directory import Control, RunDirectory
-from paceline._training.workers.processes.worker_process import THREADS_VARIABLE
+from paceline._training.workers.processes.templates import TemplateError, template_of_scripts
+from paceline._training.workers.processes.worker_process import (
+    THREADS_MARK,
+    THREADS_VARIABLE,
+    WorkerSpec,
+)
 from paceline.testing._compare_runs import (
     Difference,
     FaultMissedError,
@@ -84,8 +90,11 @@ class Script:
         """Return the environment of every start."""
         variables = {name: value for name, value in os.environ.items() if name not in _REMOVED}
         # Fixed number of threads: with another number, sums may have other bits.
-        threads = max(1, num_cores() // self.num_workers)
-        variables.setdefault(THREADS_VARIABLE, str(threads))
+        threads = str(max(1, num_cores() // self.num_workers))
+        if THREADS_VARIABLE not in variables:
+            variables |= {THREADS_VARIABLE: threads, THREADS_MARK: threads}
+        # As for trials, so that workers too can be forks of a process that has loaded torch.
+        variables.setdefault("PYTHONUNBUFFERED", "1")
         return variables | dict(self.environment)
 
 
@@ -148,26 +157,52 @@ def start_script(
         variables[faults.FAULT_VARIABLE] = fault
     if resume is not None:
         variables["PACELINE_RESUME"] = str(resume)
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            script.words(),
-            cwd=directory,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            # The end of its whole process group must not hit this process.
-            start_new_session=True,
-        )
+    spec = WorkerSpec(command=script.words(), environment=variables, working_directory=directory)
+    with output.open("wb") as file, ThreadPoolExecutor(1) as waiter:
+        pid, wait, reap = _start_process(spec, file)
+        end = waiter.submit(wait)
         try:
-            code = _wait_for_script(process, script.timeout_s, directory, log, kill_when)
+            code = _wait_for_script(end, script.timeout_s, directory, log, kill_when)
         finally:
-            _end_script(process)
+            _kill_processes(pid)
+            end.result()
+            reap()
     return ScriptEnd(code=code, output=output, notes=list(_read_notes(log)))
 
 
+def _start_process(
+    spec: WorkerSpec, file: IO[bytes]
+) -> tuple[int, Callable[[], int], Callable[[], object]]:
+    """Start a script in a session of its own; return its id, how to wait for it and to reap it.
+
+    The script is a fork of a process that has loaded torch, unless it would see a difference.
+    """
+    try:
+        template = template_of_scripts(spec.environment)
+        if template.difference(spec, spec.environment) is None:
+            forked = template.start_script(spec, file.fileno())
+            return forked.pid, lambda: _exit_code(*forked.await_end()), forked.reap
+    except TemplateError as error:
+        logger.debug("The script starts as a new interpreter: %s.", error)
+    process = subprocess.Popen(
+        spec.command,
+        cwd=spec.working_directory,
+        env=spec.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        # The end of its whole process group must not hit this process.
+        start_new_session=True,
+    )
+    return process.pid, process.wait, process.wait
+
+
+def _exit_code(code: int, signum: int | None) -> int:
+    return code if signum is None else -signum
+
+
 def _wait_for_script(
-    process: "subprocess.Popen[bytes]",
+    end: Future[int],
     timeout_s: float,
     directory: Path,
     log: Path,
@@ -176,13 +211,13 @@ def _wait_for_script(
     """Wait for the end; processes stopped by a fault get a pause request and are continued."""
     deadline = time.monotonic() + timeout_s
     continued: set[int] = set()
-    while (code := process.poll()) is None and time.monotonic() < deadline:
+    while not end.done() and time.monotonic() < deadline:
         stopping = {note["pid"] for note in _read_notes(log) if note["signal"] == "STOP"}
         continued |= {pid for pid in stopping - continued if _pause_script(pid, directory)}
         if kill_when is not None and kill_when():
             return None
         time.sleep(_POLL_S)
-    return code
+    return end.result() if end.done() else None
 
 
 def _pause_script(pid: int, directory: Path) -> bool:
@@ -198,16 +233,15 @@ def _pause_script(pid: int, directory: Path) -> bool:
     return True
 
 
-def _end_script(process: "subprocess.Popen[bytes]") -> None:
+def _kill_processes(pid: int) -> None:
     """Kill the remaining processes: all after a timeout, else loader processes left behind."""
     with suppress(psutil.NoSuchProcess):
         # Descendants one by one: `killpg` misses those in a process group of their own.
-        for child in psutil.Process(process.pid).children(recursive=True):
+        for child in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 child.kill()
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _read_notes(log: Path) -> Iterator[dict[str, Any]]:

@@ -341,7 +341,7 @@ class _Server:
             self._children.append(_Child(pid, leash[0], request["mark"]))
         if pid > 0:
             self._answer_with(pid)
-        if has_seen_torch[0] and self._successor is None:
+        if has_seen_torch[0] and self._facts.learned and self._successor is None:
             self._successor = self._begin_successor()
         return None
 

@@ -146,6 +146,20 @@ def template_of_runners(environment: Mapping[str, str]) -> "Template":
     return template
 
 
+def template_of_scripts(environment: Mapping[str, str]) -> "Template":
+    """Return the template for scripts of this process, which load torch; started if necessary.
+
+    Args:
+        environment: The environment of the scripts.
+
+    Raises:
+        TemplateError: There can be none.
+    """
+    if not _CAN_FORK or not is_warm(environment):
+        raise TemplateError("warm starts are turned off")
+    return _current(environment, is_for_scripts=True)
+
+
 def load_ahead(environment: Mapping[str, str], modules: Sequence[str]) -> None:
     """Make the template load all modules workers need, before the first worker starts.
 
@@ -311,6 +325,8 @@ class Template:
         facts: The other facts of `TemplateFacts`.
     """
 
+    is_for_scripts = False
+
     def __init__(
         self,
         key: Mapping[str, str],
@@ -338,8 +354,11 @@ class Template:
             )
 
     @classmethod
-    def split_off(cls) -> "Template | None":
+    def split_off(cls, environment: Mapping[str, str] | None = None) -> "Template | None":
         """Return a template that is a fork of this process, to be called before it does anything.
+
+        Args:
+            environment: The environment of its programs; None for that of trials of this process.
 
         Returns:
             None in a process that is itself no fork of a template.
@@ -350,7 +369,7 @@ class Template:
         if not template_process.is_fork:
             return None
         self = cls.__new__(cls)
-        self.key = _import_time_facts(unbuffered_environment(os.environ))
+        self.key = _import_time_facts(environment or unbuffered_environment(os.environ))
         self.num_workers, self._is_parent, self._has_loaded = 0, False, True
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair()
@@ -458,7 +477,28 @@ class Template:
                 leash[1].close()
         if leash is None:
             return AdoptedProcess(pid, *streams.files())
-        return _Forked(pid, leash[0], streams, self)
+        return _Forked(pid, leash[0], streams.files(), self)
+
+    def start_script(self, spec: WorkerSpec, output: int) -> ProcessHandle:
+        """Fork a program whose output and error output go to a file.
+
+        Args:
+            spec: The program.
+            output: A descriptor of the file.
+
+        Raises:
+            TemplateError: As `fork`.
+            OSError: As `fork`.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs, open(os.devnull, "rb") as null:
+            streams = [null.fileno(), output, output]
+            try:
+                pid, _ = self.fork(spec, spec.environment, streams, leash=(ours, theirs))
+            except BaseException:
+                ours.close()
+                raise
+        return _Forked(pid, ours, (None, None), self)
 
     def fork(
         self,
@@ -643,11 +683,17 @@ class _Streams:
 class _Forked(ProcessHandle):
     """Forked worker with a leash: a socket to report its end, or to end the worker."""
 
-    def __init__(self, pid: int, leash: socket.socket, streams: _Streams, server: Template) -> None:
+    def __init__(
+        self,
+        pid: int,
+        leash: socket.socket,
+        files: Sequence[IO[bytes] | None],
+        server: Template,
+    ) -> None:
         self.pid = pid
         self._leash = leash
         self._server = server
-        self.stdout, self.stderr = streams.files()
+        self.stdout, self.stderr = files
 
     def await_end(self) -> tuple[int, int | None]:
         try:
@@ -672,11 +718,12 @@ _lock = threading.Lock()
 _servers: list[Template] = []
 
 
-def _current(environment: Mapping[str, str]) -> Template:
-    """Return the template for workers with an environment, started if necessary."""
+def _current(environment: Mapping[str, str], is_for_scripts: bool = False) -> Template:
+    """Return the template for workers or scripts with an environment, started if necessary."""
     key = _import_time_facts(environment)
     with _lock:
-        if not _servers or _servers[-1].key != key or not _servers[-1].is_alive:
+        wanted = (key, is_for_scripts, True)
+        if [(one.key, one.is_for_scripts, one.is_alive) for one in _servers[-1:]] != [wanted]:
             for server in [server for server in _servers if server.num_workers == 0]:
                 server.close()
                 _servers.remove(server)
@@ -685,12 +732,13 @@ def _current(environment: Mapping[str, str]) -> Template:
                 key,
                 [sys.executable, *flags],
                 _template_environment(environment),
-                [path or os.getcwd() for path in sys.path],
-                modules=_LOADED,
-                later=_LATER_MODULES,
+                None if is_for_scripts else [path or os.getcwd() for path in sys.path],
+                modules=TRIAL_MODULES if is_for_scripts else _LOADED,
+                later=() if is_for_scripts else _LATER_MODULES,
                 idle_s=_IDLE_S,
                 parent="template",
             )
+            server.is_for_scripts = is_for_scripts
             server.await_loaded()
             _servers.append(server)
         return _servers[-1]

@@ -45,6 +45,43 @@ print("total", total.item())
 """
 
 
+SEEN = """
+import os, sys, time
+print("loaded" if "tor" "ch" in sys.modules else "new", flush=True)
+def others():
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            words = open(f"/proc/{name}/cmdline").read().split("\\0")
+            parent = open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+        if words[2:3] == ["template"] and int(parent) == os.getppid():
+            yield name
+while list(others()):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "num_workers", "warm", "seen"),
+    [
+        ("import torch", 2, "1", "loaded"),
+        ("from paceline import core", 2, "1", "loaded"),
+        ("import torch", 2, "0", "new"),
+        ("import torch", 1, "1", "new"),
+        ("import json", 2, "1", "new"),
+    ],
+)
+def test_several_workers_of_a_script_that_names_torch_are_forks_from_the_start(
+    launch: Launch, script: Script, code: str, num_workers: int, warm: str, seen: str
+) -> None:
+    """Torch is loaded once; its template ends when all have started, unless there are restarts."""
+    name = script(f"{SEEN}\n{code}\n")
+    done = launch("--nproc-per-node", str(num_workers), name, PACELINE_WARM=warm)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(seen) == num_workers, f"{done.stdout} {done.stderr}"
+
+
 def _is_alive(pid: int) -> bool:
     facts = read_process(pid)
     return facts is not None and not facts.is_zombie

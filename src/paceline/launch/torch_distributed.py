@@ -27,7 +27,7 @@ from paceline._training.workers.failures_and_restarts import (
 from paceline._training.workers.launch_nodes import LaunchNodes
 from paceline._training.workers.process_pools import ProgramPool, WorkerCommand, WorkerVariables
 from paceline._training.workers.processes.signals_and_leftovers import sweeping_after_kill
-from paceline._training.workers.processes.templates import Template
+from paceline._training.workers.processes.templates import Template, template_of_ranks
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.processes.worker_process import (
     SHARDS_VARIABLE,
@@ -237,6 +237,8 @@ def _run_workers(
     sizes = () if attempt is None else attempt.sizes_for(options)
     num_workers = sum(sizes) or limits.least
     nodes = _launch_nodes(options, num_workers, restarts, policy) if options.num_nodes > 1 else None
+    if template is None and num_workers > options.num_nodes:
+        template = template_of_ranks(command.arguments, os.environ)
     variables = dict(marks)
     if limits.least < limits.most:
         # The global batch is the same for any number of workers within the bounds.

@@ -399,6 +399,7 @@ class ProgramPool(ProcessPool):
         self._layout = layout
         self._worker_variables = worker_variables
         self._capacity = capacity
+        self._is_restarted = is_restarted
         self._program: PendingCall | None = None
         self._program_start: ProgramStart | None = None
         if (is_restarted or template) and command.is_python:
@@ -444,8 +445,11 @@ class ProgramPool(ProcessPool):
     def start(self, num_workers: int | None = None) -> None:
         """Start the programs; see `WorkerPool.start`."""
         super().start(num_workers)
-        if self._program_start is not None:
+        if self._program_start is not None and self._is_restarted:
             self._program_start.learn(self.processes[0].pid, self._environment_of_all)
+        elif self._program_start is not None:
+            # Nobody needs its memory any more.
+            self._program_start.close()
 
     def _release(self) -> None:
         if self._program_start is not None:

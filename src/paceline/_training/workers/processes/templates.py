@@ -160,6 +160,30 @@ def template_of_scripts(environment: Mapping[str, str]) -> "Template":
     return _current(environment, is_for_scripts=True)
 
 
+def template_of_ranks(command: Sequence[str], environment: Mapping[str, str]) -> "Template | None":
+    """Return a new template for ranks of a launcher, which loads torch meanwhile.
+
+    Args:
+        command: The command of the ranks.
+        environment: The environment of the launcher.
+
+    Returns:
+        None if the command is not that of a script for this interpreter that names torch.
+    """
+    if not _can_fork(command) or not _names_torch(command):
+        return None
+    return Template(
+        _import_time_facts(environment),
+        command[: command.index(PROGRAM_FILE)],
+        _template_environment(environment),
+        None,
+        modules=TRIAL_MODULES,
+        later=(),
+        idle_s=None,
+        parent="owner",
+    )
+
+
 def load_ahead(environment: Mapping[str, str], modules: Sequence[str]) -> None:
     """Make the template load all modules workers need, before the first worker starts.
 
@@ -212,11 +236,12 @@ class ProgramStart:
         loaded: Callable[[], object],
         template: "Template | None" = None,
     ) -> None:
-        at = command.index(PROGRAM_FILE) if PROGRAM_FILE in command else 0
-        self._interpreter = command[:at]
-        self._can_fork = _CAN_FORK and command[:1] == (sys.executable,) and at > 0 and is_warm()
+        self._can_fork = _can_fork(command)
+        self._interpreter = command[: command.index(PROGRAM_FILE)] if self._can_fork else ()
         self._loaded = loaded
         self._template = template if self._can_fork else None
+        # A start waits for the template only if it has been there from the beginning.
+        self._patience_s = 0.0 if template is None else _START_S
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -225,7 +250,7 @@ class ProgramStart:
     ) -> ProcessHandle:
         """Start a program; see `start_process`."""
         template, key = self._template, _import_time_facts(environment)
-        if template is not None and template.key == key and template.is_loaded():
+        if template is not None and template.key == key and template.is_loaded(self._patience_s):
             return template.start((), spec, environment, is_read)
         return start_process(spec, environment, is_read)
 
@@ -291,6 +316,23 @@ class ProgramStart:
             )
             if loaded is not None:
                 return
+
+
+def _can_fork(command: Sequence[str]) -> bool:
+    """Return whether a command can be a fork: a program of this interpreter, by `PROGRAM_FILE`."""
+    return _CAN_FORK and command[0] == sys.executable and PROGRAM_FILE in command and is_warm()
+
+
+def _names_torch(command: Sequence[str]) -> bool:
+    """Return whether the script of a command names torch, or a package of Paceline."""
+    kind, target, *_ = command[command.index(PROGRAM_FILE) + 1 :]
+    try:
+        return kind == "script" and bool(
+            re.search(rb"\b(torch|paceline)\b", Path(target).read_bytes())
+        )
+    except OSError:
+        # The interpreter reports it.
+        return False
 
 
 def _has_torch(pid: int) -> bool:
@@ -427,15 +469,15 @@ class Template:
             self.close()
             raise
 
-    def is_loaded(self) -> bool:
-        """Return whether the template takes requests by now."""
+    def is_loaded(self, timeout_s: float = 0.0) -> bool:
+        """Return whether the template takes requests, by now or after a time in seconds at most."""
         with self._lock:
-            if not self._has_loaded and self._control.fileno() >= 0 and self._has_answer(0.0):
+            if not self._has_loaded and self._control.fileno() >= 0 and self._has_answer(timeout_s):
                 try:
                     self._answer(_ANSWER_S)
                     self._has_loaded = True
                 except TemplateError as error:
-                    logger.warning("Restarts are slow, as new interpreters: %s.", error)
+                    logger.warning("Workers start slowly, as new interpreters: %s.", error)
                     self.close()
         return self._has_loaded and self.is_alive
 

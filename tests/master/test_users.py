@@ -123,7 +123,7 @@ def test_passwords_and_tokens_are_ones_own(master: Any, add: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "status"),
     [("ad\u0430", 422), ("a\u200bda", 422), ("a\nb", 422), ("", 422), ("x" * 65, 422),
-     ("ada\n", 422), ("Admin", 409), ("admin", 409)],
+     ("ada\n", 422), (".", 422), ("..", 422), ("Admin", 409), ("admin", 409)],
 )  # fmt: skip
 def test_names_that_look_like_another_are_refused(master: Any, name: str, status: int) -> None:
     assert master.http.post("/users", json={"name": name}).status_code == status
@@ -446,7 +446,7 @@ def test_a_group_gives_its_members_a_role_until_they_leave_it(master: Any, add: 
     assert ada.get("/projects").json() == []
 
 
-@pytest.mark.parametrize("group", ["@lab", "a b", "x" * 64, None])
+@pytest.mark.parametrize("group", ["@lab", "a b", "..", "x" * 64, None])
 def test_names_of_groups_are_like_those_of_users(master: Any, add: Any, group: Any) -> None:
     """Others are refused; no change without a field is one."""
     add("ada")

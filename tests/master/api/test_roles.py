@@ -361,16 +361,26 @@ def test_a_preview_of_an_action_tells_what_the_role_forbids(lab: Any) -> None:
             assert one["num_matching"] > 0
 
 
-def test_a_checkpoint_becomes_a_model_only_for_who_sees_it(lab: Any) -> None:
-    """By the routes of MLflow's clients, which the registry has."""
+def test_a_checkpoint_becomes_a_model_only_for_editors_of_its_project(lab: Any) -> None:
+    """A model keeps it from deletion. By the routes of MLflow's clients, which the registry has."""
     base = f"http://127.0.0.1:{lab.port}/api/2.0/mlflow"
-    for role, status in (("stranger", (403, 404)), ("editor", (200,))):
+    mine = "/projects/Default/members/viewer"
+    assert lab.http.put(mine, json={"role": "editor"}).status_code == 204
+    for role, status in (("stranger", (403, 404)), ("viewer", (403,)), ("editor", (200,))):
         made = {"name": f"model of {role}", "source": f"checkpoint:/{UUID}"}
         client = lab.clients[role]
-        client.post(f"{base}/registered-models/create", json=made)
+        reply = client.post(f"{base}/registered-models/create", json=made)
+        assert reply.status_code == 200, reply.text
         reply = client.post(f"{base}/model-versions/create", json=made)
         assert reply.status_code in status, f"{role} gets {reply.text}"
-        client.request("DELETE", f"{base}/registered-models/delete", json=made)
+    # A copy of the version would keep it too.
+    copy = {"name": "model of viewer", "source": "models:/model of editor/1"}
+    reply = lab.clients["viewer"].post(f"{base}/model-versions/create", json=copy)
+    assert reply.status_code == 403, reply.text
+    for role in ("stranger", "viewer", "editor"):
+        gone = {"name": f"model of {role}"}
+        lab.clients[role].request("DELETE", f"{base}/registered-models/delete", json=gone)
+    assert lab.http.put(mine, json={"role": None}).status_code == 204
 
 
 def test_the_audit_log_says_who_did_what_to_which_object(lab: Any) -> None:

@@ -458,7 +458,8 @@ class User(Message):
 class NewUser(Request):
     """A user to be added, with a role in the project `Default`; None for no role there."""
 
-    name: str = Field(pattern=NAME_PATTERN)
+    # No address can have a part that is a dot or two.
+    name: str = Field(pattern="^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}$")
     role: Role | None = Role.EDITOR
     is_admin: bool = False
     is_service: bool = False
@@ -468,7 +469,7 @@ class UserChange(Request):
     """Change of a user: whether an administrator, and the group; "" for no group."""
 
     is_admin: bool | None = None
-    group: str | None = Field(default=None, pattern="^([A-Za-z0-9_.-]{1,63})?$")
+    group: str | None = Field(default=None, pattern="^([A-Za-z0-9_-][A-Za-z0-9_.-]{0,62})?$")
 
 
 class Project(Message):

@@ -17,7 +17,12 @@ from paceline._cluster.master.experiments.logged_runs import (
     list_documents,
 )
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.reach import check_object, creating_in
+from paceline._cluster.master.store.reach import (
+    NotAllowedError,
+    check_object,
+    creating_in,
+    current_reach,
+)
 from paceline._cluster.master.trackers.mlflow_calls import (
     Call,
     MlflowError,
@@ -191,11 +196,11 @@ def _create_version(call: Call) -> dict[str, Any]:
     version = str(model["num_versions"])
     model_id = given.text_or_none("model_id") or ""
     source = _checked_source(given.text("source"))
-    _check_checkpoint(call.connection, source)
     copied = _OF_VERSION.fullmatch(source)
     location = source
     if copied is not None:
         location = _read_version(call.connection, copied["name"], copied["version"])["location"]
+    _check_checkpoint(call.connection, location)
     content = {
         "creation_timestamp": now,
         "last_updated_timestamp": now,
@@ -375,16 +380,23 @@ def _checked_source(source: str) -> str:
 
 
 def _check_checkpoint(connection: Connection, source: str) -> None:
-    """Refuse a missing or incomplete checkpoint as the source of a version."""
+    """Refuse a missing, incomplete or foreign checkpoint as the source of a version.
+
+    Nobody can delete it while the version is there: only an editor of its project may keep it.
+    """
     uuid = checkpoint_of_source(source)
     if uuid is None:
         return
     check_object(connection, "uuid", uuid)
-    query = select(tables.checkpoints.c.state).where(tables.checkpoints.c.uuid == uuid)
-    state = connection.scalar(query)
-    if state is None:
+    owner = tables.checkpoints.c.experiment_id == tables.experiments.c.id
+    query = select(tables.checkpoints.c.state, tables.experiments.c.project_id)
+    row = connection.execute(query.where(tables.checkpoints.c.uuid == uuid, owner)).one_or_none()
+    if row is None:
         raise missing(f"There is no checkpoint {uuid[:_MAX_NAME]!r}.")
-    if state != CheckpointState.COMPLETED.value:
+    reach = current_reach()
+    if reach is not None and reach.changes is not None and row.project_id not in reach.changes:
+        raise NotAllowedError(f"checkpoint {uuid}", is_hidden=False)
+    if row.state != CheckpointState.COMPLETED.value:
         raise invalid(f"The source must be a whole checkpoint, but files of {uuid} were deleted.")
 
 

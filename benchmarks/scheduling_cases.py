@@ -111,10 +111,10 @@ def _measure_lab() -> list[Figure]:
         PolicyName,
         PoolSettings,
         QuotaLimits,
+        Sharing,
         Waiting,
     )
     from paceline._cluster.master.scheduling.schedule import schedule
-    from paceline._cluster.master.scheduling.shares import Sharing
 
     users = [f"user-{n}" for n in range(200)]
     reserved = frozenset({users[0]})

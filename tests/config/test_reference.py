@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from paceline.config import ExperimentConfig, validate_config
-from paceline.config._environment_and_secrets import Environment
+from paceline.config._environment_and_secrets import Environment, Notify, Threshold
 from paceline.config._experiment_config import (
     DirectoryStorage,
     Idle,
@@ -22,7 +22,6 @@ from paceline.config._experiment_config import (
     UrlStorage,
 )
 from paceline.config._fields_and_problems import REFUSED_FIELDS, Optimizations
-from paceline.config._notify_section import Notify, Threshold
 from paceline.config._read_yaml import parse_yaml
 from paceline.config._searcher_section import (
     AdaptiveAshaSearcher,

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from paceline.cli._completions import complete_experiment
 from paceline.cli._console_output import (
     experiment_word,
     format_bytes,
@@ -13,7 +12,13 @@ from paceline.cli._console_output import (
     print_answer,
     print_note,
 )
-from paceline.cli._options_and_errors import CommandError, DryRun, confirm, connect
+from paceline.cli._options_and_errors import (
+    CommandError,
+    DryRun,
+    complete_experiment,
+    confirm,
+    connect,
+)
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.experiment_models import (

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from paceline._base.files import DamagedSecretError, read_secret
-from paceline.cli._command_classes import CommandGroup
-from paceline.cli._completions import complete_node, complete_pool
 from paceline.cli._console_output import Age, format_bytes, format_moment, print_answer, print_list
 from paceline.cli._options_and_errors import (
     CaFile,
     CommandError,
+    CommandGroup,
     chosen_master,
+    complete_node,
+    complete_pool,
     connect,
     output_format,
     restart_without_token,

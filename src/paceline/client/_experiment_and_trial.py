@@ -13,7 +13,6 @@ from zlib import crc32
 from paceline._base.frames import DataFrames, Rows, flatten, metric_rows
 from paceline._base.notebook_tables import html_table
 from paceline.client import _late_models as models
-from paceline.client._checkpoint import Checkpoint
 from paceline.client._experiment_lineage import (
     ROLES,
     Arm,
@@ -31,6 +30,7 @@ from paceline.client._http_session import (
     NoCheckpointError,
     checked_key,
 )
+from paceline.client._model_registry import Checkpoint
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.states import ExperimentState, ShownState, TrialState

@@ -29,7 +29,7 @@ from paceline.config._entrypoint_command import (
     reference_problems,
     trial_class,
 )
-from paceline.config._environment_and_secrets import Environment
+from paceline.config._environment_and_secrets import Environment, Notify
 from paceline.config._fields_and_problems import (
     CONTINUOUS,
     MISSING,
@@ -54,7 +54,6 @@ from paceline.config._fields_and_problems import (
     text_field,
     without_effect,
 )
-from paceline.config._notify_section import Notify
 from paceline.config._searcher_section import AnySearcher, on_new_methods
 from paceline.storage._storage_by_url import added_schemes, is_added_scheme, scheme_of
 

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from paceline.config._environment_and_secrets import Environment, fill_secrets
+from paceline.config._environment_and_secrets import Environment, Notify, Threshold, fill_secrets
 from paceline.config._experiment_config import (
     CLOUD_TYPES,
     DefaultStorage,
@@ -39,7 +39,6 @@ from paceline.config._fields_and_problems import (
     given_schema,
     join_path,
 )
-from paceline.config._notify_section import Notify, Threshold
 from paceline.config._read_yaml import apply_overrides, read_yaml_file
 from paceline.config._searcher_section import (
     REMOVED_SEARCHERS,

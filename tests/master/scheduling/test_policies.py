@@ -8,21 +8,21 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline._cluster.master.scheduling.pool_policies import moved
 from paceline._cluster.master.scheduling.pools import (
     Holding,
     NodeSlots,
     PolicyName,
     PoolSettings,
+    QuotaUse,
     Reason,
     SchedulingResult,
     StartEstimates,
     Waiting,
     in_pools,
+    moved,
     needs_of,
 )
 from paceline._cluster.master.scheduling.schedule import decide, schedule
-from paceline._cluster.master.scheduling.shares import QuotaUse
 
 FIFO, PRIORITY, FAIR_SHARE = PolicyName.FIFO, PolicyName.PRIORITY, PolicyName.FAIR_SHARE
 

@@ -13,20 +13,18 @@ from paceline._cluster.master.scheduling.pools import (
     PolicyName,
     PoolSettings,
     QuotaLimits,
+    QuotaUse,
     Reason,
     SchedulingResult,
-    Waiting,
-    in_pools,
-    needs_of,
-)
-from paceline._cluster.master.scheduling.schedule import decide, schedule
-from paceline._cluster.master.scheduling.shares import (
-    QuotaUse,
     Sharing,
+    Waiting,
     as_slots,
     faded,
+    in_pools,
+    needs_of,
     recent_use,
 )
+from paceline._cluster.master.scheduling.schedule import decide, schedule
 
 HALF_LIFE_S = 86400.0
 FAIR = {"default": PoolSettings(policy=PolicyName.FAIR_SHARE, half_life_s=HALF_LIFE_S)}

@@ -18,7 +18,7 @@ from paceline._cluster.master.starters.kubernetes_starter import (
     KubernetesStarter,
 )
 from paceline._cluster.master.starters.pool_runners import read_pool_file
-from paceline._cluster.master.starters.starter_base import RunnerOrder, StarterError
+from paceline._cluster.master.starters.slurm_ssh_ray_starters import RunnerOrder, StarterError
 
 pytest.importorskip("lightkube", reason="NOT TESTED: needs pip install 'paceline[kubernetes]'")
 pytest.importorskip("jsonschema", reason="NOT TESTED: jsonschema is not installed")

@@ -13,12 +13,11 @@ from paceline._base.journal_records import encode_float
 from paceline._base.process_and_network import LOOPBACK
 from paceline._base.run_directory import RunInfo, TrialInfo
 from paceline._cluster.master.authentication import AttemptTokens
-from paceline._cluster.master.executors import Launch
+from paceline._cluster.master.executors import Launch, Machines, Place
 from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StorageMarks
 from paceline._cluster.master.home_directory import SecretStore
-from paceline._cluster.master.scheduling.machines import Machines, Place
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
     config_of,

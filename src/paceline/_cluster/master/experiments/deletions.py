@@ -22,6 +22,7 @@ from paceline._cluster.master.home_directory import SecretStore
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import drop_unused_environments
 from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.quotas import keep_usage
 from paceline._cluster.master.store.reach import acting
 from paceline._cluster.master.store.row_ids_and_counts import (
     POINTS,
@@ -33,7 +34,6 @@ from paceline._cluster.master.store.row_ids_and_counts import (
     numbers_of,
 )
 from paceline._cluster.master.store.trial_logs import LogStore
-from paceline._cluster.master.store.usage import keep_usage
 from paceline._cluster.messages.states import (
     LIVE_ATTEMPTS,
     LIVE_TRIALS,

@@ -37,9 +37,8 @@ from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.messages.experiment_models import NewProposal
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
-from paceline.config._environment_and_secrets import reveal_secrets, without_secrets
+from paceline.config._environment_and_secrets import Notify, reveal_secrets, without_secrets
 from paceline.config._experiment_config import ExperimentConfig
-from paceline.config._notify_section import Notify
 from paceline.config._searcher_section import Searcher
 from paceline.config._validate_config import merge_configs, validate_config
 from paceline.search._samplers import check_installed

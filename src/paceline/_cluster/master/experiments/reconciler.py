@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from paceline import faults
-from paceline._cluster.master.executors import AttemptStatus, Executor
+from paceline._cluster.master.executors import AttemptStatus, Executor, Machines
 from paceline._cluster.master.experiments.attempt_runners import (
     AttemptRunner,
     RunnerWatch,
@@ -32,15 +32,14 @@ from paceline._cluster.master.experiments.state_writer import (
     experiments_without_live_trials,
 )
 from paceline._cluster.master.experiments.storage_calls import StoragePendingError
-from paceline._cluster.master.scheduling.machines import Machines
 from paceline._cluster.master.scheduling.pools import (
     PolicyName,
     PoolNeed,
+    QuotaUse,
     SlotAssignment,
     needs_of,
 )
 from paceline._cluster.master.scheduling.schedule import Schedule, decide, schedule
-from paceline._cluster.master.scheduling.shares import QuotaUse
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import Member, config_of, stored_members
 from paceline._cluster.master.store.database import Database, DatabaseLostError, Transaction

@@ -35,13 +35,12 @@ from paceline._base.journal_records import (
     StoreChecked,
     TimeSpent,
 )
+from paceline._cluster.master.experiments.attempt_runners import Activities
 from paceline._cluster.master.experiments.attempts import check_not_over, read_attempt
 from paceline._cluster.master.experiments.checkpoints import (
     store_checkpoint,
     take_checkpoint_deletion,
 )
-from paceline._cluster.master.experiments.idle_trials import Activities
-from paceline._cluster.master.experiments.record_checks import check_record
 from paceline._cluster.master.experiments.state_writer import (
     StateChanges,
     recompute_best,
@@ -65,7 +64,7 @@ from paceline._cluster.master.store.metric_rows_and_times import (
 )
 from paceline._cluster.master.store.run_files import add_media
 from paceline._cluster.master.store.series_writer import trim_summaries
-from paceline._cluster.messages.runner_messages import Mark, RecordBatch
+from paceline._cluster.messages.runner_messages import Mark, RecordBatch, check_record
 from paceline._cluster.messages.states import AttemptState
 
 Numbered = Sequence[tuple[int, AnyRecord]]

@@ -23,11 +23,11 @@ from paceline._cluster.master.scheduling.pools import (
     NodeSlots,
     PolicyName,
     PoolSettings,
+    Sharing,
     Waiting,
     in_pools,
 )
 from paceline._cluster.master.scheduling.schedule import fits_nodes
-from paceline._cluster.master.scheduling.shares import Sharing
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, slots_by_node
 from paceline._cluster.master.store.quotas import (

@@ -14,6 +14,7 @@ from paceline._base.journal_records import (
     decode_value,
     encode_float,
 )
+from paceline._cluster.master.executors import Machines
 from paceline._cluster.master.experiments.failures import (
     FailingNodes,
     counted_trial_states,
@@ -41,7 +42,6 @@ from paceline._cluster.master.experiments.state_decisions import (
 )
 from paceline._cluster.master.experiments.storage_calls import FailingStores, StorageCalls
 from paceline._cluster.master.experiments.stored_searches import Searches, store_search_view
-from paceline._cluster.master.scheduling.machines import Machines
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Transaction

@@ -16,7 +16,6 @@ from sqlalchemy import Connection, Row, Table, insert, select, update
 
 from paceline._base.journal_records import AttemptStarted
 from paceline._base.run_directory import RUN_FORMAT_VERSION, RunInfo
-from paceline._cluster.master.experiments.record_checks import check_run_info
 from paceline._cluster.master.experiments.record_ingest import CHIEF, RecordIngest
 from paceline._cluster.master.experiments.state_decisions import (
     INVALID_HP,
@@ -37,6 +36,7 @@ from paceline._cluster.messages.runner_messages import (
     RunBatch,
     RunMark,
     RunReply,
+    check_run_info,
 )
 from paceline._cluster.messages.states import (
     AttemptState,

@@ -16,10 +16,10 @@ import paceline
 from paceline._base.arguments_and_errors import PicklableError
 from paceline._base.process_and_network import LOOPBACK_HOSTS
 from paceline._cluster.master.authentication import StoredToken, Tokens
+from paceline._cluster.master.executors import Machines, Place
 from paceline._cluster.master.experiments.attempts import DEFAULT_LEASE_S, live_attempts
 from paceline._cluster.master.experiments.scheduler_input import read_pools
 from paceline._cluster.master.nodes.node_presence import NodeOrders, NodePresence
-from paceline._cluster.master.scheduling.machines import Machines, Place
 from paceline._cluster.master.scheduling.pools import NodeSlots, PoolSettings, pool_of
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import slots_by_node

@@ -6,19 +6,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from paceline._cluster.master.scheduling.pool_policies import POLICIES, Policy
 from paceline._cluster.master.scheduling.pools import (
+    NO_SHARING,
+    POLICIES,
     Holding,
     NodeSlots,
     Part,
+    Policy,
     PolicyName,
     PoolSettings,
+    QuotaUse,
     Reason,
     SchedulingResult,
+    Sharing,
     SlotAssignment,
     Waiting,
 )
-from paceline._cluster.master.scheduling.shares import NO_SHARING, QuotaUse, Sharing
 
 
 class FreeSlots:

@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from paceline._cluster.master.starters.starter_base import RunnerOrder, Starter, StarterError
+from paceline._cluster.master.starters.slurm_ssh_ray_starters import (
+    RunnerOrder,
+    Starter,
+    StarterError,
+)
 from paceline.config._fields_and_problems import Section
 
 if TYPE_CHECKING:

@@ -39,11 +39,6 @@ from paceline._cluster.master.store.database import (
     Transaction,
     check_stored_version,
 )
-from paceline._cluster.master.store.database_reading import (
-    check_copy,
-    note_contexts,
-    open_read_only,
-)
 from paceline._cluster.master.store.recovery_rows import (
     RECORDED,
     RECORDS_BEGUN,
@@ -53,6 +48,11 @@ from paceline._cluster.master.store.recovery_rows import (
 )
 from paceline._cluster.master.store.row_ids_and_counts import raise_ids
 from paceline._cluster.master.store.trial_logs import LogStore
+from paceline._cluster.master.store.upgrades import (
+    check_copy,
+    note_contexts,
+    open_read_only,
+)
 from paceline._cluster.master.upkeep.backup_snapshots import (
     CHECKPOINTS,
     DATABASE,

@@ -42,6 +42,7 @@ from paceline._cluster.master.scheduling.pools import IdleLimits
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import Member, read_members, stored_members
 from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.row_ids_and_counts import update_attempt
 from paceline._cluster.messages.master_models import RUNNER_GRACE_S
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL, AttemptEnd, runner_id
 from paceline._cluster.messages.states import AttemptState, ErrorKind, ExitReason
@@ -135,7 +136,7 @@ def note_begun(
     if all(one.begun_at is not None for one in members):
         changes.change_attempt(transaction, attempt_id, meeting_port=members[0].port or 0, **values)
     else:
-        changes.update_attempt(transaction, attempt_id, **values)
+        update_attempt(transaction.connection, attempt_id, **values)
 
 
 def end_runner(
@@ -172,7 +173,7 @@ def end_runner(
     members[member] = msgspec.structs.replace(
         members[member], exit=end, ended_at=time.time(), is_lost=is_lost
     )
-    changes.update_attempt(transaction, attempt_id, members=stored_members(members))
+    update_attempt(transaction.connection, attempt_id, members=stored_members(members))
     warn = partial(changes.note, transaction, attempt.trial_id, attempt.number, "WARNING")
     if is_lost:
         warn(f"{_name(members, member)} is lost with its part of the attempt: {end.detail}.")

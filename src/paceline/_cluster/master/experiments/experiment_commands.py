@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, select, update
 
 from paceline import faults
 from paceline._cluster.master.experiments.attempts import checkpoint_root
@@ -33,7 +33,10 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.reach import check_object, note_object
-from paceline._cluster.master.store.row_ids_and_counts import new_id
+from paceline._cluster.master.store.row_ids_and_counts import (
+    insert_row,
+    update_experiment,
+)
 from paceline._cluster.messages.experiment_models import NewProposal
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
@@ -172,26 +175,23 @@ class Commands:
         if seed is None:
             seed = resolved["reproducibility"]["experiment_seed"] = secrets.randbelow(_MAX_SEED)
         state = ExperimentState.ACTIVE if activate else ExperimentState.PAUSED
-        result = connection.execute(
-            insert(tables.experiments).values(
-                id=new_id(connection, tables.experiments),
-                name=config.name,
-                description=config.description,
-                labels=list(config.labels),
-                state=state.value,
-                config=without_secrets(resolved),
-                submitted_config=text_to_store(submitted_config, values),
-                context_digest=context_digest,
-                warnings=list(config.warnings),
-                seed=seed,
-                created_at=time.time(),
-                parent_trial_id=parent_trial_id if source_trial_id is None else source_trial_id,
-                forked_from=forked_from,
-                source=source,
-            )
+        experiment_id = insert_row(
+            connection,
+            tables.experiments,
+            name=config.name,
+            description=config.description,
+            labels=list(config.labels),
+            state=state.value,
+            config=without_secrets(resolved),
+            submitted_config=text_to_store(submitted_config, values),
+            context_digest=context_digest,
+            warnings=list(config.warnings),
+            seed=seed,
+            created_at=time.time(),
+            parent_trial_id=parent_trial_id if source_trial_id is None else source_trial_id,
+            forked_from=forked_from,
+            source=source,
         )
-        assert result.inserted_primary_key is not None
-        experiment_id = int(result.inserted_primary_key[0])
         note_object(f"experiment {experiment_id}")
         self._secret_store.keep(transaction, experiment_id, values)
         transaction.emit("experiment_state", experiment_id, state=state.value, error=None)
@@ -243,11 +243,7 @@ class Commands:
         taken = 0 if search is None else len(search.observations()) - before
         told = f"The sampler learns from {taken} of {len(given)} ended trials of experiment"
         told += f" {source_id}" + ("." if taken else ", as none has values of this space.")
-        connection.execute(
-            update(tables.experiments)
-            .where(tables.experiments.c.id == experiment_id)
-            .values(warnings=[*row.warnings, told])
-        )
+        update_experiment(connection, experiment_id, warnings=[*row.warnings, told])
 
     def propose(
         self, transaction: Transaction, experiment_id: int, proposal: dict[str, Any]
@@ -492,16 +488,14 @@ class Commands:
             self._changes.tell_missed_exits(transaction, experiment_id)
 
     def _reopen(self, transaction: Transaction, experiment_id: int, end: SearchEnd | None) -> None:
-        transaction.connection.execute(
-            update(tables.experiments)
-            .where(tables.experiments.c.id == experiment_id)
-            .values(
-                ended_at=None,
-                error=None,
-                progress=0.0,
-                search_end=end and end.value,
-                is_archived=False,
-            )
+        update_experiment(
+            transaction.connection,
+            experiment_id,
+            ended_at=None,
+            error=None,
+            progress=0.0,
+            search_end=end and end.value,
+            is_archived=False,
         )
         self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
 
@@ -524,10 +518,7 @@ class Commands:
         # The last of these exits may have ended the search, which goes on now.
         row = self._changes.experiment(transaction.connection, row.id)
         if row.search_end is not None:
-            experiments = tables.experiments
-            transaction.connection.execute(
-                update(experiments).where(experiments.c.id == row.id).values(search_end=None)
-            )
+            update_experiment(transaction.connection, row.id, search_end=None)
         row = self._changes.experiment(transaction.connection, row.id)
         change_limits(transaction, self._changes, row, limits)
         search = self._changes.searches.peek(transaction, row.id)
@@ -568,11 +559,8 @@ class Commands:
         self._check_notify(merged.notify)
         resolved = self._reveal(transaction.connection, merged, experiment.id)
         self._secret_store.keep(transaction, experiment.id, resolved["environment"]["secrets"])
-        transaction.connection.execute(
-            update(tables.experiments)
-            .where(tables.experiments.c.id == experiment.id)
-            .values(config=without_secrets(resolved))
-        )
+        config = without_secrets(resolved)
+        update_experiment(transaction.connection, experiment.id, config=config)
         if merged.searcher.length is not None:
             transaction.connection.execute(
                 update(tables.trials)

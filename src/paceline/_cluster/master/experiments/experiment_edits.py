@@ -7,7 +7,7 @@ import hashlib
 import time
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select
 
 from paceline._cluster.master.experiments.scheduler_input import (
     check_changed_rank,
@@ -21,6 +21,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.reach import current_user
+from paceline._cluster.master.store.row_ids_and_counts import update_experiment
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 
@@ -274,8 +275,5 @@ def _change_experiment(
 ) -> None:
     if not values:
         return
-    experiments = tables.experiments
-    transaction.connection.execute(
-        update(experiments).where(experiments.c.id == experiment_id).values(**values)
-    )
+    update_experiment(transaction.connection, experiment_id, **values)
     transaction.emit("experiment_changed", experiment_id, fields=sorted(values))

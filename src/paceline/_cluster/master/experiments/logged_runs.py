@@ -21,8 +21,6 @@ from paceline._cluster.master.experiments.unmanaged_runs import (
     experiment_of_run,
     run_attempts,
     trial_of_run,
-    update_attempt,
-    update_experiment,
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
@@ -32,6 +30,7 @@ from paceline._cluster.master.store.reach import (
     creating_in,
     sees_document,
 )
+from paceline._cluster.master.store.row_ids_and_counts import update_attempt, update_experiment
 from paceline._cluster.messages.runner_messages import RunBatch
 from paceline._cluster.messages.states import AttemptState
 

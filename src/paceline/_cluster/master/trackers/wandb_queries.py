@@ -11,8 +11,8 @@ from sqlalchemy import Row, delete, select
 
 from paceline._base.journal_records import AlertRaised
 from paceline._cluster.master.experiments.logged_runs import get_document, list_documents
-from paceline._cluster.master.experiments.unmanaged_runs import update_experiment
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.row_ids_and_counts import update_experiment
 from paceline._cluster.master.trackers import wandb_artifacts as artifacts
 from paceline._cluster.master.trackers import wandb_sweeps as sweeps
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, chosen_runs, page

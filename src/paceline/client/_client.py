@@ -268,7 +268,7 @@ class ClusterClient:
 
         fields = {"policy": policy, "max_slots": max_slots, "labels": dict(labels or {}), **rules}
         body = models.SetPool.model_validate(fields)
-        self._session.send("PUT", f"pools/{name}", content=body.model_dump_json().encode())
+        self._session.send("PUT", f"pools/{name}", body=body)
 
     def reset_pool(self, name: str) -> None:
         """Share a pool first come, first served, without a limit and without labels.
@@ -306,12 +306,11 @@ class ClusterClient:
         body = models.MoveExperiment(
             experiment_id=experiment_id, ahead_of=ahead_of, behind=behind, to=to
         )
-        self._session.send("POST", "queue/move", content=body.model_dump_json().encode())
+        self._session.send("POST", "queue/move", body=body)
 
     def _drain(self, path: str, finish: bool) -> None:
 
-        body = models.DrainNode(finish=finish).model_dump_json().encode()
-        self._session.send("POST", path, content=body)
+        self._session.send("POST", path, body=models.DrainNode(finish=finish))
 
 
 class Client(ClusterClient, BulkClient, RegistryClient):
@@ -372,10 +371,8 @@ class Client(ClusterClient, BulkClient, RegistryClient):
             timeout_s: Seconds that trials get for a checkpoint otherwise.
         """
 
-        body = (
-            models.Shutdown(keep_trials=keep_trials, timeout_s=timeout_s).model_dump_json().encode()
-        )
-        self._session.send("POST", "master/shutdown", content=body)
+        body = models.Shutdown(keep_trials=keep_trials, timeout_s=timeout_s)
+        self._session.send("POST", "master/shutdown", body=body)
 
     def sign_in_link(self, *, user: str | None = None) -> str:
         """Return a link to sign a browser in as a user, by default this client's, usable once."""
@@ -485,7 +482,7 @@ class Client(ClusterClient, BulkClient, RegistryClient):
 
         body = models.SetQuota.model_validate({**limits, "revision": revision})
         path = self._quota_path(user, project, group)
-        self._session.send("PUT", path, content=body.model_dump_json().encode())
+        self._session.send("PUT", path, body=body)
 
     def delete_quota(
         self,
@@ -554,8 +551,8 @@ class Client(ClusterClient, BulkClient, RegistryClient):
         if len(password) < 8:
             raise ValueError("`password` must have at least 8 characters.")
 
-        body = models.NewPassword(password=password).model_dump_json().encode()
-        self._session.send("PUT", f"users/{user}/password", content=body)
+        body = models.NewPassword(password=password)
+        self._session.send("PUT", f"users/{user}/password", body=body)
 
     def create_token(
         self,

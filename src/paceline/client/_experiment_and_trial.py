@@ -30,7 +30,7 @@ from paceline.client._http_session import (
     NoCheckpointError,
     checked_key,
 )
-from paceline.client._model_registry import Checkpoint
+from paceline.client._model_registry import Checkpoint, check_new_directory
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.states import ExperimentState, ShownState, TrialState
@@ -580,11 +580,7 @@ class Experiment(Lineage, DataFrames):
         """
 
         target = Path(path)
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise DownloadError(
-                f"`path` must be a new or empty directory, but {str(target)!r} is not."
-                " Hint: choose another one."
-            )
+        check_new_directory(target)
         of = f"experiments/{self.id}"
         config = self._session.get(f"{of}/config", models.ConfigView)
         files = self._session.get(f"{of}/files", list[models.CodeFile])

@@ -357,8 +357,7 @@ class HttpSession:
         """
         from pydantic import TypeAdapter
 
-        content = None if body is None else body.model_dump_json().encode()
-        response = self.send(method, path, params=params, content=content, key=key)
+        response = self.send(method, path, params=params, body=body, key=key)
         return TypeAdapter(model).validate_json(response.content)
 
     def send(
@@ -368,14 +367,17 @@ class HttpSession:
         *,
         params: Mapping[str, Any] | None = None,
         content: "bytes | Path | IO[bytes] | None" = None,
+        body: Any = None,
         key: str | None = None,
     ) -> "httpx2.Response":
         """Send a request and return the answer, always a success.
 
-        A file as `content` is sent from its beginning.
+        A file as `content` is sent from its beginning. A `body` is a message, and the content.
 
         Requests that may be repeated are, when the connection breaks or the master is overloaded.
         """
+        if body is not None:
+            content = body.model_dump_json().encode()
         request = _SentRequest(method, path, params, content, key)
         for attempt in range(1, _ATTEMPTS + 1):
             is_last = attempt == _ATTEMPTS or not (method in _IDEMPOTENT or key)

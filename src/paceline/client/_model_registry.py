@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -15,6 +16,36 @@ if TYPE_CHECKING:
 
 
 DownloadMode = Literal["auto", "direct", "master"]
+
+
+def check_new_directory(path: Path) -> None:
+    """Refuse a target of a download that holds files already.
+
+    Raises:
+        DownloadError: It does.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise DownloadError(
+            f"`path` must be a new or empty directory, but {str(path)!r} is not."
+            " Hint: choose another one."
+        )
+
+
+@contextmanager
+def filled_directory(target: Path) -> Iterator[Path]:
+    """Give a directory to fill, and make it a new or empty target at the end; raises like above."""
+    check_new_directory(target)
+    # Filled beside the target and renamed, so that an interrupted copy is never taken for one.
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class Checkpoint:
@@ -103,22 +134,8 @@ class Checkpoint:
         if mode not in ("auto", "direct", "master"):
             raise ValueError(f"`mode` must be auto, direct or master, but got {mode!r}.")
         target = Path(path) if path is not None else Path("checkpoints") / self.uuid
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise DownloadError(
-                f"`path` must be a new or empty directory, but {str(target)!r} is not."
-                " Hint: choose another one."
-            )
-        # Filled beside the target and renamed, so that an interrupted copy is never taken for one.
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
+        with filled_directory(target) as partial:
             self._fill(partial, mode)
-            if target.exists():
-                target.rmdir()
-            partial.rename(target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
         return target
 
     def _fill(self, target: Path, mode: DownloadMode) -> None:
@@ -274,26 +291,13 @@ class RegistryClient:
         if found.location.startswith(_CHECKPOINT):
             uuid = found.location.removeprefix(_CHECKPOINT)
             return self.get_checkpoint(uuid).download(target)
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise DownloadError(
-                f"`path` must be a new or empty directory, but {str(target)!r} is not."
-            )
         place = self._artifact_place(found)
-        # Filled beside the target and renamed, so that an interrupted copy is never taken for one.
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
+        with filled_directory(target) as partial:
             for name_below in self._files_below(place, ""):
                 file = partial / name_below
                 file.parent.mkdir(parents=True, exist_ok=True)
                 address = f"{self._session.url}{_FILES}/{quote(f'{place}/{name_below}')}"
                 self._session.stream_to_file(address, file)
-            if target.exists():
-                target.rmdir()
-            partial.rename(target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
         return target
 
     def get_checkpoint(self, uuid: str) -> Checkpoint:

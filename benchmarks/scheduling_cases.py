@@ -105,13 +105,13 @@ def _measure_groups() -> list[Figure]:
 
 def _measure_lab() -> list[Figure]:
     """200 users with past use and quotas, 5,000 waiting trials, and 50 nodes of 8 slots."""
+    from paceline._cluster.master.scheduling.pool_policies import Sharing
     from paceline._cluster.master.scheduling.pools import (
         Holding,
         NodeSlots,
         PolicyName,
         PoolSettings,
         QuotaLimits,
-        Sharing,
         Waiting,
     )
     from paceline._cluster.master.scheduling.schedule import schedule

@@ -1,5 +1,6 @@
 """Commands `paceline slot`, `job`, `quota` and `notify`: devices, their queue and shares."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -397,3 +398,17 @@ def test_channel(
     if outcome.failure is not None:
         raise CommandError(f"The message to {channel} could not be sent: {outcome.failure}.")
     print_answer(outcome, f"Sent a test message to {channel}.")
+
+
+_LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]{0,62})=(.{0,200})")
+
+
+def read_labels(texts: list[str]) -> dict[str, str]:
+    """Return labels given as KEY=VALUE."""
+    labels = {}
+    for text in texts:
+        match = _LABEL.fullmatch(text)
+        if match is None:
+            raise CommandError(f"`--labels` must be KEY=VALUE, but got {text!r}.")
+        labels[match[1]] = match[2]
+    return labels

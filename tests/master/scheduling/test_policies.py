@@ -8,18 +8,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from paceline._cluster.master.scheduling.pool_policies import QuotaUse, moved
 from paceline._cluster.master.scheduling.pools import (
     Holding,
     NodeSlots,
     PolicyName,
     PoolSettings,
-    QuotaUse,
     Reason,
     SchedulingResult,
     StartEstimates,
     Waiting,
     in_pools,
-    moved,
     needs_of,
 )
 from paceline._cluster.master.scheduling.schedule import decide, schedule

@@ -7,22 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline._cluster.master.scheduling.pool_policies import (
+    QuotaUse,
+    Sharing,
+    as_slots,
+    faded,
+    recent_use,
+)
 from paceline._cluster.master.scheduling.pools import (
     Holding,
     NodeSlots,
     PolicyName,
     PoolSettings,
     QuotaLimits,
-    QuotaUse,
     Reason,
     SchedulingResult,
-    Sharing,
     Waiting,
-    as_slots,
-    faded,
     in_pools,
     needs_of,
-    recent_use,
 )
 from paceline._cluster.master.scheduling.schedule import decide, schedule
 

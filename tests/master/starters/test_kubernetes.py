@@ -12,7 +12,7 @@ import pytest
 import yaml
 from starter_contract import Cluster, Pool, StarterContract, attempts_of
 
-from paceline._cluster.master.starters import kubernetes_starter as _kubernetes_watch
+from paceline._cluster.master.starters import kubernetes_api as _kubernetes_watch
 from paceline._cluster.master.starters.kubernetes_starter import (
     KubernetesOptions,
     KubernetesStarter,

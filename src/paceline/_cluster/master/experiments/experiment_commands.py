@@ -8,8 +8,11 @@ from typing import Any
 from sqlalchemy import Connection, Row, select, update
 
 from paceline import faults
-from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
+from paceline._cluster.master.experiments.experiment_edits import (
+    continued_trial_config,
+    overridden_config,
+)
 from paceline._cluster.master.experiments.scheduler_input import (
     check_changed_rank,
     check_own_runners,
@@ -47,75 +50,6 @@ from paceline.config._validate_config import merge_configs, validate_config
 from paceline.search._samplers import check_installed
 from paceline.search._search import Search
 from paceline.search._search_method import Proposed, Recalled, Started
-
-
-def continued_trial_config(
-    parent: Row[Any], trial: Row[Any], overrides: dict[str, Any]
-) -> ExperimentConfig:
-    """Return the config of a `single` experiment for continuing a trial.
-
-    Args:
-        parent: The experiment of the trial.
-        trial: The trial.
-        overrides: Fields of the config that change.
-
-    Raises:
-        paceline.config.ConfigError: The overrides do not fit.
-    """
-    old = config_of(parent)
-    config = parent.config | {
-        "name": f"{parent.name} (trial {trial.id} continued)",
-        "searcher": {
-            "name": "single",
-            "metric": old.searcher.metric,
-            "smaller_is_better": old.searcher.smaller_is_better,
-            "source_trial_id": trial.id,
-        },
-        "hyperparameters": _as_constants(old.hyperparameters, trial.hparams),
-    }
-    return validate_config(merge_configs(config, overrides))
-
-
-def overridden_config(experiment: Row[Any], overrides: dict[str, Any]) -> ExperimentConfig:
-    """Return the config of a continued experiment after applying overrides.
-
-    Raises:
-        RefusedError: The overrides change fields that a continued experiment keeps.
-        paceline.config.ConfigError: The overrides do not fit.
-    """
-    if config_of(experiment).searcher.name != "single":
-        raise RefusedError(
-            "override_refused",
-            "Only a single search takes a changed configuration when it is continued.",
-        )
-    merged = validate_config(merge_configs(experiment.config, overrides))
-    if merged.searcher.name != "single":
-        raise RefusedError("override_refused", "The continued search must remain single.")
-    if "hyperparameters" in overrides:
-        raise RefusedError(
-            "override_refused",
-            "A trial keeps its hyperparameters when its experiment is continued. Hint:"
-            " `paceline trial continue` begins another trial, with others if you like.",
-        )
-    if checkpoint_root(merged) != checkpoint_root(config_of(experiment)):
-        raise RefusedError(
-            "override_refused",
-            "A continued experiment keeps its checkpoint storage: its checkpoints are there.",
-        )
-    return merged
-
-
-def _as_constants(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, Any]:
-    """Return the space with every hyperparameter fixed at a trial's value."""
-    fixed: dict[str, Any] = {}
-    for name, value in hparams.items():
-        entry = space.get(name)
-        if isinstance(value, dict) and isinstance(entry, dict) and "type" not in entry:
-            fixed[name] = _as_constants(entry, value)
-        else:
-            fixed[name] = {"type": "const", "val": value}
-    return fixed
-
 
 faults.register("master.experiment.created")
 

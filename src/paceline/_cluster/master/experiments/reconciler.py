@@ -32,13 +32,8 @@ from paceline._cluster.master.experiments.state_writer import (
     experiments_without_live_trials,
 )
 from paceline._cluster.master.experiments.storage_calls import StoragePendingError
-from paceline._cluster.master.scheduling.pools import (
-    PolicyName,
-    PoolNeed,
-    QuotaUse,
-    SlotAssignment,
-    needs_of,
-)
+from paceline._cluster.master.scheduling.pool_policies import QuotaUse
+from paceline._cluster.master.scheduling.pools import PolicyName, PoolNeed, SlotAssignment, needs_of
 from paceline._cluster.master.scheduling.schedule import Schedule, decide, schedule
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import Member, config_of, stored_members

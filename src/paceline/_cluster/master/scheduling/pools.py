@@ -1,15 +1,18 @@
-"""Inputs and results of scheduling: waiting trials, attempts, nodes; shares and pool policies."""
+"""Inputs and results of scheduling: waiting trials, holding attempts, nodes, free slots, pools."""
 
 import heapq
 import math
-from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
 
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL, LOCAL_NODE
+
+if TYPE_CHECKING:
+    from paceline._cluster.master.scheduling.pool_policies import QuotaUse
 
 DEFAULT_PRIORITY = 42
 """The priority of an experiment that names none; 1 is the most important one, 99 the least."""
@@ -377,356 +380,142 @@ def _in_pool(node: NodeSlots, pool: str, pools: Mapping[str, PoolSettings]) -> N
     return replace(node, pool=pool, is_owners=is_owners)
 
 
-DEFAULT_HALF_LIFE_S = 7 * 86400.0
-"""Half-life by which past use is kept for pools that have none yet."""
-# A held slot counts like this part of a half-life of past use: slots given in one pass alternate
-# between users, and in the long run past use decides.
-_AHEAD = 0.01
+class FreeSlots:
+    """Free slots of a pool's nodes; the nodes are found by how many they have."""
 
+    def __init__(self) -> None:
+        self._free: dict[int, list[int]] = {}
+        # The order in which nodes were added: of several that fit equally well, the first is taken.
+        self._rank: dict[int, int] = {}
+        self._nodes: list[int] = []
+        # Heaps of node ranks by number of free slots, with outdated entries removed lazily.
+        self._ranks: dict[int, list[int]] = {}
+        # How many of the nodes that can join others have each number of free slots.
+        self._joining: dict[int, int] = {}
+        self._can_join: set[int] = set()
 
-def recent_use(num_slots: int, begin: float, end: float, half_life_s: float) -> float:
-    """Return slot seconds at the moment `end`, of which each half-life before halves the worth.
+    def add(self, node_id: int, slots: Iterable[int], *, can_join: bool = False) -> None:
+        """Add free slots of a node; `can_join` counts only at the node's first call."""
+        if node_id not in self._rank:
+            if can_join:
+                self._can_join.add(node_id)
+            self._rank[node_id] = len(self._nodes)
+            self._nodes.append(node_id)
+            self._set(node_id, sorted(slots))
+        else:
+            self._set(node_id, sorted({*self._free[node_id], *slots}))
 
-    At most a half-life's worth counts per slot, however far the clock jumps.
-    """
-    age = max(end - begin, 0.0)
-    return num_slots * half_life_s / math.log(2) * -math.expm1(-age / half_life_s * math.log(2))
+    def remove(self, node_id: int, slots: Iterable[int]) -> None:
+        """Remove slots of a node; absent slots are ignored."""
+        if node_id in self._free:
+            gone = set(slots)
+            self._set(node_id, [slot for slot in self._free[node_id] if slot not in gone])
 
+    @contextmanager
+    def without(self, node_ids: Iterable[int]) -> Iterator[None]:
+        """Hide some nodes within the context: they have no free slots."""
+        hidden = {node_id: self._free[node_id] for node_id in node_ids if node_id in self._free}
+        for node_id in hidden:
+            self._set(node_id, [])
+        try:
+            yield
+        finally:
+            for node_id, free in hidden.items():
+                self._set(node_id, free)
 
-def faded(use_s: float, at: float, now: float, half_life_s: float) -> float:
-    """Return past use at another time; use from beyond a clock that was set back fades as well."""
-    return float(use_s * 0.5 ** (abs(now - at) / half_life_s))
+    def keep(self, node_id: int) -> None:
+        """Give no slot of a node any more."""
+        if node_id in self._free:
+            self._set(node_id, [])
 
+    def num_free(self, node_id: int) -> int:
+        """Return the number of free slots of a node."""
+        return len(self._free.get(node_id, ()))
 
-def as_slots(use_s: float, half_life_s: float) -> float:
-    """Return recent use as a number of held slots, as fair shares compare both."""
-    return use_s / (_AHEAD * half_life_s)
+    def take(self, num_slots: int, *, allow_uneven: bool = False) -> list[Part] | None:
+        """Take slots of a single node, else of several; None if they do not fit.
 
+        Args:
+            num_slots: The number of slots in all.
+            allow_uneven: Whether one of several nodes may give more than another.
+        """
+        sizes = self._sizes(num_slots, allow_uneven)
+        if sizes is None:
+            return None
+        found: list[tuple[int, list[int]]] = []
+        passed_over: list[tuple[int, list[int]]] = []
+        while len(found) < len(sizes):
+            node_id = self._find(sizes[len(found)])
+            assert node_id is not None
+            free = self._free[node_id]
+            is_fitting = len(sizes) == 1 or node_id in self._can_join
+            (found if is_fitting else passed_over).append((node_id, free))
+            # Empty entry for now: the next search must not find the node again.
+            self._set(node_id, [])
+        parts = []
+        for (node_id, free), size in zip(found, sizes, strict=True):
+            self._set(node_id, free[size:])
+            parts.append((node_id, tuple(free[:size])))
+        for node_id, free in passed_over:
+            self._set(node_id, free)
+        return parts
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sharing:
-    """What users and projects may use of the slots, at one moment.
+    def fits(self, num_slots: int, *, allow_uneven: bool = False) -> bool:
+        """Return whether `take` would find so many slots."""
+        return self._sizes(num_slots, allow_uneven) is not None
 
-    Attributes:
-        weights: Weights of users and groups; 1 for those not listed.
-        past: Recent use of users and groups as slots, by pool.
-        quotas: Limits by name of a user or group, or id of a project.
-        groups: The groups of users that are in one; their names begin with `@`.
-    """
+    def fits_one(self, num_slots: int) -> bool:
+        """Return whether a single node has the number of slots."""
+        return self._find(num_slots) is not None
 
-    weights: Mapping[str, float] = field(default_factory=dict)
-    past: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    quotas: Mapping[str | int, QuotaLimits] = field(default_factory=dict)
-    groups: Mapping[str, str] = field(default_factory=dict)
+    def _sizes(self, num_slots: int, allow_uneven: bool) -> list[int] | None:
+        """Return how many slots each of the nodes is to give, the largest number first."""
+        if self._find(num_slots) is not None:
+            return [num_slots]
+        counts = sorted(
+            ((size, n) for size, n in self._joining.items() if n and size), reverse=True
+        )
+        if sum(size * number for size, number in counts) < num_slots:
+            return None
+        for num_nodes in range(2, num_slots + 1):
+            size = num_slots // num_nodes
+            if num_slots % num_nodes == 0 and num_nodes <= sum(n for s, n in counts if s >= size):
+                return [size] * num_nodes
+        return list(_filled(counts, num_slots)) if allow_uneven else None
 
-
-NO_SHARING = Sharing()
-
-
-class QuotaUse:
-    """Slots in use by those who have quotas: users, their groups, and projects."""
-
-    def __init__(self, sharing: Sharing = NO_SHARING, holding: Iterable[Holding] = ()) -> None:
-        self._quotas = quotas = sharing.quotas
-        self._groups = sharing.groups
-        self._used: Counter[str | int] = Counter()
-        for one in holding if quotas else ():
-            self.add(one, one.num_slots)
-
-    def add(self, one: Waiting | Holding, num_slots: int) -> None:
-        """Count slots for a trial's user, group and project."""
-        for owner in self._owners(one):
-            self._used[owner] += num_slots
-
-    def group_of(self, user: str) -> str | None:
-        """Return the group of a user, if any."""
-        return self._groups.get(user)
-
-    def reached(self, trial: Waiting) -> QuotaLimits | None:
-        """Return the quota that keeps a trial waiting, if one does."""
-        for left, quota in self._left(trial):
-            if quota.spent is not None or left < trial.num_slots:
-                return quota
+    def _find(self, num_slots: int) -> int | None:
+        for number in sorted(n for n, ranks in self._ranks.items() if n >= num_slots and ranks):
+            ranks = self._ranks[number]
+            while ranks:
+                node_id = self._nodes[ranks[0]]
+                if len(self._free[node_id]) == number:
+                    return node_id
+                # Outdated entry: the node has another number of free slots by now.
+                heapq.heappop(ranks)
         return None
 
-    def room(self, trial: Waiting) -> float:
-        """Return how many slots a trial may get."""
-        return min((left for left, _ in self._left(trial)), default=math.inf)
-
-    def _left(self, trial: Waiting) -> Iterator[tuple[float, QuotaLimits]]:
-        for owner in self._owners(trial) if self._quotas else ():
-            quota = self._quotas.get(owner)
-            if quota is not None:
-                most = math.inf if quota.max_slots is None else quota.max_slots
-                yield most - self._used[owner], quota
-
-    def _owners(self, one: Waiting | Holding) -> tuple[str | int, ...]:
-        group = self._groups.get(one.user)
-        return (one.user, one.project) if group is None else (one.user, group, one.project)
+    def _set(self, node_id: int, free: list[int]) -> None:
+        if node_id in self._can_join:
+            if node_id in self._free:
+                self._joining[len(self._free[node_id])] -= 1
+            self._joining[len(free)] = self._joining.get(len(free), 0) + 1
+        self._free[node_id] = free
+        heapq.heappush(self._ranks.setdefault(len(free), []), self._rank[node_id])
 
 
-def moved(
-    places: Mapping[int, float], experiment_id: int, *, ahead_of: float | None, behind: float | None
-) -> dict[int, float]:
-    """Return the changed queue places after moving an experiment.
-
-    Args:
-        places: The places of all experiments that were moved before.
-        experiment_id: The one that is moved.
-        ahead_of: The place right before which it goes.
-        behind: The place right after which it goes, if not ahead of one.
-    """
-    if ahead_of is not None:
-        target, cell = ahead_of, math.ceil(ahead_of) - 1
-    else:
-        assert behind is not None
-        target, cell = behind, math.floor(behind)
-    # Places between the same two integers, in order; they are spread anew, so there is always
-    # room between two neighbours.
-    same = sorted(
-        (place, other)
-        for other, place in places.items()
-        if cell < place < cell + 1 and other != experiment_id
-    )
-    if ahead_of is not None:
-        index = sum(place < target for place, _ in same)
-    else:
-        index = sum(place <= target for place, _ in same)
-    order = [other for _, other in same]
-    order.insert(index, experiment_id)
-    return {other: cell + (n + 1) / (len(order) + 1) for n, other in enumerate(order)}
-
-
-_Level = Iterable[Holding]
-_NONE: Mapping[str, float] = {}
-_NO_GROUPS: Mapping[str, str] = {}
-
-
-class Policy(ABC):
-    """The order of a pool's trials.
-
-    Args:
-        holding: The attempts of the pool; those that are leaving count as gone.
-        weights: Weights of users and groups; 1 for those not listed.
-        past: Recent use of users and groups, as slots.
-        groups: The groups of users that are in one.
-    """
-
-    def __init__(
-        self,
-        holding: Iterable[Holding],
-        weights: Mapping[str, float] = _NONE,
-        past: Mapping[str, float] = _NONE,
-        groups: Mapping[str, str] = _NO_GROUPS,
-    ) -> None:
-        self._weights, self._past, self._groups = weights, past, groups
-        self._staying = [one for one in holding if not one.is_leaving]
-
-    @abstractmethod
-    def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
-        """Yield trials in order of service, taking `note_given` calls in between into account."""
-
-    def candidates(self, trial: Waiting) -> Iterator[_Level]:
-        """Yield preemptible attempts for a trial, in levels.
-
-        A level is preempted only if the levels before do not suffice. Within a level, the
-        order is the order of leaving.
-        """
-        del trial
-        return iter(())
-
-    def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
-        """Record slots granted to a trial, at once or after leaving attempts have left."""
-        del trial, preempted
-
-
-class FifoPolicy(Policy):
-    """First come, first served."""
-
-    def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
-        """Yield trials in the order of arrival."""
-        return iter(waiting)
-
-
-class PriorityPolicy(Policy):
-    """The most important first, and within a priority first come, first served.
-
-    Attempts make room for trials of a more important priority. Among these, the least important
-    leave, as few as possible, and the youngest first.
-    """
-
-    def __init__(self, holding: Iterable[Holding], *shares: Mapping[str, Any]) -> None:
-        super().__init__(holding, *shares)
-        self._levels: dict[int, list[Holding]] = defaultdict(list)
-        for one in sorted(self._staying, key=lambda one: -one.attempt_id):
-            self._levels[one.priority].append(one)
-
-    def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
-        """Yield trials by priority; equal ones keep their order."""
-        return iter(sorted(waiting, key=lambda trial: trial.priority))
-
-    def candidates(self, trial: Waiting) -> Iterator[_Level]:
-        """Yield less important attempts, the least important level first."""
-        for priority in sorted(self._levels, reverse=True):
-            if priority > trial.priority:
-                yield self._levels[priority]
-
-    def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
-        """Forget the preempted attempts."""
-        for one in preempted:
-            self._levels[one.priority].remove(one)
-
-
-class FairSharePolicy(Policy):
-    """Slots in proportion to the weights of groups, of users in them, and of their experiments.
-
-    A user without a group stands for itself among the groups. The next trial is one of the group
-    with the least for the weight, past use included, and in it one of the user of whom that holds;
-    among the user's experiments it is one of that with the fewest slots for its weight. Of several
-    such, it is the one that got slots the longest time ago. An attempt makes room only if its
-    group, or if that is the same its user, or else its experiment, keeps at least as much for its
-    weight as the other one then has, with past use and without. So each preemption makes the shares
-    more equal, and none is ever undone.
-    """
-
-    def __init__(self, holding: Iterable[Holding], *shares: Mapping[str, Any]) -> None:
-        super().__init__(holding, *shares)
-        self._used: dict[int, int] = defaultdict(int)
-        self._used_by: dict[str, int] = defaultdict(int)
-        self._of: dict[int, list[Holding]] = defaultdict(list)
-        for one in sorted(self._staying, key=lambda one: one.attempt_id):
-            self._used[one.experiment_id] += one.num_slots
-            self._count(one.user, one.num_slots)
-            self._of[one.experiment_id].append(one)
-
-    def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
-        """Yield trials, always from the user and the experiment with the smallest share."""
-        queues: dict[int, list[Waiting]] = defaultdict(list)
-        for trial in waiting:
-            queues[trial.experiment_id].append(trial)
-        own: dict[str, list[tuple[float, float, int, int]]] = defaultdict(list)
-        for position, (experiment_id, queue) in enumerate(queues.items()):
-            # Reversed order: taking from the end of a list is cheap, from its start is not.
-            queue.reverse()
-            turn = (self._share(queue[-1]), queue[-1].last_served, position, experiment_id)
-            own[queue[-1].user].append(turn)
-        of_top: dict[str, list[tuple[float, float, int, str]]] = defaultdict(list)
-        for user, mine in own.items():
-            heapq.heapify(mine)
-            of_top[self._top(user)].append(self._turn(user, mine))
-        tops = []
-        for top, turns in of_top.items():
-            heapq.heapify(turns)
-            tops.append(self._turn(top, turns))
-        heapq.heapify(tops)
-        while tops:
-            _, last_served_top, place_top, top = heapq.heappop(tops)
-            turns = of_top[top]
-            _, last_served_user, place, user = heapq.heappop(turns)
-            mine = own[user]
-            _, last_served, position, experiment_id = heapq.heappop(mine)
-            queue = queues[experiment_id]
-            yield queue.pop()
-            if queue:
-                turn = (self._share(queue[-1]), last_served, position, experiment_id)
-                heapq.heappush(mine, turn)
-            if mine:
-                share = self._share_of(user, self._used_by[user])
-                heapq.heappush(turns, (share, last_served_user, place, user))
-            if turns:
-                share = self._share_of(top, self._used_by[top])
-                heapq.heappush(tops, (share, last_served_top, place_top, top))
-
-    def candidates(self, trial: Waiting) -> Iterator[_Level]:
-        """Yield the youngest attempts of users and experiments with more than their share."""
-        yield self._surplus(trial)
-
-    def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
-        """Count the slots gained by the trial's experiment and lost by the preempted ones."""
-        self._used[trial.experiment_id] += trial.num_slots
-        self._count(trial.user, trial.num_slots)
-        for one in preempted:
-            self._used[one.experiment_id] -= one.num_slots
-            self._count(one.user, -one.num_slots)
-            own = self._of[one.experiment_id]
-            # Nearly always the youngest.
-            del own[next(i for i in reversed(range(len(own))) if own[i] is one)]
-
-    def _share(self, trial: Waiting) -> float:
-        return self._used[trial.experiment_id] / trial.weight
-
-    def _top(self, user: str) -> str:
-        """Return the group of a user, or the user without one."""
-        return self._groups.get(user, user)
-
-    def _count(self, user: str, num_slots: int) -> None:
-        for owner in {user, self._top(user)}:
-            self._used_by[owner] += num_slots
-
-    def _turn(
-        self, owner: str, turns: Iterable[tuple[float, float, int, Any]]
-    ) -> tuple[float, float, int, str]:
-        """Return the turn of a user or a group: its share, when it last got slots, its place."""
-        turns = list(turns)
-        last_served = max(last for _, last, _, _ in turns)
-        return self._share_of(owner, self._used_by[owner]), last_served, min(turns)[2], owner
-
-    def _held_share(self, owner: str, num_slots: int) -> float:
-        return num_slots / self._weights.get(owner, 1.0)
-
-    def _share_of(self, owner: str, num_slots: int) -> float:
-        """Return the share of a user or a group with some slots, past use included."""
-        past = self._past.get(owner, 0.0) / self._weights.get(owner, 1.0)
-        return past + self._held_share(owner, num_slots)
-
-    def _surplus(self, trial: Waiting) -> Iterator[Holding]:
-        top = self._top(trial.user)
-        least = (self._used[trial.experiment_id] + trial.num_slots) / trial.weight
-        gained = {one: self._used_by[one] + trial.num_slots for one in (top, trial.user)}
-        used, used_by = dict(self._used), dict(self._used_by)
-        # The shares that remain without one more attempt; the largest one first.
-        kept: list[tuple[float, float, int, int, int]] = []
-
-        def rival(user: str) -> tuple[str, str]:
-            """Return who are compared: the groups, or of one group its users."""
-            other = self._top(user)
-            return (other, top) if other != top else (user, trial.user)
-
-        def offer(experiment_id: int, index: int) -> None:
-            if index < 0 or experiment_id == trial.experiment_id:
+def _filled(counts: Iterable[tuple[int, int]], num_slots: int) -> Iterator[int]:
+    """Yield how many slots nodes give if the largest are used up first."""
+    for size, number in counts:
+        for _ in range(number):
+            if num_slots <= 0:
                 return
-            one = self._of[experiment_id][index]
-            left = (used[experiment_id] - one.num_slots) / one.weight
-            owner, own = rival(one.user)
-            held = used_by[owner] - one.num_slots
-            share = self._share_of(owner, held)
-            if one.user == trial.user:
-                is_more = left >= least
-            else:
-                is_more = self._held_share(owner, held) >= self._held_share(own, gained[own])
-                is_more = is_more and share >= self._share_of(own, gained[own])
-            if is_more:
-                heapq.heappush(kept, (-share, -left, -one.attempt_id, experiment_id, index))
-
-        for experiment_id, attempts in self._of.items():
-            offer(experiment_id, len(attempts) - 1)
-        while kept:
-            share, _, _, experiment_id, index = heapq.heappop(kept)
-            one = self._of[experiment_id][index]
-            owner = rival(one.user)[0]
-            if -share != self._share_of(owner, used_by[owner] - one.num_slots):
-                # Outdated: another attempt of its owner was yielded meanwhile.
-                offer(experiment_id, index)
-                continue
-            used[experiment_id] -= one.num_slots
-            for known in {one.user, self._top(one.user)}:
-                used_by[known] -= one.num_slots
-            yield one
-            offer(experiment_id, index - 1)
+            yield min(size, num_slots)
+            num_slots -= size
 
 
-POLICIES: dict[PolicyName, type[Policy]] = {
-    PolicyName.FIFO: FifoPolicy,
-    PolicyName.PRIORITY: PriorityPolicy,
-    PolicyName.FAIR_SHARE: FairSharePolicy,
-}
+def fits_nodes(nodes: Iterable[NodeSlots], num_slots: int, *, allow_uneven: bool = False) -> bool:
+    """Return whether a trial could run on some nodes if they were free."""
+    free = FreeSlots()
+    for node in nodes:
+        free.add(node.node_id, set(node.slots) - node.drained, can_join=node.can_join)
+    return free.fits(num_slots, allow_uneven=allow_uneven)

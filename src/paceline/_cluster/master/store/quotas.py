@@ -9,17 +9,19 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, or_, select
 
-from paceline._cluster.master.scheduling.pools import (
+from paceline._cluster.master.scheduling.pool_policies import (
     DEFAULT_HALF_LIFE_S,
+    Sharing,
+    as_slots,
+    faded,
+    recent_use,
+)
+from paceline._cluster.master.scheduling.pools import (
     Holding,
     NodeSlots,
     PolicyName,
     PoolSettings,
     QuotaLimits,
-    Sharing,
-    as_slots,
-    faded,
-    recent_use,
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import num_slots_of

@@ -44,7 +44,7 @@ from paceline._cluster.master.upkeep.home_file_checks import (
     check_logs,
     check_run_files,
 )
-from paceline._cluster.master.upkeep.home_restore import rebuild_database
+from paceline._cluster.master.upkeep.home_rebuild import rebuild_database
 from paceline._cluster.master.upkeep.recovery_records import (
     check_records,
     mend_recorded_row,

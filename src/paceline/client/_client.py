@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from paceline.client import _late_models as models
+from paceline.client._event_stream import EventStream
 from paceline.client._experiment_and_trial import Experiment, Trial
 from paceline.client._experiment_lineage import upload_code
 from paceline.client._http_session import (
     MASTER_VARIABLE,
     TOKEN_VARIABLE,
-    EventStream,
     HttpSession,
     checked_key,
     home_directory,

@@ -13,6 +13,7 @@ from zlib import crc32
 from paceline._base.frames import DataFrames, Rows, flatten, metric_rows
 from paceline._base.notebook_tables import html_table
 from paceline.client import _late_models as models
+from paceline.client._event_stream import EventStream
 from paceline.client._experiment_lineage import (
     ROLES,
     Arm,
@@ -24,7 +25,6 @@ from paceline.client._experiment_lineage import (
 )
 from paceline.client._http_session import (
     DownloadError,
-    EventStream,
     HttpSession,
     MasterUnreachableError,
     NoCheckpointError,

@@ -37,7 +37,7 @@ from paceline._cluster.messages.states import (
     ExperimentState,
     TrialState,
 )
-from paceline.config._experiment_config import CheckpointStorage
+from paceline.config._checkpoint_storage_section import CheckpointStorage
 from paceline.storage._checkpoint_files import CheckpointError
 from paceline.storage._checkpoint_storage import Kept, RetentionRules, best_of, beyond_bytes, wanted
 

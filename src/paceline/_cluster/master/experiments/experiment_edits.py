@@ -4,10 +4,9 @@ Earlier versions of an experiment's notes: who saved them, and when.
 """
 
 import hashlib
-import time
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select
+from sqlalchemy import Connection, Row, delete, select
 
 from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.scheduler_input import (
@@ -26,6 +25,7 @@ from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.reach import current_user
 from paceline._cluster.master.store.row_ids_and_counts import (
+    insert_document,
     update_experiment,
 )
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
@@ -67,18 +67,9 @@ def read_notes_history(connection: Connection, experiment_id: int) -> list[dict[
 def _store(
     connection: Connection, experiment_id: int, number: int, text: str, user: str | None
 ) -> None:
-    now = time.time()
-    connection.execute(
-        insert(_documents).values(
-            kind=_KIND,
-            parent=str(experiment_id),
-            name=f"{number:09}",
-            content={"number": number, "text": text, "user": user},
-            created_at=now,
-            changed_at=now,
-            experiment_id=experiment_id,
-        )
-    )
+    parent, name = str(experiment_id), f"{number:09}"
+    content = {"number": number, "text": text, "user": user}
+    insert_document(connection, _KIND, parent, name, content, experiment_id=experiment_id)
 
 
 def version_of_notes(notes: str) -> str:

@@ -95,6 +95,16 @@ def update_attempt(connection: Connection, attempt_id: int, **values: Any) -> No
     update_row(connection, tables.attempts, attempt_id, **values)
 
 
+def insert_document(
+    connection: Connection, kind: str, parent: str, name: str, content: Any, **columns: Any
+) -> None:
+    """Insert a document that is created now, unless `columns` have other times."""
+    now = time.time()
+    times = {"created_at": now, "changed_at": now}
+    place = {"kind": kind, "parent": parent, "name": name, "content": content}
+    connection.execute(insert(tables.documents).values(**times | place | columns))
+
+
 def _key(table: Table) -> str:
     return f"last_id_of_{table.name}"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from figures import Figure, print_table, store
 
-from paceline.importers._import_runs import RunImport
+from paceline.importers._export_files import RunImport
 
 _START_MS = 1_700_000_000_000
 _BAR = 1_000_000

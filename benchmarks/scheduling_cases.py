@@ -105,6 +105,7 @@ def _measure_groups() -> list[Figure]:
 
 def _measure_lab() -> list[Figure]:
     """200 users with past use and quotas, 5,000 waiting trials, and 50 nodes of 8 slots."""
+    from paceline._cluster.master.scheduling.pool_policies import Sharing
     from paceline._cluster.master.scheduling.pools import (
         Holding,
         NodeSlots,
@@ -114,7 +115,6 @@ def _measure_lab() -> list[Figure]:
         Waiting,
     )
     from paceline._cluster.master.scheduling.schedule import schedule
-    from paceline._cluster.master.scheduling.shares import Sharing
 
     users = [f"user-{n}" for n in range(200)]
     reserved = frozenset({users[0]})

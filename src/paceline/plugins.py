@@ -11,7 +11,11 @@ from paceline._cluster.master.executors import (
     ExecutorContext,
     Launch,
 )
-from paceline._cluster.master.starters.starter_base import RunnerOrder, Starter, StarterError
+from paceline._cluster.master.starters.slurm_ssh_ray_starters import (
+    RunnerOrder,
+    Starter,
+    StarterError,
+)
 from paceline.core import MetricPoint, TrackedRun, Tracker
 from paceline.search import SearchConfig, SearchMethod
 from paceline.storage import CheckpointStorage, ObjectStorage, StoredObject

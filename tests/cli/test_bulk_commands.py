@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import paceline as package
-from paceline.client import _bulk_actions
+from paceline.client import _client
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_a_cut_leaves_each_experiment_whole_and_the_same_command_goes_on(
     """Cut after the first piece, as by a kill of the command."""
     run, query, ids = many
     run("e", "kill", "--query", query, "--yes")
-    monkeypatch.setattr(_bulk_actions, "_IDS_PER_REQUEST", 1)
+    monkeypatch.setattr(_client, "_IDS_PER_REQUEST", 1)
     url = json.loads(run("status", "--json").stdout)["url"]
     token = json.loads(run("token", "create", "cutter", "--scope", "admin", "--json").stdout)
     with package.client.Client(url, token["secret"]) as client:

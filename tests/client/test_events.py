@@ -9,7 +9,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from paceline.client import ApiError, Client, MasterUnreachableError
-from paceline.client._http_session import EventStream, HttpSession
+from paceline.client._event_stream import EventStream
+from paceline.client._http_session import HttpSession
 
 
 def event_text(number: int) -> bytes:

@@ -8,21 +8,22 @@ from typing import Any
 from pydantic import BaseModel
 
 from paceline.config import ExperimentConfig, validate_config
-from paceline.config._environment_and_secrets import Environment
-from paceline.config._experiment_config import (
+from paceline.config._checkpoint_storage_section import (
     DirectoryStorage,
+    S3Storage,
+    SharedFsStorage,
+    UrlStorage,
+)
+from paceline.config._environment_and_secrets import Environment, Notify, Threshold
+from paceline.config._experiment_config import (
     Idle,
     LogPolicy,
     Profiling,
     Reproducibility,
     Resources,
-    S3Storage,
-    SharedFsStorage,
     SlotRange,
-    UrlStorage,
 )
 from paceline.config._fields_and_problems import REFUSED_FIELDS, Optimizations
-from paceline.config._notify_section import Notify, Threshold
 from paceline.config._read_yaml import parse_yaml
 from paceline.config._searcher_section import (
     AdaptiveAshaSearcher,

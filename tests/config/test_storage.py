@@ -4,7 +4,11 @@ from typing import Any
 import pytest
 
 from paceline.config import validate_config
-from paceline.config._experiment_config import CheckpointStorage, DirectoryStorage, SharedFsStorage
+from paceline.config._checkpoint_storage_section import (
+    CheckpointStorage,
+    DirectoryStorage,
+    SharedFsStorage,
+)
 from paceline.config._fields_and_problems import Problem
 
 Make = Callable[..., dict[str, Any]]

@@ -19,9 +19,9 @@ from paceline._base.run_directory import Control, RunInfo
 from paceline._base.sealed_json import seal
 from paceline._cluster.master.home_directory import Home, SecretStore
 from paceline._cluster.master.store.database import Database, settle_cluster_id
-from paceline._cluster.master.store.database_reading import find_log_damage
 from paceline._cluster.master.store.recovery_rows import RecordedRow
 from paceline._cluster.master.store.trial_logs import LogStore
+from paceline._cluster.master.store.upgrades import find_log_damage
 from paceline._cluster.master.upkeep.recovery_records import append_recovery_rows, read_record
 from paceline._cluster.messages.runner_messages import AttemptEnd, AttemptSpec, LogEntry
 from paceline._cluster.messages.states import ExitReason

@@ -10,7 +10,7 @@ from typing import Any
 from paceline._base.journal_records import MediaReported
 from paceline._base.run_directory import RunDirectory
 from paceline.core import read_metrics
-from paceline.importers._import_runs import RunImport
+from paceline.importers._export_files import RunImport
 from paceline.importers._run_writer import ImportedRun
 
 Import = Callable[..., tuple[list[ImportedRun], list[str]]]

@@ -13,7 +13,7 @@ from imported_runs import Import, points, tree
 
 from paceline._base.run_directory import RunDirectory
 from paceline.core import list_runs, summarize_run
-from paceline.importers._import_runs import RunImport
+from paceline.importers._export_files import RunImport
 from paceline.importers._run_writer import ImportRefusedError
 
 NUM_RUNS, NUM_STEPS = 3, 40
@@ -23,7 +23,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from paceline._base.journal_files import JournalWriter
-from paceline.importers._import_runs import RunImport
+from paceline.importers._export_files import RunImport
 
 append, left = JournalWriter.append, int(sys.argv[3])
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline._base.journal_records import MediaReported, MetricsReported, decode_value
-from paceline.importers._run_files import RunFiles
+from paceline.importers._run_writer import RunFiles
 from paceline.importers._tensorboard_logs import LogDirectoryReader, log_directories
 
 tensorboard = pytest.importorskip("torch.utils.tensorboard")

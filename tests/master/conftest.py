@@ -21,7 +21,7 @@ from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.notify.notices import NOTIFY_FILE, read_notify_file
 from paceline._cluster.master.server import _listen_for_master, _Server
-from paceline._cluster.master.store import trial_logs as _log_file
+from paceline._cluster.master.store import log_files as _log_file
 from paceline.storage._checkpoint_files import origin_of
 
 _DETACH = 2

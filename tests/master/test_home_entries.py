@@ -10,7 +10,7 @@ import pytest
 
 from paceline._base.files import NotRegularFileError, read_secret
 from paceline._cluster.master.home_directory import Home, HomeUnusableError
-from paceline._cluster.master.store.trial_logs import LogFile
+from paceline._cluster.master.store.log_files import LogFile
 from paceline._cluster.master.upkeep.recovery_records import append_recovery_rows, read_record
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline._cluster.runner.attempt_preparation_and_end import ArchiveLimits, open_archive

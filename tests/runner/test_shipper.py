@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from paceline._base.journal_files import JournalWriter, frame_line, segment_name
-from paceline._cluster.master.store.database_reading import copy_database
+from paceline._cluster.master.store.upgrades import copy_database
 from paceline._cluster.messages.runner_messages import AttemptControl, AttemptEnd
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_directory import AttemptDirectory

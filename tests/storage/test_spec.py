@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config._experiment_config import expand_location
+from paceline.config._checkpoint_storage_section import expand_location
 from paceline.storage import DirectoryStorage, storage_from
 from paceline.storage import _storage_by_url as _storage_registry
 

@@ -10,30 +10,21 @@ from typing import Annotated, Any
 import typer
 
 from paceline._base.process_and_network import TerminalStream
-from paceline.cli import (  # noqa: F401 - their import adds commands
-    _compare_commands,
-    _experiment_edit_commands,
-    _file_commands,
-    _lineage_commands,
-    _runs_commands,
-)
-from paceline.cli._backup_and_home_commands import backup, home_app, restore
+from paceline.cli import _lineage_commands  # noqa: F401 - its import adds commands
+from paceline.cli._backup_and_home_commands import backup, doctor, home_app, restore
 from paceline.cli._checkpoint_commands import checkpoint_app
-from paceline.cli._command_classes import CommandGroup, PipeClosedError
 from paceline.cli._console_output import print_answer, print_list
-from paceline.cli._create_command import preview_search
-from paceline.cli._doctor_command import doctor
+from paceline.cli._create_command import init, preview_search, simulate_search
 from paceline.cli._experiment_commands import experiment_app
-from paceline.cli._export_commands import export_runs
-from paceline.cli._import_commands import import_store
-from paceline.cli._init_command import init
+from paceline.cli._export_commands import export_runs, import_store
 from paceline.cli._master_commands import down, status, up
 from paceline.cli._mcp_command import mcp
 from paceline.cli._model_commands import model_app
-from paceline.cli._notify_commands import notify_app
 from paceline.cli._options_and_errors import (
     CaFile,
     CommandError,
+    CommandGroup,
+    PipeClosedError,
     chosen_master,
     error_code,
     is_cli_user_error,
@@ -43,12 +34,10 @@ from paceline.cli._options_and_errors import (
     report_error,
     trust,
 )
-from paceline.cli._quota_commands import quota_app
 from paceline.cli._run_command import run
 from paceline.cli._runner_and_pool_commands import pool_app, runner_app
 from paceline.cli._runs_commands import runs_app, sync
-from paceline.cli._simulate_command import simulate_search
-from paceline.cli._slot_and_job_commands import queue_app, slot_app
+from paceline.cli._slot_and_job_commands import notify_app, queue_app, quota_app, slot_app
 from paceline.cli._trial_commands import trial_app
 from paceline.cli._user_and_token_commands import (
     audit,

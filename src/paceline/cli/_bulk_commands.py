@@ -1,11 +1,11 @@
 """Commands to change an experiment, or all of a query after a preview."""
 
 from collections.abc import Callable
+from operator import methodcaller
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from paceline.cli._completions import complete_experiment
 from paceline.cli._console_output import (
     experiment_word,
     format_bytes,
@@ -13,7 +13,13 @@ from paceline.cli._console_output import (
     print_answer,
     print_note,
 )
-from paceline.cli._options_and_errors import CommandError, DryRun, confirm, connect
+from paceline.cli._options_and_errors import (
+    CommandError,
+    DryRun,
+    complete_experiment,
+    confirm,
+    connect,
+)
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.experiment_models import (
@@ -166,36 +172,6 @@ def _number_text(number: int) -> str:
     return f"{number} experiment{'s' * (number != 1)}"
 
 
-def archive(
-    experiment: SomeExperiment = None,
-    query: ChangedQuery = None,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Archive ended experiments. Lists do not show archived experiments."""
-    change_experiments(
-        "archive",
-        Many(experiment, query, yes, dry_run),
-        lambda found: found.archive(),
-        lambda data: f"Experiment {data.id} is in the archive.",
-    )
-
-
-def unarchive(
-    experiment: SomeExperiment = None,
-    query: ChangedQuery = None,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Move experiments out of the archive."""
-    change_experiments(
-        "unarchive",
-        Many(experiment, query, yes, dry_run, "only"),
-        lambda found: found.unarchive(),
-        lambda data: f"Experiment {data.id} is no longer in the archive.",
-    )
-
-
 def delete(
     experiment: SomeExperiment = None,
     query: ChangedQuery = None,
@@ -272,48 +248,41 @@ def how_it_stands(data: "ExperimentData") -> str:
     return f"{text} and {'gets' if is_one else 'get'} up to {seconds:g} s to store a checkpoint."
 
 
-def pause(
-    experiment: SomeExperiment = None,
-    query: ChangedQuery = None,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Pause experiments. Their trials store checkpoints and end."""
-    many = Many(experiment, query, yes, dry_run)
-    change_experiments("pause", many, lambda found: found.pause(), how_it_stands)
+def _bulk_command(
+    action: Literal["pause", "activate", "cancel", "kill", "archive", "unarchive"],
+    help_text: str,
+    told: "Callable[[ExperimentData], str]" = how_it_stands,
+) -> Callable[..., None]:
+    """Return the command for a change that needs nothing but the experiments."""
+    archived: Literal["no", "only"] = "only" if action == "unarchive" else "no"
+
+    def command(
+        experiment: SomeExperiment = None,
+        query: ChangedQuery = None,
+        yes: Yes = False,
+        dry_run: DryRun = False,
+    ) -> None:
+        many = Many(experiment, query, yes, dry_run, archived)
+        change_experiments(action, many, methodcaller(action), told)
+
+    command.__name__, command.__doc__ = action, help_text
+    return command
 
 
-def activate(
-    experiment: SomeExperiment = None,
-    query: ChangedQuery = None,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Continue paused experiments."""
-    many = Many(experiment, query, yes, dry_run)
-    change_experiments("activate", many, lambda found: found.activate(), how_it_stands)
-
-
-def cancel(
-    experiment: SomeExperiment = None,
-    query: ChangedQuery = None,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Cancel experiments. Their trials store checkpoints and end."""
-    many = Many(experiment, query, yes, dry_run)
-    change_experiments("cancel", many, lambda found: found.cancel(), how_it_stands)
-
-
-def kill(
-    experiment: SomeExperiment = None,
-    query: ChangedQuery = None,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Kill experiments at once, without checkpoints."""
-    many = Many(experiment, query, yes, dry_run)
-    change_experiments("kill", many, lambda found: found.kill(), how_it_stands)
+pause = _bulk_command("pause", "Pause experiments. Their trials store checkpoints and end.")
+activate = _bulk_command("activate", "Continue paused experiments.")
+cancel = _bulk_command("cancel", "Cancel experiments. Their trials store checkpoints and end.")
+kill = _bulk_command("kill", "Kill experiments at once, without checkpoints.")
+archive = _bulk_command(
+    "archive",
+    "Archive ended experiments. Lists do not show archived experiments.",
+    lambda data: f"Experiment {data.id} is in the archive.",
+)
+unarchive = _bulk_command(
+    "unarchive",
+    "Move experiments out of the archive.",
+    lambda data: f"Experiment {data.id} is no longer in the archive.",
+)
 
 
 def delete_checkpoints_of(

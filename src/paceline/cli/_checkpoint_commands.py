@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.cli._bulk_commands import delete_checkpoints_of
-from paceline.cli._command_classes import CommandGroup
-from paceline.cli._completions import complete_checkpoint
 from paceline.cli._console_output import (
     console,
     format_bytes,
@@ -28,11 +26,13 @@ from paceline.cli._console_output import (
 from paceline.cli._options_and_errors import (
     SHORTEST_PREFIX,
     CommandError,
+    CommandGroup,
     DryRun,
     ExperimentId,
     Json,
     Uuid,
     checkpoint_by_prefix,
+    complete_checkpoint,
     confirm,
     connect,
 )

@@ -21,7 +21,6 @@ from paceline.cli._bulk_commands import (
     unarchive,
 )
 from paceline.cli._checkpoint_commands import list_checkpoints
-from paceline.cli._command_classes import CommandGroup
 from paceline.cli._console_output import (
     EXPERIMENT_WORDS,
     Age,
@@ -49,6 +48,7 @@ from paceline.cli._options_and_errors import (
     AllLogs,
     ChangedCode,
     CommandError,
+    CommandGroup,
     DryRun,
     ExperimentId,
     Follow,

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli._command_classes import CommandGroup
-from paceline.cli._completions import complete_checkpoint
 from paceline.cli._console_output import (
     Age,
     console,
@@ -18,8 +16,10 @@ from paceline.cli._console_output import (
 )
 from paceline.cli._options_and_errors import (
     CommandError,
+    CommandGroup,
     Json,
     checkpoint_by_prefix,
+    complete_checkpoint,
     confirm,
     connect,
 )

@@ -1,21 +1,276 @@
-"""Options shared by commands, the client of the chosen master, and errors for users."""
+"""Classes of commands, shared options and completions, client of the master, errors for users."""
 
+import functools
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from paceline.cli._completions import complete_checkpoint, complete_experiment, complete_trial
+from paceline._base.arguments_and_errors import wrong_value_text
 
 if TYPE_CHECKING:
-    from paceline.client._checkpoint import Checkpoint
     from paceline.client._client import Client
+    from paceline.client._model_registry import Checkpoint
+
+
+_TIMEOUT_S = 0.5
+_MOST = 100
+# Trials and checkpoints of older experiments would take a request for each.
+_NUM_EXPERIMENTS = 5
+
+Suggestions = list[tuple[str, str]]
+
+
+def complete_experiment(ctx: typer.Context, incomplete: str) -> Suggestions:
+    """Suggest numbers of experiments, with their names."""
+    rows = _rows(ctx, "experiments", limit=_MOST)
+    return _suggestions(((one["id"], one["name"]) for one in rows), incomplete)
+
+
+def complete_trial(ctx: typer.Context, incomplete: str) -> Suggestions:
+    """Suggest numbers of trials of the newest experiments, with their states."""
+    rows = _rows_of_newest(ctx, "trials")
+    texts = ((one["id"], f"{one['shown_state']}, {name}") for name, one in rows)
+    return _suggestions(texts, incomplete)
+
+
+def complete_checkpoint(ctx: typer.Context, incomplete: str) -> Suggestions:
+    """Suggest UUIDs of checkpoints of the newest experiments, with their batches."""
+    rows = _rows_of_newest(ctx, "checkpoints")
+    texts = ((one["uuid"], f"batch {one['steps_completed']}, {name}") for name, one in rows)
+    return _suggestions(texts, incomplete)
+
+
+def complete_node(ctx: typer.Context, incomplete: str) -> Suggestions:
+    """Suggest names of nodes, with their states."""
+    rows = _rows(ctx, "nodes", include_local=True)
+    return _suggestions(((one["name"], one["state"]) for one in rows), incomplete)
+
+
+def complete_pool(ctx: typer.Context, incomplete: str) -> Suggestions:
+    """Suggest names of pools, with their policies."""
+    rows = _rows(ctx, "pools")
+    return _suggestions(((one["name"], one["policy"]) for one in rows), incomplete)
+
+
+def complete_token(ctx: typer.Context, incomplete: str) -> Suggestions:
+    """Suggest names of valid tokens, with their scopes."""
+    rows = [one for one in _rows(ctx, "tokens") if one["revoked_at"] is None]
+    return _suggestions(((one["name"], one["scope"]) for one in rows), incomplete)
+
+
+def complete_run(incomplete: str) -> Suggestions:
+    """Suggest names of runs in ./paceline_runs."""
+    names = sorted(path.parent.name for path in Path("paceline_runs").glob("*/run.json"))
+    texts = [(name, "") for name in names[-_MOST:]]
+    return _suggestions([*texts, *([("last", "the newest")] if texts else [])], incomplete)
+
+
+def _suggestions(texts: Any, incomplete: str) -> Suggestions:
+    return [(str(word), help) for word, help in texts if str(word).startswith(incomplete)]
+
+
+def _rows_of_newest(ctx: typer.Context, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the experiment's name and the row, for the rows below the newest experiments."""
+    for experiment in _rows(ctx, "experiments", limit=_NUM_EXPERIMENTS):
+        for row in _rows(ctx, f"experiments/{experiment['id']}/{kind}", limit=_MOST):
+            yield experiment["name"], row
+
+
+def _rows(ctx: typer.Context, path: str, **params: Any) -> list[dict[str, Any]]:
+    """Return the rows of a list of the master; none if it does not answer in time."""
+    from paceline.client._http_session import HttpSession
+
+    try:
+        with HttpSession(ctx.find_root().params.get("master")) as session:
+            answer = session.http().get(path, params=params, timeout=_TIMEOUT_S).json()
+            return list(answer["items"] if isinstance(answer, dict) else answer)
+    except Exception:
+        # Whatever is wrong, a shell that waits for suggestions has no place for a message.
+        return []
+
+
+_COMMON = {0: "success", 1: "an error", 2: "wrong usage", 130: "interrupted"}
+_FOLLOWED = {
+    0: "COMPLETED",
+    1: "another end, or an error",
+    3: "COMPLETED, but records are lost",
+    4: "no finite value of the searched metric",
+    130: "interrupted; the experiment continues",
+}
+_EXIT_CODES: dict[str, dict[int, str]] = {
+    "experiment wait": _FOLLOWED | {124: "not ended within --timeout"},
+    "run": {0: "the script ended with 0", 1: "an error; other codes are the script's"},
+    "doctor": {1: "a problem was found, or an error"},
+    "verify-resume": {
+        1: "the runs differ",
+        2: "no verdict, or wrong usage",
+        3: "not supported: the command does not resume",
+        4: "nothing resumable: no checkpoint was stored",
+    },
+    "restore": {3: "restored, but files of the backup are damaged"},
+    "home check": {1: "differences are left, or an error"},
+}
+# With `-f` these commands end as the experiment does.
+_FOLLOWING = {f"experiment {name}" for name in ("create", "continue", "fork", "logs")}
+_FOLLOWING |= {"trial continue"}
+_WORDS = {"e": "experiment", "t": "trial", "c": "checkpoint", "s": "slot"}
+_WORDS |= {"lt": "list-trials", "lc": "list-checkpoints"}
+
+
+@cache
+def command_examples() -> dict[str, list[str]]:
+    """Return the examples of each command, by its full name without `paceline`."""
+    text = Path(__file__).with_name("_command_examples.txt").read_text(encoding="utf-8")
+    rows = (line.split(": ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name: examples.split("; ") for name, examples in rows}
+
+
+def help_ending(command_path: str) -> str:
+    """Return two examples and the exit codes of a command or a group, as lines for its help."""
+    path = " ".join(_WORDS.get(word, word) for word in command_path.split()[1:])
+    prefix = f"{path} " if path else ""
+    below = [each for name, each in command_examples().items() if name.startswith(prefix)]
+    # A group shows an example of each of its first two commands.
+    of_group = [example for place in zip(*below, strict=True) for example in place]
+    shown = command_examples().get(path) or of_group[:2]
+    lines = ["", "Examples:", *(f"  paceline {example}" for example in shown), ""]
+    codes = _COMMON | _EXIT_CODES.get(path, {})
+    for title, group in (("Exit codes", codes), ("Exit codes with -f", _FOLLOWED)):
+        if group is codes or path in _FOLLOWING:
+            lines += [f"{title}:", *(f"  {code:<4} {group[code]}" for code in sorted(group))]
+    if not path:
+        skill = Path(__file__).parents[1] / ".agents" / "skills" / "paceline" / "SKILL.md"
+        lines += ["", f"For agents: read {skill}"]
+    return "\n".join(lines) + "\n"
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_ListFormat = Annotated[
+    Literal["table", "json", "tsv"],
+    typer.Option("--format", help="Format of the list; `tsv` has whole values, tabs escaped."),
+]
+
+
+class PipeClosedError(Exception):
+    """Raised when the reader of a command's output has closed its pipe."""
+
+
+@contextmanager
+def _telling_closed_pipe() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        # Typer would end the command as failed.
+        raise PipeClosedError from error
+
+
+class _Help:
+    """Part of a command: its help and its messages about wrong values."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write two examples and the exit codes."""
+
+        formatter.write(help_ending(ctx.command_path))
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Parse the arguments, or print the help."""
+        with _telling_closed_pipe():
+            return super().make_context(*args, **options)  # type: ignore[misc]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; the message about a wrong value is the command line's own."""
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc, no-any-return]
+        except typer.BadParameter as error:
+            cause: Any = error.__cause__
+            if hasattr(cause, "errors"):
+                text = wrong_value_text(cause.errors()[0]).removeprefix("is wrong: ")
+                error.message = f"{text}."
+            raise
+
+
+class HelpCommand(_Help, TyperCommand):
+    """Command whose help ends with examples and exit codes."""
+
+
+class HelpGroup(_Help, TyperGroup):
+    """Group of commands whose help ends with examples and exit codes."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write whole first sentences, where click cuts them; groups follow the commands."""
+        shown = [one for one in self.commands.values() if not one.hidden]
+        for title, is_group in (("Commands", False), ("Groups of commands", True)):
+            rows = [
+                (str(one.name), one.get_short_help_str(limit=1000))
+                for one in shown
+                if hasattr(one, "commands") == is_group
+            ]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+class CommandGroup(typer.Typer):
+    """Group whose commands all have `--json`, and its lists also `--format`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            cls=HelpGroup, rich_markup_mode=None, **{"no_args_is_help": True} | settings
+        )
+
+    def command(
+        self, name: str | None = None, *, is_list: bool = False, **settings: Any
+    ) -> Callable[[Function], Function]:
+        """Return a decorator that adds a function as a command.
+
+        Args:
+            name: Name of the command. The default is the function's name.
+            is_list: Whether the command prints a list by `print_list`.
+            settings: Settings of Typer.
+        """
+        add = super().command(name, cls=HelpCommand, **settings)
+
+        def decorate(function: Function) -> Function:
+            add(_with_formats(function, is_list=is_list))
+            return function
+
+        return decorate
+
+
+def _with_formats(function: Callable[..., Any], *, is_list: bool) -> Callable[..., None]:
+    """Return a command function with the options for its format that the function itself lacks."""
+    own = inspect.signature(function, eval_str=True)
+    options: dict[str, Any] = {} if "json" in own.parameters else {"json": (Json, False)}
+    if is_list:
+        options["format"] = (_ListFormat, "table")
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        output_format.set("json" if values["json"] else values["format"] if is_list else "table")
+        with _telling_closed_pipe():
+            function(**{name: value for name, value in values.items() if name in own.parameters})
+            sys.stdout.flush()
+
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in options.items()
+    ]
+    parameters = [*own.parameters.values(), *added]
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    kinds = {name: kind for name, (kind, _) in options.items()}
+    command.__annotations__ = get_type_hints(function, include_extras=True) | kinds
+    return command
 
 
 ExperimentId = Annotated[

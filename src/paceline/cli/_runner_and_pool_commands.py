@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from paceline._base.files import DamagedSecretError, read_secret
-from paceline.cli._command_classes import CommandGroup
-from paceline.cli._completions import complete_node, complete_pool
 from paceline.cli._console_output import Age, format_bytes, format_moment, print_answer, print_list
 from paceline.cli._options_and_errors import (
     CaFile,
     CommandError,
+    CommandGroup,
     chosen_master,
+    complete_node,
+    complete_pool,
     connect,
     output_format,
     restart_without_token,
@@ -30,7 +31,7 @@ from paceline.cli._slot_and_job_commands import labels_text, memory_text, slots_
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Node, Pool
     from paceline.client._client import Client
-
+from paceline.cli._slot_and_job_commands import read_labels
 
 runner_app = CommandGroup(
     no_args_is_help=False,
@@ -38,7 +39,6 @@ runner_app = CommandGroup(
     help="Run trials of a master on this machine, or manage its nodes.",
 )
 
-_LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]{0,62})=(.{0,200})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _STILL_RUNS = (
     " If its runner still runs, it registers again by itself, and gets trials. Hint: stop the"
@@ -339,17 +339,6 @@ def _runner_slots(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise CommandError(f"`--slots` must be a number from 1 on, or auto, but got {text!r}.")
     return int(text)
-
-
-def read_labels(texts: list[str]) -> dict[str, str]:
-    """Return labels given as KEY=VALUE."""
-    labels = {}
-    for text in texts:
-        match = _LABEL.fullmatch(text)
-        if match is None:
-            raise CommandError(f"`--labels` must be KEY=VALUE, but got {text!r}.")
-        labels[match[1]] = match[2]
-    return labels
 
 
 def _check_token_file(path: Path) -> None:

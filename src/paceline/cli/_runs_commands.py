@@ -13,8 +13,6 @@ import typer
 from paceline._base.files import temporary_name
 from paceline._base.journal_records import MetricsReported, encode_metrics
 from paceline._base.run_directory import NotARunDirectoryError, RunDirectory
-from paceline.cli._command_classes import CommandGroup
-from paceline.cli._completions import complete_run
 from paceline.cli._console_output import (
     Age,
     console,
@@ -34,9 +32,11 @@ from paceline.cli._console_output import (
 )
 from paceline.cli._options_and_errors import (
     CommandError,
+    CommandGroup,
     DryRun,
     Json,
     age_in_seconds,
+    complete_run,
     confirm,
     connect,
     is_json,

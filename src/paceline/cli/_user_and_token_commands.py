@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli._command_classes import CommandGroup
-from paceline.cli._completions import complete_token
 from paceline.cli._console_output import format_moment, print_answer, print_list
 from paceline.cli._options_and_errors import (
     CommandError,
+    CommandGroup,
     Limit,
     chosen_master,
+    complete_token,
     connect,
     is_agent,
 )

@@ -10,22 +10,121 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from paceline.client import _late_models as models
-from paceline.client._bulk_actions import BulkClient
-from paceline.client._checkpoint import Checkpoint
+from paceline.client._event_stream import EventStream
 from paceline.client._experiment_and_trial import Experiment, Trial
 from paceline.client._experiment_lineage import upload_code
 from paceline.client._http_session import (
     MASTER_VARIABLE,
     TOKEN_VARIABLE,
-    EventStream,
     HttpSession,
     checked_key,
     home_directory,
 )
-from paceline.client._model_registry import RegistryClient
+from paceline.client._model_registry import Checkpoint, RegistryClient
 
 if TYPE_CHECKING:
+    from paceline._cluster.messages.experiment_models import BulkWord
     from paceline.config._experiment_config import ExperimentConfig
+
+
+# Few enough that a cut connection leaves little undone, and progress shows.
+_IDS_PER_REQUEST = 50
+
+
+class BulkClient:
+    """Part of a client for actions on many experiments and checkpoints."""
+
+    _session: HttpSession
+
+    def preview_action(
+        self,
+        action: "BulkWord",
+        query: str,
+        *,
+        archived: Literal["no", "only", "all"] = "no",
+        to: str | None = None,
+        add_labels: Sequence[str] = (),
+        remove_labels: Sequence[str] = (),
+    ) -> "models.BulkPreview":
+        """Return the preview of an action on the experiments of a query.
+
+        Args:
+            action: "pause", "activate", "cancel", "kill", "archive", "unarchive", "delete",
+                "move" or "label".
+            query: As for `list_trials`.
+            archived: Whether those in the archive are left out, alone or among the others.
+            to: The project into which "move" puts them.
+            add_labels: Labels that "label" adds,
+            remove_labels: and those that it takes away.
+
+        Raises:
+            ApiError: The query has an error, or the arguments do not fit the action.
+        """
+
+        return self._session.get(
+            "bulk-preview",
+            models.BulkPreview,
+            action=action,
+            query=query,
+            archived=archived,
+            to=to,
+            add_label=list(add_labels) or None,
+            remove_label=list(remove_labels) or None,
+        )
+
+    def act_on(
+        self,
+        action: "BulkWord",
+        experiment_ids: Sequence[int],
+        *,
+        to: str | None = None,
+        add_labels: Sequence[str] = (),
+        remove_labels: Sequence[str] = (),
+    ) -> "Iterator[models.BulkResult]":
+        """Apply an action to experiments, in pieces, and yield how each went.
+
+        Each experiment is changed as a whole or not at all. After a cut, those that are not done
+        are as they were. The arguments are those of `preview_action`.
+
+        Raises:
+            ApiError: The arguments do not fit the action.
+        """
+
+        for start in range(0, len(experiment_ids), _IDS_PER_REQUEST):
+            body = models.BulkAction(
+                action=action,
+                experiment_ids=list(experiment_ids[start : start + _IDS_PER_REQUEST]),
+                to=to,
+                add_labels=list(add_labels),
+                remove_labels=list(remove_labels),
+            )
+            yield from self._session.call(
+                "POST", "bulk-actions", list[models.BulkResult], body=body
+            )
+
+    def preview_checkpoint_deletion(
+        self, query: str, *, keep_best: int = 0, keep_latest: int = 0
+    ) -> "models.CheckpointPreview":
+        """Return the preview of a deletion of the checkpoints of a query's trials.
+
+        Checkpoints stay that a trial needs: its own before its end, or one that it starts from.
+
+        Args:
+            query: As for `list_trials`; archived experiments count too.
+            keep_best: So many checkpoints of each trial stay, those with the best metric,
+            keep_latest: and so many that have the most batches.
+
+        Raises:
+            ApiError: The query has an error.
+        """
+
+        return self._session.get(
+            "checkpoint-preview",
+            models.CheckpointPreview,
+            query=query,
+            keep_best=keep_best,
+            keep_latest=keep_latest,
+        )
 
 
 class ClusterClient:
@@ -169,7 +268,7 @@ class ClusterClient:
 
         fields = {"policy": policy, "max_slots": max_slots, "labels": dict(labels or {}), **rules}
         body = models.SetPool.model_validate(fields)
-        self._session.send("PUT", f"pools/{name}", content=body.model_dump_json().encode())
+        self._session.send("PUT", f"pools/{name}", body=body)
 
     def reset_pool(self, name: str) -> None:
         """Share a pool first come, first served, without a limit and without labels.
@@ -207,12 +306,11 @@ class ClusterClient:
         body = models.MoveExperiment(
             experiment_id=experiment_id, ahead_of=ahead_of, behind=behind, to=to
         )
-        self._session.send("POST", "queue/move", content=body.model_dump_json().encode())
+        self._session.send("POST", "queue/move", body=body)
 
     def _drain(self, path: str, finish: bool) -> None:
 
-        body = models.DrainNode(finish=finish).model_dump_json().encode()
-        self._session.send("POST", path, content=body)
+        self._session.send("POST", path, body=models.DrainNode(finish=finish))
 
 
 class Client(ClusterClient, BulkClient, RegistryClient):
@@ -273,10 +371,8 @@ class Client(ClusterClient, BulkClient, RegistryClient):
             timeout_s: Seconds that trials get for a checkpoint otherwise.
         """
 
-        body = (
-            models.Shutdown(keep_trials=keep_trials, timeout_s=timeout_s).model_dump_json().encode()
-        )
-        self._session.send("POST", "master/shutdown", content=body)
+        body = models.Shutdown(keep_trials=keep_trials, timeout_s=timeout_s)
+        self._session.send("POST", "master/shutdown", body=body)
 
     def sign_in_link(self, *, user: str | None = None) -> str:
         """Return a link to sign a browser in as a user, by default this client's, usable once."""
@@ -386,7 +482,7 @@ class Client(ClusterClient, BulkClient, RegistryClient):
 
         body = models.SetQuota.model_validate({**limits, "revision": revision})
         path = self._quota_path(user, project, group)
-        self._session.send("PUT", path, content=body.model_dump_json().encode())
+        self._session.send("PUT", path, body=body)
 
     def delete_quota(
         self,
@@ -455,8 +551,8 @@ class Client(ClusterClient, BulkClient, RegistryClient):
         if len(password) < 8:
             raise ValueError("`password` must have at least 8 characters.")
 
-        body = models.NewPassword(password=password).model_dump_json().encode()
-        self._session.send("PUT", f"users/{user}/password", content=body)
+        body = models.NewPassword(password=password)
+        self._session.send("PUT", f"users/{user}/password", body=body)
 
     def create_token(
         self,

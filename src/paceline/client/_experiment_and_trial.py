@@ -13,7 +13,7 @@ from zlib import crc32
 from paceline._base.frames import DataFrames, Rows, flatten, metric_rows
 from paceline._base.notebook_tables import html_table
 from paceline.client import _late_models as models
-from paceline.client._checkpoint import Checkpoint
+from paceline.client._event_stream import EventStream
 from paceline.client._experiment_lineage import (
     ROLES,
     Arm,
@@ -25,12 +25,12 @@ from paceline.client._experiment_lineage import (
 )
 from paceline.client._http_session import (
     DownloadError,
-    EventStream,
     HttpSession,
     MasterUnreachableError,
     NoCheckpointError,
     checked_key,
 )
+from paceline.client._model_registry import Checkpoint, check_new_directory
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.states import ExperimentState, ShownState, TrialState
@@ -580,11 +580,7 @@ class Experiment(Lineage, DataFrames):
         """
 
         target = Path(path)
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise DownloadError(
-                f"`path` must be a new or empty directory, but {str(target)!r} is not."
-                " Hint: choose another one."
-            )
+        check_new_directory(target)
         of = f"experiments/{self.id}"
         config = self._session.get(f"{of}/config", models.ConfigView)
         files = self._session.get(f"{of}/files", list[models.CodeFile])

@@ -95,7 +95,7 @@ class Lineage:
         """
         body = models.NewProposal(hparams=dict(hparams), why=why, by=by)
         path = f"experiments/{self.data.id}/asks/{ask.id}"
-        self._session.send("POST", path, content=body.model_dump_json().encode())
+        self._session.send("POST", path, body=body)
 
     def tree(self) -> "list[models.Relative]":
         """Return what it came from and all that came of that, parents before children."""

@@ -11,22 +11,24 @@ from typing import Any, TypeGuard
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from paceline.config._environment_and_secrets import Environment, fill_secrets
-from paceline.config._experiment_config import (
+from paceline.config._checkpoint_storage_section import (
     CLOUD_TYPES,
     DefaultStorage,
     DirectoryStorage,
+    S3Storage,
+    SharedFsStorage,
+    UrlStorage,
+    expand_location,
+)
+from paceline.config._environment_and_secrets import Environment, Notify, Threshold, fill_secrets
+from paceline.config._experiment_config import (
     ExperimentConfig,
     Idle,
     LogPolicy,
     Profiling,
     Reproducibility,
     Resources,
-    S3Storage,
-    SharedFsStorage,
     SlotRange,
-    UrlStorage,
-    expand_location,
 )
 from paceline.config._fields_and_problems import (
     MISSING,
@@ -39,15 +41,13 @@ from paceline.config._fields_and_problems import (
     given_schema,
     join_path,
 )
-from paceline.config._notify_section import Notify, Threshold
 from paceline.config._read_yaml import apply_overrides, read_yaml_file
+from paceline.config._searcher_registry import load_search_methods, searcher_sections
 from paceline.config._searcher_section import (
     REMOVED_SEARCHERS,
     MissingSearcher,
     SamplerSection,
     SearchLimits,
-    load_search_methods,
-    searcher_sections,
 )
 
 _STORAGES: dict[str, type[BaseModel]] = {

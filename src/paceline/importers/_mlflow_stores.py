@@ -24,12 +24,15 @@ from paceline._base.journal_records import (
 )
 from paceline._base.run_directory import check_file_path
 from paceline.config._read_yaml import parse_yaml
-from paceline.importers._run_files import RunFiles, files_below, kind_of, links_below
 from paceline.importers._run_writer import (
     GROUP,
     SYSTEM_GROUP,
     ImportRefusedError,
+    RunFiles,
     SourceRun,
+    files_below,
+    kind_of,
+    links_below,
     started,
 )
 

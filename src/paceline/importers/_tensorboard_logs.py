@@ -11,7 +11,7 @@ from typing import IO, Any, TypeGuard
 from paceline._base.files import open_regular_below, opened_directory
 from paceline._base.imports import required_library
 from paceline._base.journal_records import AnyRecord, MediaReported, MetricsReported, encode_float
-from paceline.importers._run_files import RunFiles
+from paceline.importers._run_writer import RunFiles
 
 _EVENT_FILE = ".tfevents."
 _GROUP = "training"

@@ -20,11 +20,11 @@ from paceline._base.journal_records import (
     encode_metrics,
 )
 from paceline.importers._mlflow_stores import open_database, table_names
-from paceline.importers._run_files import RunFiles
 from paceline.importers._run_writer import (
     GROUP,
     SYSTEM_GROUP,
     ImportRefusedError,
+    RunFiles,
     SourceRun,
     started,
 )

@@ -27,7 +27,8 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.upkeep.home_backup import Backup
 from paceline._cluster.master.upkeep.home_check import check
-from paceline._cluster.master.upkeep.home_restore import rebuild_database, restore
+from paceline._cluster.master.upkeep.home_rebuild import rebuild_database
+from paceline._cluster.master.upkeep.home_restore import restore
 from paceline._cluster.master.upkeep.recovery_records import write_some
 from paceline.client import ApiError, Client
 from paceline.client._code_and_run_uploads import RunSync

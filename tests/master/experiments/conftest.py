@@ -11,7 +11,7 @@ from sqlalchemy import Row, select
 
 from paceline._base.journal_records import encode_metrics
 from paceline._cluster.master.authentication import AttemptTokens
-from paceline._cluster.master.executors import LocalExecutor
+from paceline._cluster.master.executors import LocalExecutor, Machines
 from paceline._cluster.master.experiments.attempt_end import end_attempt
 from paceline._cluster.master.experiments.attempts import LaunchSources, Leases
 from paceline._cluster.master.experiments.experiment_commands import Commands
@@ -22,7 +22,6 @@ from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StorageMarks
 from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.master.home_directory import SecretStore
-from paceline._cluster.master.scheduling.machines import Machines
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.trial_logs import LogStore

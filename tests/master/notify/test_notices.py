@@ -18,7 +18,7 @@ from paceline._cluster.master.notify.notices import (
     overdue_notices,
 )
 from paceline._cluster.messages.states import ExperimentState, TrialState
-from paceline.config._notify_section import Notify
+from paceline.config._environment_and_secrets import Notify
 
 ALL = ["alert", "experiment_ended", "experiment_failed", "trial_ended", "trial_failed", "node_lost"]
 EVERYTHING = Rule.model_validate({"to": ["team"], "events": ALL, "alert_level": "debug"})

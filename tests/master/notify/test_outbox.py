@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from paceline._cluster.master.notify.notices import MAX_AGE_S, Notice
-from paceline._cluster.master.notify.outbox import Outbox, Outcome, describe
+from paceline._cluster.master.notify.notifier import Outbox, Outcome, describe
 
 OK, FAILED = Outcome(), Outcome(failure="HTTP 500")
 

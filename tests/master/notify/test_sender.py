@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.notify import outbox as sender_module
+from paceline._cluster.master.notify import notifier as sender_module
 from paceline._cluster.master.notify.notices import Channel, Notice
-from paceline._cluster.master.notify.outbox import Delivery, Group, Message, Outcome
+from paceline._cluster.master.notify.notifier import Delivery, Group, Message, Outcome
 from paceline._cluster.master.notify.send_message import sign
 
 NOTICE = Notice(

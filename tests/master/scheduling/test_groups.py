@@ -12,8 +12,9 @@ from paceline._cluster.master.scheduling.pools import (
     Reason,
     SlotAssignment,
     Waiting,
+    fits_nodes,
 )
-from paceline._cluster.master.scheduling.schedule import decide, fits_nodes, schedule
+from paceline._cluster.master.scheduling.schedule import decide, schedule
 
 
 def nodes(*sizes: int, can_join: bool = True) -> list[NodeSlots]:

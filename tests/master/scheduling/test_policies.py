@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline._cluster.master.scheduling.pool_policies import moved
+from paceline._cluster.master.scheduling.pool_policies import QuotaUse, moved
 from paceline._cluster.master.scheduling.pools import (
     Holding,
     NodeSlots,
@@ -22,7 +22,6 @@ from paceline._cluster.master.scheduling.pools import (
     needs_of,
 )
 from paceline._cluster.master.scheduling.schedule import decide, schedule
-from paceline._cluster.master.scheduling.shares import QuotaUse
 
 FIFO, PRIORITY, FAIR_SHARE = PolicyName.FIFO, PolicyName.PRIORITY, PolicyName.FAIR_SHARE
 

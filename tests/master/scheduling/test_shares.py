@@ -7,6 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline._cluster.master.scheduling.pool_policies import (
+    QuotaUse,
+    Sharing,
+    as_slots,
+    faded,
+    recent_use,
+)
 from paceline._cluster.master.scheduling.pools import (
     Holding,
     NodeSlots,
@@ -20,13 +27,6 @@ from paceline._cluster.master.scheduling.pools import (
     needs_of,
 )
 from paceline._cluster.master.scheduling.schedule import decide, schedule
-from paceline._cluster.master.scheduling.shares import (
-    QuotaUse,
-    Sharing,
-    as_slots,
-    faded,
-    recent_use,
-)
 
 HALF_LIFE_S = 86400.0
 FAIR = {"default": PoolSettings(policy=PolicyName.FAIR_SHARE, half_life_s=HALF_LIFE_S)}

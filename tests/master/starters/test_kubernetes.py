@@ -12,13 +12,13 @@ import pytest
 import yaml
 from starter_contract import Cluster, Pool, StarterContract, attempts_of
 
-from paceline._cluster.master.starters import kubernetes_starter as _kubernetes_watch
+from paceline._cluster.master.starters import kubernetes_api as _kubernetes_watch
 from paceline._cluster.master.starters.kubernetes_starter import (
     KubernetesOptions,
     KubernetesStarter,
 )
 from paceline._cluster.master.starters.pool_runners import read_pool_file
-from paceline._cluster.master.starters.starter_base import RunnerOrder, StarterError
+from paceline._cluster.master.starters.slurm_ssh_ray_starters import RunnerOrder, StarterError
 
 pytest.importorskip("lightkube", reason="NOT TESTED: needs pip install 'paceline[kubernetes]'")
 pytest.importorskip("jsonschema", reason="NOT TESTED: jsonschema is not installed")

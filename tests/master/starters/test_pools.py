@@ -21,7 +21,11 @@ from paceline._cluster.master.starters.pool_runners import (
     read_pool_file,
     runner_groups,
 )
-from paceline._cluster.master.starters.starter_base import RunnerOrder, Starter, StarterError
+from paceline._cluster.master.starters.slurm_ssh_ray_starters import (
+    RunnerOrder,
+    Starter,
+    StarterError,
+)
 from paceline._cluster.messages.runner_messages import PROTOCOL, MasterAddress, NodeFacts, NodePoll
 from paceline.config import ConfigError
 from paceline.config._fields_and_problems import Section

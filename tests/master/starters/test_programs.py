@@ -10,7 +10,7 @@ import pytest
 
 from paceline._base.request_program import RequestProgram
 from paceline._cluster.master.starters import ray_guard as _ray_guard
-from paceline._cluster.master.starters.starter_base import StarterError
+from paceline._cluster.master.starters.slurm_ssh_ray_starters import StarterError
 
 PROGRAM = """
 import json, sys, time

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline._base.sealed_json import seal_line
-from paceline._cluster.master.store import trial_logs as _log_file
-from paceline._cluster.master.store.trial_logs import LogFilter, LogStore, StoredLine, merge_lines
+from paceline._cluster.master.store import log_files as _log_file
+from paceline._cluster.master.store import trial_logs as _trial_logs
+from paceline._cluster.master.store.log_files import LogFilter, StoredLine
+from paceline._cluster.master.store.trial_logs import LogStore, merge_lines
 from paceline._cluster.messages.runner_messages import LogEntry
 
 # Letters whose small ones depend on what follows, are two, or lie within ASCII; and what JSON
@@ -49,7 +51,8 @@ def entries(rows: list[Any], first: int = 0) -> list[LogEntry]:
 def small_blocks() -> Iterator[None]:
     """Make blocks of four lines, so that a few lines fill many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_log_file, "BLOCK_LINES", 4)
+        for module in (_log_file, _trial_logs):
+            patch.setattr(module, "BLOCK_LINES", 4)
         yield
 
 

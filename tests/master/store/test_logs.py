@@ -5,7 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline._cluster.master.store.trial_logs import LogFilter, LogStore, StoredLine
+from paceline._cluster.master.store.log_files import LogFilter, StoredLine
+from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.messages.runner_messages import LogEntry
 
 

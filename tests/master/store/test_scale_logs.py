@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline._cluster.master.store.trial_logs import LogStore, StoredLine, merge_lines
+from paceline._cluster.master.store.log_files import StoredLine
+from paceline._cluster.master.store.trial_logs import LogStore, merge_lines
 from paceline._cluster.messages.runner_messages import LogEntry
 
 

@@ -9,8 +9,8 @@ from sqlalchemy import delete, insert, update
 
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.quotas import keep_usage, read_usage
 from paceline._cluster.master.store.reach import Reach, acting
-from paceline._cluster.master.store.usage import keep_usage, read_usage
 from paceline._cluster.messages.master_models import Usage, UsageKey
 
 HOUR = 3600.0

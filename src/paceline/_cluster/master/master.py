@@ -24,11 +24,11 @@ from paceline._cluster.master.authentication import (
     Tokens,
 )
 from paceline._cluster.master.executors import Executor, ExecutorContext, LocalExecutor
+from paceline._cluster.master.experiments.attempt_runners import IdleTrials
 from paceline._cluster.master.experiments.attempts import LaunchSources, Leases
 from paceline._cluster.master.experiments.deletions import FileRemoval
 from paceline._cluster.master.experiments.directory_watchers import RunsWatcher, TensorboardWatcher
 from paceline._cluster.master.experiments.experiment_commands import Commands
-from paceline._cluster.master.experiments.idle_trials import IdleTrials
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
 from paceline._cluster.master.experiments.reconciler import Reconciler
 from paceline._cluster.master.experiments.record_ingest import RecordIngest
@@ -51,7 +51,7 @@ from paceline._cluster.master.nodes.node_work import LostNodes, NodeExecutor
 from paceline._cluster.master.notify.notices import NotifySettings
 from paceline._cluster.master.notify.notifier import Notifier
 from paceline._cluster.master.starters.pool_runners import PoolDefinition, PoolRunners
-from paceline._cluster.master.starters.starter_base import Starter
+from paceline._cluster.master.starters.slurm_ssh_ray_starters import Starter
 from paceline._cluster.master.store.database import Database, Transaction, settle_cluster_id
 from paceline._cluster.master.store.experiment_list import EncodingCache, NameCache
 from paceline._cluster.master.store.quotas import note_use_of_month

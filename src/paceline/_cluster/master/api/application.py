@@ -26,7 +26,7 @@ from paceline._cluster.master.api.attempt_and_log_routes import (
 )
 from paceline._cluster.master.api.bulk_routes import bulk_router
 from paceline._cluster.master.api.checkpoint_routes import checkpoint_router, transfer_router
-from paceline._cluster.master.api.comparison_routes import comparison_router
+from paceline._cluster.master.api.comparison_routes import comparison_router, view_router
 from paceline._cluster.master.api.config_and_code_routes import (
     config_router,
     context_upload_router,
@@ -44,13 +44,12 @@ from paceline._cluster.master.api.list_routes import (
 from paceline._cluster.master.api.master_routes import (
     WebUi,
     master_router,
+    notify_router,
     status_and_prometheus_router,
 )
 from paceline._cluster.master.api.node_and_slot_routes import node_router, slot_router
-from paceline._cluster.master.api.notify_routes import notify_router
 from paceline._cluster.master.api.pool_and_queue_routes import pool_router, queue_router
 from paceline._cluster.master.api.proposal_and_tree_routes import proposal_router
-from paceline._cluster.master.api.quota_routes import quota_router
 from paceline._cluster.master.api.readers import NUM_THREADS, Readers
 from paceline._cluster.master.api.request_limits import BodyLimits, RequestCounting
 from paceline._cluster.master.api.requests_and_answers import (
@@ -65,11 +64,11 @@ from paceline._cluster.master.api.trial_and_series_routes import (
     trial_router,
 )
 from paceline._cluster.master.api.user_and_token_routes import (
+    quota_router,
     sign_in_router,
     token_router,
     user_router,
 )
-from paceline._cluster.master.api.view_routes import view_router
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.trackers.mlflow_routes import mlflow_router
 from paceline._cluster.master.trackers.wandb_routes import wandb_router

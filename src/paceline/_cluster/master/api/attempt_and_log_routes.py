@@ -39,7 +39,8 @@ from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, slots_by_node
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.trial_logs import LogFilter, StoredLine, merge_lines
+from paceline._cluster.master.store.log_files import LogFilter, StoredLine
+from paceline._cluster.master.store.trial_logs import merge_lines
 from paceline._cluster.master.waiting import wait_for
 from paceline._cluster.messages.experiment_models import LinkTarget, LogLine, LogPage
 from paceline._cluster.messages.runner_messages import (

@@ -1,10 +1,13 @@
-"""Deletion of experiments, and actions on many of them, with previews by query."""
+"""Deletion of experiments, and actions on many of them, with previews by query: bytes, refusals."""
 
 import asyncio
+import json
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import Query
+from sqlalchemy import Connection, Row, Select, Text, select, type_coerce
 
 from paceline._cluster.master.api.experiment_routes import ExperimentId, action_of, project_id_of
 from paceline._cluster.master.api.list_routes import (
@@ -15,13 +18,13 @@ from paceline._cluster.master.api.list_routes import (
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf, write_rows
 from paceline._cluster.master.api.route_scopes import ApiRouter
-from paceline._cluster.master.experiments.bulk_preview import (
-    BulkArguments,
-    changed_labels,
-    preview_action,
-    preview_checkpoints,
+from paceline._cluster.master.experiments.checkpoints import registered_checkpoints
+from paceline._cluster.master.experiments.deletions import (
+    Leftovers,
+    checkpoint_users,
+    delete_experiment,
+    obstacle_to_deletion,
 )
-from paceline._cluster.master.experiments.deletions import Leftovers, delete_experiment
 from paceline._cluster.master.experiments.experiment_edits import edit_experiment
 from paceline._cluster.master.experiments.state_decisions import (
     NotFoundError,
@@ -31,20 +34,248 @@ from paceline._cluster.master.experiments.state_decisions import (
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import in_own_thread
 from paceline._cluster.master.master import Master
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import PROJECT_NAME
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.experiment_list import matching_ids
 from paceline._cluster.master.store.query_language import matching_trials_of
-from paceline._cluster.master.store.reach import NotAllowedError, check_object, note_object
+from paceline._cluster.master.store.reach import (
+    NotAllowedError,
+    check_object,
+    current_reach,
+    note_object,
+)
+from paceline._cluster.master.store.row_ids_and_counts import experiment_counts
 from paceline._cluster.messages.experiment_models import (
     BulkAction,
     BulkPreview,
+    BulkRefusal,
     BulkResult,
     BulkWord,
     CheckpointPreview,
     Deletion,
     check_bulk_arguments,
 )
+from paceline._cluster.messages.states import (
+    LIVE_ATTEMPTS,
+    LIVE_TRIALS,
+    CheckpointState,
+    ExperimentState,
+)
 from paceline.config._fields_and_problems import ConfigError
+
+_NAMED, _SHOWN = 50, 10
+_UNCHANGED = ""
+_STATE_ACTIONS = ("pause", "activate", "cancel", "kill")
+
+
+class BulkArguments(NamedTuple):
+    """Arguments of an action: the project of `move` by its id, the labels of `label`."""
+
+    to: int | None = None
+    add_labels: tuple[str, ...] = ()
+    remove_labels: tuple[str, ...] = ()
+
+
+def changed_labels(before: Iterable[str], arguments: BulkArguments) -> list[str]:
+    """Return the labels after an action: kept labels in their order, then the new labels."""
+    kept = [one for one in before if one not in arguments.remove_labels]
+    return list(dict.fromkeys([*kept, *arguments.add_labels]))
+
+
+def preview_action(
+    connection: Connection, ids: Select[Any], action: BulkWord, arguments: BulkArguments
+) -> BulkPreview:
+    """Return the preview of an action on the experiments of a query for ids."""
+    experiments = tables.experiments.c
+    query: Select[Any] = (
+        select(
+            *(experiments[name] for name in ("id", "name", "state", "is_archived", "project_id")),
+            *(experiments[name] for name in ("external_id", "external_path")),
+            type_coerce(experiments.labels, Text).label("labels"),
+            PROJECT_NAME.label("project"),
+        )
+        .where(experiments.id.in_(ids.correlate(None)))
+        .order_by(experiments.id.desc())
+    )
+    rows = connection.execute(query).all()
+    judge = _judge_of(connection, action, arguments)
+    changed: list[Row[Any]] = []
+    refused: dict[str, list[int]] = {}
+    num_unchanged = 0
+    for row in rows:
+        found = _missing_role(row) or judge(row)
+        if found is None:
+            changed.append(row)
+        elif found == _UNCHANGED:
+            num_unchanged += 1
+        else:
+            refused.setdefault(found, []).append(row.id)
+    counts = experiment_counts(connection, [row.id for row in changed]).values()
+    return BulkPreview(
+        num_matching=len(rows),
+        experiment_ids=[row.id for row in changed],
+        names=[row.name for row in changed[:_NAMED]],
+        num_trials=sum(one.num_trials for one in counts),
+        num_checkpoints=sum(one.num_checkpoints for one in counts),
+        checkpoint_bytes=sum(one.checkpoint_bytes for one in counts),
+        num_unchanged=num_unchanged,
+        refused=_told_refusals(refused),
+    )
+
+
+def preview_checkpoints(
+    connection: Connection, trial_ids: Select[Any], *, keep_best: int, keep_latest: int
+) -> CheckpointPreview:
+    """Return the preview of a deletion of the checkpoints of some trials.
+
+    Args:
+        connection: The database.
+        trial_ids: The query.
+        keep_best: So many of each trial stay, by their metric,
+        keep_latest: and so many with the most batches.
+    """
+    columns, experiments, trials = tables.checkpoints.c, tables.experiments.c, tables.trials.c
+    query: Select[Any] = (
+        select(
+            *(columns[name] for name in ("uuid", "trial_id", "experiment_id", "size", "metric")),
+            columns.steps_completed,
+            trials.state,
+            experiments.project_id,
+            experiments.external_id,
+            experiments.config["searcher"]["smaller_is_better"].as_boolean().label("is_least_best"),
+            PROJECT_NAME.label("project"),
+        )
+        .join(tables.trials, trials.id == columns.trial_id)
+        .join(tables.experiments, experiments.id == columns.experiment_id)
+        .where(columns.trial_id.in_(trial_ids.correlate(None)))
+        .where(columns.state != CheckpointState.DELETED.value)
+        .order_by(columns.created_at.desc(), columns.uuid)
+    )
+    rows = connection.execute(query).all()
+    kept = _kept_checkpoints(rows, keep_best, keep_latest)
+    used, registered = _checkpoints_in_use(connection), registered_checkpoints(connection)
+    found: list[Row[Any]] = []
+    refused: dict[str, list[int]] = {}
+    for row in rows:
+        reason = _missing_role(row)
+        if row.external_id is not None:
+            reason = reason or "its run has no master"
+        elif row.state in LIVE_TRIALS:
+            reason = reason or "its trial has not ended"
+        elif row.uuid in used:
+            reason = reason or "a trial starts from it"
+        elif row.uuid in registered:
+            reason = reason or "a registered model has it"
+        if reason is not None:
+            refused.setdefault(reason, []).append(row.experiment_id)
+        elif row.uuid not in kept:
+            found.append(row)
+    num_refused = sum(map(len, refused.values()))
+    return CheckpointPreview(
+        num_matching=len(rows),
+        uuids=[row.uuid for row in found],
+        num_bytes=sum(row.size for row in found),
+        num_trials=len({row.trial_id for row in found}),
+        num_kept=len(rows) - len(found) - num_refused,
+        refused=_told_refusals(refused),
+    )
+
+
+def _kept_checkpoints(rows: Iterable[Row[Any]], keep_best: int, keep_latest: int) -> set[str]:
+    by_trial: dict[int, list[Row[Any]]] = {}
+    for row in rows:
+        by_trial.setdefault(row.trial_id, []).append(row)
+    kept: set[str] = set()
+    for own in by_trial.values():
+        latest = sorted(own, key=lambda row: -row.steps_completed)
+        measured = [row for row in latest if row.metric is not None]
+        measured.sort(key=lambda row: row.metric if row.is_least_best else -row.metric)
+        kept.update(row.uuid for row in (*latest[:keep_latest], *measured[:keep_best]))
+    return kept
+
+
+def _checkpoints_in_use(connection: Connection) -> set[str]:
+    trials, attempts = tables.trials.c, tables.attempts.c
+    sources = select(trials.source_checkpoint).where(trials.state.in_(LIVE_TRIALS))
+    resumed = select(attempts.resumed_from).where(attempts.state.in_(LIVE_ATTEMPTS))
+    return {uuid for (uuid,) in connection.execute(sources.union(resumed)) if uuid is not None}
+
+
+def _told_refusals(refused: dict[str, list[int]]) -> list[BulkRefusal]:
+    return [
+        BulkRefusal(
+            reason=reason, number=len(ids), experiment_ids=list(dict.fromkeys(ids))[:_SHOWN]
+        )
+        for reason, ids in refused.items()
+    ]
+
+
+def _missing_role(row: Row[Any]) -> str | None:
+    reach = current_reach()
+    if reach is None or reach.changes is None or row.project_id in reach.changes:
+        return None
+    return f"the role `editor` in the project {row.project} is needed"
+
+
+def _judge_of(
+    connection: Connection, action: BulkWord, arguments: BulkArguments
+) -> Callable[[Row[Any]], str | None]:
+    """Return a function for the reason why an experiment stays, None if the action changes it."""
+    if action == "delete":
+        users = checkpoint_users(connection)
+        return lambda row: _told_obstacle(row, users)
+    if action == "move":
+        reach = current_reach()
+        is_open = reach is None or reach.changes is None or arguments.to in reach.changes
+        closed = None if is_open else "the role `editor` in the project to move to is needed"
+        return lambda row: _UNCHANGED if row.project_id == arguments.to else closed
+    if action == "label":
+        return lambda row: _judge_labels(json.loads(row.labels), arguments)
+    if action in _STATE_ACTIONS:
+        return lambda row: _judge_state(row, action)
+    return lambda row: _judge_archive(row, wanted=action == "archive")
+
+
+def _told_obstacle(row: Row[Any], users: dict[int, str]) -> str | None:
+    if obstacle_to_deletion(row, users) is None:
+        return None
+    if not ExperimentState(row.state).is_terminal:
+        return "it must have ended"
+    if row.id in users:
+        if not users[row.id].startswith("trial"):
+            return "a registered model has one of its checkpoints"
+        return "a trial of another experiment starts from one of its checkpoints"
+    return "the directory of its run is not the master's to delete"
+
+
+def _judge_labels(before: list[str], arguments: BulkArguments) -> str | None:
+    return _UNCHANGED if changed_labels(before, arguments) == before else None
+
+
+def _judge_archive(row: Row[Any], *, wanted: bool) -> str | None:
+    if row.is_archived == wanted:
+        return _UNCHANGED
+    return "it must have ended" if not ExperimentState(row.state).is_terminal else None
+
+
+def _judge_state(row: Row[Any], action: BulkWord) -> str | None:
+    state = ExperimentState(row.state)
+    if row.external_id is not None:
+        is_over = state.is_terminal and action != "activate"
+        return _UNCHANGED if is_over else "it runs without this master"
+    is_ending = state.is_terminal or state.is_stopping
+    if action == "kill":
+        harsher = (ExperimentState.STOPPING_KILLED, ExperimentState.STOPPING_ERROR)
+        return _UNCHANGED if state.is_terminal or state in harsher else None
+    if action == "activate":
+        if is_ending:
+            return "it has ended, or is about to"
+        return _UNCHANGED if state is ExperimentState.ACTIVE else None
+    if is_ending or (action == "pause" and state is ExperimentState.PAUSED):
+        return _UNCHANGED
+    return None
+
 
 bulk_router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 

@@ -33,8 +33,8 @@ from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.storage_calls import in_own_thread
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.database_reading import note_contexts
 from paceline._cluster.master.store.reach import is_restricted
+from paceline._cluster.master.store.upgrades import note_contexts
 from paceline._cluster.messages.experiment_models import (
     CheckedConfig,
     CodeFile,

@@ -37,13 +37,13 @@ from paceline._cluster.master.api.requests_and_answers import (
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.attempts import check_not_over, read_attempt
 from paceline._cluster.master.master import Master
-from paceline._cluster.master.store.image_sizes import image_size
 from paceline._cluster.master.store.run_files import (
     LIMIT_REACHED,
     MAX_FILE_BYTES,
     FileTooLargeError,
     bytes_left,
     get_file,
+    image_size,
     list_files,
     media_names,
     media_steps,

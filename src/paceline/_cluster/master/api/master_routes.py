@@ -1,4 +1,4 @@
-"""Routes for watching the master: people's status pages, and Prometheus metrics."""
+"""Routes for watching the master: status pages, Prometheus metrics, channels for messages."""
 
 import asyncio
 import base64
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import psutil
 from fastapi import Header, Query, Request, Response
+from fastapi import Path as PathParameter
 from fastapi.responses import RedirectResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -33,7 +34,7 @@ from paceline._cluster.master.api.node_and_slot_routes import (
     seen_trials,
 )
 from paceline._cluster.master.api.readers import ReadingRoute
-from paceline._cluster.master.api.requests_and_answers import MasterOf, problem
+from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf, problem
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.checkpoints import is_own_storage
 from paceline._cluster.master.experiments.failures import NUM_TRIALS, WITHIN_S
@@ -54,8 +55,15 @@ from paceline._cluster.master.store.row_ids_and_counts import (
     number_by_state,
 )
 from paceline._cluster.master.waiting import wait_for
-from paceline._cluster.messages.master_models import Event, MasterInfo, MasterStatus, Shutdown
-from paceline._cluster.messages.runner_messages import LOCAL_NAME, LOCAL_NODE
+from paceline._cluster.messages.master_models import (
+    Event,
+    MasterInfo,
+    MasterStatus,
+    NotifyChannel,
+    NotifyTest,
+    Shutdown,
+)
+from paceline._cluster.messages.runner_messages import LOCAL_NAME, LOCAL_NODE, NAME_PATTERN
 from paceline._cluster.messages.states import ExperimentState
 
 ASSETS_PATH = Path(__file__).resolve().parents[1] / "webui"
@@ -495,3 +503,29 @@ def _connections(request: Request) -> dict[str, int]:
     """Return the number of open connections by kind; nothing if another server serves."""
     connections = getattr(request.app.state, "connections", None)
     return {} if connections is None else connections.numbers()
+
+
+notify_router = ApiRouter(tags=["master"])
+
+
+@notify_router.get("/notify-channels")
+async def list_notify_channels(master: MasterOf) -> list[NotifyChannel]:
+    """List the channels for messages to people, without their addresses."""
+    return master.notifier.channels()
+
+
+@notify_router.post("/notify-channels/{name}/test")
+async def test_notify_channel(
+    name: Annotated[str, PathParameter(pattern=NAME_PATTERN)], master: MasterOf
+) -> NotifyTest:
+    """Send a test message to a channel, and return the outcome."""
+    try:
+        outcome = await asyncio.to_thread(master.notifier.test, name)
+    except KeyError:
+        raise ApiError(
+            404,
+            "not_found",
+            f"There is no channel {name!r}. Hint: an administrator adds it to `notify.yaml` in the"
+            " home, and starts the master again.",
+        ) from None
+    return NotifyTest(failure=outcome.failure)

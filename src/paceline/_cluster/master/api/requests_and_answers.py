@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime, timezone
+from functools import partial
 from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -108,17 +109,37 @@ def problem(status: int, code: str, detail: str) -> Response:
     return Response(content, status_code=status, media_type="application/problem+json")
 
 
+# Status and code of the answer to an error; its text is the detail.
+_ANSWERS: dict[type[Exception], tuple[int, str]] = {
+    NotFoundError: (404, "not_found"),
+    TransitionError: (409, "wrong_state"),
+    ConfigError: (422, "invalid_config"),
+    SearchMethodError: (422, "search_method_failed"),
+    CheckpointError: (409, "checkpoint_unusable"),
+    DatabaseUnavailableError: (503, "database_unavailable"),
+}
+# The same with a text of its own; nobody reads that of a client that is gone.
+_TOLD_ANSWERS: dict[type[Exception], tuple[int, str, str]] = {
+    OverflowError: (422, "invalid_request", "Integers must fit into 64 bits, but one does not."),
+    UnicodeEncodeError: (
+        422, "invalid_request", "Text must be Unicode, but has a lone surrogate.",
+    ),
+    ClientDisconnect: (
+        400, "client_gone", "The client went away before its request was complete.",
+    ),
+}  # fmt: skip
+
+
 def install_problem_answers(app: FastAPI) -> None:
     """Install handlers for the errors raised by routes."""
-    _install_general(app)
+    for kind, (status, code) in _ANSWERS.items():
+        app.add_exception_handler(kind, partial(_answer, status, code))
+    for kind, answer in _TOLD_ANSWERS.items():
+        app.add_exception_handler(kind, partial(_tell, answer))
 
     @app.exception_handler(ApiError)
     async def _api_error(_request: Request, error: ApiError) -> Response:
         return problem(error.status, error.code, str(error))
-
-    @app.exception_handler(NotFoundError)
-    async def _not_found(_request: Request, error: NotFoundError) -> Response:
-        return problem(404, "not_found", str(error))
 
     @app.exception_handler(NotAllowedError)
     async def _not_allowed(_request: Request, error: NotAllowedError) -> Response:
@@ -129,22 +150,6 @@ def install_problem_answers(app: FastAPI) -> None:
     async def _refused(_request: Request, error: RefusedError) -> Response:
         return problem(409, error.code, str(error))
 
-    @app.exception_handler(TransitionError)
-    async def _transition(_request: Request, error: TransitionError) -> Response:
-        return problem(409, "wrong_state", str(error))
-
-    @app.exception_handler(ConfigError)
-    async def _config(_request: Request, error: ConfigError) -> Response:
-        return problem(422, "invalid_config", str(error))
-
-    @app.exception_handler(SearchMethodError)
-    async def _search_method(_request: Request, error: SearchMethodError) -> Response:
-        return problem(422, "search_method_failed", str(error))
-
-    @app.exception_handler(CheckpointError)
-    async def _checkpoint(_request: Request, error: CheckpointError) -> Response:
-        return problem(409, "checkpoint_unusable", str(error))
-
     @app.exception_handler(RequestValidationError)
     async def _validation(_request: Request, error: RequestValidationError) -> Response:
         # First part of a place: path, query, header or body.
@@ -154,33 +159,12 @@ def install_problem_answers(app: FastAPI) -> None:
         )
         return problem(422, "invalid_request", f"{found}.")
 
-
-def _install_general(app: FastAPI) -> None:
-    """Install handlers for errors possible on any route."""
-
-    @app.exception_handler(OverflowError)
-    async def _overflow(_request: Request, _error: OverflowError) -> Response:
-        return problem(422, "invalid_request", "Integers must fit into 64 bits, but one does not.")
-
-    @app.exception_handler(ClientDisconnect)
-    async def _gone(_request: Request, _error: ClientDisconnect) -> Response:
-        # Nobody reads this, and nothing is wrong here.
-        return problem(400, "client_gone", "The client went away before its request was complete.")
-
-    @app.exception_handler(UnicodeEncodeError)
-    async def _surrogate(_request: Request, _error: UnicodeEncodeError) -> Response:
-        return problem(422, "invalid_request", "Text must be Unicode, but has a lone surrogate.")
-
     @app.exception_handler(DatabaseError)
     async def _database(_request: Request, error: DatabaseError) -> Response:
         if isinstance(error, (DataError, IntegrityError, ProgrammingError)):
             # Statement errors are bugs of the caller, not an unavailable database.
             raise error
         return problem(503, "database_unavailable", f"The database cannot answer: {error.orig}.")
-
-    @app.exception_handler(DatabaseUnavailableError)
-    async def _unavailable(_request: Request, error: DatabaseUnavailableError) -> Response:
-        return problem(503, "database_unavailable", str(error))
 
     @app.exception_handler(HTTPException)
     async def _http(_request: Request, error: HTTPException) -> Response:
@@ -191,6 +175,14 @@ def _install_general(app: FastAPI) -> None:
     async def _internal(_request: Request, error: Exception) -> Response:
         detail = f"The master failed ({type(error).__name__}); its log says more."
         return problem(500, "internal_error", detail)
+
+
+async def _answer(status: int, code: str, _request: Request, error: Exception) -> Response:
+    return problem(status, code, str(error))
+
+
+async def _tell(answer: tuple[int, str, str], _request: Request, _error: Exception) -> Response:
+    return problem(*answer)
 
 
 class ReadableDatabase(Protocol):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, or_, select, update
+from sqlalchemy import Row, or_, select
 
 from paceline import faults
 from paceline._cluster.master.experiments.attempts import read_attempt
@@ -45,6 +45,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, num_slots_of
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.quotas import note_use
+from paceline._cluster.master.store.row_ids_and_counts import update_attempt
 from paceline._cluster.messages.runner_messages import (
     DEFAULT_POOL,
     LOCAL_NAME,
@@ -86,16 +87,12 @@ def end_attempt(
     attempt = read_attempt(connection, attempt_id)
     if attempt.state == AttemptState.ENDED.value:
         return
-    attempts = tables.attempts
     error = _chief_error(attempt, end)
     end = msgspec.structs.replace(end, kind=_end_error_kind(end, attempt, error))
     stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
     del stored["sent_at"]
-    connection.execute(
-        update(attempts)
-        .where(attempts.c.id == attempt_id)
-        .values(state=AttemptState.ENDED.value, ended_at=end.time, exit=stored)
-    )
+    ended = AttemptState.ENDED.value
+    update_attempt(connection, attempt_id, state=ended, ended_at=end.time, exit=stored)
     transaction.emit(
         "attempt_ended", attempt.experiment_id, attempt.trial_id,
         number=attempt.number, exit=stored,

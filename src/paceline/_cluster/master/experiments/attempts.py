@@ -13,12 +13,11 @@ from paceline._base.journal_records import encode_float
 from paceline._base.process_and_network import LOOPBACK
 from paceline._base.run_directory import RunInfo, TrialInfo
 from paceline._cluster.master.authentication import AttemptTokens
-from paceline._cluster.master.executors import Launch
+from paceline._cluster.master.executors import Launch, Machines, Place
 from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StorageMarks
 from paceline._cluster.master.home_directory import SecretStore
-from paceline._cluster.master.scheduling.machines import Machines, Place
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
     config_of,
@@ -26,6 +25,7 @@ from paceline._cluster.master.store.api_models_from_rows import (
     read_members,
     slots_by_node,
 )
+from paceline._cluster.master.store.row_ids_and_counts import row_of
 from paceline._cluster.messages.runner_messages import AttemptControl, AttemptSpec
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, AttemptState, TrialState
 from paceline.config._entrypoint_command import build_command
@@ -263,11 +263,9 @@ def _read_placed(
     connection: Connection, sources: LaunchSources, attempt_id: int, member: int
 ) -> _PlacedAttempt:
     attempts, trials, experiments = tables.attempts, tables.trials, tables.experiments
-    attempt = connection.execute(select(attempts).where(attempts.c.id == attempt_id)).one()
-    trial = connection.execute(select(trials).where(trials.c.id == attempt.trial_id)).one()
-    experiment = connection.execute(
-        select(experiments).where(experiments.c.id == trial.experiment_id)
-    ).one()
+    attempt = row_of(connection, attempts, attempt_id)
+    trial = row_of(connection, trials, attempt.trial_id)
+    experiment = row_of(connection, experiments, trial.experiment_id)
     config, place = config_of(experiment), sources.machines.place
     return _PlacedAttempt(
         attempt=attempt,

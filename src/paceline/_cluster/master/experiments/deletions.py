@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select
+from sqlalchemy import Connection, Row, delete, select
 
 from paceline import faults
 from paceline._cluster.master.experiments.checkpoints import (
@@ -22,18 +22,19 @@ from paceline._cluster.master.home_directory import SecretStore
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import drop_unused_environments
 from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.quotas import keep_usage
 from paceline._cluster.master.store.reach import acting
 from paceline._cluster.master.store.row_ids_and_counts import (
     POINTS,
     TRIALS,
     checkpoint_sizes,
     ids_parameter,
+    insert_document,
     keep_ids,
     many_ids,
     numbers_of,
 )
 from paceline._cluster.master.store.trial_logs import LogStore
-from paceline._cluster.master.store.usage import keep_usage
 from paceline._cluster.messages.states import (
     LIVE_ATTEMPTS,
     LIVE_TRIALS,
@@ -239,17 +240,9 @@ def _note_leftovers(connection: Connection, leftovers: Leftovers, row: Row[Any])
         "attempt_ids": leftovers.attempt_ids,
         "checkpoints": {uuid: list(place) for uuid, place in leftovers.checkpoints.items()},
     }
-    connection.execute(
-        insert(_documents).values(
-            kind=_KIND,
-            parent="",
-            name=str(leftovers.experiment_id),
-            content=content,
-            created_at=row.created_at,
-            changed_at=row.created_at,
-            project_id=row.project_id,
-        )
-    )
+    columns = {"created_at": row.created_at, "changed_at": row.created_at}
+    columns["project_id"] = row.project_id
+    insert_document(connection, _KIND, "", str(leftovers.experiment_id), content, **columns)
 
 
 class FileRemoval:

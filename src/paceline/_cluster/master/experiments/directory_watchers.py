@@ -47,7 +47,7 @@ from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.run_files import MAX_FILE_BYTES, FileContents, put_file
 from paceline._cluster.messages.runner_messages import RunBatch
 from paceline.core._read_runs import moved_storage
-from paceline.importers._run_files import RunFiles
+from paceline.importers._run_writer import RunFiles
 from paceline.importers._tensorboard_logs import LogDirectoryReader, is_event_file
 
 logger = logging.getLogger(__name__)

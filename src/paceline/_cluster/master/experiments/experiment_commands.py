@@ -5,11 +5,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, select, update
 
 from paceline import faults
-from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
+from paceline._cluster.master.experiments.experiment_edits import (
+    continued_trial_config,
+    overridden_config,
+)
 from paceline._cluster.master.experiments.scheduler_input import (
     check_changed_rank,
     check_own_runners,
@@ -33,87 +36,20 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.reach import check_object, note_object
-from paceline._cluster.master.store.row_ids_and_counts import new_id
+from paceline._cluster.master.store.row_ids_and_counts import (
+    insert_row,
+    update_experiment,
+)
 from paceline._cluster.messages.experiment_models import NewProposal
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
-from paceline.config._environment_and_secrets import reveal_secrets, without_secrets
+from paceline.config._environment_and_secrets import Notify, reveal_secrets, without_secrets
 from paceline.config._experiment_config import ExperimentConfig
-from paceline.config._notify_section import Notify
 from paceline.config._searcher_section import Searcher
 from paceline.config._validate_config import merge_configs, validate_config
 from paceline.search._samplers import check_installed
 from paceline.search._search import Search
 from paceline.search._search_method import Proposed, Recalled, Started
-
-
-def continued_trial_config(
-    parent: Row[Any], trial: Row[Any], overrides: dict[str, Any]
-) -> ExperimentConfig:
-    """Return the config of a `single` experiment for continuing a trial.
-
-    Args:
-        parent: The experiment of the trial.
-        trial: The trial.
-        overrides: Fields of the config that change.
-
-    Raises:
-        paceline.config.ConfigError: The overrides do not fit.
-    """
-    old = config_of(parent)
-    config = parent.config | {
-        "name": f"{parent.name} (trial {trial.id} continued)",
-        "searcher": {
-            "name": "single",
-            "metric": old.searcher.metric,
-            "smaller_is_better": old.searcher.smaller_is_better,
-            "source_trial_id": trial.id,
-        },
-        "hyperparameters": _as_constants(old.hyperparameters, trial.hparams),
-    }
-    return validate_config(merge_configs(config, overrides))
-
-
-def overridden_config(experiment: Row[Any], overrides: dict[str, Any]) -> ExperimentConfig:
-    """Return the config of a continued experiment after applying overrides.
-
-    Raises:
-        RefusedError: The overrides change fields that a continued experiment keeps.
-        paceline.config.ConfigError: The overrides do not fit.
-    """
-    if config_of(experiment).searcher.name != "single":
-        raise RefusedError(
-            "override_refused",
-            "Only a single search takes a changed configuration when it is continued.",
-        )
-    merged = validate_config(merge_configs(experiment.config, overrides))
-    if merged.searcher.name != "single":
-        raise RefusedError("override_refused", "The continued search must remain single.")
-    if "hyperparameters" in overrides:
-        raise RefusedError(
-            "override_refused",
-            "A trial keeps its hyperparameters when its experiment is continued. Hint:"
-            " `paceline trial continue` begins another trial, with others if you like.",
-        )
-    if checkpoint_root(merged) != checkpoint_root(config_of(experiment)):
-        raise RefusedError(
-            "override_refused",
-            "A continued experiment keeps its checkpoint storage: its checkpoints are there.",
-        )
-    return merged
-
-
-def _as_constants(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, Any]:
-    """Return the space with every hyperparameter fixed at a trial's value."""
-    fixed: dict[str, Any] = {}
-    for name, value in hparams.items():
-        entry = space.get(name)
-        if isinstance(value, dict) and isinstance(entry, dict) and "type" not in entry:
-            fixed[name] = _as_constants(entry, value)
-        else:
-            fixed[name] = {"type": "const", "val": value}
-    return fixed
-
 
 faults.register("master.experiment.created")
 
@@ -173,26 +109,23 @@ class Commands:
         if seed is None:
             seed = resolved["reproducibility"]["experiment_seed"] = secrets.randbelow(_MAX_SEED)
         state = ExperimentState.ACTIVE if activate else ExperimentState.PAUSED
-        result = connection.execute(
-            insert(tables.experiments).values(
-                id=new_id(connection, tables.experiments),
-                name=config.name,
-                description=config.description,
-                labels=list(config.labels),
-                state=state.value,
-                config=without_secrets(resolved),
-                submitted_config=text_to_store(submitted_config, values),
-                context_digest=context_digest,
-                warnings=list(config.warnings),
-                seed=seed,
-                created_at=time.time(),
-                parent_trial_id=parent_trial_id if source_trial_id is None else source_trial_id,
-                forked_from=forked_from,
-                source=source,
-            )
+        experiment_id = insert_row(
+            connection,
+            tables.experiments,
+            name=config.name,
+            description=config.description,
+            labels=list(config.labels),
+            state=state.value,
+            config=without_secrets(resolved),
+            submitted_config=text_to_store(submitted_config, values),
+            context_digest=context_digest,
+            warnings=list(config.warnings),
+            seed=seed,
+            created_at=time.time(),
+            parent_trial_id=parent_trial_id if source_trial_id is None else source_trial_id,
+            forked_from=forked_from,
+            source=source,
         )
-        assert result.inserted_primary_key is not None
-        experiment_id = int(result.inserted_primary_key[0])
         note_object(f"experiment {experiment_id}")
         self._secret_store.keep(transaction, experiment_id, values)
         transaction.emit("experiment_state", experiment_id, state=state.value, error=None)
@@ -244,11 +177,7 @@ class Commands:
         taken = 0 if search is None else len(search.observations()) - before
         told = f"The sampler learns from {taken} of {len(given)} ended trials of experiment"
         told += f" {source_id}" + ("." if taken else ", as none has values of this space.")
-        connection.execute(
-            update(tables.experiments)
-            .where(tables.experiments.c.id == experiment_id)
-            .values(warnings=[*row.warnings, told])
-        )
+        update_experiment(connection, experiment_id, warnings=[*row.warnings, told])
 
     def propose(
         self, transaction: Transaction, experiment_id: int, proposal: dict[str, Any]
@@ -493,16 +422,14 @@ class Commands:
             self._changes.tell_missed_exits(transaction, experiment_id)
 
     def _reopen(self, transaction: Transaction, experiment_id: int, end: SearchEnd | None) -> None:
-        transaction.connection.execute(
-            update(tables.experiments)
-            .where(tables.experiments.c.id == experiment_id)
-            .values(
-                ended_at=None,
-                error=None,
-                progress=0.0,
-                search_end=end and end.value,
-                is_archived=False,
-            )
+        update_experiment(
+            transaction.connection,
+            experiment_id,
+            ended_at=None,
+            error=None,
+            progress=0.0,
+            search_end=end and end.value,
+            is_archived=False,
         )
         self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
 
@@ -525,10 +452,7 @@ class Commands:
         # The last of these exits may have ended the search, which goes on now.
         row = self._changes.experiment(transaction.connection, row.id)
         if row.search_end is not None:
-            experiments = tables.experiments
-            transaction.connection.execute(
-                update(experiments).where(experiments.c.id == row.id).values(search_end=None)
-            )
+            update_experiment(transaction.connection, row.id, search_end=None)
         row = self._changes.experiment(transaction.connection, row.id)
         change_limits(transaction, self._changes, row, limits)
         search = self._changes.searches.peek(transaction, row.id)
@@ -569,11 +493,8 @@ class Commands:
         self._check_notify(merged.notify)
         resolved = self._reveal(transaction.connection, merged, experiment.id)
         self._secret_store.keep(transaction, experiment.id, resolved["environment"]["secrets"])
-        transaction.connection.execute(
-            update(tables.experiments)
-            .where(tables.experiments.c.id == experiment.id)
-            .values(config=without_secrets(resolved))
-        )
+        config = without_secrets(resolved)
+        update_experiment(transaction.connection, experiment.id, config=config)
         if merged.searcher.length is not None:
             transaction.connection.execute(
                 update(tables.trials)

@@ -1,20 +1,22 @@
-"""Edits of an experiment by users: texts, queue place and limits, archive.
+"""Edits of an experiment by users: texts, queue place, limits, archive, config to continue.
 
 Earlier versions of an experiment's notes: who saved them, and when.
 """
 
 import hashlib
-import time
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, select
 
+from paceline._cluster.master.experiments.attempts import checkpoint_root
 from paceline._cluster.master.experiments.scheduler_input import (
     check_changed_rank,
     waiting_trials,
 )
 from paceline._cluster.master.experiments.search_limits import change_limits
-from paceline._cluster.master.experiments.state_decisions import RefusedError
+from paceline._cluster.master.experiments.state_decisions import (
+    RefusedError,
+)
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.scheduling.pool_policies import moved
 from paceline._cluster.master.scheduling.pools import Waiting
@@ -22,8 +24,14 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.reach import current_user
+from paceline._cluster.master.store.row_ids_and_counts import (
+    insert_document,
+    update_experiment,
+)
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
+from paceline.config._experiment_config import ExperimentConfig
+from paceline.config._validate_config import merge_configs, validate_config
 
 _KIND = "notes"
 _MOST_VERSIONS = 50
@@ -59,18 +67,9 @@ def read_notes_history(connection: Connection, experiment_id: int) -> list[dict[
 def _store(
     connection: Connection, experiment_id: int, number: int, text: str, user: str | None
 ) -> None:
-    now = time.time()
-    connection.execute(
-        insert(_documents).values(
-            kind=_KIND,
-            parent=str(experiment_id),
-            name=f"{number:09}",
-            content={"number": number, "text": text, "user": user},
-            created_at=now,
-            changed_at=now,
-            experiment_id=experiment_id,
-        )
-    )
+    parent, name = str(experiment_id), f"{number:09}"
+    content = {"number": number, "text": text, "user": user}
+    insert_document(connection, _KIND, parent, name, content, experiment_id=experiment_id)
 
 
 def version_of_notes(notes: str) -> str:
@@ -275,8 +274,73 @@ def _change_experiment(
 ) -> None:
     if not values:
         return
-    experiments = tables.experiments
-    transaction.connection.execute(
-        update(experiments).where(experiments.c.id == experiment_id).values(**values)
-    )
+    update_experiment(transaction.connection, experiment_id, **values)
     transaction.emit("experiment_changed", experiment_id, fields=sorted(values))
+
+
+def continued_trial_config(
+    parent: Row[Any], trial: Row[Any], overrides: dict[str, Any]
+) -> ExperimentConfig:
+    """Return the config of a `single` experiment for continuing a trial.
+
+    Args:
+        parent: The experiment of the trial.
+        trial: The trial.
+        overrides: Fields of the config that change.
+
+    Raises:
+        paceline.config.ConfigError: The overrides do not fit.
+    """
+    old = config_of(parent)
+    config = parent.config | {
+        "name": f"{parent.name} (trial {trial.id} continued)",
+        "searcher": {
+            "name": "single",
+            "metric": old.searcher.metric,
+            "smaller_is_better": old.searcher.smaller_is_better,
+            "source_trial_id": trial.id,
+        },
+        "hyperparameters": _as_constants(old.hyperparameters, trial.hparams),
+    }
+    return validate_config(merge_configs(config, overrides))
+
+
+def overridden_config(experiment: Row[Any], overrides: dict[str, Any]) -> ExperimentConfig:
+    """Return the config of a continued experiment after applying overrides.
+
+    Raises:
+        RefusedError: The overrides change fields that a continued experiment keeps.
+        paceline.config.ConfigError: The overrides do not fit.
+    """
+    if config_of(experiment).searcher.name != "single":
+        raise RefusedError(
+            "override_refused",
+            "Only a single search takes a changed configuration when it is continued.",
+        )
+    merged = validate_config(merge_configs(experiment.config, overrides))
+    if merged.searcher.name != "single":
+        raise RefusedError("override_refused", "The continued search must remain single.")
+    if "hyperparameters" in overrides:
+        raise RefusedError(
+            "override_refused",
+            "A trial keeps its hyperparameters when its experiment is continued. Hint:"
+            " `paceline trial continue` begins another trial, with others if you like.",
+        )
+    if checkpoint_root(merged) != checkpoint_root(config_of(experiment)):
+        raise RefusedError(
+            "override_refused",
+            "A continued experiment keeps its checkpoint storage: its checkpoints are there.",
+        )
+    return merged
+
+
+def _as_constants(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, Any]:
+    """Return the space with every hyperparameter fixed at a trial's value."""
+    fixed: dict[str, Any] = {}
+    for name, value in hparams.items():
+        entry = space.get(name)
+        if isinstance(value, dict) and isinstance(entry, dict) and "type" not in entry:
+            fixed[name] = _as_constants(entry, value)
+        else:
+            fixed[name] = {"type": "const", "val": value}
+    return fixed

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, func, select, update
 
 from paceline._base.journal_records import (
     AnyRecord,
@@ -21,8 +21,6 @@ from paceline._cluster.master.experiments.unmanaged_runs import (
     experiment_of_run,
     run_attempts,
     trial_of_run,
-    update_attempt,
-    update_experiment,
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction
@@ -31,6 +29,11 @@ from paceline._cluster.master.store.reach import (
     check_object,
     creating_in,
     sees_document,
+)
+from paceline._cluster.master.store.row_ids_and_counts import (
+    insert_document,
+    update_attempt,
+    update_experiment,
 )
 from paceline._cluster.messages.runner_messages import RunBatch
 from paceline._cluster.messages.states import AttemptState
@@ -333,7 +336,7 @@ def change_document(
         change: Called with the content, None if there is none, returns the new one; None deletes.
         experiment_id: The experiment of the run that it is about: it goes with that.
     """
-    documents, place, now = tables.documents, _place(kind, parent, name), time.time()
+    documents, place = tables.documents, _place(kind, parent, name)
     before = get_document(connection, kind, parent, name)
     after = change(before)
     if after is None:
@@ -348,20 +351,10 @@ def change_document(
                 f"The name {name!r} must not be in use in another project, but is. Hint: choose"
                 " another name.",
             )
-        connection.execute(
-            insert(documents).values(
-                kind=kind,
-                parent=parent,
-                name=name,
-                content=after,
-                created_at=now,
-                changed_at=now,
-                experiment_id=experiment_id,
-            )
-        )
+        insert_document(connection, kind, parent, name, after, experiment_id=experiment_id)
     else:
         statement = update(documents).where(*place)
-        connection.execute(statement.values(content=after, changed_at=now))
+        connection.execute(statement.values(content=after, changed_at=time.time()))
     return after
 
 

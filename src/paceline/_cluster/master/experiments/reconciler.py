@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select
+from sqlalchemy import Connection, Row, delete, func, select
 
 from paceline import faults
-from paceline._cluster.master.executors import AttemptStatus, Executor
+from paceline._cluster.master.executors import AttemptStatus, Executor, Machines
 from paceline._cluster.master.experiments.attempt_runners import (
     AttemptRunner,
     RunnerWatch,
@@ -32,19 +32,13 @@ from paceline._cluster.master.experiments.state_writer import (
     experiments_without_live_trials,
 )
 from paceline._cluster.master.experiments.storage_calls import StoragePendingError
-from paceline._cluster.master.scheduling.machines import Machines
-from paceline._cluster.master.scheduling.pools import (
-    PolicyName,
-    PoolNeed,
-    SlotAssignment,
-    needs_of,
-)
+from paceline._cluster.master.scheduling.pool_policies import QuotaUse
+from paceline._cluster.master.scheduling.pools import PolicyName, PoolNeed, SlotAssignment, needs_of
 from paceline._cluster.master.scheduling.schedule import Schedule, decide, schedule
-from paceline._cluster.master.scheduling.shares import QuotaUse
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import Member, config_of, stored_members
 from paceline._cluster.master.store.database import Database, DatabaseLostError, Transaction
-from paceline._cluster.master.store.row_ids_and_counts import new_id
+from paceline._cluster.master.store.row_ids_and_counts import insert_row
 from paceline._cluster.messages.master_models import RUNNER_GRACE_S
 from paceline._cluster.messages.runner_messages import AttemptEnd
 from paceline._cluster.messages.states import AttemptState, ErrorKind, ExitReason
@@ -68,22 +62,21 @@ def create_attempt(
         latest = (trial.source_checkpoint, 0)
     uuid, steps = latest or (None, 0)
     node_id = assignment.node_id or None
-    connection.execute(
-        insert(tables.attempts).values(
-            id=new_id(connection, tables.attempts),
-            trial_id=trial_id,
-            experiment_id=trial.experiment_id,
-            number=number,
-            state=AttemptState.PENDING.value,
-            slots=list(assignment.slots),
-            node_id=node_id,
-            node_name=changes.machines.place(node_id).name if node_id else None,
-            members=_attempt_members(changes.machines, assignment),
-            created_at=time.time(),
-            resumed_from=uuid,
-            resumed_steps=steps,
-            is_filler=assignment.is_filler,
-        )
+    insert_row(
+        connection,
+        tables.attempts,
+        trial_id=trial_id,
+        experiment_id=trial.experiment_id,
+        number=number,
+        state=AttemptState.PENDING.value,
+        slots=list(assignment.slots),
+        node_id=node_id,
+        node_name=changes.machines.place(node_id).name if node_id else None,
+        members=_attempt_members(changes.machines, assignment),
+        created_at=time.time(),
+        resumed_from=uuid,
+        resumed_steps=steps,
+        is_filler=assignment.is_filler,
     )
     changes.update_trial(transaction, trial_id, num_attempts=number)
     # The directory of the attempt must not outlive its row: after a power cut, another attempt

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
-from sqlalchemy import Connection, Row, bindparam, select, update
+from sqlalchemy import Connection, Row, bindparam, select
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
 from paceline import faults
@@ -35,13 +35,12 @@ from paceline._base.journal_records import (
     StoreChecked,
     TimeSpent,
 )
+from paceline._cluster.master.experiments.attempt_runners import Activities
 from paceline._cluster.master.experiments.attempts import check_not_over, read_attempt
 from paceline._cluster.master.experiments.checkpoints import (
     store_checkpoint,
     take_checkpoint_deletion,
 )
-from paceline._cluster.master.experiments.idle_trials import Activities
-from paceline._cluster.master.experiments.record_checks import check_record
 from paceline._cluster.master.experiments.state_writer import (
     StateChanges,
     recompute_best,
@@ -63,9 +62,10 @@ from paceline._cluster.master.store.metric_rows_and_times import (
     has_points_beyond,
     measure_checkpoints,
 )
+from paceline._cluster.master.store.row_ids_and_counts import update_attempt, update_row
 from paceline._cluster.master.store.run_files import add_media
 from paceline._cluster.master.store.series_writer import trim_summaries
-from paceline._cluster.messages.runner_messages import Mark, RecordBatch
+from paceline._cluster.messages.runner_messages import Mark, RecordBatch, check_record
 from paceline._cluster.messages.states import AttemptState
 
 Numbered = Sequence[tuple[int, AnyRecord]]
@@ -148,11 +148,8 @@ def _count_lost_records(
         (tables.trials, trial.id),
         (tables.experiments, trial.experiment_id),
     ):
-        transaction.connection.execute(
-            update(table)
-            .where(table.c.id == row_id)
-            .values(num_records_lost=table.c.num_records_lost + num_lost)
-        )
+        num_now = table.c.num_records_lost + num_lost
+        update_row(transaction.connection, table, row_id, num_records_lost=num_now)
     num_before: int = trial.num_records_lost
     return num_before
 
@@ -219,12 +216,8 @@ class RecordIngest:
         is_waiting = attempt.members is not None and attempt.meeting_port is None
         if attempt.state != AttemptState.PENDING.value or is_waiting:
             return
-        attempts = tables.attempts
-        transaction.connection.execute(
-            update(attempts)
-            .where(attempts.c.id == attempt.id)
-            .values(state=AttemptState.RUNNING.value, started_at=time.time())
-        )
+        running = AttemptState.RUNNING.value
+        update_attempt(transaction.connection, attempt.id, state=running, started_at=time.time())
         transaction.emit(
             "attempt_started",
             attempt.experiment_id,
@@ -270,13 +263,13 @@ class RecordIngest:
                 self._take_notice(transaction, attempt, rank, record)
             elif isinstance(record, EarlyExitReported) and record.reason == _INVALID_HP:
                 # The message of any rank decides for all ranks.
-                _update_attempt(
+                update_attempt(
                     transaction.connection, attempt.id, early_exit=_INVALID_HP, outcome=_INVALID_HP
                 )
             elif isinstance(record, AttemptFinished) and record.outcome == _INVALID_HP:
                 # The rank that refused knows why; others may have no error of their own.
                 why = {} if record.error is None else {"error": record.error}
-                _update_attempt(transaction.connection, attempt.id, outcome=_INVALID_HP, **why)
+                update_attempt(transaction.connection, attempt.id, outcome=_INVALID_HP, **why)
             elif rank == CHIEF and not isinstance(record, MediaReported):
                 self._take_chief_record(transaction, attempt, record)
         _emit_newest(transaction, attempt, rank, untold)
@@ -392,14 +385,14 @@ class RecordIngest:
         elif isinstance(record, OperationCompleted):
             take_operation(changes, transaction, attempt, record)
         elif isinstance(record, PreemptionAcknowledged):
-            _update_attempt(transaction.connection, attempt.id, preempt_acknowledged=True)
+            update_attempt(transaction.connection, attempt.id, preempt_acknowledged=True)
         elif isinstance(record, EarlyExitReported):
-            _update_attempt(transaction.connection, attempt.id, early_exit=record.reason)
+            update_attempt(transaction.connection, attempt.id, early_exit=record.reason)
         elif isinstance(record, AttemptFinished):
             is_refused = _early_exit(transaction.connection, attempt.id) == _INVALID_HP
             if not (is_refused and record.outcome == "error"):
                 # An error of the chief's only answers the end of the rank that refused.
-                _update_attempt(
+                update_attempt(
                     transaction.connection, attempt.id, outcome=record.outcome, error=record.error
                 )
         else:
@@ -443,7 +436,7 @@ def take_log_hits(
         title = f"The output of attempt {attempt.number} {_FOLLOWS[hit['action']]}"
         ingest.raise_alert(transaction, attempt, title, hit["line"])
     if new:
-        _update_attempt(transaction.connection, attempt_id, log_hits=known | new)
+        update_attempt(transaction.connection, attempt_id, log_hits=known | new)
 
 
 def _shown_alert(alert: AlertRaised, rank: int) -> dict[str, Any]:
@@ -534,7 +527,7 @@ def _emit_newest(
 def _take_environment(connection: Connection, attempt: Row[Any], record: AttemptStarted) -> None:
     if record.environment is not None:
         digest = store_environment(connection, record.environment)
-        _update_attempt(connection, attempt.id, environment=digest)
+        update_attempt(connection, attempt.id, environment=digest)
 
 
 def _take_restarts(transaction: Transaction, attempt: Row[Any], record: AttemptStarted) -> None:
@@ -546,7 +539,7 @@ def _take_restarts(transaction: Transaction, attempt: Row[Any], record: AttemptS
     causes = (transaction.connection.scalar(query) or {}) | {
         str(record.generation): list(record.restart_causes)
     }
-    _update_attempt(transaction.connection, attempt.id, restart_causes=causes)
+    update_attempt(transaction.connection, attempt.id, restart_causes=causes)
     transaction.emit(
         "workers_restarted",
         attempt.experiment_id,
@@ -572,12 +565,6 @@ def _read_marks(connection: Connection, attempt_id: int) -> dict[tuple[int, int]
     """Return the highest stored sequence number per (generation, rank)."""
     rows = connection.execute(_MARKS, {"wanted": attempt_id})
     return {(row.generation, row.rank): row.sequence for row in rows}
-
-
-def _update_attempt(connection: Connection, attempt_id: int, **values: Any) -> None:
-    connection.execute(
-        update(tables.attempts).where(tables.attempts.c.id == attempt_id).values(**values)
-    )
 
 
 def _early_exit(connection: Connection, attempt_id: int) -> str | None:

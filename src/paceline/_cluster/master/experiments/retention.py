@@ -29,6 +29,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, DatabaseLostError, Transaction
 from paceline._cluster.master.store.metric_rows_and_times import read_series
+from paceline._cluster.master.store.row_ids_and_counts import row_of
 from paceline._cluster.master.store.run_files import FileContents, used_digests
 from paceline._cluster.messages.states import (
     AttemptState,
@@ -36,7 +37,7 @@ from paceline._cluster.messages.states import (
     ExperimentState,
     TrialState,
 )
-from paceline.config._experiment_config import CheckpointStorage
+from paceline.config._checkpoint_storage_section import CheckpointStorage
 from paceline.storage._checkpoint_files import CheckpointError
 from paceline.storage._checkpoint_storage import Kept, RetentionRules, best_of, beyond_bytes, wanted
 
@@ -189,9 +190,7 @@ def sweep_checkpoints(
         When to do it again, in seconds since the epoch; None if this was the last time for now.
     """
     with database.read() as connection:
-        experiment = connection.execute(
-            select(tables.experiments).where(tables.experiments.c.id == experiment_id)
-        ).one()
+        experiment = row_of(connection, tables.experiments, experiment_id)
     has_ended = ExperimentState(experiment.state).is_terminal
     if not has_ended:
         # Before the checkpoints are read, so that one that comes meanwhile is not missed.

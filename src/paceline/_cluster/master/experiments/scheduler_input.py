@@ -16,6 +16,7 @@ from paceline._cluster.master.experiments.failures import (
     trials_in_start_delay,
 )
 from paceline._cluster.master.experiments.state_decisions import RefusedError
+from paceline._cluster.master.scheduling.pool_policies import Sharing
 from paceline._cluster.master.scheduling.pools import (
     DEFAULT_PRIORITY,
     Holding,
@@ -24,10 +25,9 @@ from paceline._cluster.master.scheduling.pools import (
     PolicyName,
     PoolSettings,
     Waiting,
+    fits_nodes,
     in_pools,
 )
-from paceline._cluster.master.scheduling.schedule import fits_nodes
-from paceline._cluster.master.scheduling.shares import Sharing
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, slots_by_node
 from paceline._cluster.master.store.quotas import (

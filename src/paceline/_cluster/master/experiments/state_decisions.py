@@ -322,63 +322,56 @@ def _judge_stopping(facts: AttemptFacts) -> ExitDecision:
 
 
 def _judge_lost_runner(facts: AttemptFacts) -> ExitDecision:
-    if facts.num_runners_lost > MAX_RUNNERS_LOST:
-        return _failed_exit(
-            facts,
-            f"The attempt was lost {facts.num_runners_lost} times in a row: {facts.text}.",
-        )
     return _tried_again(
         facts,
         f"The attempt was lost ({facts.text}); the trial goes on from its latest checkpoint, or"
         " from the beginning without one (not counted as a restart).",
+        error=f"The attempt was lost {facts.num_runners_lost} times in a row: {facts.text}.",
+        is_last=facts.num_runners_lost > MAX_RUNNERS_LOST,
     )
 
 
 def _judge_not_formed(facts: AttemptFacts) -> ExitDecision:
-    if facts.num_not_formed > MAX_NOT_FORMED:
-        return _failed_exit(
-            facts,
-            f"The nodes of the attempt did not come together {facts.num_not_formed} times in a row:"
-            f" {facts.text}. Hint: see to the nodes and the network between them, then continue the"
-            " experiment.",
-        )
     return _tried_again(
         facts,
         f"The attempt gave its slots back ({facts.text}); it is tried again in a while (not counted"
         " as a restart).",
+        error=f"The nodes of the attempt did not come together {facts.num_not_formed} times in a"
+        f" row: {facts.text}. Hint: see to the nodes and the network between them, then continue"
+        " the experiment.",
+        is_last=facts.num_not_formed > MAX_NOT_FORMED,
     )
 
 
 def _judge_shortage(facts: AttemptFacts) -> ExitDecision:
-    if facts.num_shortages > MAX_SHORTAGES:
-        return _failed_exit(
-            facts,
-            f"The attempt could not start {facts.num_shortages} times in a row: {facts.text}."
-            " Hint: give the machine what it lacks, then continue the experiment.",
-        )
     return _tried_again(
         facts,
         f"The attempt could not start ({facts.text}); it is tried again in a while (not"
         " counted as a restart).",
+        error=f"The attempt could not start {facts.num_shortages} times in a row: {facts.text}."
+        " Hint: give the machine what it lacks, then continue the experiment.",
+        is_last=facts.num_shortages > MAX_SHORTAGES,
     )
 
 
 def _judge_store_failure(facts: AttemptFacts) -> ExitDecision:
-    if facts.num_store_failures > MAX_STORE_FAILURES:
-        return _failed_exit(
-            facts,
-            f"The store {facts.store} did not answer {facts.num_store_failures} attempts in a row:"
-            f" {facts.text}. Hint: see to the store, then continue the experiment.",
-        )
     return _tried_again(
         facts,
         f"The attempt failed, as the store {facts.store} does not answer ({facts.logged_text}); it"
         " is tried again in a while, from the latest checkpoint if there is one (not counted as a"
         " restart).",
+        error=f"The store {facts.store} did not answer {facts.num_store_failures} attempts in a"
+        f" row: {facts.text}. Hint: see to the store, then continue the experiment.",
+        is_last=facts.num_store_failures > MAX_STORE_FAILURES,
     )
 
 
-def _tried_again(facts: AttemptFacts, note: str) -> ExitDecision:
+def _tried_again(
+    facts: AttemptFacts, note: str, *, error: str = "", is_last: bool = False
+) -> ExitDecision:
+    """Return another attempt with a note, or the failure with `error` after the last one."""
+    if is_last:
+        return _failed_exit(facts, error)
     return ExitDecision(
         state=TrialState.ACTIVE,
         search_exit=None,

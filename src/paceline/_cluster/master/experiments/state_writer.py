@@ -14,6 +14,7 @@ from paceline._base.journal_records import (
     decode_value,
     encode_float,
 )
+from paceline._cluster.master.executors import Machines
 from paceline._cluster.master.experiments.failures import (
     FailingNodes,
     counted_trial_states,
@@ -41,7 +42,6 @@ from paceline._cluster.master.experiments.state_decisions import (
 )
 from paceline._cluster.master.experiments.storage_calls import FailingStores, StorageCalls
 from paceline._cluster.master.experiments.stored_searches import Searches, store_search_view
-from paceline._cluster.master.scheduling.machines import Machines
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Transaction
@@ -49,6 +49,10 @@ from paceline._cluster.master.store.metric_rows_and_times import (
     measure_checkpoints,
     read_rows,
     read_series,
+)
+from paceline._cluster.master.store.row_ids_and_counts import (
+    update_attempt,
+    update_experiment,
 )
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.master.waiting import WaitingRequests, Wakeups
@@ -197,11 +201,7 @@ class StateChanges:
         # First error wins: later errors are mostly consequences.
         if error is not None and row.error is None:
             values["error"] = error
-        transaction.connection.execute(
-            update(tables.experiments)
-            .where(tables.experiments.c.id == experiment_id)
-            .values(**values)
-        )
+        update_experiment(transaction.connection, experiment_id, **values)
         transaction.emit(
             "experiment_state", experiment_id, state=state.value, error=error or row.error
         )
@@ -249,12 +249,7 @@ class StateChanges:
 
     def end_search(self, transaction: Transaction, experiment_id: int, end: SearchEnd) -> None:
         """Store the end of an experiment's search; further inputs are ignored."""
-        experiments = tables.experiments
-        transaction.connection.execute(
-            update(experiments)
-            .where(experiments.c.id == experiment_id)
-            .values(search_end=end.value)
-        )
+        update_experiment(transaction.connection, experiment_id, search_end=end.value)
 
     def fail_experiment(self, transaction: Transaction, experiment_id: int, message: str) -> None:
         """Stop an experiment after an error no further attempt could fix."""
@@ -387,21 +382,10 @@ class StateChanges:
 
     # ---- attempts ------------------------------------------------------------------------
 
-    def update_attempt(self, transaction: Transaction, attempt_id: int, **values: Any) -> None:
-        """Set columns of an attempt without notifying its runner."""
-        attempts = tables.attempts
-        transaction.connection.execute(
-            update(attempts).where(attempts.c.id == attempt_id).values(**values)
-        )
-
     def change_attempt(self, transaction: Transaction, attempt_id: int, **values: Any) -> None:
         """Set columns of an attempt and notify its runner through a new control version."""
-        attempts = tables.attempts
-        transaction.connection.execute(
-            update(attempts)
-            .where(attempts.c.id == attempt_id)
-            .values(control_version=attempts.c.control_version + 1, **values)
-        )
+        version = tables.attempts.c.control_version + 1
+        update_attempt(transaction.connection, attempt_id, control_version=version, **values)
         transaction.after_commit(lambda: self._controls.notify(attempt_id))
 
     def preempt(self, transaction: Transaction, attempt: Row[Any], reason: str) -> None:
@@ -479,11 +463,7 @@ def _update_experiment(
     found = (None, None) if best is None else (best.id, best.best_metric)
     if found == (present.best_trial_id, present.best_metric):
         return
-    connection.execute(
-        update(tables.experiments)
-        .where(tables.experiments.c.id == experiment_id)
-        .values(best_trial_id=found[0], best_metric=found[1])
-    )
+    update_experiment(connection, experiment_id, best_trial_id=found[0], best_metric=found[1])
     attempts = tables.attempts
     running = select(attempts.c.id).where(
         attempts.c.experiment_id == experiment_id,

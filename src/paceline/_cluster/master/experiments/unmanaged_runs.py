@@ -12,11 +12,10 @@ from itertools import groupby
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, Table, insert, select, update
+from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline._base.journal_records import AttemptStarted
 from paceline._base.run_directory import RUN_FORMAT_VERSION, RunInfo
-from paceline._cluster.master.experiments.record_checks import check_run_info
 from paceline._cluster.master.experiments.record_ingest import CHIEF, RecordIngest
 from paceline._cluster.master.experiments.state_decisions import (
     INVALID_HP,
@@ -30,13 +29,18 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.reach import check_object
-from paceline._cluster.master.store.row_ids_and_counts import new_id
+from paceline._cluster.master.store.row_ids_and_counts import (
+    insert_row,
+    update_attempt,
+    update_experiment,
+)
 from paceline._cluster.messages.runner_messages import (
     AttemptEnd,
     RecordBatch,
     RunBatch,
     RunMark,
     RunReply,
+    check_run_info,
 )
 from paceline._cluster.messages.states import (
     AttemptState,
@@ -108,27 +112,6 @@ def run_attempts(connection: Connection, trial_id: int) -> list[Row[Any]]:
     attempts = tables.attempts
     query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
     return list(connection.execute(query))
-
-
-def insert_row(connection: Connection, table: Table, **values: Any) -> int:
-    """Insert a row and return its id."""
-    row_id = new_id(connection, table)
-    connection.execute(insert(table).values(id=row_id, **values))
-    return row_id
-
-
-def update_experiment(connection: Connection, experiment_id: int, **values: Any) -> None:
-    """Change the row of an experiment."""
-    experiments = tables.experiments
-    connection.execute(
-        update(experiments).where(experiments.c.id == experiment_id).values(**values)
-    )
-
-
-def update_attempt(connection: Connection, attempt_id: int, **values: Any) -> None:
-    """Change the row of an attempt."""
-    attempts = tables.attempts
-    connection.execute(update(attempts).where(attempts.c.id == attempt_id).values(**values))
 
 
 def reopen_attempt(connection: Connection, attempt: Row[Any]) -> None:

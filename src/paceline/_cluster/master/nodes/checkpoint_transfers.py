@@ -25,7 +25,6 @@ from paceline._cluster.master.experiments.checkpoints import (
     note_deleted_files,
     store_checkpoint,
 )
-from paceline._cluster.master.experiments.record_checks import check_record
 from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables
@@ -37,6 +36,7 @@ from paceline._cluster.messages.runner_messages import (
     CheckpointNeeds,
     CheckpointOffer,
     ShardOffer,
+    check_record,
 )
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, CheckpointState
 from paceline.storage._checkpoint_files import (

@@ -10,21 +10,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select
 
 import paceline
 from paceline._base.arguments_and_errors import PicklableError
 from paceline._base.process_and_network import LOOPBACK_HOSTS
 from paceline._cluster.master.authentication import StoredToken, Tokens
+from paceline._cluster.master.executors import Machines, Place
 from paceline._cluster.master.experiments.attempts import DEFAULT_LEASE_S, live_attempts
 from paceline._cluster.master.experiments.scheduler_input import read_pools
 from paceline._cluster.master.nodes.node_presence import NodeOrders, NodePresence
-from paceline._cluster.master.scheduling.machines import Machines, Place
 from paceline._cluster.master.scheduling.pools import NodeSlots, PoolSettings, pool_of
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import slots_by_node
 from paceline._cluster.master.store.database import Database, Transaction
-from paceline._cluster.master.store.row_ids_and_counts import keep_ids, new_id
+from paceline._cluster.master.store.row_ids_and_counts import keep_ids, new_id, update_row
 from paceline._cluster.master.waiting import Wakeups
 from paceline._cluster.messages.runner_messages import (
     DEFAULT_POOL,
@@ -522,10 +522,7 @@ class Nodes(Machines):
         node = self.get(node_id)
         if node is None:
             raise UnknownNodeError(f"There is no node {node_id}.")
-        nodes = tables.nodes
-        transaction.connection.execute(
-            update(nodes).where(nodes.c.id == node_id).values(is_draining=is_draining)
-        )
+        update_row(transaction.connection, tables.nodes, node_id, is_draining=is_draining)
         transaction.after_commit(lambda: self._replace(node_id, is_draining))
 
     def forget(self, transaction: Transaction, node_id: int) -> None:
@@ -620,7 +617,7 @@ def _stored_registration(
         connection.execute(insert(nodes).values(**values))
     else:
         values |= {"session": known.session + 1, "is_draining": known.is_draining}
-        connection.execute(update(nodes).where(nodes.c.id == known.id).values(**values))
+        update_row(connection, nodes, known.id, **values)
         values["id"] = known.id
     return RegisteredNode(**values | {"facts": facts})
 

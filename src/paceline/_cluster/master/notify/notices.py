@@ -17,9 +17,8 @@ from pydantic import Field, ValidationError, model_validator
 from paceline._base.journal_records import decode_value
 from paceline._cluster.messages.runner_messages import NAME_PATTERN
 from paceline._cluster.messages.states import ExperimentState, TrialState
-from paceline.config._environment_and_secrets import hide_values
+from paceline.config._environment_and_secrets import Notify, Threshold, Topic, hide_values
 from paceline.config._fields_and_problems import Age, ConfigError, Problem, Section, Text, refused
-from paceline.config._notify_section import Notify, Threshold, Topic
 from paceline.config._read_yaml import read_yaml_file
 
 _LEVELS = ("debug", "info", "warn", "error")

@@ -20,10 +20,12 @@ from paceline._cluster.master.scheduling.pools import NodeSlots, PoolNeed
 from paceline._cluster.master.starters.kubernetes_starter import KubernetesStarter
 from paceline._cluster.master.starters.slurm_ssh_ray_starters import (
     RayStarter,
+    RunnerOrder,
     SlurmStarter,
     SshStarter,
+    Starter,
+    StarterError,
 )
-from paceline._cluster.master.starters.starter_base import RunnerOrder, Starter, StarterError
 from paceline._cluster.messages.master_models import TokenScope
 from paceline._cluster.messages.runner_messages import NAME_PATTERN, STARTER_LABEL, MasterAddress
 from paceline.config._fields_and_problems import Section

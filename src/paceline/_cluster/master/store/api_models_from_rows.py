@@ -41,7 +41,8 @@ from paceline._cluster.messages.runner_messages import LOCAL_NAME, LOCAL_NODE, A
 from paceline._cluster.messages.states import AttemptState, CheckpointState, ExperimentState
 from paceline.config._environment_and_secrets import hide_secrets
 from paceline.config._experiment_config import ExperimentConfig
-from paceline.config._searcher_section import MissingSearcher, searcher_section
+from paceline.config._searcher_registry import searcher_section
+from paceline.config._searcher_section import MissingSearcher
 from paceline.config._validate_config import read_stored_config
 
 _MAX_CACHED = 500

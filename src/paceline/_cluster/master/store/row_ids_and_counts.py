@@ -1,4 +1,4 @@
-"""Row counts by state, kept up to date by triggers, so reading a count costs nothing."""
+"""Rows by their ids, and row counts by state: triggers keep these, so reading one costs nothing."""
 
 import json
 import time
@@ -9,6 +9,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     MetaData,
+    Row,
     Select,
     Table,
     and_,
@@ -19,6 +20,7 @@ from sqlalchemy import (
     func,
     insert,
     select,
+    update,
 )
 
 from paceline._cluster.master.store import tables
@@ -64,6 +66,43 @@ def raise_ids(connection: Connection, newest: Mapping[Table, int]) -> None:
         kept = max(number, new_id(connection, table) - 1)
         connection.execute(delete(meta).where(meta.c.key == _key(table)))
         connection.execute(insert(meta).values(key=_key(table), value=str(kept)))
+
+
+def insert_row(connection: Connection, table: Table, **values: Any) -> int:
+    """Insert a row under a new id, and return the id."""
+    row_id = new_id(connection, table)
+    connection.execute(insert(table).values(id=row_id, **values))
+    return row_id
+
+
+def row_of(connection: Connection, table: Table, row_id: int) -> Row[Any]:
+    """Return the row of an id, which must be there."""
+    return connection.execute(select(table).where(table.c.id == row_id)).one()
+
+
+def update_row(connection: Connection, table: Table, row_id: int, **values: Any) -> None:
+    """Set columns of the row of an id."""
+    connection.execute(update(table).where(table.c.id == row_id).values(**values))
+
+
+def update_experiment(connection: Connection, experiment_id: int, **values: Any) -> None:
+    """Set columns of an experiment."""
+    update_row(connection, tables.experiments, experiment_id, **values)
+
+
+def update_attempt(connection: Connection, attempt_id: int, **values: Any) -> None:
+    """Set columns of an attempt; its runner is not notified."""
+    update_row(connection, tables.attempts, attempt_id, **values)
+
+
+def insert_document(
+    connection: Connection, kind: str, parent: str, name: str, content: Any, **columns: Any
+) -> None:
+    """Insert a document that is created now, unless `columns` have other times."""
+    now = time.time()
+    times = {"created_at": now, "changed_at": now}
+    place = {"kind": kind, "parent": parent, "name": name, "content": content}
+    connection.execute(insert(tables.documents).values(**times | place | columns))
 
 
 def _key(table: Table) -> str:

@@ -281,7 +281,7 @@ views = Table(
     sqlite_autoincrement=True,
 )
 
-# What deleted experiments have used; see `usage.py`. Months are of UTC.
+# What deleted experiments have used; see `quotas.py`. Months are of UTC.
 usage = Table(
     "usage",
     metadata,
@@ -383,7 +383,7 @@ experiments = Table(
     # The sum of its trials' counts.
     Column("num_records_lost", BigInteger, nullable=False, default=0, server_default="0"),
     # Null takes the configuration's value; a null place means the order of arrival. See
-    # `pool_policies.py` in `scheduling`.
+    # `pools.py` in `scheduling`.
     Column("priority", Integer),
     Column("weight", Float),
     Column("queue_place", Float),

@@ -1,29 +1,302 @@
-"""Upgrade of a database from an earlier version, after a copy of it was made."""
+"""Upgrade of a database after a copy was made; reading, checking and copying of databases."""
 
-from collections.abc import Callable
+import os
+import sqlite3
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
+import numpy as np
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
+from numpy.typing import NDArray
 from sqlalchemy import (
     JSON,
     BigInteger,
     Boolean,
     Column,
     Connection,
+    Engine,
     Float,
     ForeignKey,
     Integer,
+    NullPool,
     String,
     Text,
+    create_engine,
     false,
+    insert,
+    inspect,
+    select,
     text,
 )
+from sqlalchemy.exc import DatabaseError
 
-from paceline._base.files import sync_directory
-from paceline._cluster.master.store.database import copy_of_version
-from paceline._cluster.master.store.database_reading import copy_database
+from paceline._base.files import regular_opener, sync_directory
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import (
+    Transaction,
+    copy_of_version,
+    unreadable,
+)
+from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.master.store.tables import FIRST_SCHEMA_VERSION
+
+
+def connect_to_read(path: Path) -> sqlite3.Connection:
+    """Return a connection for reading only; a leftover rollback journal needs mode `rw`."""
+    # A database whose first change was interrupted can be read only once that is taken back.
+    mode = "rw" if path.with_name(f"{path.name}-journal").exists() else "ro"
+    address = f"file:{quote(str(path.absolute()))}?mode={mode}"
+    return sqlite3.connect(address, uri=True, timeout=30)
+
+
+@contextmanager
+def open_read_only(path: Path) -> Iterator[Connection]:
+    """Open a read-only connection to a database without a `Database` object.
+
+    Raises:
+        DatabaseVersionError: It is damaged, or no database.
+    """
+    engine = _reader(path)
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except (DatabaseError, sqlite3.DatabaseError) as error:
+        raise unreadable(path, getattr(error, "orig", error)) from error
+    finally:
+        engine.dispose()
+
+
+def _reader(path: Path) -> Engine:
+    return create_engine("sqlite://", creator=lambda: connect_to_read(path), poolclass=NullPool)
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """Copy a database with SQLite's online backup: a single consistent state, forced to disk.
+
+    Writers continue meanwhile. Nothing else is in the copy's directory afterwards.
+
+    Args:
+        source: The database; its log beside it belongs to it.
+        target: The copy; a file that is there is replaced.
+
+    Raises:
+        DatabaseVersionError: The source cannot be read as a database.
+        OSError: The copy cannot be written.
+    """
+    target.unlink(missing_ok=True)
+    try:
+        with closing(connect_to_read(source)) as reader:
+            _fill_copy(reader, target)
+    except sqlite3.DatabaseError as error:
+        target.unlink(missing_ok=True)
+        if isinstance(error, sqlite3.OperationalError) and source.exists():
+            raise OSError(
+                f"{str(source)!r} cannot be copied to {str(target)!r}: {error}"
+            ) from error
+        raise unreadable(source, error) from error
+
+
+def _fill_copy(reader: sqlite3.Connection, target: Path) -> None:
+    # Made first, so that nobody else can ever read it.
+    os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    with closing(sqlite3.connect(target)) as writer:
+        # Backup in one step: a change of the source between two steps would restart the copy.
+        reader.backup(writer)
+        # A single file, which nobody needs to put together.
+        writer.execute("PRAGMA journal_mode=DELETE")
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def check_copy(path: Path) -> None:
+    """Check the pages of a database without writers.
+
+    Raises:
+        DatabaseDamagedError: Some are damaged.
+    """
+    # `immutable`: SQLite takes no locks and makes no files beside the copy.
+    address = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
+    try:
+        with closing(sqlite3.connect(address, uri=True)) as connection:
+            (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise unreadable(path, error) from error
+    if problem != "ok":
+        raise unreadable(path, sqlite3.DatabaseError(" ".join(str(problem).split())))
+
+
+_HEADER = struct.Struct(">8I")
+_FRAME = struct.Struct(">6I")
+_MAGIC = 0x377F0682
+_BLOCK_FRAMES = 1024
+_MASK = 2**32 - 1
+
+Words = NDArray[np.uint32]
+
+
+def find_log_damage(database: Path) -> str | None:
+    """Describe the unreadable part of a database's WAL; None if the log is intact.
+
+    For a database that nobody has open. An unfinished write of a killed process is no damage.
+    """
+    path = database.with_name(f"{database.name}-wal")
+    try:
+        with open(path, "rb", opener=regular_opener) as file:
+            header = file.read(_HEADER.size)
+            if len(header) < _HEADER.size:
+                return None
+            magic, _, page_size, _, *salts, sum_1, sum_2 = _HEADER.unpack(header)
+            frame_size = _FRAME.size + page_size
+            is_known = magic & ~1 == _MAGIC and page_size in (2**n for n in range(9, 17))
+            # WAL format: the lowest bit of the magic number is the byte order of checksums.
+            order = ">" if magic & 1 else "<"
+            if not is_known or _add_wal_checksum((0, 0), _words(header[:24], order)) != (
+                sum_1,
+                sum_2,
+            ):
+                size = path.stat().st_size - _HEADER.size
+                return (
+                    f"its header is damaged, so that {size} bytes are not taken" if size else None
+                )
+            sums, num_whole, num_frames, num_lost = (sum_1, sum_2), 0, 0, 0
+            is_whole = True
+            while block := file.read(frame_size * _BLOCK_FRAMES):
+                for frame in _frames(block, frame_size):
+                    _, _, *frame_salts, sum_1, sum_2 = _FRAME.unpack(frame[: _FRAME.size])
+                    num_frames += 1
+                    if frame_salts != salts and is_whole:
+                        # Different salts: frames of an earlier log generation,
+                        # unless frames with the current salts follow.
+                        is_whole, num_whole = False, num_frames - 1
+                        continue
+                    if is_whole:
+                        # WAL format: the checksum covers 8 bytes of the frame header, and the page.
+                        covered = frame[:8] + frame[_FRAME.size :]
+                        sums = _add_wal_checksum(sums, _words(covered, order))
+                        if sums == (sum_1, sum_2):
+                            continue
+                        is_whole, num_whole = False, num_frames - 1
+                    num_lost += frame_salts == salts
+    except FileNotFoundError:
+        return None
+    if not num_lost:
+        return None
+    return f"page {num_whole + 1} of it is damaged, so that {num_frames - num_whole} are not taken"
+
+
+def _frames(block: bytes, size: int) -> Iterator[bytes]:
+    """Yield whole frames."""
+    for start in range(0, len(block) - size + 1, size):
+        yield block[start : start + size]
+
+
+def _words(data: bytes, order: str) -> Words:
+    return np.frombuffer(data, f"{order}u4").astype(np.uint32)
+
+
+_Start = tuple[tuple[int, int], tuple[int, int]]
+_weights: dict[int, tuple[_Start, Words, Words]] = {}
+
+
+def _add_wal_checksum(sums: tuple[int, int], words: Words) -> tuple[int, int]:
+    """Return the checksum of words after others, all modulo 2**32.
+
+    For each pair of words, s0 += x0 + s1 and then s1 += x1 + s0. That is linear, so each result is
+    a sum of all words with weights that follow from their number.
+    """
+    if len(words) not in _weights:
+        _weights[len(words)] = _wal_weights(len(words))
+    starts, *weights = _weights[len(words)]
+    s0, s1 = (
+        sum(a * b for a, b in zip(sums, start, strict=True))
+        + int((words * weight).sum(dtype=np.uint32))
+        for start, weight in zip(starts, weights, strict=True)
+    )
+    return s0 & _MASK, s1 & _MASK
+
+
+def _wal_weights(num_words: int) -> tuple[_Start, Words, Words]:
+    """Return the weights of the two sums before, and of the words in each of the two results."""
+    first, second = np.zeros(num_words, np.uint32), np.zeros(num_words, np.uint32)
+    # The step is (s0, s1) -> (s0 + s1, s0 + 2 s1), and the words add (x0, x0 + x1). `power` has the
+    # weights of both sums before the pairs that were looked at, which begins at the last one.
+    power: _Start = ((1, 0), (0, 1))
+    for pair in range(num_words // 2 - 1, -1, -1):
+        (a, b), (c, d) = power
+        first[2 * pair], first[2 * pair + 1] = (a + b) & _MASK, b
+        second[2 * pair], second[2 * pair + 1] = (c + d) & _MASK, d
+        power = (
+            ((a + b) & _MASK, (a + 2 * b) & _MASK),
+            ((c + d) & _MASK, (c + 2 * d) & _MASK),
+        )
+    return power, first, second
+
+
+# A larger database takes too long to read as a whole at each start.
+_MAX_CHECKED_BYTES = 2**30
+_CONTEXT = "context:"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownFiles:
+    """Newest ids and upload digests recorded in a database; the defaults fit an empty database.
+
+    Deleted trials and attempts count as known, because their files may have stayed.
+    """
+
+    newest_experiment: int = 0
+    newest_trial: int = 0
+    newest_attempt: int = 0
+    contexts: frozenset[str] = frozenset()
+
+
+def read_known_files(path: Path) -> KnownFiles:
+    """Return the ids and uploads known to a database.
+
+    The database must exist. It is only read, so that a refused start changes nothing.
+
+    Raises:
+        DatabaseVersionError: It is damaged, or no database of Paceline.
+    """
+    with open_read_only(path) as connection:
+        if path.stat().st_size <= _MAX_CHECKED_BYTES:
+            _check_pages(connection)
+        if not inspect(connection).get_table_names():
+            return KnownFiles()
+        return KnownFiles(
+            newest_experiment=new_id(connection, tables.experiments) - 1,
+            newest_trial=new_id(connection, tables.trials) - 1,
+            newest_attempt=new_id(connection, tables.attempts) - 1,
+            contexts=_known_contexts(connection),
+        )
+
+
+def note_contexts(transaction: Transaction, *digests: str) -> None:
+    """Record the digests of uploads; call this before a file is written."""
+    for digest in digests:
+        row = insert(tables.meta).prefix_with("OR IGNORE")
+        transaction.connection.execute(row.values(key=_CONTEXT + digest, value="1"))
+    # After a power cut the file may be there, and a database that does not know it is refused.
+    transaction.force()
+
+
+def _check_pages(connection: Connection) -> None:
+    problem = connection.execute(text("PRAGMA quick_check(1)")).scalar()
+    if problem != "ok":
+        raise sqlite3.DatabaseError(" ".join(str(problem).split()))
+
+
+def _known_contexts(connection: Connection) -> frozenset[str]:
+    keys = select(tables.meta.c.key).where(tables.meta.c.key.startswith(_CONTEXT))
+    noted = {key.removeprefix(_CONTEXT) for key in connection.execute(keys).scalars()}
+    used = connection.execute(select(tables.experiments.c.context_digest)).scalars()
+    return frozenset(noted | {digest for digest in used if digest is not None})
+
 
 # Step n leads from schema version `FIRST_SCHEMA_VERSION + n` to the next. Each step is written out:
 # a later change of the tables must not change what an earlier step does.

@@ -25,21 +25,19 @@ from paceline._cluster.master.store.run_files import (
     list_files,
     put_file,
 )
-from paceline._cluster.master.trackers.wandb_files import (
-    Fields,
-    file_view,
-    iso_time,
-    signed_url,
-    stored_path,
-)
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, page
 from paceline._cluster.master.trackers.wandb_runs import (
     Asked,
+    Fields,
     RunPlace,
     checked_name,
     checked_place,
     decode_id,
     encode_id,
+    file_view,
+    iso_time,
+    signed_url,
+    stored_path,
     upsert_project,
 )
 from paceline._cluster.master.trackers.wandb_values import storable

@@ -11,24 +11,11 @@ from sqlalchemy import Row, delete, select
 
 from paceline._base.journal_records import AlertRaised
 from paceline._cluster.master.experiments.logged_runs import get_document, list_documents
-from paceline._cluster.master.experiments.unmanaged_runs import update_experiment
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.row_ids_and_counts import update_experiment
 from paceline._cluster.master.trackers import wandb_artifacts as artifacts
 from paceline._cluster.master.trackers import wandb_sweeps as sweeps
-from paceline._cluster.master.trackers.wandb_files import (
-    file_rows,
-    files_page,
-    iso_time,
-    log_lines,
-    signed_url,
-    stored_path,
-)
-from paceline._cluster.master.trackers.wandb_filters import chosen_runs
-from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, page
-from paceline._cluster.master.trackers.wandb_history import (
-    history_keys,
-    read_history,
-)
+from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, chosen_runs, page
 from paceline._cluster.master.trackers.wandb_runs import (
     ENTITY,
     PROJECT,
@@ -40,13 +27,24 @@ from paceline._cluster.master.trackers.wandb_runs import (
     config_values,
     decode_id,
     encode_id,
+    file_rows,
+    files_page,
     forget_run,
+    iso_time,
+    log_lines,
+    signed_url,
     state_of,
     store_run,
+    stored_path,
     upsert_project,
     upsert_run,
 )
-from paceline._cluster.master.trackers.wandb_streams import EVENTS, HISTORY
+from paceline._cluster.master.trackers.wandb_streams import (
+    EVENTS,
+    HISTORY,
+    history_keys,
+    read_history,
+)
 from paceline._cluster.master.trackers.wandb_values import storable
 from paceline.importers._run_writer import SYSTEM_GROUP
 

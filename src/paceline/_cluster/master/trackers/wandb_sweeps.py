@@ -16,7 +16,6 @@ from paceline._cluster.master.experiments.logged_runs import (
 )
 from paceline._cluster.master.experiments.state_decisions import NotFoundError
 from paceline._cluster.master.store.reach import creating_in
-from paceline._cluster.master.trackers.wandb_files import iso_time
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError
 from paceline._cluster.master.trackers.wandb_runs import (
     PROJECT,
@@ -25,6 +24,7 @@ from paceline._cluster.master.trackers.wandb_runs import (
     checked_place,
     decode_id,
     encode_id,
+    iso_time,
     json_object,
     upsert_project,
 )

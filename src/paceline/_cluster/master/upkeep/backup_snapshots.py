@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from paceline._base.files import regular_opener
-from paceline._cluster.master.store.database_reading import KnownFiles
+from paceline._cluster.master.store.upgrades import KnownFiles
 from paceline.storage._checkpoint_files import FileEntry
 
 BACKUP_VERSION = 1

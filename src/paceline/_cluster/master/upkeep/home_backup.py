@@ -18,13 +18,13 @@ from paceline import faults
 from paceline._base.files import sync_directory
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import DatabaseVersionError, check_stored_version
-from paceline._cluster.master.store.database_reading import (
+from paceline._cluster.master.store.run_files import used_digests
+from paceline._cluster.master.store.upgrades import (
     check_copy,
     copy_database,
     open_read_only,
     read_known_files,
 )
-from paceline._cluster.master.store.run_files import used_digests
 from paceline._cluster.master.upkeep.backup_snapshots import (
     CHECKPOINTS,
     CONTENT_NAME,

@@ -26,12 +26,12 @@ from paceline._cluster.master.notify.notices import NOTIFY_FILE, read_notify_fil
 from paceline._cluster.master.starters.pool_runners import POOL_FILE, read_pool_definitions
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, DatabaseVersionError
-from paceline._cluster.master.store.database_reading import (
+from paceline._cluster.master.store.recovery_rows import are_records_begun, note_experiment
+from paceline._cluster.master.store.upgrades import (
     copy_database,
     find_log_damage,
     open_read_only,
 )
-from paceline._cluster.master.store.recovery_rows import are_records_begun, note_experiment
 from paceline._cluster.master.upkeep.backup_snapshots import DATABASE, BackupError
 from paceline._cluster.master.upkeep.home_file_checks import (
     CheckPace,
@@ -44,7 +44,7 @@ from paceline._cluster.master.upkeep.home_file_checks import (
     check_logs,
     check_run_files,
 )
-from paceline._cluster.master.upkeep.home_restore import rebuild_database
+from paceline._cluster.master.upkeep.home_rebuild import rebuild_database
 from paceline._cluster.master.upkeep.recovery_records import (
     check_records,
     mend_recorded_row,

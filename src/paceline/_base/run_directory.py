@@ -29,10 +29,11 @@ from paceline._base.journal_records import (
     MediaFile,
     MediaReported,
     RecordLost,
+    check_seal,
     decode_record,
     encode_record,
+    seal,
 )
-from paceline._base.sealed_json import check_seal, seal
 
 RUN_FORMAT_VERSION = 1
 MEDIA_MARK = b'"type":"media"'

@@ -27,7 +27,6 @@ from paceline._training.workers.failures_and_restarts import RestartPolicy, Trai
 from paceline._training.workers.processes.worker_process import join_process_group
 from paceline._training.workers.worker_pools import WorkerPool
 from paceline._training.workers.workers import ElasticLimits, Workers, WorkerSettings
-from paceline.creators._default_functions import train_one_model, validate_one_model
 from paceline.creators._pass_reports import (
     LocalMeans,
     NotedProgress,
@@ -59,6 +58,8 @@ from paceline.creators._trainer_arguments import (
     call_hook,
     call_with,
     check_gpu,
+    train_one_model,
+    validate_one_model,
 )
 from paceline.data._batches_to_device import release_device_memory
 from paceline.data._order_and_random_generators import isolated_randomness, seed_everything

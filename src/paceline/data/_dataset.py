@@ -14,10 +14,11 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from paceline._base.arguments_and_errors import check_function
-from paceline._base.notebook_tables import html_table
-from paceline.data._default_batches import DataError, DataNotFoundError
+from paceline._base.imports import html_table
 from paceline.data._order_and_read_plan import Plan, Reader
 from paceline.data._sample_sources import (
+    DataError,
+    DataNotFoundError,
     FilteredSamples,
     MapBatchesStage,
     MapSamplesStage,
@@ -34,6 +35,7 @@ from paceline.data._sample_sources import (
 )
 
 logger = logging.getLogger(__name__)
+
 
 _SPLITTERS = ("split_by_node", "split_by_worker", "single_node_only", "check_empty")
 _OPENERS = ("StreamingOpen", "FileCache")

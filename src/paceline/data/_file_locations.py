@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from paceline._base.files import open_regular_below, opened_directory, read_limited, replacing_below
 from paceline._base.process_and_network import sleep, wait_until
-from paceline.data._default_batches import DataChangedError, DataError, DataNotFoundError
+from paceline.data._sample_sources import DataChangedError, DataError, DataNotFoundError
 from paceline.storage._checkpoint_files import (
     CheckpointCorruptError,
     CheckpointError,
@@ -29,6 +29,7 @@ from paceline.storage._object_storage import ObjectStorage
 from paceline.storage._storage_by_url import storage_from
 
 logger = logging.getLogger(__name__)
+
 
 T = TypeVar("T")
 

@@ -14,9 +14,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from paceline._base.arguments_and_errors import check_count
 from paceline._base.process_and_network import num_cores
 from paceline.data._dataset import Stream, StreamPieces
-from paceline.data._default_batches import collate_samples
 from paceline.data._file_index_and_format import ImageBatchMemory, decoded_batch, decoded_sample
-from paceline.data._sample_sources import SamplesInMemory, Source
+from paceline.data._sample_sources import SamplesInMemory, Source, collate_samples
 
 if TYPE_CHECKING:
     from paceline.data._dataset import Dataset

@@ -31,7 +31,6 @@ from paceline.declarative._parts_from_config import (
     recorded_fields,
     require_fields,
 )
-from paceline.declarative._sample_collation import form_of, loader_of, split
 from paceline.declarative._saved_outputs import (
     CHECKPOINTS,
     SavedRun,
@@ -41,8 +40,10 @@ from paceline.declarative._saved_outputs import (
     load_weights,
     read_state,
 )
+from paceline.declarative._training_step import form_of, loader_of, split
 
 logger = logging.getLogger(__name__)
+
 
 # The entry of a history in a checkpoint that is none of its lists.
 _DONE = "num_epochs_done"

@@ -16,11 +16,12 @@ from paceline.core._arguments import NonFiniteError
 from paceline.data._batches_to_device import TorchData, to_device
 from paceline.pytorch import samplers
 from paceline.pytorch._batch_inference import TorchBatchProcessor, torch_batch_process
-from paceline.pytorch._from_checkpoint import (
+from paceline.pytorch._init_and_launch import (
+    init,
+    launch,
     load_trial_from_checkpoint_path,
     load_weights_from_checkpoint_path,
 )
-from paceline.pytorch._init_and_launch import init, launch
 from paceline.pytorch._trainer import Preempted, Result, Trainer
 from paceline.pytorch._trial_and_context import (
     DataLoader,

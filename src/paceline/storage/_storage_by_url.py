@@ -23,7 +23,7 @@ ENTRY_POINTS = "paceline.storages"
 
 _OWN = {
     "az": "paceline.storage._bucket_storage:AzureStorage",
-    "gs": "paceline.storage._google_storage:GoogleStorage",
+    "gs": "paceline.storage._bucket_storage:GoogleStorage",
     "s3": "paceline.storage._bucket_storage:S3Storage",
 }
 # Extras to install for the schemes.

@@ -19,8 +19,7 @@ import msgspec
 
 from paceline import core
 from paceline._base.arguments_and_errors import wrong
-from paceline._base.frames import DataFrames
-from paceline._base.notebook_tables import html_table
+from paceline._base.imports import DataFrames, html_table
 from paceline._training.masterless_search import (
     TRIALS_FOLDER,
     SearchJournal,
@@ -65,10 +64,9 @@ from paceline.search._search_method import (
     input_from_json,
 )
 from paceline.storage._checkpoint_files import CheckpointNotFoundError
-from paceline.train._config import CheckpointStrategy
 from paceline.train._run_protocol import Checkpoint
 from paceline.train._trainer import Trainer
-from paceline.train._trainer_arguments import check_train_function
+from paceline.train._trainer_arguments import CheckpointStrategy, check_train_function
 
 if TYPE_CHECKING:
     from paceline.config._searcher_section import Searcher

@@ -17,7 +17,6 @@ from paceline._training.workers.worker_pools import prepare_joined, skip_interpr
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._launcher_place import launched_place
 from paceline.data._batches_to_device import release_device_memory
-from paceline.train._config import TorchConfig
 from paceline.train._rank_session import LooseSession, PlaceSession, RankSession
 from paceline.train._run_protocol import (
     Instance,
@@ -29,6 +28,7 @@ from paceline.train._run_protocol import (
     enter_session,
     leave_session,
 )
+from paceline.train._trainer_arguments import TorchConfig
 
 
 class _Worker:

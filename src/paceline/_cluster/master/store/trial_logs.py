@@ -22,9 +22,12 @@ import numpy as np
 import xxhash
 
 from paceline._base.files import open_private, regular_opener
+from paceline._base.journal_records import check_line, seal_line
 from paceline._base.process_and_network import integer_setting
-from paceline._base.sealed_json import check_line, seal_line
 from paceline._cluster.messages.runner_messages import LogEntry
+
+logger = logging.getLogger(__name__)
+
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _USUAL_LEVEL = "INFO"
@@ -184,8 +187,6 @@ def _fold(text: str) -> str:
     # Sigma has two lowercase forms, chosen by the next letter, which may be an escape here.
     return text.lower().replace("\u03c2", "\u03c3")
 
-
-logger = logging.getLogger(__name__)
 
 BLOCK_LINES = 256
 _READ_BYTES = 2**20

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -630,6 +631,7 @@ class LostFileError(Exception):
     """Raised when a file of a record can never reach the master; the text says why."""
 
 
+@dataclass(eq=False, repr=False)
 class FileShipping:
     """Sends the files of media records.
 
@@ -640,15 +642,11 @@ class FileShipping:
             answered other requests before each try, so a few failures are the file's own.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        send: Callable[[MediaFile, IO[bytes]], None],
-        passing: tuple[type[Exception], ...],
-    ) -> None:
-        self._run = run
-        self._send = send
-        self._passing = passing
+    run: RunDirectory
+    send: Callable[[MediaFile, IO[bytes]], None]
+    passing: tuple[type[Exception], ...]
+
+    def __post_init__(self) -> None:
         self._failures = Counter[str]()
 
     def ship(self, payload: bytes) -> bytes:
@@ -672,13 +670,13 @@ class FileShipping:
 
     def _ship_file(self, file: MediaFile) -> None:
         try:
-            content = open_run_file(self._run, file)
+            content = open_run_file(self.run, file)
         except (OSError, ValueError) as error:
             raise LostFileError(f"cannot be read ({error})") from error
         with content:
             try:
-                self._send(file, content)
-            except self._passing as error:
+                self.send(file, content)
+            except self.passing as error:
                 self._failures[file.path] += 1
                 if self._failures[file.path] < _MAX_FAILURES:
                     raise

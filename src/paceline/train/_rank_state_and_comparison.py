@@ -3,6 +3,7 @@
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -167,6 +168,7 @@ _MAX_STRANGERS = 4
 _START, _END = "start", "end"
 
 
+@dataclass(eq=False, repr=False)
 class RankComparison:
     """Each rank leaves digests of its prepared models in torch's store; the chief compares them.
 
@@ -182,33 +184,26 @@ class RankComparison:
         num_busy_ranks: The first ranks, which have samples of their own.
     """
 
-    def __init__(
-        self,
-        check: RankCheck,
-        gradients: GradientSync,
-        run: str,
-        *,
-        rank: int,
-        world_size: int,
-        num_busy_ranks: int,
-    ) -> None:
-        self._check = check
-        self._gradients = gradients
-        self._run = run
-        self._rank = rank
-        self._world_size = world_size
-        self._num_busy_ranks = num_busy_ranks
-        self._is_idle = rank >= num_busy_ranks
+    check: RankCheck
+    gradients: GradientSync
+    run: str
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    num_busy_ranks: int
+
+    def __post_init__(self) -> None:
+        self._is_idle = self.rank >= self.num_busy_ranks
         self._num_known = 0
         # Comparisons still due on the chief, besides checkpoints.
         self._begun: list[str] = []
-        self._is_on = check.is_on and world_size > 1 and dist.is_initialized()
+        self._is_on = self.check.is_on and self.world_size > 1 and dist.is_initialized()
         # Optimizers that step models which are not prepared, and the hook that notices them.
         self._strangers: list[torch.optim.Optimizer] = []
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hook: Any = None
         if self._is_on:
-            gradients.before_sums = self._note_backward
+            self.gradients.before_sums = self._note_backward
             self._hook = register_optimizer_step_pre_hook(self._note_step)
 
     def leave(self, name: str) -> None:
@@ -232,11 +227,11 @@ class RankComparison:
             RanksDifferError: They differ.
         """
         for name in list(self._begun):
-            keys = [self._key(name, rank) for rank in range(self._world_size)]
+            keys = [self._key(name, rank) for rank in range(self.world_size)]
             # The next call comes soon.
             if _store().check(keys):
                 self._begun.remove(name)
-                self.compare(name, self._world_size)
+                self.compare(name, self.world_size)
 
     def leave_end(self, device: torch.device) -> bool:
         """Leave the values to compare at the end; return, on the chief, whether there are any.
@@ -244,7 +239,7 @@ class RankComparison:
         Args:
             device: Where this rank trains.
         """
-        gradients = self._gradients
+        gradients = self.gradients
         is_known = bool(gradients.models or gradients.optimizers or self._strangers)
         if not (self._is_on and dist.is_initialized() and is_known):
             return False
@@ -253,8 +248,8 @@ class RankComparison:
         is_moved = any(tensor.device.type != device.type for tensor in tensors)
         self._set(_END, self._digest().of_present(is_absent=is_moved))
         # Setting a value waits for no answer: this call returns as soon as the store has the value.
-        _store().check([self._key(_END, self._rank)])
-        return self._rank == 0
+        _store().check([self._key(_END, self.rank)])
+        return self.rank == 0
 
     def end(self) -> None:
         """Notice no more steps."""
@@ -267,10 +262,10 @@ class RankComparison:
         Raises:
             RanksDifferError: They differ in values that all have.
         """
-        keys = [self._key(_END, rank) for rank in range(self._num_busy_ranks)]
+        keys = [self._key(_END, rank) for rank in range(self.num_busy_ranks)]
         # A rank has none if its function has left the process group.
         if dist.is_initialized() and _store().check(keys):
-            self.compare(_END, self._num_busy_ranks)
+            self.compare(_END, self.num_busy_ranks)
 
     def of_chief(self, name: str, value: int, data: Any) -> int:
         """Return the chief's value; other ranks wait for the chief's call of the same name.
@@ -283,19 +278,19 @@ class RankComparison:
         Raises:
             ValueError: It is another one than the chief's.
         """
-        if self._world_size == 1 or not dist.is_initialized():
+        if self.world_size == 1 or not dist.is_initialized():
             return value
         key, digest = self._key(name, 0), data_digest(data) if self._is_on else ""
-        if self._rank == 0:
+        if self.rank == 0:
             _store().set(key, pickle.dumps((value, digest)))
             return value
         of_chief, digest_of_chief = pickle.loads(_store().get(key))  # noqa: S301 - our own rank's
-        check_same_as_chief(name, digest, digest_of_chief, self._rank)
+        check_same_as_chief(name, digest, digest_of_chief, self.rank)
         return int(of_chief)
 
     def _digest(self) -> RankDigest:
-        gradients = self._gradients
-        return self._check.digest(
+        gradients = self.gradients
+        return self.check.digest(
             gradients.models,
             gradients.optimizers,
             is_idle=self._is_idle,
@@ -304,7 +299,7 @@ class RankComparison:
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note an optimizer, beside a prepared model or loader, whose gradients nobody may sum."""
-        gradients = self._gradients
+        gradients = self.gradients
         is_beside = gradients.models or gradients.has_been_fed
         if is_beside and optimizer not in self._known:
             self._known.add(optimizer)
@@ -321,20 +316,20 @@ class RankComparison:
     def _parameters_of_strangers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, optimizer in enumerate(self._strangers):
             for index, parameter in enumerate(parameters_of(optimizer)):
-                if id(parameter) not in self._gradients.watched:
+                if id(parameter) not in self.gradients.watched:
                     kind = type(optimizer).__name__
                     yield f"parameter {index} of {kind} {number}, not prepared", parameter
 
     def _set(self, name: str, digest: RankDigest) -> None:
-        _store().set(self._key(name, self._rank), pickle.dumps(digest))
+        _store().set(self._key(name, self.rank), pickle.dumps(digest))
 
     def _note_backward(self) -> None:
-        num_known = len(self._gradients.models) + len(self._gradients.optimizers)
+        num_known = len(self.gradients.models) + len(self.gradients.optimizers)
         if num_known != self._num_known:
             self._num_known = num_known
             name = f"{_START} {num_known}"
             self.leave(name)
-            self._begun += [name] if self._rank == 0 else []
+            self._begun += [name] if self.rank == 0 else []
         elif self._begun:
             self.compare_start()
 
@@ -346,7 +341,7 @@ class RankComparison:
         return digests
 
     def _key(self, name: str, rank: int) -> str:
-        return f"paceline/{self._run}/{name}/{rank}"
+        return f"paceline/{self.run}/{name}/{rank}"
 
 
 def _store() -> Any:

@@ -151,6 +151,15 @@ def html_table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]])
     return "\n".join(lines)
 
 
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as aligned columns of text, with a rule below the first one."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rule = ["-" * width for width in widths]
+    return "\n".join(
+        "  ".join(map(str.ljust, row, widths)).rstrip() for row in (rows[0], rule, *rows[1:])
+    )
+
+
 def _row(tag: str, cells: Sequence[str]) -> str:
     return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
 

@@ -546,6 +546,10 @@ class RunTail:
     Args:
         run: The run directory; it may still be written to.
         marks: The sequence number to continue after, for journals that were read before.
+
+    Attributes:
+        has_more: Whether the last `read` ended at one of its limits.
+        num_read: Number of bytes that the last `read` went through.
     """
 
     def __init__(self, run: RunDirectory, marks: Mapping[JournalKey, int]) -> None:
@@ -553,18 +557,8 @@ class RunTail:
         self._marks = marks
         self._readers: dict[JournalKey, JournalReader] = {}
         self._finished: set[JournalKey] = set()
-        self._num_read = 0
-        self._has_more = False
-
-    @property
-    def has_more(self) -> bool:
-        """Whether the last `read` ended at one of its limits."""
-        return self._has_more
-
-    @property
-    def num_read(self) -> int:
-        """Number of bytes that the last `read` went through."""
-        return self._num_read
+        self.num_read = 0
+        self.has_more = False
 
     def read(
         self, max_entries: int = 1000, *, max_bytes: int | None = None
@@ -583,17 +577,17 @@ class RunTail:
             NotRegularFileError: A link, a special file or a foreign file is in a journal's place.
         """
         found: list[tuple[JournalKey, list[Entry]]] = []
-        self._num_read, self._has_more = 0, False
+        self.num_read, self.has_more = 0, False
         keys = [key for key in self._run.journal_keys() if key not in self._finished]
         for key in keys:
-            left = None if max_bytes is None else max_bytes - self._num_read
+            left = None if max_bytes is None else max_bytes - self.num_read
             if max_entries <= 0 or (left is not None and left <= 0):
-                self._has_more = True
+                self.has_more = True
                 break
             reader = self._reader(key)
             entries = reader.read(max_entries, max_bytes=left)
-            self._has_more |= reader.has_more
-            self._num_read += reader.num_read
+            self.has_more |= reader.has_more
+            self.num_read += reader.num_read
             if not entries and not reader.has_more and _is_before(key, keys[-1]):
                 # Attempts follow each other, so this one will write no more.
                 entries = reader.finish()

@@ -4,7 +4,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,18 +30,10 @@ from paceline.train._prepared_loader_and_steps import (
     models_wrapped_by_the_user,
 )
 
+if TYPE_CHECKING:
+    from paceline.train._rank_checkpoints import UserStateReader
+
 T = TypeVar("T")
-
-
-class StoredRanks(Protocol):
-    """Checkpoint with the state of each rank (protocol)."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """The checkpoint's metadata."""
-
-    def of_rank(self, rank: int) -> dict[str, Any] | None:
-        """Return the state of a single rank, or None for a rank not in the checkpoint."""
 
 
 class RankState:
@@ -58,7 +50,7 @@ class RankState:
         self._loop = own_loop
         self._loaders: list[PreparedLoader] = []
         self._loader_states: list[dict[str, Any]] = []
-        self._stored: StoredRanks | None = None
+        self._stored: UserStateReader | None = None
         self._own: dict[str, Any] | None = None
         self._is_random_due = False
 
@@ -71,7 +63,7 @@ class RankState:
             "scaler": self._loop.steps.state(),
         }
 
-    def take_up(self, stored: StoredRanks) -> Mapping[str, Any]:
+    def take_up(self, stored: "UserStateReader") -> Mapping[str, Any]:
         """Resume from a checkpoint, and return the state for this rank."""
         rank_info = self._loop.rank_info
         own, chief = stored.of_rank(rank_info.rank), stored.of_rank(0)
@@ -129,7 +121,7 @@ class RankState:
         loop = self._loop
         return ModelsAndOptimizers(rank=loop.rank_info.rank, models=loop.gradients.models)
 
-    def _open_gradients(self, own: Mapping[str, Any], stored: StoredRanks) -> Any:
+    def _open_gradients(self, own: Mapping[str, Any], stored: "UserStateReader") -> Any:
         """Return this rank's gradients of an accumulated step, even if begun by other ranks."""
         loop, gradients = self._loop, self._loop.gradients
         state, stored_size = own["gradients"], stored.metadata["world_size"]

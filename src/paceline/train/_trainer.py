@@ -11,7 +11,7 @@ from typing import Any, overload
 
 from paceline import core
 from paceline._base.arguments_and_errors import check_dictionary, integer, optional, ranks_to_check
-from paceline._base.imports import html_table
+from paceline._base.imports import html_table, text_table
 from paceline._training.workers.ray.cluster import check_ray_data
 from paceline._training.workers.workers import checked_resources
 from paceline.core._arguments import GivenUpError
@@ -61,14 +61,7 @@ def table_of(settings: TrainWorkerSettings, num_workers: int, facts: Sequence[An
     title = title_of(settings, num_workers, facts)
     if settings.limits is None:
         return title
-    rows = _table_rows_of(settings, num_workers, facts)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([title, *lines])
+    return f"{title}\n{text_table(_table_rows_of(settings, num_workers, facts))}"
 
 
 def html_of(settings: TrainWorkerSettings, num_workers: int, facts: Sequence[Any]) -> str:

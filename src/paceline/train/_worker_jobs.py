@@ -117,25 +117,15 @@ def _set_up_job_worker(
     _worker.rank_info = rank_info
     _worker.device = device = use_own_device(rank_info.local_rank, gpus_per_rank=gpus_per_worker)
     if not dist.is_initialized():
-        _join_job_ranks(config, rank_info, device, method, gpus_per_worker)
+        shares_gpu = gpus_per_worker is not None and 0 < gpus_per_worker < 1
+        join_process_group(
+            config.backend or suitable_backend(device, shares_gpu=shares_gpu),
+            timeout_s=config.timeout_s,
+            method=method,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+        )
     return WorkerFacts(socket.gethostname(), os.getpid(), str(device), rank_info.node_rank)
-
-
-def _join_job_ranks(
-    config: TorchConfig,
-    rank_info: RankInfo,
-    device: torch.device,
-    method: str,
-    gpus_per_worker: float | None,
-) -> None:
-    shares_gpu = gpus_per_worker is not None and 0 < gpus_per_worker < 1
-    join_process_group(
-        config.backend or suitable_backend(device, shares_gpu=shares_gpu),
-        timeout_s=config.timeout_s,
-        method=method,
-        rank=rank_info.rank,
-        world_size=rank_info.world_size,
-    )
 
 
 def _new_session(job: Job, on_report: Callable[[], None] | None) -> RankSession:
@@ -157,7 +147,9 @@ def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcom
     except StoppedError as error:
         session.finish(error)
         reporter = session.reporter
-        return RankOutcome(None, reporter.num_reports, session.num_saves, 0, is_stopped=True)
+        return RankOutcome(
+            None, reporter.num_reports, session.checkpoints.num_saves, 0, is_stopped=True
+        )
     except BaseException as error:
         session.finish(error)
         raise
@@ -183,7 +175,7 @@ def settle(num_expected: int, timeout_s: float) -> int:
     if session is None:
         return 0
     session.settle(num_expected, timeout_s)
-    return session.num_pending
+    return session.checkpoints.num_pending
 
 
 def call_function(function: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> Any:
@@ -215,7 +207,7 @@ def call_with_instance(function: Callable[..., Any], args: Any, kwargs: Any) -> 
     assert session is not None
     with _working_for(session):
         value = function(_worker.instance, *args, **kwargs)
-    session.settle_own_parts()
+    session.checkpoints.settle()
     return _outcome_of(session, value)
 
 
@@ -223,8 +215,8 @@ def await_commits(num_expected: int, timeout_s: float) -> int:
     """Wait for all instances' parts of checkpoints; return the number of incomplete ones."""
     session = _worker.instance_session
     assert session is not None
-    session.await_commits(num_expected, timeout_s)
-    return session.num_pending
+    session.checkpoints.await_commits(num_expected, timeout_s)
+    return session.checkpoints.num_pending
 
 
 def end_instance() -> RankOutcome:
@@ -271,8 +263,8 @@ def _outcome_of(session: RankSession, value: Any) -> RankOutcome:
     return RankOutcome(
         value,
         session.reporter.num_reports,
-        session.num_saves,
-        session.num_pending,
+        session.checkpoints.num_saves,
+        session.checkpoints.num_pending,
         is_preempted=session.is_preempted,
         is_to_compare=session.is_to_compare,
     )

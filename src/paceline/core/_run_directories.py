@@ -25,7 +25,7 @@ from paceline._base.run_directory import (
     RunDirectory,
     RunInfo,
 )
-from paceline.core._heartbeats_and_live_reports import (
+from paceline.core._process_environment import (
     master_to_report_to,
     reporting,
     sending_heartbeats,

@@ -32,13 +32,13 @@ from paceline._training.engine.checkpoints.sharded_state import (
 from paceline._training.engine.checkpoints.state_files import StateFormatError, is_storable
 from paceline._training.workers.pickled_calls import NotSendableError, dump, load
 from paceline.creators._trainer_arguments import BATCH_SIZE, ReplicaSpec
-from paceline.data._batches_to_device import mover_to
 from paceline.data._order_and_random_generators import (
     capture_random_state,
     restore_random_state,
     worker_shards,
 )
 from paceline.data._sharded_loader import ShardedData, WorkerBatch, worker_batches
+from paceline.data._torch_loaders import mover_to
 from paceline.storage._checkpoint_files import (
     STATE_VERSION,
     CheckpointCorruptError,

@@ -16,13 +16,17 @@ from paceline._base.gpus import num_visible_gpus
 from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
 from paceline._training.engine.checkpoints.resume_differences import built_settings
 from paceline._training.engine.checkpoints.sharded_state import outline_of, whole_model
-from paceline._training.engine.devices import Precision, suitable_backend, use_own_device
+from paceline._training.engine.devices import (
+    Precision,
+    all_parameters,
+    suitable_backend,
+    use_own_device,
+)
 from paceline._training.engine.fsdp_and_tensor_parallel import check_whole
 from paceline._training.engine.gradient_sync import GradientSync
 from paceline._training.engine.metric_reducers import MAX_SKIPPED_STEPS
 from paceline._training.engine.rank_differences import RankCheck, check_same_data, compare_in_group
 from paceline._training.engine.step_replay import StepReplay
-from paceline._training.engine.tensors import all_parameters
 from paceline._training.workers.failures_and_restarts import RestartPolicy, TrainingFailedError
 from paceline._training.workers.processes.worker_process import join_process_group
 from paceline._training.workers.worker_pools import WorkerPool
@@ -61,9 +65,9 @@ from paceline.creators._trainer_arguments import (
     train_one_model,
     validate_one_model,
 )
-from paceline.data._batches_to_device import release_device_memory
 from paceline.data._order_and_random_generators import isolated_randomness, seed_everything
 from paceline.data._sharded_loader import WorkerBatch
+from paceline.data._torch_loaders import release_device_memory
 
 # An optimizer loads the latter, which would take each worker more than a second.
 _PRELOAD = ("paceline.creators._replica", "torch._dynamo")

@@ -13,7 +13,7 @@ from paceline import core, pytorch
 from paceline._training.engine.metric_reducers import ExplainedVariance
 from paceline._training.engine.rank_differences import check_same_data
 from paceline.core._run_directories import local_directory, resuming_by
-from paceline.data._batches_to_device import mover_to
+from paceline.data._torch_loaders import mover_to
 from paceline.declarative._config_object import TrainingConfig, with_hyperparameters
 from paceline.declarative._losses import LossTracker, accuracy
 from paceline.declarative._parts_from_config import (

@@ -22,7 +22,7 @@ from paceline.config._read_yaml import apply_overrides, parse_yaml
 from paceline.core._arguments import NonFiniteError
 from paceline.core._launcher_place import launched_place
 from paceline.core._run_directories import run_name
-from paceline.data._batches_to_device import to_device
+from paceline.data._torch_loaders import to_device
 from paceline.declarative._built_trainer import BuiltTrainer
 from paceline.declarative._config_object import InferenceConfig, PretrainingConfig, TrainingConfig
 from paceline.declarative._config_values import ObjectFinder

@@ -13,7 +13,7 @@ from paceline._training.engine.metric_reducers import KeySetError, MetricReducer
 from paceline._training.engine.schedules import Batch, Epoch, LRScheduler, Record, TrainUnit
 from paceline._training.workers.failures_and_restarts import RanksDifferError, StepsDifferError
 from paceline.core._arguments import NonFiniteError
-from paceline.data._batches_to_device import TorchData, to_device
+from paceline.data._torch_loaders import TorchData, to_device
 from paceline.pytorch import samplers
 from paceline.pytorch._batch_inference import TorchBatchProcessor, torch_batch_process
 from paceline.pytorch._init_and_launch import (

@@ -30,9 +30,9 @@ from paceline._training.engine.checkpoints.state_files import (
 from paceline._training.engine.devices import join_ranks, own_device
 from paceline._training.engine.metric_reducers import MetricReducer, ReducerSet
 from paceline._training.engine.rank_differences import check_same_data
-from paceline.data._batches_to_device import TorchData, to_device
 from paceline.data._order_and_random_generators import seed_everything
 from paceline.data._sharded_loader import ShardedData
+from paceline.data._torch_loaders import TorchData, to_device
 
 logger = logging.getLogger(__name__)
 

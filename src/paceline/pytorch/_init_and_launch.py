@@ -20,8 +20,8 @@ from paceline._training.engine.model_preparation import is_on_meta, materialize
 from paceline._training.workers.processes.worker_process import launcher_shards
 from paceline._training.workers.run import call_in_workers
 from paceline.core._launcher_place import launched_place
-from paceline.data._batches_to_device import release_device_memory
 from paceline.data._order_and_random_generators import seed_everything
+from paceline.data._torch_loaders import release_device_memory
 from paceline.pytorch._trainer import Preempted, precision_of
 from paceline.pytorch._training_state import models_in
 from paceline.pytorch._trial_and_context import PyTorchTrial, PyTorchTrialContext

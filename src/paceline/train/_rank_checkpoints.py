@@ -37,8 +37,7 @@ from paceline.core._background_checkpoints import (
 )
 from paceline.storage._checkpoint_files import STATE_VERSION
 from paceline.storage._checkpoint_storage import CheckpointStorage, Kept, RetentionRules
-from paceline.train._rank_reporter import RankReporter
-from paceline.train._rank_state_and_comparison import RankComparison
+from paceline.train._rank_reports_and_state import RankComparison, RankReporter
 from paceline.train._run_protocol import (
     FILES_FOLDER,
     RunSpec,

@@ -35,8 +35,7 @@ from paceline.train._rank_checkpoints import (
     TrainCheckpointWriter,
     UserStateReader,
 )
-from paceline.train._rank_reporter import RankReporter
-from paceline.train._rank_state_and_comparison import RankComparison, RankState
+from paceline.train._rank_reports_and_state import RankComparison, RankReporter, RankState
 from paceline.train._run_protocol import (
     METRICS_GROUP,
     TIMINGS_GROUP,

@@ -19,6 +19,7 @@ from paceline._training.engine.checkpoints.sharded_state import (
     replace_parameters,
 )
 from paceline._training.engine.checkpoints.stored_tensors import StoredTensor, fit_stored_tensor
+from paceline._training.engine.devices import is_sharded, local_part
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     ShardUnits,
     make_mesh,
@@ -31,7 +32,6 @@ from paceline._training.engine.gradient_reduction import (
     OverlappedAllReduce,
 )
 from paceline._training.engine.schedules import Position
-from paceline._training.engine.tensors import is_sharded, local_part
 from paceline.data._order_and_random_generators import EpochOrder, worker_shards
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline._training.engine.devices import Precision
+from paceline._training.engine.devices import Precision, all_parameters, is_sharded, parameters_of
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     RankGrid,
     check_shard_size,
@@ -33,7 +33,6 @@ from paceline._training.engine.model_preparation import FrozenBase, ModelOptions
 from paceline._training.engine.profiling import BACKWARD, REDUCE, STEP, StepTimer
 from paceline._training.engine.rank_differences import RankCheck, RankDigest
 from paceline._training.engine.step_replay import StepReplay
-from paceline._training.engine.tensors import all_parameters, is_sharded, parameters_of
 from paceline._training.engine.user_optimizer_steps import WatchedUserCalls
 from paceline.core._distributed_context import DistributedContext
 

@@ -19,8 +19,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from paceline._training.engine.gradient_reduction import plain_model
-from paceline._training.engine.tensors import (
+from paceline._training.engine.devices import (
     TensorDigests,
     is_sharded,
     local_part,
@@ -28,6 +27,7 @@ from paceline._training.engine.tensors import (
     parameters_of,
     piece_here,
 )
+from paceline._training.engine.gradient_reduction import plain_model
 from paceline._training.workers.failures_and_restarts import RanksDifferError
 from paceline.core._distributed_context import DistributedContext
 

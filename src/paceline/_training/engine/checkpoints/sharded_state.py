@@ -25,7 +25,7 @@ from paceline._training.engine.checkpoints.stored_tensors import (
     ShardedTensor,
     fit_stored_tensor,
 )
-from paceline._training.engine.tensors import copy_tensors, is_sharded, local_piece, parameters_of
+from paceline._training.engine.devices import copy_tensors, is_sharded, local_piece, parameters_of
 
 
 @dataclass(slots=True, eq=False)

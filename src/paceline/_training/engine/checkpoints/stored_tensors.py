@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch.utils._pytree import tree_map_only
 
-from paceline._training.engine.tensors import is_sharded, like_piece, part_of, piece_here
+from paceline._training.engine.devices import is_sharded, like_piece, part_of, piece_here
 from paceline.storage._checkpoint_files import CheckpointCorruptError
 
 # How the format calls the types of torch.

@@ -28,7 +28,11 @@ from paceline._training.engine.checkpoints.state_files import (
     kind_of,
     read_versioned_files,
 )
-from paceline._training.engine.checkpoints.stored_tensors import lazy_stored_tensors, whole
+from paceline._training.engine.checkpoints.stored_tensors import (
+    lazy_stored_tensors,
+    whole,
+    with_items,
+)
 from paceline._training.engine.gradient_reduction import plain_model
 from paceline.core._background_checkpoints import (
     CheckpointParts,
@@ -229,17 +233,11 @@ def packed_without_pickle(value: Any, *, allow_pickle: bool) -> Any:
 
 def unpacked_without_pickle(value: Any) -> Any:
     """Return the value packed by `packed_without_pickle`, with states in place of objects."""
-    if isinstance(value, dict):
-        if value.keys() == {_PICKLED}:
-            import cloudpickle
+    if isinstance(value, dict) and value.keys() == {_PICKLED}:
+        import cloudpickle
 
-            return cloudpickle.loads(value[_PICKLED].numpy().tobytes())
-        return {key: unpacked_without_pickle(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(unpacked_without_pickle(item) for item in value)
-    if isinstance(value, list):
-        return [unpacked_without_pickle(item) for item in value]
-    return value
+        return cloudpickle.loads(value[_PICKLED].numpy().tobytes())
+    return with_items(value, unpacked_without_pickle)
 
 
 def _packed(value: Any, path: str, allow_pickle: bool, depth: int) -> Any:

@@ -56,7 +56,7 @@ from paceline.config._fields_and_problems import (
 )
 from paceline.config._notify_section import Notify
 from paceline.config._searcher_section import AnySearcher, on_new_methods
-from paceline.storage._storage_by_url import added_schemes, is_added_scheme, scheme_of
+from paceline.storage._checkpoint_storage import added_schemes, is_added_scheme, scheme_of
 
 if TYPE_CHECKING:
     from paceline.search._search_method import SearchConfig

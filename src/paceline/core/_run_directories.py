@@ -43,9 +43,8 @@ from paceline.core._read_runs import (
     run_storage,
 )
 from paceline.core._run_storage import discard_unfinished, newest_in_memory
-from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.storage._checkpoint_storage import CheckpointStorage, checkpoint_at, storage_from
 from paceline.storage._directory_storage import DirectoryStorage
-from paceline.storage._storage_by_url import checkpoint_at, storage_from
 
 logger = logging.getLogger(__name__)
 

@@ -45,8 +45,7 @@ from paceline.storage._checkpoint_files import (
     check_state_version,
     digest_stream,
 )
-from paceline.storage._checkpoint_storage import CheckpointStorage
-from paceline.storage._storage_by_url import checkpoint_at
+from paceline.storage._checkpoint_storage import CheckpointStorage, checkpoint_at
 
 if TYPE_CHECKING:
     from paceline.creators._replica import Replica

@@ -25,8 +25,8 @@ from paceline.storage._checkpoint_files import (
     CheckpointError,
     StorageNotInstalledError,
 )
+from paceline.storage._checkpoint_storage import storage_from
 from paceline.storage._object_storage import ObjectStorage
-from paceline.storage._storage_by_url import storage_from
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from paceline.data._torch_loaders import release_device_memory
 from paceline.pytorch._trainer import Preempted, precision_of
 from paceline.pytorch._training_state import models_in
 from paceline.pytorch._trial_and_context import PyTorchTrial, PyTorchTrialContext
-from paceline.storage._storage_by_url import directory_of_checkpoint
+from paceline.storage._checkpoint_storage import directory_of_checkpoint
 
 logger = logging.getLogger(__name__)
 

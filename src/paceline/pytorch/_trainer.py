@@ -40,8 +40,7 @@ from paceline.pytorch._training_checkpoints import (
 )
 from paceline.pytorch._trial_and_context import PyTorchTrial, PyTorchTrialContext
 from paceline.pytorch._trial_training import TrialTraining, Validator
-from paceline.storage._checkpoint_storage import RetentionRules
-from paceline.storage._storage_by_url import checkpoint_at
+from paceline.storage._checkpoint_storage import RetentionRules, checkpoint_at
 
 logger = logging.getLogger(__name__)
 

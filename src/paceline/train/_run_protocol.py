@@ -37,8 +37,12 @@ from paceline.core._arguments import PreemptedError, rank_group
 from paceline.core._preemption_and_search import ControlFile
 from paceline.core._read_runs import restorable_checkpoint
 from paceline.storage._checkpoint_files import CheckpointNotFoundError, check_state_version
-from paceline.storage._checkpoint_storage import CheckpointStorage, Kept
-from paceline.storage._storage_by_url import checkpoint_at, storage_from
+from paceline.storage._checkpoint_storage import (
+    CheckpointStorage,
+    Kept,
+    checkpoint_at,
+    storage_from,
+)
 
 logger = logging.getLogger(__name__)
 

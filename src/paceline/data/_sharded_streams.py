@@ -254,7 +254,7 @@ class WholeStream:
         own = self._own
         for shards in batches:
             mine = shards[own.start : own.stop]
-            yield StreamBatch(mine, list(map(data_length, shards)), partial(_given, shards[0]))
+            yield StreamBatch(mine, list(map(data_length, shards)), partial(as_it_is, shards[0]))
 
     def own_shards(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
         """Return this worker's shards of global batches."""
@@ -286,10 +286,6 @@ class WholeStream:
         # buffer or a `map`, and in versions 5.0 and 5.1 not a second time.
         has_state = has_state and not type(loader.dataset).__module__.startswith("datasets.")
         return loader.dataset if has_state else None
-
-
-def _given(value: Any) -> Any:
-    return value
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -277,6 +277,8 @@ def fill_tensor_slots(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return OwnPiece(fill_tensor_slots(tree.local, tensors), tree.spec)
     if isinstance(tree, StateInPieces):
         return replace(tree, state=fill_tensor_slots(tree.state, tensors))
+    if type(tree) in (list, tuple) and _PLAIN.issuperset(map(type, tree)):
+        return tree  # Fast path for plain numbers, as in `TensorCollector`.
     return with_items(tree, partial(fill_tensor_slots, tensors=tensors))
 
 

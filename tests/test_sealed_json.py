@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from paceline._base.sealed_json import check_seal, seal
+from paceline._base.journal_records import check_seal, seal
 
 CONTENT = {"version": 1, "trial": {"lr": 0.125, "name": "ä\n"}, "checksum_of": "none"}
 

@@ -235,7 +235,7 @@ def read_pieces(config: dict[str, Any]) -> list[Any]:
 
 
 def run_reader() -> Any:
-    from paceline.train._worker_datasets import WorkerDatasetReader
+    from paceline.train._worker_jobs import WorkerDatasetReader
 
     return WorkerDatasetReader(session())
 

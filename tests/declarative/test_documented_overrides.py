@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import Subset, TensorDataset
 
 from paceline.data._order_and_random_generators import shuffled_indices
-from paceline.declarative._sample_collation import split
+from paceline.declarative._training_step import split
 
 GUIDE = Path(__file__).parents[2] / "docs/declarative.md"
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from paceline import data, pytorch, train
-from paceline._base.notebook_tables import html_table
+from paceline._base.imports import html_table
 
 
 def test_a_table_has_its_header_short_numbers_and_no_markup_of_its_cells() -> None:

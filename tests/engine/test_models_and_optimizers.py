@@ -12,7 +12,7 @@ from paceline._training.engine.checkpoints.models_and_optimizers import (
     load_models,
 )
 from paceline._training.engine.checkpoints.resume_differences import SettingChanges, built_settings
-from paceline._training.engine.tensors import named_parameters
+from paceline._training.engine.devices import named_parameters
 from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from paceline._training.engine import tensors as _tensor_copies
+from paceline._training.engine import devices as _tensor_copies
 from paceline._training.engine.checkpoints.sharded_state import (
     HostCopies,
     StateInPieces,

@@ -21,7 +21,7 @@ from torch import nn
 from paceline import pytorch
 from paceline._training.engine.metric_reducers import WeightedMeans
 from paceline.data._order_and_random_generators import capture_random_state
-from paceline.pytorch import _memory_checkpoints, _survivor_states, _training_state
+from paceline.pytorch import _memory_checkpoints, _training_state
 from paceline.pytorch._loop_agreement_and_reports import RankAgreement
 
 CHECKPOINT_EVERY: Any = os.environ.get("CHECKPOINT_EVERY", "6")
@@ -199,7 +199,7 @@ def main() -> None:
         # A state as often as the ranks can agree on one.
         RankAgreement.look_interval_s = _memory_checkpoints._LEAST_INTERVAL_S = 1e-6
     # Small states at each boundary, on a busy machine too.
-    _survivor_states._MAX_STRIDE = 1
+    _memory_checkpoints._MAX_STRIDE = 1
     hparams = {"global_batch_size": SHARD * NUM_WORKERS}
     with pytorch.init(
         hparams=hparams,

@@ -15,8 +15,8 @@ import pytest
 
 from paceline._base.files import DamagedSecretError, make_secret, read_secret
 from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_records import seal
 from paceline._base.run_directory import Control, RunInfo
-from paceline._base.sealed_json import seal
 from paceline._cluster.master.home_directory import Home, SecretStore
 from paceline._cluster.master.store.database import Database, settle_cluster_id
 from paceline._cluster.master.store.recovery_rows import RecordedRow

@@ -21,12 +21,12 @@ TRAIN = """
 import os, signal, sys, time
 from pathlib import Path
 
-from paceline.pytorch import _memory_checkpoints, _survivor_states
+from paceline.pytorch import _memory_checkpoints
 from paceline.pytorch._loop_agreement_and_reports import RankAgreement
 
 RankAgreement.look_interval_s = _memory_checkpoints._LEAST_INTERVAL_S = 1e-6
 # Small states at each boundary, on a busy machine too.
-_survivor_states._MAX_STRIDE = 1
+_memory_checkpoints._MAX_STRIDE = 1
 
 
 def before_batch(distributed, batch_idx):

@@ -613,7 +613,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str, node: Node, served: An
     assert node.piece("one", name, 0, b"evil").status_code == 422
     text = (node.storage.root / "one" / "manifest.json").read_text()
     assert '"a"' in text
-    from paceline._base.sealed_json import seal
+    from paceline._base.journal_records import seal
 
     manifest = msgspec.json.decode(text, type=dict)
     manifest.pop("crc32", None)

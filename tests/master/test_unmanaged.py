@@ -42,7 +42,7 @@ from paceline.journal import (
     RunDirectory,
 )
 from paceline.storage import DirectoryStorage
-from paceline.storage._storage_by_url import storage_from
+from paceline.storage._checkpoint_storage import storage_from
 
 
 class HandRun:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from paceline import pytorch
-from paceline.data._batches_to_device import data_length
+from paceline.data._torch_loaders import data_length
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", "x y")

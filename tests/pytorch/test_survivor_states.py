@@ -10,8 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.pytorch import _survivor_states
-from paceline.pytorch._survivor_states import BoundaryStates, Buffers, SmallState, survivors_problem
+from paceline.pytorch import _memory_checkpoints
+from paceline.pytorch._memory_checkpoints import (
+    BoundaryStates,
+    Buffers,
+    SmallState,
+    survivors_problem,
+)
 
 PEER_ERROR = RuntimeError("Connection closed by peer")
 
@@ -78,7 +83,7 @@ class Rank:
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return two ranks after three steps."""
-    monkeypatch.setattr(_survivor_states, "_MAX_STRIDE", 1)
+    monkeypatch.setattr(_memory_checkpoints, "_MAX_STRIDE", 1)
     both = [Rank(rank, tmp_path / "boundaries") for rank in range(2)]
     for _ in range(3):
         both[0].step()
@@ -156,7 +161,7 @@ def test_no_state_is_saved_without_that_of_a_rank(
     elif what == "empty":
         path.write_bytes(b"")
     else:
-        damage(path, 0 if what == "its step" else _survivor_states._HEADER.size)
+        damage(path, 0 if what == "its step" else _memory_checkpoints._HEADER.size)
     assert not ranks[0].save()
 
 
@@ -195,7 +200,7 @@ def test_notes_take_their_share_of_the_time(tmp_path: Path) -> None:
     rank.states._share = 1e-12
     for _ in range(3):
         rank.step()
-    assert rank.states._stride == _survivor_states._MAX_STRIDE
+    assert rank.states._stride == _memory_checkpoints._MAX_STRIDE
     rank.states.close()
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from paceline._base.sealed_json import seal
+from paceline._base.journal_records import seal
 from paceline._cluster.messages.runner_messages import MAX_PIECE_BYTES, MasterAddress
 from paceline._cluster.messages.states import ExitReason
 from paceline._cluster.runner.attempt_run import AttemptRun

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline._base.sealed_json import seal_line
+from paceline._base.journal_records import seal_line
 from paceline._cluster.messages.runner_messages import LogEntry
 from paceline._cluster.runner.master_link_and_output import OutputSpool, SpoolReader
 from paceline._training.workers.processes.worker_output import OutputLine

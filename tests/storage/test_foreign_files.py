@@ -11,7 +11,7 @@ import pytest
 
 from paceline import faults
 from paceline._base.files import opened_directory, replacing_atomically, replacing_below
-from paceline._base.sealed_json import seal
+from paceline._base.journal_records import seal
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointError,

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.config._checkpoint_storage_section import expand_location
 from paceline.storage import DirectoryStorage, storage_from
-from paceline.storage import _storage_by_url as _storage_registry
+from paceline.storage import _checkpoint_storage as _storage_registry
 
 
 @pytest.mark.parametrize(

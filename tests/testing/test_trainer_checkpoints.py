@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from paceline.testing._checkpoint_contents import (
+from paceline.testing._compare_runs import (
     DAMAGED,
     UNREADABLE,
     UNREADABLE_ASIDE,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline._training.workers import shared_memory as _shared_memory_segment
-from paceline._training.workers import write_watch as _write_watch
+from paceline._training.workers import shared_memory as _write_watch
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.process_pools import LocalPool
 

@@ -1,6 +1,7 @@
-"""Imports by name: lazy names, entry points of installed packages, optional libraries."""
+"""Imports by name: lazy names, entry points, optional libraries, and data frames by them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -121,3 +122,127 @@ def required_library(module: str, user: str, install: str) -> ModuleType:
             f"`{user}` needs the package `{library}`, which is not installed. Hint: pip install"
             f" '{install}'"
         ) from error
+
+
+_MOST_ROWS = 20
+_LONGEST = 200
+
+
+def html_table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table in HTML; of many rows the first and the last ones.
+
+    Args:
+        title: The line above it.
+        header: The names of the columns; none for a table of names and values.
+        rows: The cells; a number is shown short.
+    """
+    shown = [[_text(cell) for cell in row] for row in rows]
+    if len(shown) > _MOST_ROWS:
+        num_left_out = len(shown) - _MOST_ROWS
+        half = _MOST_ROWS // 2
+        shown = [*shown[:half], [f"... {num_left_out} more ..."], *shown[-half:]]
+    lines = [f"<div><b>{escape(title)}</b></div>"]
+    if shown:
+        lines.append("<table>")
+        if header:
+            lines.append(_row("th", [escape(name) for name in header]))
+        lines += [_row("td", row) for row in shown]
+        lines.append("</table>")
+    return "\n".join(lines)
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as aligned columns of text, with a rule below the first one."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rule = ["-" * width for width in widths]
+    return "\n".join(
+        "  ".join(map(str.ljust, row, widths)).rstrip() for row in (rows[0], rule, *rows[1:])
+    )
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _text(cell: Any) -> str:
+    text = f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+    return escape(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+
+
+class DataFrames:
+    """Mixin of what has `rows`: the same rows as a data frame of pandas or Polars."""
+
+    def rows(self) -> Any:
+        """Return the rows, each a dictionary of its columns."""
+        raise NotImplementedError
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a pandas DataFrame.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return required_library("pandas", "to_pandas", "pandas").DataFrame(list(self.rows()))
+
+    def to_polars(self) -> Any:
+        """Return the rows as a Polars DataFrame.
+
+        Raises:
+            ImportError: Polars is not installed.
+        """
+        polars = required_library("polars", "to_polars", "polars")
+        # All rows are looked at: a metric may come late, or be a whole number at first.
+        return polars.DataFrame(list(self.rows()), infer_schema_length=None, strict=False)
+
+
+class Rows(DataFrames, list[dict[str, Any]]):
+    """List of rows that data frames are made of; a notebook shows it as a table.
+
+    Args:
+        title: What they are.
+        rows: The rows; a missing column is empty.
+    """
+
+    def __init__(self, title: str, rows: Iterable[dict[str, Any]]) -> None:
+        super().__init__(rows)
+        self._title = title
+
+    def rows(self) -> "Rows":
+        """Return the rows, each a dictionary of its columns."""
+        return self
+
+    def _repr_html_(self) -> str:
+        names = list(dict.fromkeys(name for row in self for name in row))
+        cells = [[row.get(name, "") for name in names] for row in self]
+        return html_table(f"{len(self)} {self._title}", names, cells)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values under dotted names, such as "net.width"."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value and "$float" not in value:
+            found.update(flatten(value, f"{prefix}{name}."))
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def metric_rows(reports: Iterable[tuple[dict[str, Any], Mapping[str, Any]]]) -> list[Any]:
+    """Return a row for each report: its place, then its metrics.
+
+    Reports of the same place become one row, unless they have a metric in common.
+
+    Args:
+        reports: The place of each one, such as group and step, and its metrics.
+    """
+    rows: list[dict[str, Any]] = []
+    place: dict[str, Any] = {}
+    for now, metrics in reports:
+        values = flatten(metrics)
+        if rows and now == place and rows[-1].keys().isdisjoint(values):
+            rows[-1] |= values
+            continue
+        place = now
+        rows.append({**now, **values})
+    return rows

@@ -75,12 +75,17 @@ class JournalReader:
         directory: The journal's directory; it may be made later.
         after: The sequence number to continue after.
         root: A directory above, below which no link is followed; by default the journal's own.
+
+    Attributes:
+        last_sequence: Sequence number of the last record read, or -1.
+        has_more: Whether the last `read` ended at one of its limits.
+        num_read: Number of bytes that the last `read` went through.
     """
 
     def __init__(self, directory: Path, *, after: int = -1, root: Path | None = None) -> None:
         self._directory = directory
         self._root = root or directory
-        self._last_sequence = after
+        self.last_sequence = after
         self._segment: str | None = None
         self._offset = 0
         # Bytes after the offset known to hold no line end, and whether they are too many.
@@ -89,23 +94,8 @@ class JournalReader:
         # The newest record that is whole, known to the caller or not, and the damage after it.
         self._newest = -1
         self._num_damaged = 0
-        self._num_read = 0
-        self._has_more = False
-
-    @property
-    def last_sequence(self) -> int:
-        """Sequence number of the last record read, or -1."""
-        return self._last_sequence
-
-    @property
-    def has_more(self) -> bool:
-        """Whether the last `read` ended at one of its limits."""
-        return self._has_more
-
-    @property
-    def num_read(self) -> int:
-        """Number of bytes that the last `read` went through."""
-        return self._num_read
+        self.num_read = 0
+        self.has_more = False
 
     def read(self, max_entries: int = 1000, *, max_bytes: int | None = None) -> list[Entry]:
         """Return the next whole entries, at most `max_entries`; empty when there are none yet.
@@ -120,7 +110,7 @@ class JournalReader:
             NotRegularFileError: A link, a special file or a foreign file is in the journal's place.
         """
         entries: list[Entry] = []
-        self._num_read, self._has_more = 0, False
+        self.num_read, self.has_more = 0, False
         with ExitStack() as stack:
             try:
                 journal = stack.enter_context(self._opened())
@@ -135,12 +125,12 @@ class JournalReader:
     ) -> None:
         while True:
             if len(entries) >= max_entries or (
-                max_bytes is not None and self._num_read >= max_bytes
+                max_bytes is not None and self.num_read >= max_bytes
             ):
-                self._has_more = True
+                self.has_more = True
                 return
             if self._segment is None:
-                self._segment = _locate_segment(journal, self._last_sequence)
+                self._segment = _locate_segment(journal, self.last_sequence)
                 if self._segment is None:
                     return
                 self._newest = _first_number(self._segment) - 1
@@ -165,10 +155,10 @@ class JournalReader:
         """
         num_lost = min(self._num_damaged + (is_complete and self._has_rest()), _MAX_TOLD)
         first = self._newest + 1
-        numbers = range(max(first, self._last_sequence + 1), first + num_lost)
+        numbers = range(max(first, self.last_sequence + 1), first + num_lost)
         if not numbers or self._segment is None:
             return []
-        self._last_sequence = numbers[-1]
+        self.last_sequence = numbers[-1]
         reason = "its line, with which the journal ends, is damaged"
         record = RecordLost(time=self._facts().st_mtime, reason=reason)
         return [Entry(number, encode_record(record)) for number in numbers]
@@ -197,7 +187,7 @@ class JournalReader:
             chunk = os.pread(file.fileno(), _CHUNK_BYTES, self._offset + self._num_scanned)
             if not chunk:
                 return False
-            self._num_read += len(chunk)
+            self.num_read += len(chunk)
             end = chunk.rfind(b"\n")
             if end < 0:
                 self._num_scanned += len(chunk)
@@ -219,8 +209,8 @@ class JournalReader:
             if entry is None:
                 continue
             self._newest, self._num_damaged = entry.sequence, 0
-            if entry.sequence > self._last_sequence:
-                self._last_sequence = entry.sequence
+            if entry.sequence > self.last_sequence:
+                self.last_sequence = entry.sequence
                 entries.append(entry)
                 if len(entries) >= max_entries:
                     break
@@ -270,7 +260,7 @@ class JournalReader:
         if is_whole and _SEQUENCE.fullmatch(number):
             sequence = int(number)
             # A forged number far ahead would hide all later records.
-            if sequence <= self._last_sequence + 1 + MAX_GAP:
+            if sequence <= self.last_sequence + 1 + MAX_GAP:
                 return Entry(sequence, payload)
         self._note_damage(len(line))
         return None
@@ -337,6 +327,10 @@ class JournalWriter:
     own. Safe to call from several threads.
 
     `first_sequence` continues the journal of an ended process: the number after its last record.
+
+    Attributes:
+        directory: Where the journal is.
+        refusal: The last error of writing; None if there was none yet.
     """
 
     def __init__(
@@ -348,7 +342,7 @@ class JournalWriter:
         pending_bytes: int = PENDING_BYTES,
         close_patience_s: float = CLOSE_PATIENCE_S,
     ) -> None:
-        self._directory = directory
+        self.directory = directory
         self._segment_bytes = segment_bytes
         self._pending_limit = pending_bytes
         self._close_patience_s = close_patience_s
@@ -363,7 +357,7 @@ class JournalWriter:
         self._unsynced: set[Path] = set()
         self._is_line_torn = False
         self._is_disk_full = False
-        self._refusal: OSError | None = None
+        self.refusal: OSError | None = None
         self._retry_at = 0.0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._droppable: deque[tuple[int, bytes]] = deque()
@@ -375,16 +369,6 @@ class JournalWriter:
                 f"A journal is written by one process only, but {str(directory)!r} has one already."
                 " Hint: start a new attempt."
             )
-
-    @property
-    def directory(self) -> Path:
-        """Where the journal is."""
-        return self._directory
-
-    @property
-    def refusal(self) -> OSError | None:
-        """The last error of writing; None if there was none yet."""
-        return self._refusal
 
     def append(self, record: AnyRecord) -> int:
         """Write a record and return its sequence number; never raise on a full disk."""
@@ -447,14 +431,14 @@ class JournalWriter:
                 self._are_names_synced = False
                 self._unsynced |= full
             logger.warning(
-                "The journal in %s cannot be forced to disk: %s", self._directory, error.strerror
+                "The journal in %s cannot be forced to disk: %s", self.directory, error.strerror
             )
         finally:
             os.close(descriptor)
 
     def _sync_names(self) -> None:
         """Force the entries of the journal's directory and its run's or attempt's to disk."""
-        directory = self._directory
+        directory = self.directory
         for _ in range(_DIRECTORIES_OF_RUN):
             # Directories of other users: they may be closed to this user.
             with suppress(PermissionError):
@@ -468,10 +452,10 @@ class JournalWriter:
         with self._lock:
             num_lost = len(self._kept) + len(self._droppable) + self._num_dropped
             if num_lost:
-                reason = self._refusal and self._refusal.strerror
+                reason = self.refusal and self.refusal.strerror
                 logger.error(
                     "The journal in %s could not be written to the end (%s): %d records are lost.",
-                    *(self._directory, reason, num_lost),
+                    *(self.directory, reason, num_lost),
                 )
             if self._file_descriptor >= 0:
                 os.close(self._file_descriptor)
@@ -492,10 +476,10 @@ class JournalWriter:
                 logger.warning(
                     "The journal in %s cannot be written (%s). Training goes on; reports wait in"
                     " memory until it can.",
-                    self._directory,
+                    self.directory,
                     error.strerror,
                 )
-            self._is_disk_full, self._refusal = True, error
+            self._is_disk_full, self.refusal = True, error
             self._retry_at = time.monotonic() + _RETRY_S
             return False
         self._is_line_torn = False
@@ -512,9 +496,9 @@ class JournalWriter:
 
     def _open_segment(self, first_sequence: int) -> None:
         # Parents that `mkdir` makes by the way would be open to others.
-        self._directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._directory.mkdir(mode=0o700, exist_ok=True)
-        path = self._directory / segment_name(first_sequence)
+        self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        path = self.directory / segment_name(first_sequence)
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             header = msgspec.json.encode({"journal_version": FORMAT_VERSION, "time": time.time()})
@@ -569,4 +553,4 @@ class JournalWriter:
             self._next_sequence += 1
             self._num_dropped = 0
         self._is_disk_full = False
-        logger.warning("The journal in %s can be written again.", self._directory)
+        logger.warning("The journal in %s can be written again.", self.directory)

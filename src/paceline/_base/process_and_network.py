@@ -1,17 +1,20 @@
-"""Process and network: cores, waits with signals, terminal text, addresses, ports, TCPStore."""
+"""Process and network: cores, waits, terminal text, addresses, ports, programs with requests."""
 
 import json
 import os
 import queue
 import re
+import select
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, TextIO, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import IO, Any, TextIO, TypeVar
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_HOSTS = (LOOPBACK, "localhost", "::1")
@@ -318,3 +321,114 @@ def integer_setting(name: str, default: int) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise ValueError(f"`{name}` must be an integer above 0, but got {text!r}.")
     return int(text)
+
+
+_TIMEOUT_S = 120.0
+_CLOSE_S = 10.0
+
+
+class RequestProgram:
+    """Program answering requests, a line for each, from the first request until `close`.
+
+    Args:
+        name: The other side's name, for messages.
+        command: Its command line. It must end when its input is closed.
+        error: The exception to raise.
+        directory: Its working directory, whose modules `python -m` takes before all others: by
+            default one that only the administrator of the machine can write to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        error: type[Exception] = RuntimeError,
+        directory: str = "/",
+    ) -> None:
+        self._name = name
+        self._error = error
+        self._command = command
+        self._directory = directory
+        self._process: subprocess.Popen[str] | None = None
+        self._errors: IO[bytes] | None = None
+        self._asking = threading.Lock()
+        self._is_closed = False
+
+    def ask(self, method: str, *, timeout_s: float = _TIMEOUT_S, **arguments: object) -> Any:
+        """Return the answer to a request.
+
+        Raises:
+            Exception: Of the given class: it says that it cannot, has ended, or takes too long.
+        """
+        with self._asking:
+            process = self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            is_ready = True
+            try:
+                process.stdin.write(json.dumps({"method": method, **arguments}) + "\n")
+                process.stdin.flush()
+                is_ready = bool(select.select([process.stdout], [], [], timeout_s)[0])
+                line = process.stdout.readline() if is_ready else ""
+            except (OSError, ValueError):
+                line = ""  # it has ended
+            if not line:
+                why = "has ended" if is_ready else f"did not answer within {timeout_s:g} s"
+                raise self._error(f"{self._name}: its process {why}{self._end()}")
+            answer = json.loads(line)
+        if "error" in answer:
+            raise self._error(f"{self._name}: {answer['error']}")
+        return answer["value"]
+
+    def close(self) -> None:
+        """End the program, including a request pending in another thread."""
+        self._is_closed = True
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        with suppress(OSError, ValueError):
+            process.stdin.close()
+        try:
+            process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        # A pending request fails with the process, and gives the lock back.
+        with self._asking:
+            if self._process is not None:
+                self._end()
+
+    def _started(self) -> "subprocess.Popen[str]":
+        if self._is_closed:
+            raise self._error(f"{self._name}: the master ends.")
+        if self._process is None:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lasts as long as the process
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=self._directory,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                # Ctrl-C is for the master, which then closes the input.
+                start_new_session=True,
+            )
+        return self._process
+
+    def _end(self) -> str:
+        """End the program after a failure, and return its last error output."""
+        process, errors = self._process, self._errors
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert errors is not None
+        self._process = None
+        process.kill()
+        process.wait()
+        with suppress(OSError):
+            process.stdin.close()
+        process.stdout.close()
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+        errors.close()
+        return f": {lines[-1]}" if lines else "."

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,10 +30,11 @@ from paceline._base.journal_records import (
     MediaFile,
     MediaReported,
     RecordLost,
+    check_seal,
     decode_record,
     encode_record,
+    seal,
 )
-from paceline._base.sealed_json import check_seal, seal
 
 RUN_FORMAT_VERSION = 1
 MEDIA_MARK = b'"type":"media"'
@@ -544,6 +546,10 @@ class RunTail:
     Args:
         run: The run directory; it may still be written to.
         marks: The sequence number to continue after, for journals that were read before.
+
+    Attributes:
+        has_more: Whether the last `read` ended at one of its limits.
+        num_read: Number of bytes that the last `read` went through.
     """
 
     def __init__(self, run: RunDirectory, marks: Mapping[JournalKey, int]) -> None:
@@ -551,18 +557,8 @@ class RunTail:
         self._marks = marks
         self._readers: dict[JournalKey, JournalReader] = {}
         self._finished: set[JournalKey] = set()
-        self._num_read = 0
-        self._has_more = False
-
-    @property
-    def has_more(self) -> bool:
-        """Whether the last `read` ended at one of its limits."""
-        return self._has_more
-
-    @property
-    def num_read(self) -> int:
-        """Number of bytes that the last `read` went through."""
-        return self._num_read
+        self.num_read = 0
+        self.has_more = False
 
     def read(
         self, max_entries: int = 1000, *, max_bytes: int | None = None
@@ -581,17 +577,17 @@ class RunTail:
             NotRegularFileError: A link, a special file or a foreign file is in a journal's place.
         """
         found: list[tuple[JournalKey, list[Entry]]] = []
-        self._num_read, self._has_more = 0, False
+        self.num_read, self.has_more = 0, False
         keys = [key for key in self._run.journal_keys() if key not in self._finished]
         for key in keys:
-            left = None if max_bytes is None else max_bytes - self._num_read
+            left = None if max_bytes is None else max_bytes - self.num_read
             if max_entries <= 0 or (left is not None and left <= 0):
-                self._has_more = True
+                self.has_more = True
                 break
             reader = self._reader(key)
             entries = reader.read(max_entries, max_bytes=left)
-            self._has_more |= reader.has_more
-            self._num_read += reader.num_read
+            self.has_more |= reader.has_more
+            self.num_read += reader.num_read
             if not entries and not reader.has_more and _is_before(key, keys[-1]):
                 # Attempts follow each other, so this one will write no more.
                 entries = reader.finish()
@@ -629,6 +625,7 @@ class LostFileError(Exception):
     """Raised when a file of a record can never reach the master; the text says why."""
 
 
+@dataclass(eq=False, repr=False)
 class FileShipping:
     """Sends the files of media records.
 
@@ -639,15 +636,11 @@ class FileShipping:
             answered other requests before each try, so a few failures are the file's own.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        send: Callable[[MediaFile, IO[bytes]], None],
-        passing: tuple[type[Exception], ...],
-    ) -> None:
-        self._run = run
-        self._send = send
-        self._passing = passing
+    run: RunDirectory
+    send: Callable[[MediaFile, IO[bytes]], None]
+    passing: tuple[type[Exception], ...]
+
+    def __post_init__(self) -> None:
         self._failures = Counter[str]()
 
     def ship(self, payload: bytes) -> bytes:
@@ -671,13 +664,13 @@ class FileShipping:
 
     def _ship_file(self, file: MediaFile) -> None:
         try:
-            content = open_run_file(self._run, file)
+            content = open_run_file(self.run, file)
         except (OSError, ValueError) as error:
             raise LostFileError(f"cannot be read ({error})") from error
         with content:
             try:
-                self._send(file, content)
-            except self._passing as error:
+                self.send(file, content)
+            except self.passing as error:
                 self._failures[file.path] += 1
                 if self._failures[file.path] < _MAX_FAILURES:
                     raise

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from itertools import count
 from pathlib import Path
@@ -265,6 +265,7 @@ class SearchStanding:
     best_config: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class SearchRun:
     """Apply the events of trials to a search, and hand out the trials to run.
 
@@ -286,35 +287,22 @@ class SearchRun:
         first_inputs: Inputs of a new search before it starts.
     """
 
-    def __init__(
-        self,
-        search: Search,
-        journal: SearchJournal,
-        *,
-        make_result: Callable[..., TrialOutcome],
-        metric: str,
-        time_name: str,
-        smaller_is_better: bool,
-        length: int | None,
-        can_extend: bool,
-        is_single: bool,
-        config: Mapping[str, Any],
-        answer: Callable[[Space, Sequence[Create], list[Observation]], Proposed],
-        first_inputs: Sequence[Input] = (),
-    ) -> None:
+    search: Search
+    journal: SearchJournal
+    _: KW_ONLY
+    make_result: Callable[..., TrialOutcome]
+    metric: str
+    time_name: str
+    smaller_is_better: bool
+    length: int | None
+    can_extend: bool
+    is_single: bool
+    config: Mapping[str, Any]
+    answer: Callable[[Space, Sequence[Create], list[Observation]], Proposed]
+    first_inputs: Sequence[Input] = ()
+
+    def __post_init__(self) -> None:
         self.trials: dict[str, SearchTrial] = {}
-        self._search = search
-        self._journal = journal
-        self._metric = metric
-        self._time_name = time_name
-        self._smaller_is_better = smaller_is_better
-        self._length = length
-        self._can_extend = can_extend
-        self._is_single = is_single
-        self._config = config
-        self._make_result = make_result
-        self._answer = answer
-        self._first_inputs = first_inputs
         # Seconds before this process, and its clock at the beginning; None while it replays.
         self._wall_before_s = 0.0
         self._since: float | None = None
@@ -333,7 +321,7 @@ class SearchRun:
     @property
     def directory(self) -> Path:
         """Where the search and its trials are."""
-        return self._journal.path
+        return self.journal.path
 
     @property
     def is_closed(self) -> bool:
@@ -345,11 +333,11 @@ class SearchRun:
         with self._changed:
             results = [trial.result for trial in self.trials.values()]
             values = [r for r in results if r.value is not None and math.isfinite(r.value)]
-            sign = 1 if self._smaller_is_better else -1
+            sign = 1 if self.smaller_is_better else -1
             best = min(values, key=lambda result: sign * (result.value or 0.0), default=None)
             return SearchStanding(
-                fraction=self._search.progress(),
-                num_trials=max(self._search.num_trials(), len(results)),
+                fraction=self.search.progress(),
+                num_trials=max(self.search.num_trials(), len(results)),
                 num_ended=sum(t.exit_reason is not None for t in self.trials.values()),
                 num_running=len(self._running),
                 failed=tuple(r.number for r in results if r.state in ("failed", "diverged")),
@@ -361,19 +349,19 @@ class SearchRun:
     def begin(self) -> None:
         """Replay earlier inputs, or start the search."""
         with self._changed:
-            earlier = list(self._journal.earlier())
+            earlier = list(self.journal.earlier())
             for record in earlier:
                 self._replay(record)
             if not earlier:
-                for given in self._first_inputs:
+                for given in self.first_inputs:
                     self._take_input(given)
                 self._take_input(Started())
-            self._wall_before_s, self._since = self._search.budget.wall_s, time.monotonic()
+            self._wall_before_s, self._since = self.search.budget.wall_s, time.monotonic()
             for trial in list(self.trials.values()):
                 if trial.exit_reason is not None:
                     continue
                 is_at_target = self._is_at_target(trial)
-                if trial.is_stopped or (is_at_target and not self._can_extend):
+                if trial.is_stopped or (is_at_target and not self.can_extend):
                     self._exit(trial, ExitReason.COMPLETED)
                 elif is_at_target:
                     self._ready.remove(trial)
@@ -389,8 +377,8 @@ class SearchRun:
     def spend(self) -> None:
         """Tell the search the time that it has taken, if it has a limit of time."""
         with self._changed:
-            used, limit = self._search.budget.wall_s, self._search.budget.limits.max_wall_time
-            if limit is None or self._since is None or used >= limit or self._search.is_over:
+            used, limit = self.search.budget.wall_s, self.search.budget.limits.max_wall_time
+            if limit is None or self._since is None or used >= limit or self.search.is_over:
                 return
             wall_s = self._wall_before_s + time.monotonic() - self._since
             if wall_s >= limit or wall_s >= used + SPENT_INTERVAL_S:
@@ -401,13 +389,13 @@ class SearchRun:
     def next_trial(self) -> SearchTrial | None:
         """Wait for the next trial to run; None at the end of the search."""
         with self._changed:
-            while not self._search.is_over and not self._is_closed:
+            while not self.search.is_over and not self._is_closed:
                 if self._ready:
                     trial = self._ready.popleft()
                     self._running[trial.create.request_id] = trial
                     trial.result.state = "running"
                     return trial
-                if self._search.asks and not self._is_asking:
+                if self.search.asks and not self._is_asking:
                     self._have_answered()
                     continue
                 if self._is_stuck():
@@ -420,11 +408,11 @@ class SearchRun:
 
     def _have_answered(self) -> None:
         """Have the sampler answer without the lock: it may think for long, or hang."""
-        question = self._search.space, self._search.asks[:1], self._search.observations()
+        question = self.search.space, self.search.asks[:1], self.search.observations()
         self._is_asking = True
         self._changed.release()
         try:
-            answer = self._answer(*question)
+            answer = self.answer(*question)
         finally:
             self._changed.acquire()
             self._is_asking = False
@@ -449,7 +437,7 @@ class SearchRun:
         with self._changed:
             given = self._input_of(trial, judged)
             if given is not None:
-                self._journal.add(given, number, metrics)
+                self.journal.add(given, number, metrics)
             self._note_report(trial, number, dict(metrics), given)
             if given is not None:
                 self._apply(given)
@@ -464,12 +452,12 @@ class SearchRun:
                 and no other trial has reported the metric.
         """
         is_due = bool(judged) and trial.result.num_reports + 1 >= _MOST_UNMEASURED
-        if is_due and self._metric not in judged and not self._is_single and not self._has_value():
+        if is_due and self.metric not in judged and not self.is_single and not self._has_value():
             raise MetricMissingError(self._missing_metric(trial, judged))
-        value = judged.get(self._metric, 0)
+        value = judged.get(self.metric, 0)
         if _metric_number(value) is None:
             raise TypeError(
-                f"The metric {self._metric!r} must be a number, as the search goes by it, but trial"
+                f"The metric {self.metric!r} must be a number, as the search goes by it, but trial"
                 f" {trial.result.number} reported {value!r}. Hint: report a float, or set `metric`"
                 " of the searcher to another name."
             )
@@ -483,10 +471,10 @@ class SearchRun:
         """
         result = trial.result
         # A function without reports is welcome to any search that judges none.
-        if result.value is not None or not (result.num_reports or self._can_extend):
+        if result.value is not None or not (result.num_reports or self.can_extend):
             return
         problem = self._missing_metric(trial, result.metrics)
-        if self._is_single:
+        if self.is_single:
             logger.warning(problem)
             return
         raise (ValueError if self._has_value() else MetricMissingError)(problem)
@@ -530,10 +518,10 @@ class SearchRun:
                 return NextMove.END
             if not self._is_at_target(trial):
                 return NextMove.GO_ON
-            if not self._can_extend:
+            if not self.can_extend:
                 return NextMove.END
             # More ready trials than idle threads: this thread's workers are needed for them.
-            if len(self._ready) + len(self._search.asks) > self._num_idle:
+            if len(self._ready) + len(self.search.asks) > self._num_idle:
                 return NextMove.PAUSE
             # Nobody needs the workers yet, so it keeps them.
             self._running.pop(request_id, None)
@@ -554,12 +542,12 @@ class SearchRun:
 
     def _is_at_target(self, trial: SearchTrial) -> bool:
         # A method that is given no length asks for one unit, which means nothing then.
-        has_target = trial.target is not None and (self._length is not None or self._can_extend)
+        has_target = trial.target is not None and (self.length is not None or self.can_extend)
         return has_target and trial.result.time >= (trial.target or 0)
 
     def _is_stuck(self) -> bool:
         """Tell whether nothing happens any more by itself: all trials wait for the search."""
-        is_idle = not self._ready and not self._running and not self._search.asks
+        is_idle = not self._ready and not self._running and not self.search.asks
         return is_idle and bool(self._paused)
 
     def _give_up_waiting(self) -> None:
@@ -588,7 +576,7 @@ class SearchRun:
     # ---- inputs --------------------------------------------------------------------------
 
     def _take_input(self, given: Input) -> None:
-        self._journal.add(given)
+        self.journal.add(given)
         self._apply(given)
 
     def _replay(self, record: SearchInputTaken) -> None:
@@ -599,14 +587,14 @@ class SearchRun:
         self._apply(given)
 
     def _apply(self, given: Input) -> None:
-        operations = self._search.apply(given)
+        operations = self.search.apply(given)
         if isinstance(given, Exited):
             trial = self.trials[given.request_id]
             trial.exit_reason = given.reason
             is_invalid = given.reason is ExitReason.INVALID_HP
             self._num_invalid_in_a_row = self._num_invalid_in_a_row + 1 if is_invalid else 0
             state = _STATES[given.reason]
-            is_early = self._length is not None and trial.result.time < self._length
+            is_early = self.length is not None and trial.result.time < self.length
             is_stopped = trial.is_stopped and given.reason is ExitReason.COMPLETED
             trial.result.state = "stopped" if is_stopped and is_early else state
             if trial in self._ready:
@@ -618,10 +606,10 @@ class SearchRun:
     def _carry_out(self, operation: Operation) -> None:
         if isinstance(operation, Create):
             number = len(self.trials) + 1
-            result = self._make_result(
+            result = self.make_result(
                 number=number,
-                config={**self._config, **operation.hparams},
-                run_dir=self._journal.path / TRIALS_FOLDER / f"{number:04}",
+                config={**self.config, **operation.hparams},
+                run_dir=self.journal.path / TRIALS_FOLDER / f"{number:04}",
             )
             trial = SearchTrial(create=operation, result=result)
             self.trials[operation.request_id] = trial
@@ -644,17 +632,17 @@ class SearchRun:
 
     def _missing_metric(self, trial: SearchTrial, newest: Mapping[str, Any]) -> str:
         return (
-            f"The search needs `{self._metric}` as a number in the reports, but no report of trial"
+            f"The search needs `{self.metric}` as a number in the reports, but no report of trial"
             f" {trial.result.number} had it (the last one had: {', '.join(newest) or 'nothing'})."
             " Hint: report it, or set `metric` of the searcher to what is reported."
         )
 
     def _input_of(self, trial: SearchTrial, metrics: Mapping[str, Any]) -> Reported | None:
         """Return the search input for a report; None without the searched metric."""
-        value = _metric_number(metrics.get(self._metric))
+        value = _metric_number(metrics.get(self.metric))
         if value is None:
             return None
-        time = _metric_number(metrics.get(self._time_name))
+        time = _metric_number(metrics.get(self.time_name))
         if time is None or not math.isfinite(time):
             # Without such a metric the reports count.
             time = float(trial.result.num_reports + 1)
@@ -670,7 +658,7 @@ class SearchRun:
         if given is None:
             return
         result.time = given.time
-        sign = 1 if self._smaller_is_better else -1
+        sign = 1 if self.smaller_is_better else -1
         best, new = result.value, given.metric
         is_first = best is None or not math.isfinite(best)
         if is_first or (math.isfinite(new) and sign * new < sign * (best or 0.0)):

@@ -38,8 +38,8 @@ from paceline.cli._options_and_errors import (
 )
 from paceline.core._read_runs import RUNS_DIRECTORY, list_runs, storage_at, summarize_run
 from paceline.storage._checkpoint_files import StorageNotInstalledError
-from paceline.storage._directory_storage import DirectoryStorage, restored
-from paceline.storage._storage_by_url import checkpoint_at, directory_of_checkpoint
+from paceline.storage._checkpoint_storage import checkpoint_at, directory_of_checkpoint, restored
+from paceline.storage._directory_storage import DirectoryStorage
 
 if TYPE_CHECKING:
     from paceline.storage._checkpoint_storage import CheckpointStorage

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from paceline._base.frames import flatten
+from paceline._base.imports import flatten
 from paceline._base.journal_records import decode_value
 from paceline._base.process_and_network import escape_in_json, terminal_text
 from paceline._base.progress_display import format_duration

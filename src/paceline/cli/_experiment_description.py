@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline._base.frames import flatten
+from paceline._base.imports import flatten
 from paceline._base.progress_display import format_duration
 from paceline.cli._console_output import (
     console,

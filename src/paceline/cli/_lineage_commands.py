@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline._base.frames import flatten
+from paceline._base.imports import flatten
 from paceline._base.journal_records import encode_metrics
 from paceline._base.run_directory import RunDirectory
 from paceline.cli._bulk_commands import Archived, ChangedQuery, Many, Yes, change_previewed

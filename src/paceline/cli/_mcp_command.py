@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline._base.frames import flatten
+from paceline._base.imports import flatten
 from paceline._base.process_and_network import terminal_text
 from paceline.cli._console_output import plain_for_console
 from paceline.cli._experiment_description import experiment_result

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 from zlib import crc32
 
-from paceline._base.frames import DataFrames, Rows, flatten, metric_rows
-from paceline._base.notebook_tables import html_table
+from paceline._base.imports import DataFrames, Rows, flatten, html_table, metric_rows
 from paceline.client import _late_models as models
 from paceline.client._event_stream import EventStream
 from paceline.client._experiment_lineage import (

@@ -150,7 +150,7 @@ class Checkpoint:
 
     def _copy_from_storage(self, target: Path) -> None:
         from paceline.storage._checkpoint_files import CheckpointError
-        from paceline.storage._storage_by_url import storage_from
+        from paceline.storage._checkpoint_storage import storage_from
 
         try:
             storage_from(self.data.storage).download(self.uuid, target)

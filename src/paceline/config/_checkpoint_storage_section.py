@@ -25,7 +25,7 @@ from paceline.config._fields_and_problems import (
     refused,
     text_field,
 )
-from paceline.storage._storage_by_url import added_schemes, is_added_scheme, scheme_of
+from paceline.storage._checkpoint_storage import added_schemes, is_added_scheme, scheme_of
 
 if TYPE_CHECKING:
     pass

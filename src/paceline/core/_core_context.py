@@ -26,7 +26,6 @@ from paceline.core._attempt_journal import (
 )
 from paceline.core._checkpoint_context import CheckpointContext
 from paceline.core._distributed_context import DistributedContext
-from paceline.core._memory_states import memory_storage
 from paceline.core._preemption_and_search import (
     ControlFile,
     PreemptContext,
@@ -37,7 +36,13 @@ from paceline.core._process_environment import ClusterInfo, apply_determinism, c
 from paceline.core._profiler_context import ProfilerContext
 from paceline.core._read_runs import run_storage
 from paceline.core._run_directories import OpenedRun, open_run
-from paceline.core._run_storage import GivenStorage, NodeStorage, check_given_storage, given_storage
+from paceline.core._run_storage import (
+    GivenStorage,
+    NodeStorage,
+    check_given_storage,
+    given_storage,
+    memory_storage,
+)
 from paceline.core._trackers_and_tensorboard import (
     TensorboardFiles,
     Tracker,

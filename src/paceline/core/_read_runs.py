@@ -41,9 +41,8 @@ from paceline.storage._checkpoint_files import (
     CheckpointNotFoundError,
     StorageNotInstalledError,
 )
-from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.storage._checkpoint_storage import CheckpointStorage, storage_from
 from paceline.storage._directory_storage import DirectoryStorage
-from paceline.storage._storage_by_url import storage_from
 
 logger = logging.getLogger(__name__)
 

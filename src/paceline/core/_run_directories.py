@@ -25,12 +25,11 @@ from paceline._base.run_directory import (
     RunDirectory,
     RunInfo,
 )
-from paceline.core._heartbeats_and_live_reports import (
+from paceline.core._process_environment import (
     master_to_report_to,
     reporting,
     sending_heartbeats,
 )
-from paceline.core._memory_states import newest_in_memory
 from paceline.core._read_runs import (
     RUNS_DIRECTORY,
     History,
@@ -43,12 +42,12 @@ from paceline.core._read_runs import (
     run_state,
     run_storage,
 )
-from paceline.core._run_storage import discard_unfinished
-from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.core._run_storage import discard_unfinished, newest_in_memory
+from paceline.storage._checkpoint_storage import CheckpointStorage, checkpoint_at, storage_from
 from paceline.storage._directory_storage import DirectoryStorage
-from paceline.storage._storage_by_url import checkpoint_at, storage_from
 
 logger = logging.getLogger(__name__)
+
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # A directory's name has no more than 255: a time before it, and perhaps a number behind.

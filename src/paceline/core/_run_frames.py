@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from paceline._base.frames import Rows, flatten, metric_rows
+from paceline._base.imports import Rows, flatten, metric_rows
 from paceline._base.run_directory import RunDirectory
 from paceline.core import _read_runs
 

@@ -1,7 +1,8 @@
-"""Checkpoint storage of a run: named by a script, agreed between ranks, checked, swept."""
+"""Checkpoint storage of a run: named by a script, agreed between ranks; states in memory."""
 
 import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 from uuid import uuid4
 
 from paceline._base.arguments_and_errors import text_of
-from paceline._base.files import write_atomically
+from paceline._base.files import own_run_memory, write_atomically
 from paceline._base.run_directory import RunDirectory, RunInfo
 from paceline.core._arguments import DistributedPeerError
 from paceline.core._distributed_context import DistributedContext
@@ -25,11 +26,11 @@ from paceline.storage._checkpoint_files import (
     new_uuid,
     origin_of,
 )
-from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid, storage_from
 from paceline.storage._directory_storage import DirectoryStorage
-from paceline.storage._storage_by_url import storage_from
 
 logger = logging.getLogger(__name__)
+
 
 GivenStorage: TypeAlias = CheckpointStorage | str | Path | Mapping[str, Any] | None
 
@@ -364,3 +365,45 @@ def new_run_uuid(run: RunDirectory) -> str:
     """Return a UUID for a new checkpoint; a master accepts the UUID from this trial alone."""
     info = run.read_info()
     return new_uuid(info.cluster_id, None if info.trial is None else info.trial.trial_id)
+
+
+def memory_storage(run_id: str) -> DirectoryStorage | None:
+    """Return the storage of a run's states in memory; None if no parent owns such memory."""
+    try:
+        path = own_run_memory()
+    except OSError as error:
+        logger.warning("No state is kept in memory: %s.", error)
+        return None
+    if path is None:
+        return None
+    owner = path.stat().st_uid
+    return DirectoryStorage(path / check_uuid(run_id), has_one_owner=True, owner=owner)
+
+
+def newest_in_memory(run_id: str, steps_completed: int) -> tuple[str | None, int]:
+    """Return the newest whole state in memory, and its step; remove all others there.
+
+    Args:
+        run_id: The run; states of other runs are never looked at.
+        steps_completed: The step of the newest checkpoint in the storage.
+
+    Returns:
+        None and `steps_completed` if none in memory is newer.
+    """
+    storage = memory_storage(run_id)
+    newest, steps = None, steps_completed
+    if storage is None or not storage.root.is_dir():
+        return newest, steps
+    for uuid in storage.list():
+        try:
+            found = storage.verify(uuid).metadata["steps_completed"]
+        except (CheckpointError, OSError) as error:
+            logger.warning("Passing over a state in memory: %s", error)
+            continue
+        if found > steps:
+            newest, steps = uuid, found
+    for path in storage.root.iterdir():
+        if path.name != newest:
+            # What a killed process has left takes the room of the next state.
+            shutil.rmtree(path, ignore_errors=True)
+    return newest, steps

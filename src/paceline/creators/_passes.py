@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -32,21 +32,23 @@ from paceline._training.engine.checkpoints.sharded_state import (
 from paceline._training.engine.checkpoints.state_files import StateFormatError, is_storable
 from paceline._training.workers.pickled_calls import NotSendableError, dump, load
 from paceline.creators._trainer_arguments import BATCH_SIZE, ReplicaSpec
-from paceline.data._batches_to_device import mover_to
 from paceline.data._order_and_random_generators import (
     capture_random_state,
     restore_random_state,
     worker_shards,
 )
 from paceline.data._sharded_loader import ShardedData, WorkerBatch, worker_batches
+from paceline.data._torch_loaders import mover_to
 from paceline.storage._checkpoint_files import (
     STATE_VERSION,
     CheckpointCorruptError,
     check_state_version,
     digest_stream,
 )
-from paceline.storage._checkpoint_storage import CheckpointStorage
-from paceline.storage._storage_by_url import checkpoint_at
+from paceline.storage._checkpoint_storage import CheckpointStorage, checkpoint_at
+
+if TYPE_CHECKING:
+    from paceline.creators._replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -398,34 +400,7 @@ def _options(spec: ReplicaSpec) -> dict[str, Any]:
     return {**size, **config}
 
 
-class TrainsInPasses(Protocol):
-    """A rank of a training in passes.
-
-    Attributes:
-        rank: The rank.
-        world_size: The number of ranks.
-        num_steps: The batches so far.
-        seed: The seed.
-        position: The position in the data.
-        built: The options that optimizers and schedulers were built with.
-    """
-
-    rank: int
-    world_size: int
-    num_steps: int
-    seed: int
-    position: DataPosition
-    built: dict[str, list[Any]]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether models are divided among the ranks."""
-
-    def objects(self) -> ModelsAndOptimizers:
-        """Return the models, optimizers and further trained objects."""
-
-
-def capture_pass_state(replica: TrainsInPasses) -> dict[str, Any]:
+def capture_pass_state(replica: "Replica") -> dict[str, Any]:
     """Return this rank's part of the state; the chief's part includes the shared state.
 
     Of sharded models, each rank has its pieces.
@@ -492,7 +467,7 @@ def checked_pass_state(state: Any) -> dict[str, Any]:
     return state
 
 
-def restore_pass_state(replica: TrainsInPasses, state: dict[str, Any]) -> None:
+def restore_pass_state(replica: "Replica", state: dict[str, Any]) -> None:
     """Put back a trainer's state; the generators last, as all else may draw from them.
 
     Raises:
@@ -510,9 +485,7 @@ def restore_pass_state(replica: TrainsInPasses, state: dict[str, Any]) -> None:
     _load_own(replica, objects, state)
 
 
-def _go_to_position(
-    replica: TrainsInPasses, stored: dict[str, Any], changes: SettingChanges
-) -> None:
+def _go_to_position(replica: "Replica", stored: dict[str, Any], changes: SettingChanges) -> None:
     if not replica.position.load_state(stored):
         _tell(replica, "The state was stored with other data or shards: its epoch begins anew.")
     for name, size in replica.position.sizes().items():
@@ -521,7 +494,7 @@ def _go_to_position(
             changes.note(f"the number of {name.removeprefix('num_')} of an epoch", before, size)
 
 
-def _load_own(replica: TrainsInPasses, objects: ModelsAndOptimizers, state: dict[str, Any]) -> None:
+def _load_own(replica: "Replica", objects: ModelsAndOptimizers, state: dict[str, Any]) -> None:
     """Restore a rank's own state; with another number of workers, all ranks take the chief's.
 
     Gradients are summed in each backward pass, so that they are the same on all ranks.
@@ -539,7 +512,7 @@ def _load_own(replica: TrainsInPasses, objects: ModelsAndOptimizers, state: dict
     )
 
 
-def _tell(replica: TrainsInPasses, text: str) -> None:
+def _tell(replica: "Replica", text: str) -> None:
     if replica.rank == 0:
         logger.warning(text)
 

@@ -16,18 +16,21 @@ from paceline._base.gpus import num_visible_gpus
 from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
 from paceline._training.engine.checkpoints.resume_differences import built_settings
 from paceline._training.engine.checkpoints.sharded_state import outline_of, whole_model
-from paceline._training.engine.devices import Precision, suitable_backend, use_own_device
+from paceline._training.engine.devices import (
+    Precision,
+    all_parameters,
+    suitable_backend,
+    use_own_device,
+)
 from paceline._training.engine.fsdp_and_tensor_parallel import check_whole
 from paceline._training.engine.gradient_sync import GradientSync
 from paceline._training.engine.metric_reducers import MAX_SKIPPED_STEPS
 from paceline._training.engine.rank_differences import RankCheck, check_same_data, compare_in_group
 from paceline._training.engine.step_replay import StepReplay
-from paceline._training.engine.tensors import all_parameters
 from paceline._training.workers.failures_and_restarts import RestartPolicy, TrainingFailedError
 from paceline._training.workers.processes.worker_process import join_process_group
 from paceline._training.workers.worker_pools import WorkerPool
 from paceline._training.workers.workers import ElasticLimits, Workers, WorkerSettings
-from paceline.creators._default_functions import train_one_model, validate_one_model
 from paceline.creators._pass_reports import (
     LocalMeans,
     NotedProgress,
@@ -59,10 +62,12 @@ from paceline.creators._trainer_arguments import (
     call_hook,
     call_with,
     check_gpu,
+    train_one_model,
+    validate_one_model,
 )
-from paceline.data._batches_to_device import release_device_memory
 from paceline.data._order_and_random_generators import isolated_randomness, seed_everything
 from paceline.data._sharded_loader import WorkerBatch
+from paceline.data._torch_loaders import release_device_memory
 
 # An optimizer loads the latter, which would take each worker more than a second.
 _PRELOAD = ("paceline.creators._replica", "torch._dynamo")

@@ -9,15 +9,17 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from paceline._base.arguments_and_errors import check_function
-from paceline._base.notebook_tables import html_table
-from paceline.data._default_batches import DataError, DataNotFoundError
+from paceline._base.imports import html_table
 from paceline.data._order_and_read_plan import Plan, Reader
 from paceline.data._sample_sources import (
+    DataError,
+    DataNotFoundError,
     FilteredSamples,
     MapBatchesStage,
     MapSamplesStage,
@@ -34,6 +36,7 @@ from paceline.data._sample_sources import (
 )
 
 logger = logging.getLogger(__name__)
+
 
 _SPLITTERS = ("split_by_node", "split_by_worker", "single_node_only", "check_empty")
 _OPENERS = ("StreamingOpen", "FileCache")
@@ -181,6 +184,9 @@ def _is_shuffle(stage: Any) -> bool:
 
 _FETCHED_TOGETHER = 256
 
+StreamStep: TypeAlias = Callable[[Iterator[Any]], Iterator[Any]]
+"""Processing step for the samples of a stream."""
+
 
 class Stream:
     """Iterable of samples with processing steps.
@@ -191,7 +197,7 @@ class Stream:
         steps: The steps, in order.
     """
 
-    def __init__(self, data: Iterable[Any], steps: tuple["StreamStep", ...] = ()) -> None:
+    def __init__(self, data: Iterable[Any], steps: tuple[StreamStep, ...] = ()) -> None:
         self.data = data
         self.steps = steps
         self.name = f"the {type(data).__name__}"
@@ -207,7 +213,7 @@ class Stream:
         self._has_begun = True
         return _run_steps(self.data, self.steps)
 
-    def then(self, step: "StreamStep") -> "Stream":
+    def then(self, step: StreamStep) -> "Stream":
         """Return the stream with an added step."""
         return Stream(self.data, (*self.steps, step))
 
@@ -219,10 +225,10 @@ class Stream:
     @property
     def holds_samples(self) -> bool:
         """Whether a step buffers samples already read but not yet yielded."""
-        return any(step.holds_samples for step in self.steps)
+        return any(isinstance(step, (BatchStreamStep, MixingStreamStep)) for step in self.steps)
 
 
-def _run_steps(data: Iterable[Any], steps: tuple["StreamStep", ...]) -> Iterator[Any]:
+def _run_steps(data: Iterable[Any], steps: tuple[StreamStep, ...]) -> Iterator[Any]:
     samples = iter(data)
     for step in steps:
         samples = step(samples)
@@ -232,7 +238,7 @@ def _run_steps(data: Iterable[Any], steps: tuple["StreamStep", ...]) -> Iterator
 class _SteppedPieces(StreamPieces):
     """Pieces of a stream with steps applied to the samples of each piece."""
 
-    def __init__(self, pieces: StreamPieces, steps: tuple["StreamStep", ...]) -> None:
+    def __init__(self, pieces: StreamPieces, steps: tuple[StreamStep, ...]) -> None:
         self.num_pieces, self.name = pieces.num_pieces, pieces.name
         self.is_shuffled = pieces.is_shuffled or any(type(s) is MixingStreamStep for s in steps)
         self._pieces = pieces
@@ -242,39 +248,15 @@ class _SteppedPieces(StreamPieces):
         return _run_steps(self._pieces.read(piece, epoch), self._steps)
 
 
-class StreamStep:
-    """Processing step for the samples of a stream."""
+class BatchStreamStep:
+    """A function of some samples at once.
 
-    holds_samples = False
+    Args:
+        function: The function.
+    """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
-
-    def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """Return the processed samples."""
-        raise NotImplementedError
-
-
-class MappingStreamStep(StreamStep):
-    """A function of each sample."""
-
-    def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """Return the function's result for each sample."""
-        return map(self._function, samples)
-
-
-class FilterStreamStep(StreamStep):
-    """Leaves samples out."""
-
-    def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """Return the samples accepted by the function."""
-        return filter(self._function, samples)
-
-
-class BatchStreamStep(StreamStep):
-    """A function of some samples at once."""
-
-    holds_samples = True
 
     def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
         """Yield the function's results for groups of samples."""
@@ -282,14 +264,12 @@ class BatchStreamStep(StreamStep):
             yield from self._function(batch)
 
 
-class MixingStreamStep(StreamStep):
+class MixingStreamStep:
     """Shuffle buffer: yields samples drawn at random.
 
     Args:
         size: The samples in the buffer.
     """
-
-    holds_samples = True
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -305,21 +285,9 @@ class MixingStreamStep(StreamStep):
         yield from buffer
 
 
-class StreamPartStep(StreamStep):
-    """Every so many samples.
-
-    Args:
-        rank: The first of them.
-        num_parts: How many parts there are.
-    """
-
-    def __init__(self, rank: int, num_parts: int) -> None:
-        self._rank = rank
-        self._num_parts = num_parts
-
-    def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """Return the samples of the part."""
-        return islice(samples, self._rank, None, self._num_parts)
+def _every(samples: Iterator[Any], rank: int, num_parts: int) -> Iterator[Any]:
+    """Return every so many samples, from one of them on."""
+    return islice(samples, rank, None, num_parts)
 
 
 class Fold(NamedTuple):
@@ -441,7 +409,7 @@ class Dataset:
         """
         check_function("function", function)
         if isinstance(self._source, Stream):
-            return self._with(source=self._source.then(MappingStreamStep(function)))
+            return self._with(source=self._source.then(partial(map, function)))
         return self._with(stages=(*self._stages, MapSamplesStage(function)))
 
     def map_batches(self, function: Callable[[Any], Any]) -> "Dataset":
@@ -470,7 +438,7 @@ class Dataset:
         """
         check_function("keeps", keeps)
         if isinstance(self._source, Stream):
-            return self._with(source=self._source.then(FilterStreamStep(keeps)))
+            return self._with(source=self._source.then(partial(filter, keeps)))
         return self._with(source=FilteredSamples(self._staged(), keeps), stages=())
 
     def shuffle(self, window: int | None = None) -> "Dataset":
@@ -670,7 +638,9 @@ class Dataset:
             return self
         plan = replace(self._plan, part=None)
         if isinstance(source, Stream):
-            return self._with(source=source.then(StreamPartStep(*part)), plan=plan)
+            return self._with(
+                source=source.then(partial(_every, rank=part[0], num_parts=part[1])), plan=plan
+            )
         return self._with(source=range_of(source, worker_part(source, *part)), plan=plan)
 
     def _numbered(self, what: str) -> Source:

@@ -22,11 +22,17 @@ import msgspec
 import numpy as np
 import xxhash
 
-from paceline.data._default_batches import DataFormatError, DataNotFoundError, collate_samples
 from paceline.data._file_locations import DirectoryLocation, FileLocation, FoundFile
-from paceline.data._sample_sources import Source
+from paceline.data._sample_sources import (
+    DataFormatError,
+    DataNotFoundError,
+    Source,
+    collate_samples,
+)
 
 logger = logging.getLogger(__name__)
+
+
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 
 
@@ -452,7 +458,7 @@ def open_image(content: bytes, name: str) -> Iterator[Any]:
     """
     from PIL import Image
 
-    from paceline.data._default_batches import DataFormatError
+    from paceline.data._sample_sources import DataFormatError
 
     try:
         with Image.open(io.BytesIO(content)) as image:

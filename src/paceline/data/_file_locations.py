@@ -19,16 +19,18 @@ from urllib.parse import unquote, urlsplit
 
 from paceline._base.files import open_regular_below, opened_directory, read_limited, replacing_below
 from paceline._base.process_and_network import sleep, wait_until
-from paceline.data._default_batches import DataChangedError, DataError, DataNotFoundError
+from paceline.data._sample_sources import DataChangedError, DataError, DataNotFoundError
 from paceline.storage._checkpoint_files import (
     CheckpointCorruptError,
     CheckpointError,
     StorageNotInstalledError,
 )
+from paceline.storage._checkpoint_storage import storage_from
 from paceline.storage._object_storage import ObjectStorage
-from paceline.storage._storage_by_url import storage_from
+from paceline.storage._uploads import seconds_from
 
 logger = logging.getLogger(__name__)
+
 
 T = TypeVar("T")
 
@@ -395,7 +397,7 @@ class ObjectLocation(FileLocation):
 
     def _again(self, name: str, ask: Callable[[], T]) -> T:
         """Retry a request to the store until an answer or the time limit."""
-        timeout_s = _timeout_s()
+        timeout_s = seconds_from(os.environ, READ_TIMEOUT_VARIABLE, _READ_TIMEOUT_S)
         deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         while True:
             with self._naming(name):
@@ -442,19 +444,6 @@ class ObjectLocation(FileLocation):
             raise file_missing_error(self.name_of(name)) from error
         except CheckpointCorruptError as error:
             raise file_changed_error(self.name_of(name)) from error
-
-
-def _timeout_s() -> float:
-    text = os.environ.get(READ_TIMEOUT_VARIABLE, "")
-    try:
-        value = float(text) if text else _READ_TIMEOUT_S
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise ValueError(
-            f"`{READ_TIMEOUT_VARIABLE}` must be a number of seconds above 0, but got {text!r}."
-        )
-    return value
 
 
 def file_missing_error(name: str) -> DataNotFoundError:

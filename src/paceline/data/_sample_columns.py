@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from paceline.data._default_batches import collate_samples
+from paceline.data._sample_sources import collate_samples
 
 _DTYPES = {
     getattr(pa, name)(): np.dtype(name)
@@ -304,6 +305,7 @@ class FoundInPieces(NamedTuple):
     places: Any
 
 
+@dataclass(eq=False, repr=False)
 class ConcatenatedPieces:
     """Joined columns of the pieces of the current window and the previous window.
 
@@ -315,17 +317,12 @@ class ConcatenatedPieces:
             would take more, most of which is not used.
     """
 
-    def __init__(
-        self,
-        sizes: Any,
-        get: Callable[[int], Any],
-        forget: Callable[[Sequence[int]], None],
-        limit_bytes: int,
-    ) -> None:
-        self._sizes = sizes
-        self._get = get
-        self._forget = forget
-        self._limit_bytes = limit_bytes
+    sizes: Any
+    get: Callable[[int], Any]
+    forget: Callable[[Sequence[int]], None]
+    limit_bytes: int
+
+    def __post_init__(self) -> None:
         self._planned: Any = None
         self._windows: list[_Window] = []
 
@@ -336,7 +333,7 @@ class ConcatenatedPieces:
             chunks: Their numbers, in any order.
             num_bytes: Their size in bytes.
         """
-        is_of_use = len(chunks) >= _FEWEST and _KEPT * num_bytes <= self._limit_bytes
+        is_of_use = len(chunks) >= _FEWEST and _KEPT * num_bytes <= self.limit_bytes
         self._planned = np.sort(chunks) if is_of_use else None
 
     def find(self, chunks: Any, places: Any) -> Iterator[FoundInPieces]:
@@ -372,20 +369,20 @@ class ConcatenatedPieces:
         pieces = [self._piece(number) for number in numbers]
         if not all(isinstance(piece, Columns) for piece in pieces):
             return None
-        counts = self._sizes[planned]
+        counts = self.sizes[planned]
         # New memory costs more than reusing the memory of an earlier window.
         unused = self._windows.pop().columns if len(self._windows) == _KEPT else None
         window = _Window(planned, np.cumsum(counts) - counts, join_columns(pieces, unused))
         self._windows.insert(0, window)
         # Joined pieces leave the cache: the window has a copy of their samples.
-        self._forget(numbers)
+        self.forget(numbers)
         return window
 
     def _piece(self, number: int) -> Any:
         """Return a piece, from the newest window if already joined there."""
         if self._windows and self._windows[0].has(np.array([number]))[0]:
-            return self._windows[0].piece(number, int(self._sizes[number]))
-        return self._get(number)
+            return self._windows[0].piece(number, int(self.sizes[number]))
+        return self.get(number)
 
 
 class _Window(NamedTuple):

@@ -1,4 +1,4 @@
-"""Sources of samples by number: memory, stages, selections, splits."""
+"""Sources of samples by number, their default batches, and the exceptions of data sets."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,6 +7,102 @@ from numbers import Integral, Real
 from typing import Any, SupportsIndex
 
 from paceline._base.arguments_and_errors import add_note
+
+_HINT = (
+    " Hint: `map` makes them alike, such as images of one size, or a number in place of None; or"
+    " `collate` of `to_torch` (`collate_fn` of a DataLoader) makes a batch of a list of samples."
+)
+
+
+def _load_and_collate(samples: list[Any]) -> Any:
+    # The first batch loads torch; an import statement would cost something with every batch.
+    global _default_collate
+    from torch.utils.data import default_collate
+
+    _default_collate = default_collate
+    return default_collate(samples)
+
+
+_default_collate: Callable[[list[Any]], Any] = _load_and_collate
+
+
+def collate_samples(samples: Any) -> Any:
+    """Return samples as a batch by torch's `default_collate`, with clearer errors.
+
+    Args:
+        samples: A list of samples.
+
+    Raises:
+        ValueError: Arrays have different shapes, or dictionaries different keys.
+        TypeError: Values such as None are in no tensor.
+    """
+    try:
+        return _default_collate(samples)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        # torch's own error does not say which sample differs, nor in what.
+        reason = _batch_reason("a sample", list(samples))
+        if reason is None:
+            raise
+        kind = ValueError if isinstance(error, (KeyError, RuntimeError)) else TypeError
+        raise kind(f"The samples of a batch must be alike, but {reason}.{_HINT}") from error
+
+
+def _batch_reason(name: str, values: Sequence[Any]) -> str | None:
+    """Return how the values of a batch differ, or None if no difference is found."""
+    for kind, reason_of in ((Mapping, _batch_reason_of_keys), ((list, tuple), _length_reason)):
+        if all(isinstance(value, kind) for value in values):
+            return reason_of(name, values)
+    if all(hasattr(value, "shape") for value in values):
+        shapes = dict.fromkeys(str(list(value.shape)) for value in values)
+        return f"{name} has the shapes {_first_of(shapes)}" if len(shapes) > 1 else None
+    for kinds in ((int, float), (str, bytes)):
+        if all(isinstance(value, kinds) for value in values):
+            return None
+    kinds_had = dict.fromkeys("None" if v is None else type(v).__name__ for v in values)
+    return f"{name} is {' or '.join(kinds_had)}"
+
+
+def _batch_reason_of_keys(name: str, values: Sequence[Mapping[Any, Any]]) -> str | None:
+    first = values[0]
+    keys = dict.fromkeys(str(sorted(map(str, value))) for value in values)
+    if len(keys) > 1:
+        return f"{name} has the keys {_first_of(keys)}"
+    reasons = (_batch_reason(_named(name, key), [value[key] for value in values]) for key in first)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _length_reason(name: str, values: Sequence[Sequence[Any]]) -> str | None:
+    lengths = dict.fromkeys(str(len(value)) for value in values)
+    if len(lengths) > 1:
+        return f"{name} has the lengths {_first_of(lengths)}"
+    places = enumerate(zip(*values, strict=True))
+    reasons = (_batch_reason(f"{name}[{place}]", each) for place, each in places)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _first_of(texts: Iterable[str]) -> str:
+    return " and ".join(list(texts)[:3])
+
+
+def _named(name: str, key: Any) -> str:
+    return f"`{key}`" if name == "a sample" else f"{name}[{key!r}]"
+
+
+class DataError(Exception):
+    """The base of all errors about files of data; the message names the file."""
+
+
+class DataChangedError(DataError):
+    """Raised when a file has changed since the data set was made."""
+
+
+class DataFormatError(DataError):
+    """Raised when a file is damaged, cut off, or has other columns than the first."""
+
+
+class DataNotFoundError(DataError, FileNotFoundError):
+    """Raised when there is no file."""
+
 
 Numbers = Any
 """A one-dimensional array of int64, without loading NumPy where only types are read."""
@@ -224,157 +320,26 @@ class SamplesInMemory(Source):
 _COUNTED_AT_ONCE = 1024
 
 
-class PickedSamples(Source):
-    """Samples of a source, by their numbers there.
+class PartOfSource(Source):
+    """Some samples of another source; a subclass tells which."""
 
-    Args:
-        source: The source.
-        picked: The numbers, as an array.
-        chunk_sizes: How many of them lie in each piece, in order; None if any costs the same.
-    """
-
-    def __init__(self, source: Source, picked: Numbers, chunk_sizes: Numbers | None = None) -> None:
+    def __init__(self, source: Source) -> None:
         self.name = source.name
         self._source = source
-        self._picked = picked
-        self._chunk_sizes = chunk_sizes
 
-    def __len__(self) -> int:
-        return len(self._picked)
-
-    def fetch(self, numbers: Sequence[int]) -> Any:
-        """Return samples of the source."""
-        return self._source.fetch(self._picked[list(numbers)].tolist())
-
-    @property
-    def is_encoded(self) -> bool:
-        """Whether the source's are."""
-        return self._source.is_encoded
-
-    def fetch_encoded(self, numbers: Sequence[int]) -> list[Any]:
-        """Return samples of the source before they are decoded."""
-        return self._source.fetch_encoded(self._picked[list(numbers)].tolist())
-
-    def chunk_sizes(self) -> Numbers | None:
-        """Return how many picked samples each piece has."""
-        return self._chunk_sizes
-
-    def window(self) -> int:
-        """Return the source's."""
-        return self._source.window()
-
-    def expect(self, now: Numbers, later: Numbers) -> None:
-        """Have the source read ahead."""
-        self._source.expect(self._picked[now], self._picked[later])
-
-    def identity(self) -> Mapping[str, Any] | None:
-        """Return the source's identity with a digest of the picked numbers, or None."""
-        return self._identity
-
-    @cached_property
-    def _identity(self) -> Mapping[str, Any] | None:
-        return _with_selection(self._source.identity(), self._picked)
-
-
-class FilteredSamples(Source):
-    """Samples of a source accepted by a function.
-
-    The samples are counted once: when their number is first asked for, or before they travel to
-    another process.
-
-    Args:
-        source: The source.
-        keeps: The function.
-    """
-
-    def __init__(self, source: Source, keeps: Callable[[Any], Any]) -> None:
-        self.name = source.name
-        self._source = source
-        self._keeps = keeps
-
-    def __reduce__(self) -> Any:
-        # The function is of no use any more, and workers need not count again.
-        return _as_it_is, (self.counted,)
-
-    @cached_property
-    def counted(self) -> PickedSamples:
-        """The kept samples."""
-        import numpy as np
-
-        source, total = self._source, len(self._source)
-        kept = np.zeros(total, dtype=bool)
-        for start in range(0, total, _COUNTED_AT_ONCE):
-            numbers = range(start, min(start + _COUNTED_AT_ONCE, total))
-            kept[start : numbers.stop] = [bool(self._keeps(each)) for each in source.fetch(numbers)]
-        sizes = source.chunk_sizes()
-        if sizes is not None:
-            ends = np.concatenate(([0], np.cumsum(kept)))
-            sizes = np.diff(ends[np.concatenate(([0], np.cumsum(sizes)))])
-        return PickedSamples(source, np.flatnonzero(kept), sizes)
-
-    def __len__(self) -> int:
-        return len(self.counted)
-
-    def fetch(self, numbers: Sequence[int]) -> Any:
-        """Return kept samples."""
-        return self.counted.fetch(numbers)
-
-    @property
-    def is_encoded(self) -> bool:
-        """Whether the source's are."""
-        return self._source.is_encoded
-
-    def fetch_encoded(self, numbers: Sequence[int]) -> list[Any]:
-        """Return samples of the source before they are decoded."""
-        return self.counted.fetch_encoded(numbers)
-
-    def chunk_sizes(self) -> Numbers | None:
-        """Return how many kept samples each piece has."""
-        return self.counted.chunk_sizes()
-
-    def window(self) -> int:
-        """Return the source's."""
-        return self._source.window()
-
-    def expect(self, now: Numbers, later: Numbers) -> None:
-        """Have the source read ahead."""
-        self.counted.expect(now, later)
-
-    def identity(self) -> Mapping[str, Any] | None:
-        """Return the source's identity with a digest of the kept samples, or None."""
-        return self.counted.identity()
-
-
-def _as_it_is(source: PickedSamples) -> PickedSamples:
-    return source
-
-
-class SampleRanges(Source):
-    """Ranges of samples of a source in pieces.
-
-    Args:
-        source: The source.
-        starts: The first number of each range, as an array.
-        sizes: The number of samples of each range, none of them 0.
-    """
-
-    def __init__(self, source: Source, starts: Numbers, sizes: Numbers) -> None:
-        import numpy as np
-
-        self.name = source.name
-        self._source = source
-        self._starts = starts
-        self._sizes = sizes
-        self._ends = np.cumsum(sizes)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
+    @abstractmethod
     def _in_source(self, numbers: Numbers) -> Numbers:
+        """Return the numbers in the source of samples, as arrays."""
+
+    @abstractmethod
+    def _selection(self) -> tuple[Numbers, ...]:
+        """Return the arrays that tell which samples these are."""
+
+    def _listed(self, numbers: Sequence[int]) -> list[int]:
         import numpy as np
 
-        index = np.searchsorted(self._ends, numbers, side="right")
-        return self._starts[index] + numbers - (self._ends - self._sizes)[index]
+        listed: list[int] = self._in_source(np.asarray(numbers, dtype=np.int64)).tolist()
+        return listed
 
     def fetch(self, numbers: Sequence[int]) -> Any:
         """Return samples of the source."""
@@ -389,16 +354,6 @@ class SampleRanges(Source):
         """Return samples of the source before they are decoded."""
         return self._source.fetch_encoded(self._listed(numbers))
 
-    def _listed(self, numbers: Sequence[int]) -> list[int]:
-        import numpy as np
-
-        listed: list[int] = self._in_source(np.asarray(numbers, dtype=np.int64)).tolist()
-        return listed
-
-    def chunk_sizes(self) -> Numbers | None:
-        """Return the sizes of the ranges."""
-        return self._sizes
-
     def window(self) -> int:
         """Return the source's."""
         return self._source.window()
@@ -408,12 +363,108 @@ class SampleRanges(Source):
         self._source.expect(self._in_source(now), self._in_source(later))
 
     def identity(self) -> Mapping[str, Any] | None:
-        """Return the source's identity with a digest of the ranges, or None."""
+        """Return the source's identity with a digest of the selection, or None."""
         return self._identity
 
     @cached_property
     def _identity(self) -> Mapping[str, Any] | None:
-        return _with_selection(self._source.identity(), self._starts, self._sizes)
+        return _with_selection(self._source.identity(), *self._selection())
+
+
+class PickedSamples(PartOfSource):
+    """Samples of a source, by their numbers there.
+
+    Args:
+        source: The source.
+        picked: The numbers, as an array.
+        chunk_sizes: How many of them lie in each piece, in order; None if any costs the same.
+    """
+
+    def __init__(self, source: Source, picked: Numbers, chunk_sizes: Numbers | None = None) -> None:
+        super().__init__(source)
+        self._picked = picked, chunk_sizes
+
+    def __len__(self) -> int:
+        return len(self._picked[0])
+
+    def _in_source(self, numbers: Numbers) -> Numbers:
+        return self._picked[0][numbers]
+
+    def _selection(self) -> tuple[Numbers, ...]:
+        return self._picked[:1]
+
+    def chunk_sizes(self) -> Numbers | None:
+        """Return how many picked samples each piece has."""
+        return self._picked[1]
+
+
+class FilteredSamples(PickedSamples):
+    """Samples of a source accepted by a function.
+
+    The samples are counted once: when their number is first asked for, or before they travel to
+    another process.
+
+    Args:
+        source: The source.
+        keeps: The function.
+    """
+
+    def __init__(self, source: Source, keeps: Callable[[Any], Any]) -> None:
+        PartOfSource.__init__(self, source)
+        self._keeps = keeps
+
+    def __reduce__(self) -> Any:
+        # The function is of no use any more, and workers need not count again.
+        return PickedSamples, (self._source, *self._picked)
+
+    @cached_property
+    def _picked(self) -> tuple[Numbers, Numbers | None]:  # type: ignore[override]  # set once
+        import numpy as np
+
+        source, total = self._source, len(self._source)
+        kept = np.zeros(total, dtype=bool)
+        for start in range(0, total, _COUNTED_AT_ONCE):
+            numbers = range(start, min(start + _COUNTED_AT_ONCE, total))
+            kept[start : numbers.stop] = [bool(self._keeps(each)) for each in source.fetch(numbers)]
+        sizes = source.chunk_sizes()
+        if sizes is not None:
+            ends = np.concatenate(([0], np.cumsum(kept)))
+            sizes = np.diff(ends[np.concatenate(([0], np.cumsum(sizes)))])
+        return np.flatnonzero(kept), sizes
+
+
+class SampleRanges(PartOfSource):
+    """Ranges of samples of a source in pieces.
+
+    Args:
+        source: The source.
+        starts: The first number of each range, as an array.
+        sizes: The number of samples of each range, none of them 0.
+    """
+
+    def __init__(self, source: Source, starts: Numbers, sizes: Numbers) -> None:
+        import numpy as np
+
+        super().__init__(source)
+        self._starts = starts
+        self._sizes = sizes
+        self._ends = np.cumsum(sizes)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def _in_source(self, numbers: Numbers) -> Numbers:
+        import numpy as np
+
+        index = np.searchsorted(self._ends, numbers, side="right")
+        return self._starts[index] + numbers - (self._ends - self._sizes)[index]
+
+    def _selection(self) -> tuple[Numbers, ...]:
+        return self._starts, self._sizes
+
+    def chunk_sizes(self) -> Numbers | None:
+        """Return the sizes of the ranges."""
+        return self._sizes
 
 
 def _with_selection(

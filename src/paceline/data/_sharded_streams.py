@@ -3,6 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import cycle, islice
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from paceline._base.arguments_and_errors import mix_seed
-from paceline.data._batches_to_device import data_length
 from paceline.data._dataset import StreamPieces
 from paceline.data._order_and_random_generators import (
     IteratorWithGenerators,
@@ -21,6 +21,7 @@ from paceline.data._order_and_random_generators import (
     seed_everything,
     shuffled_indices,
 )
+from paceline.data._torch_loaders import data_length
 from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 
@@ -253,7 +254,7 @@ class WholeStream:
         own = self._own
         for shards in batches:
             mine = shards[own.start : own.stop]
-            yield StreamBatch(mine, list(map(data_length, shards)), partial(_given, shards[0]))
+            yield StreamBatch(mine, list(map(data_length, shards)), partial(as_it_is, shards[0]))
 
     def own_shards(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
         """Return this worker's shards of global batches."""
@@ -285,10 +286,6 @@ class WholeStream:
         # buffer or a `map`, and in versions 5.0 and 5.1 not a second time.
         has_state = has_state and not type(loader.dataset).__module__.startswith("datasets.")
         return loader.dataset if has_state else None
-
-
-def _given(value: Any) -> Any:
-    return value
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -324,6 +321,7 @@ class StreamMark(NamedTuple):
     places: list[PartitionPosition]
 
 
+@dataclass(eq=False, repr=False)
 class PartitionedStream:
     """A stream in partitions, the same for any number of workers.
 
@@ -335,21 +333,15 @@ class PartitionedStream:
         seed: The seed of the order and of the random draws while pieces are read.
     """
 
-    def __init__(
-        self,
-        pieces: StreamPieces,
-        loader: "DataLoader[Any]",
-        *,
-        num_partitions: int,
-        own: range,
-        seed: int,
-    ) -> None:
-        self._pieces = pieces
-        self._loader = loader
-        self._num_partitions = num_partitions
-        self._own = own
-        self._seed = seed
-        self._num_processes = max(1, loader.num_workers)
+    pieces: StreamPieces
+    loader: "DataLoader[Any]"
+    _: KW_ONLY
+    num_partitions: int
+    own: range
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._num_processes = max(1, self.loader.num_workers)
         self._marks: list[StreamMark] = []
         self._stand_in: Any = None
 
@@ -371,12 +363,12 @@ class PartitionedStream:
         batch, places = mark.batch, mark.places
         order = self._order(epoch)
         # Making a loader's iterator draws from the process's generators.
-        with isolated_randomness(mix_seed(self._seed, epoch)):
+        with isolated_randomness(mix_seed(self.seed, epoch)):
             partitions = {
                 partition: _PartitionReader(
-                    self._loader, self._batches_of(order, partition, places[partition], epoch)
+                    self.loader, self._batches_of(order, partition, places[partition], epoch)
                 )
-                for partition in self._own
+                for partition in self.own
             }
         while True:
             end = _next_boundary(batch)
@@ -384,7 +376,7 @@ class PartitionedStream:
             for column in sizes.T.tolist():
                 if not any(column):
                     return
-                data = [partitions[partition].pop() for partition in self._own if column[partition]]
+                data = [partitions[partition].pop() for partition in self.own if column[partition]]
                 if batch >= start_batch:
                     yield StreamBatch(data, column, self._first_batch)
                 batch += 1
@@ -396,8 +388,8 @@ class PartitionedStream:
         marks = [[epoch, batch, [list(p) for p in places]] for epoch, batch, places in self._marks]
         # The keys stand in stored checkpoints.
         return {
-            "lanes": self._num_partitions,
-            "pieces": self._pieces.num_pieces,
+            "lanes": self.num_partitions,
+            "pieces": self.pieces.num_pieces,
             "strands": self._num_processes,
             "marks": marks,
         }
@@ -408,13 +400,13 @@ class PartitionedStream:
         Raises:
             CheckpointMismatchError: The checkpoint is of another stream.
         """
-        counts = [("partitions", state["lanes"], self._num_partitions)]
-        counts += [("pieces", state["pieces"], self._pieces.num_pieces)]
+        counts = [("partitions", state["lanes"], self.num_partitions)]
+        counts += [("pieces", state["pieces"], self.pieces.num_pieces)]
         for what, stored, present in counts:
             if stored != present:
                 raise CheckpointMismatchError(
                     f"The stream must be the one that the checkpoint was saved with, but"
-                    f" {self._pieces.name} had {stored} {what} then and has {present} now."
+                    f" {self.pieces.name} had {stored} {what} then and has {present} now."
                     " Hint: resume with the same files and batches, or with a checkpoint of the end"
                     " of an epoch."
                 )
@@ -430,26 +422,25 @@ class PartitionedStream:
         if batch and known:
             return known[-1]
         # New epochs use the loader's own number of processes, not the number in a checkpoint.
-        self._num_processes = max(1, self._loader.num_workers)
+        self._num_processes = max(1, self.loader.num_workers)
         nothing = PartitionPosition(0, [0] * self._num_processes, [0] * self._num_processes)
-        return StreamMark(epoch, 0, [nothing] * self._num_partitions)
+        return StreamMark(epoch, 0, [nothing] * self.num_partitions)
 
     def _order(self, epoch: int) -> Sequence[int]:
-        num_pieces = self._pieces.num_pieces
-        if self._pieces.is_shuffled:
-            return list(shuffled_indices(num_pieces, self._seed, epoch))
+        num_pieces = self.pieces.num_pieces
+        if self.pieces.is_shuffled:
+            return list(shuffled_indices(num_pieces, self.seed, epoch))
         return range(num_pieces)
 
     def _batches_of(
         self, order: Sequence[int], partition: int, place: PartitionPosition, epoch: int
     ) -> PartitionBatches:
-        loader = self._loader
+        loader = self.loader
         return PartitionBatches(
-            self._pieces,
+            self.pieces,
             [
                 order[
-                    partition + self._num_partitions * n :: self._num_partitions
-                    * self._num_processes
+                    partition + self.num_partitions * n :: self.num_partitions * self._num_processes
                 ]
                 for n in range(self._num_processes)
             ],
@@ -457,7 +448,7 @@ class PartitionedStream:
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
             collate=loader.collate_fn,
-            seed=mix_seed(self._seed, epoch),
+            seed=mix_seed(self.seed, epoch),
             epoch=epoch,
         )
 
@@ -472,13 +463,13 @@ class PartitionedStream:
     ) -> torch.Tensor:
         """Return the number of samples of some batches: [partitions, batches], int64."""
         num_processes, count = self._num_processes, end - batch
-        rows = torch.zeros(self._num_partitions, 1 + 2 * num_processes + count, dtype=torch.int64)
+        rows = torch.zeros(self.num_partitions, 1 + 2 * num_processes + count, dtype=torch.int64)
         for number, partition in partitions.items():
             place = partition.place
             sizes = partition.read_ahead(count)
             row = [place.turn, *place.numbers, *place.offsets, *sizes]
             rows[number, : len(row)] = torch.tensor(row)
-        if agrees and len(self._own) < self._num_partitions:
+        if agrees and len(self.own) < self.num_partitions:
             # Ranks that train on the same samples have the same partitions.
             rows = gather_from_ranks(rows).amax(0)
         places = [
@@ -491,20 +482,20 @@ class PartitionedStream:
     def _first_batch(self) -> Any:
         """Return the stream's first batch, as a stand-in for a worker with no shard."""
         if self._stand_in is None:
-            everything = [list(range(self._pieces.num_pieces))]
+            everything = [list(range(self.pieces.num_pieces))]
             nothing = PartitionPosition(0, [0], [0])
-            loader = self._loader
+            loader = self.loader
             batches = PartitionBatches(
-                self._pieces,
+                self.pieces,
                 everything,
                 nothing,
                 batch_size=loader.batch_size,
                 drop_last=False,
                 collate=loader.collate_fn,
-                seed=self._seed,
+                seed=self.seed,
                 epoch=0,
             )
-            with isolated_randomness(self._seed):
+            with isolated_randomness(self.seed):
                 self._stand_in = next(iter(batches))
         return self._stand_in.data
 

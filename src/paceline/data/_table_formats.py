@@ -4,7 +4,7 @@ import io
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import xxhash
 from pyarrow import csv
 
-from paceline.data._default_batches import DataError
 from paceline.data._file_index_and_format import (
     DataFile,
     FileChunk,
@@ -24,11 +23,23 @@ from paceline.data._file_index_and_format import (
     IndexedFile,
 )
 from paceline.data._sample_columns import table_columns
+from paceline.data._sample_sources import DataError
 
 _TAIL_BYTES = 64 * 1024
 # A file of one row group is read by one request, footer and all, up to this size.
 _WHOLE_BYTES = 64 * 1024 * 1024
 _FOOTERS_KEPT = 32
+
+
+@contextmanager
+def _naming(file: DataFile) -> Iterator[None]:
+    """Name the file in errors of pyarrow."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise file.damaged(error) from error
 
 
 class ParquetFormat(FileFormat):
@@ -62,7 +73,7 @@ class ParquetFormat(FileFormat):
     def read_chunk(self, file: DataFile, number: int, chunk: FileChunk) -> Any:
         """Decode a row group."""
         path = file.local_path
-        try:
+        with _naming(file):
             if path is not None:
                 opened = pq.ParquetFile(
                     path, metadata=self._footers.get(file.name), memory_map=True
@@ -77,10 +88,6 @@ class ParquetFormat(FileFormat):
             with opened:
                 # Several threads read files already.
                 table = opened.read_row_group(number, columns=self._columns, use_threads=False)
-        except DataError:
-            raise
-        except (pa.ArrowException, OSError) as error:
-            raise file.damaged(error) from error
         return table_columns(table)
 
     def _metadata(self, file: DataFile, pieces: dict[int, bytes]) -> Any:
@@ -88,12 +95,8 @@ class ParquetFormat(FileFormat):
             if not any(start + len(data) == file.size for start, data in pieces.items()):
                 start, footer = _footer_of(file)
                 pieces = {start: footer}
-            try:
+            with _naming(file):
                 metadata = pq.read_metadata(pa.PythonFile(FileSegments(file, pieces)))
-            except DataError:
-                raise
-            except (pa.ArrowException, OSError) as error:
-                raise file.damaged(error) from error
             self._keep(file, metadata)
             return metadata
         return self._footers[file.name]
@@ -149,31 +152,21 @@ class ArrowFormat(FileFormat):
     def index_file(self, file: DataFile) -> IndexedFile:
         """Read how many samples each batch has."""
         hasher, chunks = xxhash.xxh3_64(), []
-        try:
-            with _opened(file) as source:
-                batches = _batches(source)
-                schema = batches.schema
-                for batch in batches:
-                    chunks.append(FileChunk(batch.num_rows, 0, 0, batch.nbytes))
-                    # The last sample stands for the content, so that no file is read as a whole.
-                    last = batch.slice(max(0, batch.num_rows - 1)).to_pylist()
-                    hasher.update(repr(last).encode())
-        except DataError:
-            raise
-        except (pa.ArrowException, OSError) as error:
-            raise file.damaged(error) from error
+        with _naming(file), _opened(file) as source:
+            batches = _batches(source)
+            schema = batches.schema
+            for batch in batches:
+                chunks.append(FileChunk(batch.num_rows, 0, 0, batch.nbytes))
+                # The last sample stands for the content, so that no file is read as a whole.
+                last = batch.slice(max(0, batch.num_rows - 1)).to_pylist()
+                hasher.update(repr(last).encode())
         lines = file.columns_of(schema, self._columns)
         return IndexedFile(chunks, hasher.hexdigest(), lines)
 
     def read_chunk(self, file: DataFile, number: int, chunk: FileChunk) -> Any:
         """Read a batch."""
-        try:
-            with _opened(file) as source:
-                batch = _arrow_batch(source, number)
-        except DataError:
-            raise
-        except (pa.ArrowException, OSError) as error:
-            raise file.damaged(error) from error
+        with _naming(file), _opened(file) as source:
+            batch = _arrow_batch(source, number)
         return table_columns(batch if self._columns is None else batch.select(self._columns))
 
 

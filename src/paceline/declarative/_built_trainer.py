@@ -13,7 +13,7 @@ from paceline import core, pytorch
 from paceline._training.engine.metric_reducers import ExplainedVariance
 from paceline._training.engine.rank_differences import check_same_data
 from paceline.core._run_directories import local_directory, resuming_by
-from paceline.data._batches_to_device import mover_to
+from paceline.data._torch_loaders import mover_to
 from paceline.declarative._config_object import TrainingConfig, with_hyperparameters
 from paceline.declarative._losses import LossTracker, accuracy
 from paceline.declarative._parts_from_config import (
@@ -31,7 +31,6 @@ from paceline.declarative._parts_from_config import (
     recorded_fields,
     require_fields,
 )
-from paceline.declarative._sample_collation import form_of, loader_of, split
 from paceline.declarative._saved_outputs import (
     CHECKPOINTS,
     SavedRun,
@@ -41,8 +40,10 @@ from paceline.declarative._saved_outputs import (
     load_weights,
     read_state,
 )
+from paceline.declarative._training_step import form_of, loader_of, split
 
 logger = logging.getLogger(__name__)
+
 
 # The entry of a history in a checkpoint that is none of its lists.
 _DONE = "num_epochs_done"

@@ -17,12 +17,13 @@ from torch import nn
 from paceline._base import arguments_and_errors as arguments
 from paceline._base.arguments_and_errors import Check, optional
 from paceline._base.files import replacing_atomically
-from paceline.declarative import _config_field_checks as checks
+from paceline.declarative import _config_values as checks
 from paceline.declarative import _losses as _loss_classes
+from paceline.declarative._config_values import JsonReader, JsonWriter, ObjectFinder
 from paceline.declarative._losses import SymmetricNegativeCosineSimilarity
-from paceline.declarative._objects_as_json import JsonReader, JsonWriter, ObjectFinder
 
 logger = logging.getLogger(__name__)
+
 
 _CLASS = re.compile(r"<class '([\w.]+)'>")
 _CALL = re.compile(r"([A-Za-z_]\w*)\(.*\)", re.DOTALL)

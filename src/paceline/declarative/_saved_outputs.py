@@ -22,8 +22,12 @@ from paceline.core._distributed_context import DistributedContext
 from paceline.declarative._losses import LossTracker
 from paceline.declarative._training_step import Step
 from paceline.storage._checkpoint_files import CheckpointError
-from paceline.storage._checkpoint_storage import CheckpointStorage, Kept, RetentionRules
-from paceline.storage._storage_by_url import storage_from
+from paceline.storage._checkpoint_storage import (
+    CheckpointStorage,
+    Kept,
+    RetentionRules,
+    storage_from,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from paceline.config._read_yaml import apply_overrides, parse_yaml
 from paceline.core._arguments import NonFiniteError
 from paceline.core._launcher_place import launched_place
 from paceline.core._run_directories import run_name
-from paceline.data._batches_to_device import to_device
+from paceline.data._torch_loaders import to_device
 from paceline.declarative._built_trainer import BuiltTrainer
 from paceline.declarative._config_object import InferenceConfig, PretrainingConfig, TrainingConfig
+from paceline.declarative._config_values import ObjectFinder
 from paceline.declarative._losses import LossTracker
-from paceline.declarative._objects_as_json import ObjectFinder
-from paceline.declarative._sample_collation import collate_of, form_of
 from paceline.declarative._saved_outputs import load_weights
+from paceline.declarative._training_step import collate_of, form_of
 from paceline.pytorch._trainer import is_test_mode
 from paceline.pytorch._training_loop import DrivenLoop
 

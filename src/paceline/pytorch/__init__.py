@@ -13,14 +13,15 @@ from paceline._training.engine.metric_reducers import KeySetError, MetricReducer
 from paceline._training.engine.schedules import Batch, Epoch, LRScheduler, Record, TrainUnit
 from paceline._training.workers.failures_and_restarts import RanksDifferError, StepsDifferError
 from paceline.core._arguments import NonFiniteError
-from paceline.data._batches_to_device import TorchData, to_device
+from paceline.data._torch_loaders import TorchData, to_device
 from paceline.pytorch import samplers
 from paceline.pytorch._batch_inference import TorchBatchProcessor, torch_batch_process
-from paceline.pytorch._from_checkpoint import (
+from paceline.pytorch._init_and_launch import (
+    init,
+    launch,
     load_trial_from_checkpoint_path,
     load_weights_from_checkpoint_path,
 )
-from paceline.pytorch._init_and_launch import init, launch
 from paceline.pytorch._trainer import Preempted, Result, Trainer
 from paceline.pytorch._trial_and_context import (
     DataLoader,

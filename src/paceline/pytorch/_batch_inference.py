@@ -10,6 +10,7 @@ import shutil
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ from paceline._training.engine.checkpoints.state_files import (
 from paceline._training.engine.devices import join_ranks, own_device
 from paceline._training.engine.metric_reducers import MetricReducer, ReducerSet
 from paceline._training.engine.rank_differences import check_same_data
-from paceline.data._batches_to_device import TorchData, to_device
 from paceline.data._order_and_random_generators import seed_everything
 from paceline.data._sharded_loader import ShardedData
+from paceline.data._torch_loaders import TorchData, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,7 @@ _HINTS = {
 _BATCHES = re.compile(r"batches-(\d{10,})")
 
 
+@dataclass(eq=False, repr=False)
 class InferenceProgress:
     """Progress of batch inference: number of finished batches and the reducers' values.
 
@@ -179,25 +181,20 @@ class InferenceProgress:
             another run, or lacks results of an earlier attempt.
     """
 
-    def __init__(
-        self,
-        context: core.Context,
-        reducers: ReducerSet,
-        facts: dict[str, Any],
-        output_dir: Path | None,
-    ) -> None:
+    context: core.Context
+    reducers: ReducerSet
+    facts: dict[str, Any]
+    output_dir: Path | None
+
+    def __post_init__(self) -> None:
         self.num_done = 0
-        self._context = context
-        self._reducers = reducers
-        self._facts = facts
-        self._output_dir = output_dir
         self._earlier: list[list[Any]] = []
         self._stored: str | None = None
         # The machines whose directories have results.
         self._machines: list[str] = []
-        latest = context.distributed.broadcast(context.latest_checkpoint)
+        latest = self.context.distributed.broadcast(self.context.latest_checkpoint)
         if latest is None:
-            self._output_id = context.distributed.broadcast(str(uuid4()))
+            self._output_id = self.context.distributed.broadcast(str(uuid4()))
             self._check_output()
             # First checkpoint stores the output ID, to tell these results from another run's.
             self.store()
@@ -209,10 +206,10 @@ class InferenceProgress:
     @property
     def output_path(self) -> Path | None:
         """The directory for this rank's results of the next batches, or None."""
-        if self._output_dir is None:
+        if self.output_dir is None:
             return None
         name = f"batches-{self.num_done:010}"
-        return self._output_dir / name / f"rank-{self._context.distributed.rank}"
+        return self.output_dir / name / f"rank-{self.context.distributed.rank}"
 
     def store(self) -> None:
         """Store a checkpoint, and delete the previous checkpoint of this attempt."""
@@ -220,12 +217,12 @@ class InferenceProgress:
             "steps_completed": self.num_done,
             "output_id": self._output_id,
             "output_machines": self._machines,
-            "inference": self._facts,
+            "inference": self.facts,
         }
-        rank = self._context.distributed.rank
+        rank = self.context.distributed.rank
         earlier = self._earlier if rank == 0 else []
-        collected = [*earlier, self._reducers.shares(for_training=False)]
-        with self._context.checkpoint.store_path(metadata, shard=True) as (path, uuid):
+        collected = [*earlier, self.reducers.shares(for_training=False)]
+        with self.context.checkpoint.store_path(metadata, shard=True) as (path, uuid):
             try:
                 save_state(collected, path, f"{_COLLECTED}_{rank}")
             except StateFormatError as error:
@@ -237,26 +234,26 @@ class InferenceProgress:
                 ) from None
         # Checkpoints of earlier attempts stay: they may belong to another run.
         if rank == 0 and self._stored is not None:
-            self._context.checkpoint.delete(self._stored)
+            self.context.checkpoint.delete(self._stored)
         self._stored = uuid
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of all reducers over all finished batches."""
-        own = self._reducers.shares(for_training=False)
-        shares = [*self._earlier, *self._context.distributed.allgather(own)]
-        return self._reducers.combined(shares, for_training=False)
+        own = self.reducers.shares(for_training=False)
+        shares = [*self._earlier, *self.context.distributed.allgather(own)]
+        return self.reducers.combined(shares, for_training=False)
 
     def _resume(self, uuid: str) -> None:
-        metadata = self._context.checkpoint.get_metadata(uuid)
+        metadata = self.context.checkpoint.get_metadata(uuid)
         if "inference" not in metadata:
             raise ValueError(
                 f"The run must go on from a checkpoint of a batch inference, but {uuid} is another"
                 " one. Hint: start it as a run of its own."
             )
         differing = [
-            f"{name} was {value} and is {self._facts[name]}"
+            f"{name} was {value} and is {self.facts[name]}"
             for name, value in metadata["inference"].items()
-            if self._facts.get(name) != value
+            if self.facts.get(name) != value
         ]
         if differing:
             raise ValueError(
@@ -266,14 +263,14 @@ class InferenceProgress:
         self.num_done = metadata["steps_completed"]
         self._output_id = metadata["output_id"]
         self._machines = metadata["output_machines"]
-        with self._context.checkpoint.restore_path(uuid) as path:
+        with self.context.checkpoint.restore_path(uuid) as path:
             names = sorted(path.glob(f"{_COLLECTED}_*.json"))
             self._earlier = [share for name in names for share in load_state(path, name.stem)]
-        if self._context.distributed.rank == 0:
+        if self.context.distributed.rank == 0:
             logger.info("Going on after %d finished batches.", self.num_done)
 
     def _check_output(self) -> None:
-        directory, gather = self._output_dir, self._context.distributed.allgather
+        directory, gather = self.output_dir, self.context.distributed.allgather
         held, machine = None, None
         has_results = False
         if directory is not None:
@@ -304,7 +301,7 @@ class InferenceProgress:
             here: The machines of this attempt, with whether their directories have results.
             earlier: The machines of earlier attempts; none if they had no directory.
         """
-        directory = str(self._output_dir)
+        directory = str(self.output_dir)
         lacking = [name for name in earlier if not here.get(name, True)]
         if not here and earlier:
             problem = "none is given"
@@ -322,14 +319,14 @@ class InferenceProgress:
                 " gone, `resume=None` processes all batches again."
             )
         elsewhere = [name for name in earlier if name not in here]
-        if elsewhere and not all(here.values()) and self._context.distributed.rank == 0:
+        if elsewhere and not all(here.values()) and self.context.distributed.rank == 0:
             logger.warning(
                 "Results of earlier batches are in %r on %s.", directory, ", ".join(elsewhere)
             )
 
     def _clean_output(self) -> None:
         """Remove results of unfinished batches."""
-        distributed, directory = self._context.distributed, self._output_dir
+        distributed, directory = self.context.distributed, self.output_dir
         # Local rank 0 cleans: the ranks of a machine share the directory.
         if directory is not None and distributed.local_rank == 0:
             directory.mkdir(parents=True, exist_ok=True)

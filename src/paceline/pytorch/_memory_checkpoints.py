@@ -1,30 +1,316 @@
-"""States of a training in memory that outlives its processes, between the stored checkpoints."""
+"""States between checkpoints: in memory that outlives processes, and of survivors."""
 
+import fcntl
 import logging
 import math
+import mmap
 import os
+import pickle
 import shutil
+import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+import xxhash
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline._base.files import MEMORY_DIRECTORY_VARIABLE, memory_root, opened_directory
 from paceline._base.process_and_network import num_cores
-from paceline._base.run_memory import MEMORY_DIRECTORY_VARIABLE, memory_root
 from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
+from paceline._training.engine.checkpoints.state_files import save_state
+from paceline._training.engine.gradient_reduction import plain_model
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.workers.shared_memory import available_bytes
+from paceline.core._arguments import DistributedError
 from paceline.core._background_checkpoints import CheckpointParts, StoreFailures
 from paceline.core._core_context import Context
 from paceline.pytorch._loop_agreement_and_reports import RankWish
-from paceline.pytorch._survivor_states import BoundaryStates, survivors_problem
 from paceline.storage._checkpoint_files import CheckpointError, series_uuid
 
 if TYPE_CHECKING:
     from paceline.pytorch._training_state import ResumableTraining
 
 logger = logging.getLogger(__name__)
+
+
+_HEADER = struct.Struct("<qqQ")
+_NO_STEP = -1
+_MAX_BUFFER_BYTES = 8 * 1024 * 1024
+_SPARE_SLOT_BYTES = 64 * 1024
+_MAX_STRIDE = 1 << 20
+_SAVED = "saved"
+# How much the newest duration counts in the mean.
+_NEWEST_SHARE = 0.1
+
+Buffers = list[dict[str, torch.Tensor]]
+
+
+class SmallState(NamedTuple):
+    """What is small of a state at a boundary between two batches, on one rank.
+
+    Attributes:
+        own: The rank's own part of a checkpoint, without buffers.
+        training: Entries of the part "training".
+        groups: The settings of each optimizer's parameter groups.
+        buffers: The buffers of each model.
+    """
+
+    own: dict[str, Any]
+    training: dict[str, Any]
+    groups: list[list[dict[str, Any]]]
+    buffers: Buffers
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler of tensors as arrays, in a fraction of the time."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a tensor is made of an array."""
+        if type(value) is torch.Tensor and value.dtype is not torch.bfloat16:
+            return torch.from_numpy, (value.detach().numpy(),)
+        return NotImplemented
+
+
+class _Slots:
+    """File with a rank's data of its last two steps, which outlives the rank."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._size = -(-(_HEADER.size + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._next = 0
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            # A write to a map of a full file system would end this process.
+            os.posix_fallocate(descriptor, 0, 2 * self._size)
+            self._map = mmap.mmap(descriptor, 2 * self._size)
+        finally:
+            os.close(descriptor)
+
+    def write(self, step: int, data: memoryview) -> None:
+        """Replace the data of the older step.
+
+        Raises:
+            OSError: They have become too large.
+        """
+        start, self._next = self._next * self._size, 1 - self._next
+        begin = start + _HEADER.size
+        if begin + len(data) > start + self._size:
+            raise OSError(f"the state of a rank has grown to {len(data)} bytes")
+        _HEADER.pack_into(self._map, start, _NO_STEP, 0, 0)
+        self._map[begin : begin + len(data)] = data
+        digest = xxhash.xxh3_64_intdigest(data, step)
+        _HEADER.pack_into(self._map, start, step, len(data), digest)
+
+
+def _data_of(content: bytes, step: int) -> bytes | None:
+    """Return the data of a step in the content of a file of slots, if they are whole there."""
+    half = len(content) // 2
+    for start in (0, half) if half > _HEADER.size else ():
+        found, size, digest = _HEADER.unpack_from(content, start)
+        data = content[start + _HEADER.size : start + half][: max(size, 0)]
+        if found == step and xxhash.xxh3_64_intdigest(data, step) == digest:
+            return data
+    return None
+
+
+class BoundaryStates:
+    """Small states of all ranks at the boundaries between batches, and the survivors' use of them.
+
+    In plain data-parallel training, ranks have the same weights and optimizer states. What differs
+    is small, and each rank notes it in memory at each boundary at which no gradient is open. When
+    a rank is lost before a survivor's next optimizer step, that survivor still has the weights of
+    its last boundary. If all ranks have noted this one, they are a whole state.
+
+    Args:
+        stepper: The models and optimizers.
+        training: The training; its owner keeps it alive.
+        directory: Where the ranks of this start have their files.
+        place: This rank, and the number of ranks.
+        share: The share of time that notes may take.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        training: "ResumableTraining",
+        directory: Path,
+        place: tuple[int, int],
+        share: float,
+    ) -> None:
+        self._stepper, self._directory, self._share = stepper, directory, share
+        self._training: ResumableTraining = weakref.proxy(training)
+        self._rank, self._world_size = place
+        self._slots: _Slots | None = None
+        self._step, self._stride = _NO_STEP, 1
+        # The time of a note, as a multiple of the share of a batch that it may take.
+        self._cost = self._noted_s = 0.0
+        self._is_closed, self._has_stepped = False, True
+        self._parameters = stepper.parameters()
+        self._samples = _samples(self._parameters)
+        self._sampled: Any = None
+        self._num_states: list[int] = []
+        self._watched: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._places = [
+            [
+                (f"{prefix}.{name}".lstrip("."), module._buffers, name)
+                for prefix, module in plain_model(model).named_modules()
+                for name in module._buffers
+            ]
+            for model in stepper.models
+        ]
+        # Also for optimizers that nobody knows here.
+        self._hook = register_optimizer_step_pre_hook(self._note_step)
+
+    def _note_step(self, *_: object) -> None:
+        self._has_stepped = True
+
+    def note(self, step: int) -> None:
+        """Note the state after so many batches, unless gradients are open or it costs too much."""
+        if self._is_closed or step % self._stride or step == self._step:
+            return
+        if any(parameter.grad is not None for parameter in self._parameters):
+            return
+        began_s = time.perf_counter()
+        try:
+            self._note(step)
+        except (OSError, pickle.PicklingError, RuntimeError, TypeError, ValueError) as error:
+            logger.info("Surviving ranks will not save their states: %s.", error)
+            self.close()
+        else:
+            self._pace(step, began_s)
+            self._step = step
+
+    def _note(self, step: int) -> None:
+        buffers = [
+            {name: owner[key] for name, owner, key in each if owner[key] is not None}
+            for each in self._places
+        ]
+        file = BytesIO()
+        state = self._training.small_state(buffers)
+        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(tuple(state))
+        data = file.getbuffer()
+        if self._slots is None:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self._directory / str(self._rank)
+            self._slots = _Slots(path, 2 * len(data) + _SPARE_SLOT_BYTES)
+        self._slots.write(step, data)
+        optimizers = self._stepper.optimizers
+        if (num_states := [len(each.state) for each in optimizers]) != self._num_states:
+            self._num_states = num_states
+            values = [v for o in optimizers for s in o.state.values() for v in s.values()]
+            self._watched = [*self._parameters, *(v for v in values if type(v) is torch.Tensor)]
+        self._versions = [tensor._version for tensor in self._watched]
+        self._sampled = torch.cat(self._samples)
+        self._has_stepped = False
+
+    def _pace(self, step: int, began_s: float) -> None:
+        """Set after how many batches the next note comes: a power of 2, so that ranks agree."""
+        noted_s, self._noted_s = self._noted_s, time.perf_counter()
+        if self._step == _NO_STEP:
+            # The first note makes the file.
+            return
+        batch_s = (self._noted_s - noted_s) / (step - self._step)
+        newest = (self._noted_s - began_s) / (self._share * batch_s)
+        self._cost += (_NEWEST_SHARE if self._cost else 1.0) * (newest - self._cost)
+        self._stride = 1 << math.ceil(math.log2(min(max(self._cost, 1.0), _MAX_STRIDE)))
+
+    def save(
+        self,
+        error: BaseException,
+        store: Callable[[Mapping[str, Any], Callable[[Path], None]], None],
+        free_bytes: int,
+    ) -> bool:
+        """Save the state of the last boundary if this rank has it; return whether it is there.
+
+        Args:
+            error: What has ended the training.
+            store: Stores files with metadata as a whole state.
+            free_bytes: How much memory there is.
+        """
+        is_of_peer = isinstance(error, (DistributedError, torch.distributed.DistError))
+        if not (is_of_peer or type(error) is RuntimeError) or not self._is_unchanged():
+            return False
+        if sum(tensor.nbytes for tensor in self._watched) > free_bytes:
+            return False
+        with opened_directory(self._directory) as descriptor:
+            # One survivor saves; if it dies meanwhile, the lock goes to the next one.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if (self._directory / _SAVED).exists():
+                return True
+            by_rank = [self.read(rank) for rank in range(self._world_size)]
+            states = [state for state in by_rank if state is not None]
+            if len(states) < self._world_size:
+                return False
+            parts, metadata = self._training.captured_at(states)
+
+            def write(path: Path) -> None:
+                for name, part in parts.items():
+                    save_state(part, path, name)
+
+            store(metadata, write)
+            (self._directory / _SAVED).touch()
+        text = "Another rank is lost. Rank %d keeps the state after step %d for the next start."
+        logger.warning(text, self._rank, self._step)
+        return True
+
+    def _is_unchanged(self) -> bool:
+        """Tell whether weights and optimizer states are those of the last boundary."""
+        if self._step == _NO_STEP or self._has_stepped or not self._stepper.accumulation.is_even:
+            return False
+        parameters = self._stepper.parameters()
+        return (
+            [*map(id, parameters)] == [*map(id, self._parameters)]
+            and [tensor._version for tensor in self._watched] == self._versions
+            # Changes of `parameter.data` have no version.
+            and torch.equal(torch.cat(_samples(parameters)), self._sampled)
+        )
+
+    def read(self, rank: int) -> SmallState | None:
+        """Return what a rank has noted at this rank's last boundary, or None."""
+        path = self._directory / str(rank)
+        data = _data_of(path.read_bytes(), self._step) if path.is_file() else None
+        # Written by a rank of this run, in a directory of this user alone.
+        return None if data is None else SmallState(*pickle.loads(data))  # noqa: S301
+
+    def close(self) -> None:
+        """Note no more states."""
+        self._is_closed, self._step = True, _NO_STEP
+        self._hook.remove()
+
+
+def _samples(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the first element of each parameter, as views of its memory."""
+    return [p.detach().as_strided((1,), (1,), p.storage_offset()) for p in parameters if p.numel()]
+
+
+def survivors_problem(stepper: Stepper) -> str:
+    """Return why survivors cannot save the state of all ranks; empty if they can."""
+    modules = [module for model in stepper.models for module in plain_model(model).modules()]
+    buffers = [each for module in modules for each in module._buffers.values() if each is not None]
+    tensors = [*stepper.parameters(), *buffers]
+    is_plain = all(type(each.data) is torch.Tensor and each.is_cpu for each in tensors)
+    has_extra = any(type(m).get_extra_state is not torch.nn.Module.get_extra_state for m in modules)
+    problems = {
+        "ranks divide models, or sum gradients by Horovod": stepper.is_divided
+        or stepper.all_reduce is not None,
+        "a model has lazy parameters, or is not on the CPU": not is_plain
+        or any(map(torch.nn.parameter.is_lazy, tensors)),
+        "a model has `get_extra_state`": has_extra,
+        "the buffers have more than 8 MB": sum(b.nbytes for b in buffers) > _MAX_BUFFER_BYTES,
+    }
+    return next((problem for problem, is_so in problems.items() if is_so), "")
+
+
+if TYPE_CHECKING:
+    from paceline.pytorch._training_state import ResumableTraining
+
 
 _SHARE = 0.02
 _LEAST_INTERVAL_S = 0.25

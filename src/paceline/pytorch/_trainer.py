@@ -16,8 +16,7 @@ from paceline._base.arguments_and_errors import (
     one_of,
     seconds_of,
 )
-from paceline._base.imports import required_library
-from paceline._base.notebook_tables import html_table
+from paceline._base.imports import html_table, required_library
 from paceline._base.run_directory import RunDirectory
 from paceline._training.engine.checkpoints.checkpoint_saver import BestValidation
 from paceline._training.engine.profiling import ProfilingWindow
@@ -41,10 +40,10 @@ from paceline.pytorch._training_checkpoints import (
 )
 from paceline.pytorch._trial_and_context import PyTorchTrial, PyTorchTrialContext
 from paceline.pytorch._trial_training import TrialTraining, Validator
-from paceline.storage._checkpoint_storage import RetentionRules
-from paceline.storage._storage_by_url import checkpoint_at
+from paceline.storage._checkpoint_storage import RetentionRules, checkpoint_at
 
 logger = logging.getLogger(__name__)
+
 
 TEST_MODE_VARIABLE = "PACELINE_TEST_MODE"
 """Set to 1 by `paceline experiment create --local --test`: train as with `test_mode=True`."""

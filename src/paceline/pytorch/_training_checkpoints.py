@@ -21,8 +21,7 @@ from paceline.core._read_runs import newest_run_named, read_checkpoints, restora
 from paceline.core._run_storage import failing_together
 from paceline.pytorch._memory_checkpoints import MemoryCheckpoints
 from paceline.storage._checkpoint_files import CheckpointWriteError, series_uuid
-from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules
-from paceline.storage._storage_by_url import checkpoint_at
+from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules, checkpoint_at
 from paceline.storage._uploads import UploadLimits
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from paceline.pytorch._loop_agreement_and_reports import (
     RankWish,
     check_losses,
 )
-from paceline.pytorch._survivor_states import BoundaryStates
+from paceline.pytorch._memory_checkpoints import BoundaryStates
 
 faults.register("engine.batch", "engine.validation")
 

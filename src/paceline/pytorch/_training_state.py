@@ -47,7 +47,6 @@ from paceline._training.engine.schedules import (
     share_schedulers,
 )
 from paceline.core._core_context import Context
-from paceline.data._batches_to_device import mover_to
 from paceline.data._order_and_random_generators import (
     capture_random_state,
     restore_random_state,
@@ -55,10 +54,9 @@ from paceline.data._order_and_random_generators import (
     worker_shards,
 )
 from paceline.data._sharded_loader import ShardedData
-from paceline.pytorch._loop_agreement_and_reports import LoopHooks, RankWish
-from paceline.pytorch._memory_checkpoints import begin_memory
-from paceline.pytorch._survivor_states import Buffers, SmallState
-from paceline.pytorch._training_callbacks import TrainingCallbacks
+from paceline.data._torch_loaders import mover_to
+from paceline.pytorch._loop_agreement_and_reports import LoopHooks, RankWish, TrainingCallbacks
+from paceline.pytorch._memory_checkpoints import Buffers, SmallState, begin_memory
 from paceline.pytorch._training_checkpoints import EarlierState
 from paceline.pytorch._training_fit import TrainingFit
 from paceline.pytorch._training_loop import DrivenLoop, TrainingLoop

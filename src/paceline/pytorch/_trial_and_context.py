@@ -22,7 +22,7 @@ from paceline._training.engine.optimizer_stepper import ClipGrads, Stepper
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import RankCheck
 from paceline._training.engine.schedules import LRScheduler, Position
-from paceline.data._batches_to_device import TorchData, data_length, to_device
+from paceline.data._torch_loaders import TorchData, data_length, to_device
 from paceline.pytorch._training_state import RegisteredModels
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from paceline._training.engine.rank_differences import RankCheck
 from paceline._training.engine.schedules import Schedule, StopReason
 from paceline._training.engine.user_optimizer_steps import WatchedUserCalls
 from paceline.core._distributed_context import DistributedContext
-from paceline.data._batches_to_device import release_device_memory
 from paceline.data._sharded_loader import ShardedData
+from paceline.data._torch_loaders import release_device_memory
 from paceline.pytorch._init_and_launch import Beginning, begin_trial
 from paceline.pytorch._trainer import Trainer as PyTorchTrainer
 from paceline.pytorch._training_loop import TrainingLoop

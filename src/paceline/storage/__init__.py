@@ -13,11 +13,10 @@ from paceline.storage._checkpoint_files import (
     Selector,
     StorageNotInstalledError,
 )
-from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.storage._checkpoint_storage import CheckpointStorage, storage_from
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._incoming_checkpoint import IncomingCheckpoint
 from paceline.storage._object_storage import ObjectStorage, StoredObject
-from paceline.storage._storage_by_url import storage_from
 
 __all__ = [
     "CheckpointCorruptError",

@@ -25,7 +25,7 @@ from paceline._base.files import (
     replacing_below,
     sync_directory,
 )
-from paceline._base.sealed_json import check_seal, seal
+from paceline._base.journal_records import check_seal, seal
 
 # More than checkpoints have. Each level takes a descriptor while it is walked through.
 _MAX_DEPTH = 64

@@ -25,7 +25,6 @@ from paceline.storage._checkpoint_files import (
     MANIFEST_NAME,
     MAX_TEXT_BYTES,
     CheckpointCorruptError,
-    CheckpointError,
     CheckpointNotFoundError,
     CheckpointWriteError,
     FileEntry,
@@ -45,6 +44,7 @@ from paceline.storage._checkpoint_files import (
     walk_below,
 )
 from paceline.storage._checkpoint_storage import (
+    OPEN_NAME,
     UUID_FORM,
     CheckpointStorage,
     UuidList,
@@ -180,8 +180,6 @@ def refusing_links(path: Path) -> Iterator[None]:
         ) from error
 
 
-OPEN_NAME = ".open"
-
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
@@ -290,61 +288,6 @@ def _is_owner_mark(markers: int, uuid: str, directory: int) -> bool:
 def _missing_is_fine() -> Iterator[None]:
     with suppress(FileNotFoundError, NotADirectoryError, NotRegularFileError):
         yield
-
-
-@contextmanager
-def restored(storage: CheckpointStorage, uuid: str) -> Iterator[Path]:
-    """Yield a directory with the verified files of a checkpoint, to read only.
-
-    Raises:
-        CheckpointCorruptError: Files are missing or altered.
-        CheckpointNotFoundError: There is no such checkpoint, or it was deleted meanwhile.
-    """
-    try:
-        with storage.restore_path(uuid) as path:
-            yield path
-    except CheckpointNotFoundError:
-        raise
-    except (CheckpointError, ValueError, FileNotFoundError) as error:
-        # A deletion during the read looks like damage.
-        if storage.exists(uuid):
-            raise
-        raise _gone(f"{uuid} in {storage.url!r}", "it was deleted meanwhile") from error
-
-
-@contextmanager
-def reporting_deletion(path: Path) -> Iterator[None]:
-    """Make read errors report the deletion of a checkpoint if the checkpoint was deleted.
-
-    Args:
-        path: The checkpoint's directory, or another place of weights.
-
-    Raises:
-        CheckpointNotFoundError: The body has failed, and the checkpoint is no longer there.
-    """
-    was_whole, was_there = (path / MANIFEST_NAME).exists(), path.exists()
-    try:
-        yield
-    except CheckpointNotFoundError:
-        raise
-    except (CheckpointError, ValueError, FileNotFoundError) as error:
-        is_whole = (path / MANIFEST_NAME).exists()
-        # A deletion takes the manifest first.
-        is_unfinished = not is_whole and (path.parent / OPEN_NAME / path.name).exists()
-        if (was_whole and not is_whole) or (was_there and not path.exists()):
-            happened = "it was deleted meanwhile"
-        elif is_unfinished:
-            happened = "it is being deleted, or is not whole yet"
-        else:
-            raise
-        raise _gone(f"in {str(path)!r}", happened) from error
-
-
-def _gone(place: str, happened: str) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(
-        f"The checkpoint {place} must be there while it is read, but {happened}. Hint: take a newer"
-        " one; a run deletes the checkpoints that its rules do not keep."
-    )
 
 
 class NewDirectory(CheckpointDirectory):

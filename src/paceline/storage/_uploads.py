@@ -181,14 +181,21 @@ class UploadLimits(NamedTuple):
             ValueError: One is no number above 0.
         """
         variables = os.environ if environment is None else environment
-        return cls(*(_seconds(variables, _name(what), _DEFAULTS_S[what]) for what in _DEFAULTS_S))
+        return cls(
+            *(seconds_from(variables, _name(what), _DEFAULTS_S[what]) for what in _DEFAULTS_S)
+        )
 
 
 def _name(what: str) -> str:
     return f"PACELINE_STORE_{what}_TIMEOUT_S"
 
 
-def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
+def seconds_from(environment: Mapping[str, str], name: str, default: float) -> float:
+    """Return a number of seconds from an environment variable.
+
+    Raises:
+        ValueError: It is no number above 0.
+    """
     text = environment.get(name)
     if not text:
         return default

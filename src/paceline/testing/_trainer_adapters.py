@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from paceline.testing._checkpoint_contents import UnreadableFileError, difference_kind, read_file
+from paceline.testing._compare_runs import UnreadableFileError, difference_kind, read_file
 from paceline.testing._verify_resume import MIN_REPLAYED_STEPS, Script, ScriptEnd, start_script
 
 _LOOK_S = 0.05

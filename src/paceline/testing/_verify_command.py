@@ -7,18 +7,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from paceline.testing._checkpoint_contents import (
+from paceline.testing._compare_runs import (
     DAMAGED,
     KINDS,
     STANDARD_KINDS,
     UNREADABLE,
     UNREADABLE_ASIDE,
+    Difference,
     comparable_name,
     compare_checkpoints,
     difference_kind,
     state_rank,
+    without_ignored,
 )
-from paceline.testing._compare_runs import Difference, without_ignored
 from paceline.testing._trainer_adapters import (
     ADAPTERS,
     CommandRuns,

@@ -18,7 +18,6 @@ from paceline._training.workers.failures_and_restarts import (
     WorkersLostError,
 )
 from paceline._training.workers.pickled_calls import NotSendableError
-from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._run_protocol import (
     Checkpoint,
     IncompleteCheckpointError,
@@ -60,6 +59,7 @@ from paceline.train._train_functions import (
     world_size,
 )
 from paceline.train._trainer import ClassWorkers, Trainer
+from paceline.train._trainer_arguments import CheckpointStrategy, ElasticConfig, TorchConfig
 
 if TYPE_CHECKING:
     from paceline.train._study import SearchResults, Study, StudyTrial, TrialResult, search

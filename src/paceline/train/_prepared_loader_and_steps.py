@@ -21,9 +21,9 @@ from paceline._training.engine.devices import Precision
 from paceline._training.engine.gradient_sync import GradientSync
 from paceline._training.engine.user_optimizer_steps import calling_method
 from paceline._training.workers.processes.worker_process import RankInfo
-from paceline.data._batches_to_device import to_device
 from paceline.data._order_and_random_generators import worker_shards
 from paceline.data._sharded_loader import ShardedData, num_samples_of, worker_batches
+from paceline.data._torch_loaders import to_device
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,7 +28,11 @@ from paceline._training.engine.checkpoints.state_files import (
     kind_of,
     read_versioned_files,
 )
-from paceline._training.engine.checkpoints.stored_tensors import lazy_stored_tensors, whole
+from paceline._training.engine.checkpoints.stored_tensors import (
+    lazy_stored_tensors,
+    whole,
+    with_items,
+)
 from paceline._training.engine.gradient_reduction import plain_model
 from paceline.core._background_checkpoints import (
     CheckpointParts,
@@ -36,8 +41,7 @@ from paceline.core._background_checkpoints import (
 )
 from paceline.storage._checkpoint_files import STATE_VERSION
 from paceline.storage._checkpoint_storage import CheckpointStorage, Kept, RetentionRules
-from paceline.train._rank_reporter import RankReporter
-from paceline.train._rank_state_and_comparison import RankComparison
+from paceline.train._rank_reports_and_state import RankComparison, RankReporter
 from paceline.train._run_protocol import (
     FILES_FOLDER,
     RunSpec,
@@ -229,17 +233,11 @@ def packed_without_pickle(value: Any, *, allow_pickle: bool) -> Any:
 
 def unpacked_without_pickle(value: Any) -> Any:
     """Return the value packed by `packed_without_pickle`, with states in place of objects."""
-    if isinstance(value, dict):
-        if value.keys() == {_PICKLED}:
-            import cloudpickle
+    if isinstance(value, dict) and value.keys() == {_PICKLED}:
+        import cloudpickle
 
-            return cloudpickle.loads(value[_PICKLED].numpy().tobytes())
-        return {key: unpacked_without_pickle(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(unpacked_without_pickle(item) for item in value)
-    if isinstance(value, list):
-        return [unpacked_without_pickle(item) for item in value]
-    return value
+        return cloudpickle.loads(value[_PICKLED].numpy().tobytes())
+    return with_items(value, unpacked_without_pickle)
 
 
 def _packed(value: Any, path: str, allow_pickle: bool, depth: int) -> Any:
@@ -303,6 +301,7 @@ faults.register("train.save")
 Files: TypeAlias = bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 
+@dataclass(eq=False, repr=False)
 class TrainCheckpointWriter:
     """Writer of a train function's checkpoints, with this rank's own state beside the user's.
 
@@ -315,21 +314,12 @@ class TrainCheckpointWriter:
         own_state: Returns this rank's own part of the state.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        rank: int,
-        world_size: int,
-        reporter: RankReporter,
-        checkpoints: RankCheckpoints,
-        own_state: Callable[[], dict[str, Any]],
-    ) -> None:
-        self._spec = spec
-        self._rank = rank
-        self._world_size = world_size
-        self._reporter = reporter
-        self._checkpoints = checkpoints
-        self._own_state = own_state
+    spec: RunSpec
+    rank: int
+    world_size: int
+    reporter: RankReporter
+    checkpoints: RankCheckpoints
+    own_state: Callable[[], dict[str, Any]]
 
     def save(
         self, state: Any, *, files: Files, allow_pickle: bool, is_sharded: bool = False
@@ -342,14 +332,14 @@ class TrainCheckpointWriter:
             allow_pickle: Whether to pickle values that the safe format does not know.
             is_sharded: Whether models are divided among the ranks.
         """
-        spec, number = self._spec, self._checkpoints.begin()
-        is_chief = self._rank == 0
+        spec, number = self.spec, self.checkpoints.begin()
+        is_chief = self.rank == 0
         parts: dict[str, Any] = {}
         if is_chief or is_sharded:
-            _check_given(state, self._rank)
+            _check_given(state, self.rank)
             given = packed_without_pickle(state, allow_pickle=allow_pickle)
             parts["state"] = StateInPieces(given, "state", is_whole=is_chief)
-        parts[f"rank_{self._rank}"] = StateInPieces(self._own_state(), "own")
+        parts[f"rank_{self.rank}"] = StateInPieces(self.own_state(), "own")
         metadata = {
             "version": STATE_VERSION,
             "uuid": checkpoint_uuid(spec.run_id, spec.attempt, spec.generation, number),
@@ -363,20 +353,20 @@ class TrainCheckpointWriter:
         if faults.is_active():
             faults.reach("train.save")
         # Idle ranks may skip the loop that saves; they know nothing that the chief does not know.
-        num_parts = self._world_size if is_sharded else min(self._world_size, spec.num_shards)
-        self._checkpoints.save(
+        num_parts = self.world_size if is_sharded else min(self.world_size, spec.num_shards)
+        self.checkpoints.save(
             parts, metadata, lambda path: _copy_files(sources, path), num_parts=num_parts
         )
         if sources:
             # The user may change them as soon as this returns.
-            self._checkpoints.settle()
+            self.checkpoints.settle()
 
     def _score(self, state: Any) -> float | None:
         """Return the score for choosing the best checkpoints; None if not finite."""
-        name = self._spec.score_attribute
+        name = self.spec.score_attribute
         if name is None:
             return None
-        metrics = self._reporter.last_metrics
+        metrics = self.reporter.last_metrics
         saved = state if isinstance(state, Mapping) else {}
         if name not in saved and name not in metrics:
             raise ValueError(

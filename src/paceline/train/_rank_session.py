@@ -35,8 +35,7 @@ from paceline.train._rank_checkpoints import (
     TrainCheckpointWriter,
     UserStateReader,
 )
-from paceline.train._rank_reporter import RankReporter
-from paceline.train._rank_state_and_comparison import RankComparison, RankState
+from paceline.train._rank_reports_and_state import RankComparison, RankReporter, RankState
 from paceline.train._run_protocol import (
     METRICS_GROUP,
     TIMINGS_GROUP,
@@ -236,13 +235,13 @@ class RankSession(LooseSession):
             world_size=rank_info.world_size,
             num_busy_ranks=self.num_busy_ranks,
         )
-        self._checkpoints = self._make_checkpoints(storage)
+        self.checkpoints = self._make_checkpoints(storage)
         self._writer = TrainCheckpointWriter(
             spec,
             rank_info.rank,
             rank_info.world_size,
             self.reporter,
-            self._checkpoints,
+            self.checkpoints,
             self._own_state,
         )
         self._state = RankState(self)
@@ -329,8 +328,8 @@ class RankSession(LooseSession):
         """
         if self._gate is not None and self.rank_info.rank == 0:
             # A run stopped at this report resumes from the state saved before it.
-            self._checkpoints.settle()
-            self._checkpoints.await_commits(self.num_saves, _COMMIT_S)
+            self.checkpoints.settle()
+            self.checkpoints.await_commits(self.checkpoints.num_saves, _COMMIT_S)
         number = self.reporter.report(metrics, validation, step)
         if self._gate is not None:
             self._gate.wait(number)
@@ -379,21 +378,13 @@ class RankSession(LooseSession):
         """Restore the random generators of the loaded checkpoint, unless already done."""
         self._state.restore_random_state()
 
-    def settle_own_parts(self) -> None:
-        """Wait until this rank's parts of checkpoints are stored."""
-        self._checkpoints.settle()
-
-    def await_commits(self, num_expected: int, timeout_s: float) -> None:
-        """Wait for the commits of checkpoints saved by all ranks."""
-        self._checkpoints.await_commits(num_expected, timeout_s)
-
     def settle(self, num_expected: int, timeout_s: float) -> None:
         """Wait for the checkpoints that all ranks have saved, compare the ranks, and end.
 
         Raises:
             RanksDifferError: They have drifted apart since the last checkpoint.
         """
-        self.await_commits(num_expected, timeout_s)
+        self.checkpoints.await_commits(num_expected, timeout_s)
         try:
             if self.is_to_compare:
                 self._comparison.compare_end()
@@ -417,7 +408,7 @@ class RankSession(LooseSession):
             self._preemption.close()
         self._comparison.end()
         try:
-            self._checkpoints.finish(error)
+            self.checkpoints.finish(error)
             if error is None and self._saved_at != self._place:
                 self.is_to_compare = self._comparison.leave_end(self.device)
         except BaseException as second:
@@ -429,20 +420,10 @@ class RankSession(LooseSession):
     @property
     def is_to_settle(self) -> bool:
         """Whether other ranks have to end before this one can."""
-        return self.is_to_compare or self.num_pending > 0
-
-    @property
-    def num_saves(self) -> int:
-        """How often this rank has saved a checkpoint."""
-        return self._checkpoints.num_saves
-
-    @property
-    def num_pending(self) -> int:
-        """How many of these wait for parts of other ranks."""
-        return self._checkpoints.num_pending
+        return self.is_to_compare or self.checkpoints.num_pending > 0
 
     def _close(self, error: BaseException | None) -> None:
-        self._checkpoints.close()
+        self.checkpoints.close()
         if self._stored is not None:
             self._stored.close()
         if error is None and self.is_preempted:

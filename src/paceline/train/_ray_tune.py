@@ -11,10 +11,10 @@ from ray import tune
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from paceline._training.workers.ray.placement import trainable_name, trial_resources
-from paceline.train._config import CheckpointStrategy
 from paceline.train._run_protocol import Checkpoint, Report
 from paceline.train._stepwise_and_class_runs import StepwiseRun
 from paceline.train._trainer import Trainer
+from paceline.train._trainer_arguments import CheckpointStrategy
 
 _RUN_FOLDER = "paceline_run"
 _RESTORED_FOLDER = "paceline_restored"

@@ -29,9 +29,7 @@ from paceline.core._read_runs import storage_at
 from paceline.core._run_directories import OpenedRun
 from paceline.core._run_storage import check_shared_storage, discard_unfinished
 from paceline.core._trackers_and_tensorboard import Tracker
-from paceline.storage._checkpoint_storage import CheckpointStorage
-from paceline.storage._storage_by_url import storage_from
-from paceline.train._config import CheckpointStrategy, TrainWorkerSettings
+from paceline.storage._checkpoint_storage import CheckpointStorage, storage_from
 from paceline.train._run_protocol import (
     Checkpoint,
     IncompleteCheckpointError,
@@ -48,6 +46,7 @@ from paceline.train._run_protocol import (
     warn_of_tuples,
 )
 from paceline.train._run_reports import RunFollower, TrainingCallback
+from paceline.train._trainer_arguments import CheckpointStrategy, TrainWorkerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from uuid import NAMESPACE_OID, uuid5
 
 import msgspec
 
+from paceline._base.imports import html_table
 from paceline._base.journal_records import AttemptStarted, MetricsReported, decode_value
-from paceline._base.notebook_tables import html_table
 from paceline._base.run_directory import Control, JournalKey, NotARunDirectoryError, RunDirectory
 from paceline._training.workers.channels import DriverLink, driver_link
 from paceline._training.workers.failures_and_restarts import (
@@ -37,10 +37,15 @@ from paceline.core._arguments import PreemptedError, rank_group
 from paceline.core._preemption_and_search import ControlFile
 from paceline.core._read_runs import restorable_checkpoint
 from paceline.storage._checkpoint_files import CheckpointNotFoundError, check_state_version
-from paceline.storage._checkpoint_storage import CheckpointStorage, Kept
-from paceline.storage._storage_by_url import checkpoint_at, storage_from
+from paceline.storage._checkpoint_storage import (
+    CheckpointStorage,
+    Kept,
+    checkpoint_at,
+    storage_from,
+)
 
 logger = logging.getLogger(__name__)
+
 
 METRICS_GROUP = "training"
 # Their times differ from run to run, so they stay apart from the metrics of training.

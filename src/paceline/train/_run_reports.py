@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from paceline import core
 from paceline._base.journal_records import (
@@ -19,8 +19,10 @@ from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
 from paceline.core._arguments import numbers_of, rank_group
 from paceline.core._train_context import RunFeedback, ending_of
 from paceline.storage._checkpoint_storage import CheckpointStorage, Kept
-from paceline.train._config import CheckpointStrategy
 from paceline.train._run_protocol import METRICS_GROUP, Checkpoint, Report, StoredAt, report_of
+
+if TYPE_CHECKING:
+    from paceline.train._trainer_arguments import CheckpointStrategy
 
 
 class TrainingCallback:
@@ -335,7 +337,7 @@ class RunFollower:
             for c in self.checkpoints.values()
         )
 
-    def best_checkpoint(self, strategy: CheckpointStrategy) -> Checkpoint | None:
+    def best_checkpoint(self, strategy: "CheckpointStrategy") -> Checkpoint | None:
         """Return the best checkpoint by a strategy; the newest without a score attribute."""
         if strategy.checkpoint_score_attribute is None:
             return self.latest_checkpoint

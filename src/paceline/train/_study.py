@@ -19,8 +19,7 @@ import msgspec
 
 from paceline import core
 from paceline._base.arguments_and_errors import wrong
-from paceline._base.frames import DataFrames
-from paceline._base.notebook_tables import html_table
+from paceline._base.imports import DataFrames, html_table, text_table
 from paceline._training.masterless_search import (
     TRIALS_FOLDER,
     SearchJournal,
@@ -65,10 +64,9 @@ from paceline.search._search_method import (
     input_from_json,
 )
 from paceline.storage._checkpoint_files import CheckpointNotFoundError
-from paceline.train._config import CheckpointStrategy
 from paceline.train._run_protocol import Checkpoint
 from paceline.train._trainer import Trainer
-from paceline.train._trainer_arguments import check_train_function
+from paceline.train._trainer_arguments import CheckpointStrategy, check_train_function
 
 if TYPE_CHECKING:
     from paceline.config._searcher_section import Searcher
@@ -471,11 +469,7 @@ class SearchResults(DataFrames, Sequence[TrialResult]):
     def __str__(self) -> str:
         """Return a table of the trials, the best first."""
         header, rows = self._cells()
-        lines = [header, *rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
-        text.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([repr(self), *(line.rstrip() for line in text)])
+        return f"{self!r}\n{text_table([header, *rows])}"
 
     def _repr_html_(self) -> str:
         """Return the table for notebooks."""

@@ -11,7 +11,7 @@ from typing import Any, overload
 
 from paceline import core
 from paceline._base.arguments_and_errors import check_dictionary, integer, optional, ranks_to_check
-from paceline._base.notebook_tables import html_table
+from paceline._base.imports import html_table, text_table
 from paceline._training.workers.ray.cluster import check_ray_data
 from paceline._training.workers.workers import checked_resources
 from paceline.core._arguments import GivenUpError
@@ -24,18 +24,16 @@ from paceline.core._run_directories import (
     resuming_by,
 )
 from paceline.core._run_storage import GivenStorage, check_given_storage, given_storage
-from paceline.train._config import (
-    CheckpointStrategy,
-    ElasticConfig,
-    TorchConfig,
-    TrainWorkerSettings,
-)
 from paceline.train._run_driver import RunDriver, RunRequest, TrainWorkers
 from paceline.train._run_protocol import Checkpoint, Instance, Results
 from paceline.train._run_reports import TrainingCallback
 from paceline.train._stepwise_and_class_runs import ClassRun, RunIterator, StepwiseRun, as_ranks
 from paceline.train._trainer_arguments import (
     NOT_GIVEN,
+    CheckpointStrategy,
+    ElasticConfig,
+    TorchConfig,
+    TrainWorkerSettings,
     check_class_callbacks,
     check_train_function,
     check_trainer_alone,
@@ -63,14 +61,7 @@ def table_of(settings: TrainWorkerSettings, num_workers: int, facts: Sequence[An
     title = title_of(settings, num_workers, facts)
     if settings.limits is None:
         return title
-    rows = _table_rows_of(settings, num_workers, facts)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([title, *lines])
+    return f"{title}\n{text_table(_table_rows_of(settings, num_workers, facts))}"
 
 
 def html_of(settings: TrainWorkerSettings, num_workers: int, facts: Sequence[Any]) -> str:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline._base.sealed_json import seal_line
+from paceline._base.journal_records import seal_line
 from paceline._cluster.master.store import log_files as _log_file
 from paceline._cluster.master.store import trial_logs as _trial_logs
 from paceline._cluster.master.store.log_files import LogFilter, StoredLine

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline._base.sealed_json import seal
+from paceline._base.journal_records import seal
 from paceline._cluster.master.authentication import Tokens
 from paceline._cluster.master.home_directory import Home, HomeUnusableError, LostDatabaseError
 from paceline._cluster.master.master import Master

@@ -24,7 +24,7 @@ from paceline._base.files import (
     read_secret,
     write_atomically,
 )
-from paceline._base.sealed_json import seal
+from paceline._base.journal_records import seal
 from paceline._cluster.master.store.database import (
     DatabaseDamagedError,
     Transaction,
@@ -44,6 +44,7 @@ from paceline._cluster.runner.attempt_directory import (
 from paceline.config._environment_and_secrets import hide_in_text
 
 logger = logging.getLogger(__name__)
+
 
 _KINDS = {
     stat.S_IFREG: "a regular file",

@@ -20,8 +20,8 @@ from paceline._base.files import (
     regular_opener,
     write_atomically,
 )
+from paceline._base.journal_records import check_seal, seal
 from paceline._base.run_directory import RunDirectory, RunInfo
-from paceline._base.sealed_json import check_seal, seal
 from paceline._cluster.messages.runner_messages import AttemptEnd, AttemptSpec, StorageMark
 
 FILE_NAME = "secrets.json"

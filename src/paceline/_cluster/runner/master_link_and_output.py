@@ -23,7 +23,7 @@ from paceline._base.certificates import (
     tls_error_of,
 )
 from paceline._base.files import open_private, read_regular, read_secret
-from paceline._base.sealed_json import check_line, check_seal, seal_line
+from paceline._base.journal_records import check_line, check_seal, seal_line
 from paceline._cluster.messages.runner_messages import (
     AttemptSpec,
     LogEntry,
@@ -35,6 +35,7 @@ from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline._training.workers.processes.worker_output import OutputLine
 
 logger = logging.getLogger(__name__)
+
 
 _TIMEOUT_S = 30.0
 _FAILED_STATUS = 500

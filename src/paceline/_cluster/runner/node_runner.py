@@ -20,9 +20,9 @@ import msgspec
 import paceline
 from paceline._base.files import make_secret, open_private, read_secret, write_atomically
 from paceline._base.gpus import KnownGpu, visible_gpus
+from paceline._base.journal_records import seal
 from paceline._base.machine_checks import MachineWatch
 from paceline._base.process_and_network import num_cores, unix_user
-from paceline._base.sealed_json import seal
 from paceline._cluster.messages.runner_messages import (
     DEFAULT_POOL,
     MAX_PROBLEM,
@@ -45,6 +45,7 @@ from paceline._cluster.runner.master_link_and_output import (
 )
 
 logger = logging.getLogger(__name__)
+
 
 CPU: Final = "cpu"
 

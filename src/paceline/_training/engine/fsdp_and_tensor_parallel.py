@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union
 import torch
 import torch.distributed as dist
 
+from paceline._training.engine.devices import is_sharded, local_part, parameters_of
 from paceline._training.engine.gradient_reduction import AllReduce, DataParallel
-from paceline._training.engine.tensors import is_sharded, local_part, parameters_of
 from paceline.core._arguments import NotOfferedError
 from paceline.core._distributed_context import DistributedContext
 

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline._training.engine.tensors import is_sharded, like_piece, local_part, parameters_of
+from paceline._training.engine.devices import is_sharded, like_piece, local_part, parameters_of
 from paceline.core._arguments import DistributedPeerError
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._launcher_place import launched_place
@@ -368,6 +368,7 @@ class _Known:
         return [parameter.requires_grad for parameter in self.summed] == self.pattern
 
 
+@dataclass(eq=False, repr=False)
 class OptimizerReductions:
     """The reductions of optimizers, made when they are needed.
 
@@ -380,20 +381,14 @@ class OptimizerReductions:
             backward pass.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        all_reduce: AllReduce | None,
-        models: Sequence[torch.nn.Module],
-        *,
-        sums_gradients: bool,
-        sums_sharded: bool,
-    ) -> None:
-        self._device = device
-        self._all_reduce = all_reduce
-        self._models = models
-        self._sums_gradients = sums_gradients
-        self._sums_sharded = sums_sharded
+    device: torch.device
+    all_reduce: AllReduce | None
+    models: Sequence[torch.nn.Module]
+    _: KW_ONLY
+    sums_gradients: bool
+    sums_sharded: bool
+
+    def __post_init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
     def of(self, optimizer: torch.optim.Optimizer) -> tuple[FlatReduction, FlatReduction]:
@@ -408,23 +403,23 @@ class OptimizerReductions:
         summed = [p for p in parameters if self._is_summed(p)]
         overlapped = {
             parameter
-            for model in self._models
+            for model in self.models
             if isinstance(model, OverlappedAllReduce)
             for parameter in model.summed
         }
         outside = [parameter for parameter in summed if parameter not in overlapped]
-        complete = FlatReduction(summed, self._device, self._all_reduce)
+        complete = FlatReduction(summed, self.device, self.all_reduce)
         is_all = len(outside) == len(summed)
         return _Known(
             num_parameters=len(parameters),
             summed=summed,
             pattern=[parameter.requires_grad for parameter in summed],
             complete=complete,
-            outside=complete if is_all else FlatReduction(outside, self._device, self._all_reduce),
+            outside=complete if is_all else FlatReduction(outside, self.device, self.all_reduce),
         )
 
     def _is_summed(self, parameter: torch.nn.Parameter) -> bool:
-        return self._sums_gradients and (self._sums_sharded or not is_sharded(parameter))
+        return self.sums_gradients and (self.sums_sharded or not is_sharded(parameter))
 
 
 # Reading a number from a GPU would make the host wait for the step that computes it. Read so many

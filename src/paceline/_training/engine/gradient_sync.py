@@ -5,7 +5,7 @@ Also: averaged over all samples of all ranks after each backward pass.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from paceline._training.engine.checkpoints.sharded_state import (
     replace_parameters,
 )
 from paceline._training.engine.checkpoints.stored_tensors import StoredTensor, fit_stored_tensor
+from paceline._training.engine.devices import is_sharded, local_part
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     ShardUnits,
     make_mesh,
@@ -31,7 +32,6 @@ from paceline._training.engine.gradient_reduction import (
     OverlappedAllReduce,
 )
 from paceline._training.engine.schedules import Position
-from paceline._training.engine.tensors import is_sharded, local_part
 from paceline.data._order_and_random_generators import EpochOrder, worker_shards
 
 if TYPE_CHECKING:
@@ -392,26 +392,22 @@ def clipping(norm: float | None, value: float | None) -> Callable[[Any], Any]:
     return clip
 
 
+@dataclass(eq=False, repr=False)
 class GradientGroup:
     """Group of parameters with jointly summed gradients."""
 
-    def __init__(
-        self,
-        parameters: list[torch.nn.Parameter],
-        device: torch.device,
-        all_reduce: AllReduce | None,
-        *,
-        is_overlapped: bool,
-    ) -> None:
-        self.parameters = parameters
-        self.is_overlapped = is_overlapped
+    parameters: list[torch.nn.Parameter]
+    device: torch.device
+    all_reduce: AllReduce | None
+    _: KW_ONLY
+    is_overlapped: bool
+
+    def __post_init__(self) -> None:
         self.is_sharded = False
         self.hooks: list[Any] = []
         self.is_hooked = False
         self.is_fired = False
         self.is_complete = False
-        self._device = device
-        self._all_reduce = all_reduce
         self._reductions: dict[tuple[bool, ...], FlatReduction] = {}
 
     def reduction(self) -> FlatReduction:
@@ -419,7 +415,7 @@ class GradientGroup:
         # Layers may be frozen and thawed during training.
         key = tuple(parameter.requires_grad for parameter in self.parameters)
         if key not in self._reductions:
-            self._reductions[key] = FlatReduction(self.parameters, self._device, self._all_reduce)
+            self._reductions[key] = FlatReduction(self.parameters, self.device, self.all_reduce)
         return self._reductions[key]
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 import xxhash
 
+from paceline._training.engine.devices import TensorDigests, copy_piece, is_sharded, parameters_of
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     RankGrid,
     ShardUnits,
@@ -26,7 +27,6 @@ from paceline._training.engine.fsdp_and_tensor_parallel import (
     shard_units_of,
 )
 from paceline._training.engine.gradient_reduction import plain_model
-from paceline._training.engine.tensors import TensorDigests, copy_piece, is_sharded, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -75,7 +75,7 @@ def materialize(
     model.to_empty(device=device)
     without: list[str] = []
     for name, module in _inner_first(model):
-        if any(True for _ in _own_tensors(module)):
+        if any(True for _ in _tensors(module, recurse=False)):
             without += [
                 f"{name}.{each}".lstrip(".")
                 for each in _initialize(module, device, init_weights, has_ranks=has_ranks)
@@ -99,16 +99,16 @@ def _initialize(
         assert parameter is not None
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         module._parameters[name] = torch.nn.Parameter(empty, parameter.requires_grad)
-    for _, tensor in _own_tensors(module):
+    for _, tensor in _tensors(module, recurse=False):
         _mark(tensor)
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()
     if init_weights is not None:
         init_weights(module)
-    without = [name for name, tensor in _own_tensors(module) if _is_marked(tensor)]
+    without = [name for name, tensor in _tensors(module, recurse=False) if _is_marked(tensor)]
     if has_ranks:
-        for _, tensor in _own_tensors(module):
+        for _, tensor in _tensors(module, recurse=False):
             dist.broadcast(tensor, src=0)
     for name, parameter in sharded.items():
         whole = module._parameters[name]
@@ -123,14 +123,11 @@ def _inner_first(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str,
     yield name, module
 
 
-def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _tensors(
+    module: torch.nn.Module, *, recurse: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=recurse)
+    yield from module.named_buffers(recurse=recurse)
 
 
 def _mark(tensor: torch.Tensor) -> None:
@@ -343,7 +340,8 @@ class ModelWrapper:
             # The digests of whole parameters, before they are divided.
             base = frozen_base(model, options.trainable_only)
         if self._is_sharded:
-            self._shard(model, options)
+            mesh, precision = self._grid.shard_mesh, options.shard_precision
+            shard_model(model, self._device, options.shard_units, precision=precision, mesh=mesh)
         if not has_weights:
             has_ranks = self._grid.num_ranks > 1
             materialize(model, self._device, options.init_weights, has_ranks=has_ranks)
@@ -351,15 +349,6 @@ class ModelWrapper:
         if base is not None and is_divided:
             base.note_sharded(model)
         return base
-
-    def _shard(self, model: torch.nn.Module, options: ModelOptions) -> None:
-        shard_model(
-            model,
-            self._device,
-            options.shard_units,
-            precision=options.shard_precision,
-            mesh=self._grid.shard_mesh,
-        )
 
 
 def check_shard_precision(policy: Any, *, has_autocast: bool) -> None:

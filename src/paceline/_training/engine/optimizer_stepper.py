@@ -6,12 +6,13 @@ Also: idle ranks.
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline._training.engine.devices import Precision
+from paceline._training.engine.devices import Precision, all_parameters, is_sharded, parameters_of
 from paceline._training.engine.fsdp_and_tensor_parallel import (
     RankGrid,
     check_shard_size,
@@ -32,7 +33,6 @@ from paceline._training.engine.model_preparation import FrozenBase, ModelOptions
 from paceline._training.engine.profiling import BACKWARD, REDUCE, STEP, StepTimer
 from paceline._training.engine.rank_differences import RankCheck, RankDigest
 from paceline._training.engine.step_replay import StepReplay
-from paceline._training.engine.tensors import all_parameters, is_sharded, parameters_of
 from paceline._training.engine.user_optimizer_steps import WatchedUserCalls
 from paceline.core._distributed_context import DistributedContext
 
@@ -41,6 +41,7 @@ from paceline.core._distributed_context import DistributedContext
 NO_MORE, SUM, LOSS = -1, -2, -3
 
 
+@dataclass(eq=False, repr=False)
 class IdleRanks:
     """Announcements of the chief to ranks without samples, and the transfer of results to them.
 
@@ -57,18 +58,13 @@ class IdleRanks:
             they cannot compute them.
     """
 
-    def __init__(
-        self,
-        distributed: DistributedContext,
-        device: torch.device,
-        accumulation: Accumulation,
-        optimizers: list[torch.optim.Optimizer],
-    ) -> None:
+    distributed: DistributedContext
+    device: torch.device
+    accumulation: Accumulation
+    optimizers: list[torch.optim.Optimizer]
+
+    def __post_init__(self) -> None:
         self.are_given_results = False
-        self._distributed = distributed
-        self._device = device
-        self._accumulation = accumulation
-        self._optimizers = optimizers
         self._is_idle = False
         self._before: RankDigest | None = None
 
@@ -99,8 +95,8 @@ class IdleRanks:
             gives_results: Whether they get the result from the chief.
             is_summed: Whether the gradients are summed already.
         """
-        if not self._accumulation.is_even:
-            index = next(i for i, o in enumerate(self._optimizers) if o is optimizer)
+        if not self.accumulation.is_even:
+            index = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
             self._broadcast(index, gives_results=gives_results, is_summed=is_summed)
 
     def announce_sum(self) -> None:
@@ -121,16 +117,16 @@ class IdleRanks:
 
     def join_loss(self) -> None:
         """Take part, on an idle rank, in the sum of a closure's losses."""
-        dist.all_reduce(torch.zeros((), device=self._device, dtype=torch.float64))
+        dist.all_reduce(torch.zeros((), device=self.device, dtype=torch.float64))
 
     def _announce(self, what: int) -> None:
-        if not self._accumulation.is_even:
+        if not self.accumulation.is_even:
             self._broadcast(what, gives_results=True, is_summed=True)
 
     def _broadcast(
         self, index: int, *, gives_results: bool = False, is_summed: bool = False
     ) -> tuple[int, bool]:
-        word = torch.tensor([index, int(gives_results), int(is_summed)], device=self._device)
+        word = torch.tensor([index, int(gives_results), int(is_summed)], device=self.device)
         dist.broadcast(word, src=0)
         told, are_given, summed = word.tolist()
         if told == SUM or (told >= 0 and not summed):
@@ -144,10 +140,10 @@ class IdleRanks:
         Raises:
             RuntimeError: They train other parameters.
         """
-        optimizers = self._optimizers if code == SUM else [self._optimizers[code]]
+        optimizers = self.optimizers if code == SUM else [self.optimizers[code]]
         trained = (p for o in optimizers for p in parameters_of(o) if p.requires_grad)
         num_values = sum(parameter.numel() for parameter in trained)
-        extremes = torch.tensor([num_values, -num_values], device=self._device)
+        extremes = torch.tensor([num_values, -num_values], device=self.device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
         most, least = extremes[0].item(), -extremes[1].item()
         if most != least:
@@ -166,7 +162,7 @@ class IdleRanks:
             RanksDifferError: Ranks differ in state that the chief's would replace.
         """
         self._compare(stepper)
-        is_chief = self._distributed.rank == 0
+        is_chief = self.distributed.rank == 0
         own = [_results_of(stepper) if is_chief else None]
         dist.broadcast_object_list(own, src=0)
         if own[0] is not None and not is_chief:
@@ -174,7 +170,7 @@ class IdleRanks:
 
     def _compare(self, stepper: "Stepper") -> None:
         """Compare all ranks as they began the batch, then those with samples."""
-        check, exchange = stepper.rank_check, self._distributed.allgather
+        check, exchange = stepper.rank_check, self.distributed.allgather
         if self._before is not None:
             check.compare(self._before, exchange)
         if check.is_on:

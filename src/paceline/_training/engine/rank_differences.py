@@ -19,8 +19,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from paceline._training.engine.gradient_reduction import plain_model
-from paceline._training.engine.tensors import (
+from paceline._training.engine.devices import (
     TensorDigests,
     is_sharded,
     local_part,
@@ -28,6 +27,7 @@ from paceline._training.engine.tensors import (
     parameters_of,
     piece_here,
 )
+from paceline._training.engine.gradient_reduction import plain_model
 from paceline._training.workers.failures_and_restarts import RanksDifferError
 from paceline.core._distributed_context import DistributedContext
 
@@ -304,7 +304,7 @@ def check_same_data(
         others = [rank for rank, digest in enumerate(digests) if digest != usual]
         if others:
             same = [rank for rank, digest in enumerate(digests) if digest == usual]
-            told = _difference_text(f"{name} data", _named(others), _named(same))
+            told = _difference_text(f"{name} data", _ranks(others), _ranks(same))
             raise ValueError(told if can_be_off else told.removesuffix(_OFF))
 
 
@@ -315,7 +315,7 @@ def check_same_as_chief(name: str, own: str, chief: str, rank: int) -> None:
         ValueError: It has others.
     """
     if own != chief:
-        raise ValueError(_difference_text(name, _named([rank]), _named([0])))
+        raise ValueError(_difference_text(name, _ranks([rank]), _ranks([0])))
 
 
 def _difference_text(name: str, others: str, same: str) -> str:
@@ -398,7 +398,3 @@ def _length_of(data: Any) -> int | None:
         return len(data)
     except (TypeError, NotImplementedError):
         return None
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

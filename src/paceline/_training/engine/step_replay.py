@@ -8,14 +8,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline._base.arguments_and_errors import check_count, one_of
-from paceline._training.engine.gradient_reduction import OverlappedAllReduce, plain_model
-from paceline._training.engine.gradient_sync import GradientSync
-from paceline._training.engine.tensors import (
+from paceline._training.engine.devices import (
     TensorDigests,
     local_part,
     named_parameters,
     parameters_of,
 )
+from paceline._training.engine.gradient_reduction import OverlappedAllReduce, plain_model
+from paceline._training.engine.gradient_sync import GradientSync
 from paceline._training.engine.user_optimizer_steps import calling_method
 from paceline._training.workers.failures_and_restarts import StepsDifferError
 from paceline.data._order_and_random_generators import capture_random_state, restore_random_state

@@ -3,7 +3,7 @@
 import logging
 import signal
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 from paceline._base.arguments_and_errors import CollectiveMismatchError, PicklableError, text_of
@@ -247,6 +247,7 @@ class RestartDecision(NamedTuple):
     text: str
 
 
+@dataclass(eq=False, repr=False)
 class RestartPolicy:
     """Decides after each failure whether a group starts again, and counts the restarts.
 
@@ -265,19 +266,14 @@ class RestartPolicy:
         num_losses: How often workers were lost.
     """
 
-    def __init__(
-        self,
-        limit: float,
-        *,
-        option: str = "max_retries",
-        retries_errors: bool = False,
-        hint: str = "",
-    ) -> None:
+    limit: float
+    _: KW_ONLY
+    option: str = "max_retries"
+    retries_errors: bool = False
+    hint: str = ""
+
+    def __post_init__(self) -> None:
         self.num_losses = 0
-        self._limit = limit
-        self._option = option
-        self._retries_errors = retries_errors
-        self._hint = hint
         self._last: tuple[str, int] | None = None
         self._commits = 0
         self._num_in_vain = 0
@@ -293,7 +289,7 @@ class RestartPolicy:
             received: The signals that this process has received meanwhile.
         """
         exit_code = _exit_code(error)
-        if exit_code == 0 or (_is_raised(error) and not self._retries_errors):
+        if exit_code == 0 or (_is_raised(error) and not self.retries_errors):
             # An end that was meant is never repeated.
             return RestartDecision(False, "")
         reason = _restart_reason(error)
@@ -302,7 +298,7 @@ class RestartPolicy:
         self.num_losses += 1
         self._num_in_vain = self._num_in_vain + 1 if num_commits == self._commits else 1
         self._commits = num_commits
-        if not self._limit:
+        if not self.limit:
             return RestartDecision(False, "")
         if received:
             names = " and ".join(sorted(signal_name(number) for number in received))
@@ -313,9 +309,9 @@ class RestartPolicy:
                 "No restart follows, as the workers failed the same way twice with no checkpoint"
                 " in between.",
             )
-        if self.num_losses > self._limit:
-            return RestartDecision(False, f"No restart is left of {self._limit:g}.")
-        text = f"restart {self.num_losses} of {self._limit:g}"
+        if self.num_losses > self.limit:
+            return RestartDecision(False, f"No restart is left of {self.limit:g}.")
+        text = f"restart {self.num_losses} of {self.limit:g}"
         if self._num_in_vain >= _NO_PROGRESS:
             text += f", no progress in the last {self._num_in_vain} starts"
         return RestartDecision(True, text)
@@ -345,13 +341,13 @@ class RestartPolicy:
         if _exit_code(error) == 0 or _is_raised(error):
             raise error
         why = (
-            f"Workers must not be lost more often than `{self._option}` ({self._limit:g}) allows,"
+            f"Workers must not be lost more often than `{self.option}` ({self.limit:g}) allows,"
             f" but were {self.num_losses} time(s)."
         )
-        if decision.text and self.num_losses <= self._limit:
+        if decision.text and self.num_losses <= self.limit:
             why = decision.text
         raise WorkersLostError(
-            f"{why} The last time: {error} {self._hint}".rstrip(), self.num_losses
+            f"{why} The last time: {error} {self.hint}".rstrip(), self.num_losses
         ) from error
 
 

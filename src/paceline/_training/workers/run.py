@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from paceline._base.files import run_memory
 from paceline._base.process_and_network import take
-from paceline._base.run_memory import run_memory
 from paceline._training.workers.failures_and_restarts import (
     NodesDifferError,
     RestartDecision,
@@ -39,6 +39,7 @@ from paceline._training.workers.worker_pools import PendingCall
 from paceline._training.workers.workers import ElasticLimits, Workers, check_crowd
 
 logger = logging.getLogger(__name__)
+
 
 # How often to look whether the call has ended, in seconds, and while there are too few workers.
 _INTERVAL_S = 0.01

@@ -8,9 +8,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline._base.process_and_network import join, wait_until
 from paceline._training.workers.channels import ChannelFrame, FrameKind, RunEvents
@@ -24,7 +24,7 @@ from paceline._training.workers.failure_detector import (
     worker_observations,
 )
 from paceline._training.workers.failures_and_restarts import WorkerExit, WorkerStartError
-from paceline._training.workers.processes.local_worker_group import OnExit
+from paceline._training.workers.processes.local_worker_group import LocalGroup, OnExit
 from paceline._training.workers.processes.signals_and_leftovers import (
     STACKS_SIGNAL,
     has_pending_signal,
@@ -34,33 +34,10 @@ from paceline._training.workers.serve_calls import read_error
 from paceline._training.workers.watchdog import Progress, WatchedRank
 from paceline._training.workers.worker_pools import PendingCall
 
+if TYPE_CHECKING:
+    from paceline._training.workers.ray.hosts import RayGroup
+
 logger = logging.getLogger(__name__)
-
-
-class WorkerGroup(Protocol):
-    """The workers of a generation as processes, wherever they are; see `LocalGroup`."""
-
-    @property
-    def processes(self) -> Sequence[WorkerProcess]:
-        """The workers' processes, in rank order."""
-
-    def start(self) -> None:
-        """Start all workers, or raise `WorkerStartError`."""
-
-    def signal(self, signum: int, ranks: Collection[int] | None = None) -> None:
-        """Send a signal to workers still running, to all by default."""
-
-    def is_stopped(self, rank: int) -> bool:
-        """Tell whether a worker's process is stopped, as by SIGSTOP."""
-
-    def drain(self, timeout_s: float) -> None:
-        """Wait until output printed so far was delivered, for at most `timeout_s` seconds."""
-
-    def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
-        """Begin to stop the workers and return at once; `is_asked` if asked to leave before."""
-
-    def stop(self, grace_s: float) -> Any:
-        """End all workers in bounded time, and deliver their output."""
 
 
 # The longest that an interpreter and its libraries may take to load.
@@ -95,7 +72,7 @@ class Generation:
     def __init__(
         self,
         ends: Sequence[socket.socket],
-        make_group: Callable[[OnExit], WorkerGroup],
+        make_group: "Callable[[OnExit], LocalGroup | RayGroup]",
         settings: PoolSettings,
         program: PendingCall | None = None,
         *,

@@ -35,9 +35,8 @@ from paceline.storage._checkpoint_files import (
     is_of_other_trial,
     origin_of,
 )
-from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid
+from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid, storage_from
 from paceline.storage._directory_storage import DirectoryStorage
-from paceline.storage._storage_by_url import storage_from
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from paceline._base.files import open_private, regular_opener
-from paceline._base.sealed_json import check_line, seal_line
+from paceline._base.journal_records import check_line, seal_line
 from paceline._cluster.messages.runner_messages import LogEntry
 
 logger = logging.getLogger(__name__)

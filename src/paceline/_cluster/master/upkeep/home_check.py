@@ -13,7 +13,7 @@ import msgspec
 from sqlalchemy import Connection, select, text
 
 from paceline._base.files import DamagedSecretError, read_regular, read_secret, regular_opener
-from paceline._base.sealed_json import check_seal
+from paceline._base.journal_records import check_seal
 from paceline._cluster.master.home_directory import (
     RESTORING_NAME,
     Home,

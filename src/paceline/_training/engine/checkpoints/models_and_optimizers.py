@@ -17,9 +17,9 @@ from paceline._training.engine.checkpoints.stored_tensors import (
     fit_stored_tensor,
     whole,
 )
+from paceline._training.engine.devices import is_sharded, named_parameters, parameters_of
 from paceline._training.engine.model_preparation import FrozenBase, base_problem
 from paceline._training.engine.schedules import scheduler_state
-from paceline._training.engine.tensors import is_sharded, named_parameters, parameters_of
 from paceline.data._order_and_random_generators import (
     capture_random_state,
     restore_random_state,

@@ -24,8 +24,9 @@ from paceline._training.engine.checkpoints.stored_tensors import (
     LazyTensor,
     ShardedTensor,
     fit_stored_tensor,
+    with_items,
 )
-from paceline._training.engine.tensors import copy_tensors, is_sharded, local_piece, parameters_of
+from paceline._training.engine.devices import copy_tensors, is_sharded, local_piece, parameters_of
 
 
 @dataclass(slots=True, eq=False)
@@ -146,12 +147,7 @@ def joined_pieces(state: Any, by_rank: Sequence[Mapping[str, Any]]) -> Any:
                 ends = (a + size for a, size in zip(start, piece.shape, strict=True))
                 result[tuple(map(slice, start, ends))] = piece
         return result
-    if isinstance(state, dict):
-        return {key: joined_pieces(item, by_rank) for key, item in state.items()}
-    if isinstance(state, (list, tuple)):
-        items = [joined_pieces(item, by_rank) for item in state]
-        return items if isinstance(state, list) else tuple(items)
-    return state
+    return with_items(state, partial(joined_pieces, by_rank=by_rank))
 
 
 _PLAIN = frozenset((int, float, str, bool, type(None)))
@@ -277,18 +273,13 @@ def fill_tensor_slots(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the value collected by a `TensorCollector`, with given tensors in its slots."""
     if type(tree) is TensorSlot:
         return tensors[tree]
-    if isinstance(tree, dict):
-        return {key: fill_tensor_slots(item, tensors) for key, item in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        items = [
-            item if type(item) in _PLAIN else fill_tensor_slots(item, tensors) for item in tree
-        ]
-        return items if isinstance(tree, list) else tuple(items)
     if isinstance(tree, OwnPiece):
         return OwnPiece(fill_tensor_slots(tree.local, tensors), tree.spec)
     if isinstance(tree, StateInPieces):
         return replace(tree, state=fill_tensor_slots(tree.state, tensors))
-    return tree
+    if type(tree) in (list, tuple) and _PLAIN.issuperset(map(type, tree)):
+        return tree  # Fast path for plain numbers, as in `TensorCollector`.
+    return with_items(tree, partial(fill_tensor_slots, tensors=tensors))
 
 
 def accept_whole_tensors(model: torch.nn.Module) -> None:
@@ -355,12 +346,7 @@ def gathered(state: Any) -> Any:
         return state.full_tensor().detach().cpu()
     if isinstance(state, torch.Tensor):
         return state.detach().cpu()
-    if isinstance(state, Mapping):
-        return {key: gathered(item) for key, item in state.items()}
-    if isinstance(state, (list, tuple)):
-        items = map(gathered, state)
-        return list(items) if isinstance(state, list) else tuple(items)
-    return state
+    return with_items(state, gathered)
 
 
 def replace_parameters(

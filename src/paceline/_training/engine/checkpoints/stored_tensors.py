@@ -16,8 +16,9 @@ import pickle
 import re
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch.utils._pytree import tree_map_only
 
-from paceline._training.engine.tensors import is_sharded, like_piece, part_of, piece_here
+from paceline._training.engine.devices import is_sharded, like_piece, part_of, piece_here
 from paceline.storage._checkpoint_files import CheckpointCorruptError
 
 # How the format calls the types of torch.
@@ -507,16 +508,21 @@ def fit_stored_tensor(stored: Any, present: Any) -> Any:
     return like_piece(local.to(present.device), present)
 
 
+def with_items(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a nested value with the items of the outermost container converted."""
+    if isinstance(value, Mapping):
+        return {key: convert(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = map(convert, value)
+        return list(items) if isinstance(value, list) else tuple(items)
+    return value
+
+
 def lazy_stored_tensors(state: Any) -> Any:
     """Return a nested state with each `StoredTensor` wrapped in a `LazyTensor`."""
     if isinstance(state, StoredTensor):
         return LazyTensor(state)
-    if isinstance(state, Mapping):
-        return {key: lazy_stored_tensors(item) for key, item in state.items()}
-    if isinstance(state, (list, tuple)):
-        items = map(lazy_stored_tensors, state)
-        return list(items) if isinstance(state, list) else tuple(items)
-    return state
+    return with_items(state, lazy_stored_tensors)
 
 
 def whole(state: Any) -> Any:
@@ -525,12 +531,7 @@ def whole(state: Any) -> Any:
         return state.whole()
     if isinstance(state, LazyTensor):
         return state.read()
-    if isinstance(state, Mapping):
-        return {key: whole(item) for key, item in state.items()}
-    if isinstance(state, (list, tuple)):
-        items = map(whole, state)
-        return list(items) if isinstance(state, list) else tuple(items)
-    return state
+    return with_items(state, whole)
 
 
 class _StandIn:
@@ -735,8 +736,4 @@ def _placeholders(state: Any, stored: dict[int, StoredTensor]) -> Any:
         placeholder = torch.empty(state.shape, dtype=state.dtype, device="meta")
         stored[id(placeholder)] = state
         return placeholder
-    if isinstance(state, Mapping):
-        return {key: _placeholders(item, stored) for key, item in state.items()}
-    if isinstance(state, list):
-        return [_placeholders(item, stored) for item in state]
-    return state
+    return with_items(state, partial(_placeholders, stored=stored))

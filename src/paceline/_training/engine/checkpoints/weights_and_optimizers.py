@@ -42,10 +42,10 @@ from paceline._training.engine.checkpoints.stored_tensors import (
     write_dcp,
     write_tensor_file,
 )
+from paceline._training.engine.devices import is_sharded, parameters_of
 from paceline._training.engine.gradient_reduction import plain_model
-from paceline._training.engine.tensors import is_sharded, parameters_of
 from paceline.storage._checkpoint_files import CheckpointCorruptError, CheckpointMismatchError
-from paceline.storage._storage_by_url import directory_of_checkpoint
+from paceline.storage._checkpoint_storage import directory_of_checkpoint
 
 _NUM_SHOWN = 5
 # Ways to compute a step, which do not change the state it keeps.

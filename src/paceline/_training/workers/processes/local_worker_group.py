@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from socket import socket
 
 from paceline._base.process_and_network import join, wait_until
@@ -44,6 +45,7 @@ LOOK_INTERVAL_S = 0.05
 _KILL_LOOK_INTERVAL_S = 0.005
 
 
+@dataclass(eq=False, repr=False)
 class EndedWorkers:
     """Closer of a group's ended workers, for the thread reading their output.
 
@@ -54,17 +56,10 @@ class EndedWorkers:
         adopted_mark: The group's mark if this process adopts what its workers orphan, else None.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[LocalWorker],
-        reader: OutputReader,
-        lock: threading.Condition,
-        adopted_mark: str | None,
-    ) -> None:
-        self._workers = workers
-        self._reader = reader
-        self._lock = lock
-        self._adopted_mark = adopted_mark
+    workers: Sequence[LocalWorker]
+    reader: OutputReader
+    lock: threading.Condition
+    adopted_mark: str | None
 
     def close_due(self, kill_at: float | None) -> None:
         """Close ended workers without leftovers, or with leftovers for too long.
@@ -74,10 +69,10 @@ class EndedWorkers:
         """
         now = time.monotonic()
         is_killed = kill_at is not None and now >= kill_at
-        if self._adopted_mark and is_killed and all(each.exit for each in self._workers):
+        if self.adopted_mark and is_killed and all(each.exit for each in self.workers):
             # Orphans of killed workers would keep their output open.
-            end_stray_processes(self._adopted_mark)
-        for worker in self._workers:
+            end_stray_processes(self.adopted_mark)
+        for worker in self.workers:
             if not worker.is_ending or now < worker.next_look_at:
                 continue
             worker.next_look_at = now + LOOK_INTERVAL_S
@@ -90,9 +85,9 @@ class EndedWorkers:
 
     def _has_members(self, worker: LocalWorker) -> bool:
         """Return whether an ended worker has left living processes in its group."""
-        if self._adopted_mark:
+        if self.adopted_mark:
             # A process without a parent becomes a child of this process, or of one below it.
-            ended = {other.process.pid for other in self._workers if other.exit is not None}
+            ended = {other.process.pid for other in self.workers if other.exit is not None}
             children = own_children()
             if children is not None and ended.issuperset(children):
                 return False
@@ -104,14 +99,14 @@ class EndedWorkers:
         deadline = time.monotonic() + DRAIN_S
         # A kill takes effect a moment after it was sent.
         while self._has_members(worker) and time.monotonic() < deadline:
-            self._reader.read(_KILL_LOOK_INTERVAL_S)
+            self.reader.read(_KILL_LOOK_INTERVAL_S)
         # Data left in the pipes count, but only for a time: a process that got away from the group
         # could write for ever.
-        while worker.open_streams and self._reader.read(0.0) and time.monotonic() < deadline:
+        while worker.open_streams and self.reader.read(0.0) and time.monotonic() < deadline:
             pass
         for pipe in list(worker.open_streams):
-            self._reader.close_stream(worker, pipe)
-        with self._lock:
+            self.reader.close_stream(worker, pipe)
+        with self.lock:
             worker.close()
 
 

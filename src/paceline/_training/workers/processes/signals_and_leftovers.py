@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from paceline._base.files import remove_leftover_directories
-from paceline._base.run_memory import memory_root
+from paceline._base.files import memory_root, remove_leftover_directories
 
 _IS_LINUX = sys.platform == "linux"
 
@@ -459,6 +458,7 @@ LEAST_HEARTBEAT_TIMEOUT_S = 1.0
 _LONGEST_TICK_S = 1.0
 
 
+@dataclass(eq=False, repr=False)
 class StoppedWorkerWatch:
     """Watch on workers until each has ended, to report those stopped for long.
 
@@ -472,23 +472,18 @@ class StoppedWorkerWatch:
         ValueError: `timeout_s` is below a second.
     """
 
-    def __init__(
-        self,
-        timeout_s: float,
-        ranks: Callable[[], Sequence[int]],
-        is_stopped: Callable[[int], bool],
-        on_silence: Callable[[int, str], object],
-    ) -> None:
-        if not timeout_s >= LEAST_HEARTBEAT_TIMEOUT_S:
+    timeout_s: float
+    ranks: Callable[[], Sequence[int]]
+    is_stopped: Callable[[int], bool]
+    on_silence: Callable[[int, str], object]
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s >= LEAST_HEARTBEAT_TIMEOUT_S:
             raise ValueError(
                 f"`heartbeat_timeout_s` must be at least {LEAST_HEARTBEAT_TIMEOUT_S:g}, but got"
-                f" {timeout_s!r}."
+                f" {self.timeout_s!r}."
             )
-        self._timeout_s = timeout_s
-        self._tick_s = min(_LONGEST_TICK_S, timeout_s / 5)
-        self._ranks = ranks
-        self._is_stopped = is_stopped
-        self._on_silence = on_silence
+        self._tick_s = min(_LONGEST_TICK_S, self.timeout_s / 5)
         self._silent_s: dict[int, float] = {}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-pulse", daemon=True)
@@ -509,17 +504,17 @@ class StoppedWorkerWatch:
             now = time.monotonic()
             # While this process stood still itself, nobody was late.
             elapsed_s, last = min(now - last, 2 * self._tick_s), now
-            for rank in self._ranks():
+            for rank in self.ranks():
                 self._check_rank(rank, elapsed_s)
 
     def _check_rank(self, rank: int, elapsed_s: float) -> None:
-        if not self._is_stopped(rank):
+        if not self.is_stopped(rank):
             self._silent_s[rank] = 0.0
             return
         silent_s = self._silent_s[rank] = self._silent_s.get(rank, 0.0) + elapsed_s
-        if silent_s > self._timeout_s:
+        if silent_s > self.timeout_s:
             text = f"is stopped (SIGSTOP): it gave no sign of life for {silent_s:.3g} s"
-            self._on_silence(rank, text)
+            self.on_silence(rank, text)
 
 
 @contextmanager

@@ -18,9 +18,8 @@ from paceline.storage._checkpoint_files import (
     Manifest,
     Selector,
 )
-from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList
+from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList, storage_from
 from paceline.storage._directory_storage import DirectoryStorage
-from paceline.storage._storage_by_url import storage_from
 
 # Size of the pieces in memory, here and in the driver.
 _CHUNK_BYTES = 4 * 1024 * 1024

@@ -410,7 +410,7 @@ class RayGroupWorker:
 
 
 class RayGroup:
-    """Group of workers started by their hosts; see `WorkerGroup`.
+    """Group of workers started by their hosts; its methods are those of `LocalGroup`.
 
     Args:
         workers: In rank order.

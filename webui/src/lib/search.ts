@@ -156,6 +156,7 @@ export const codeSearch = (raw: Raw) => optional({ file: text(raw, "file") });
 export const logsSearch = (raw: Raw) =>
   optional({
     q: text(raw, "q"),
+    regex: flag(raw, "regex"),
     rank: number(raw, "rank"),
     level: oneOf(raw, "level", ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] as const),
     stream: oneOf(raw, "stream", ["stdout", "stderr"] as const),

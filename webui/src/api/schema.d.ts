@@ -6728,6 +6728,8 @@ export interface operations {
                 where?: string[] | null;
                 /** @description A query such as `lr < 0.01 and tag:baseline and not state:ERROR`; an experiment is listed if it holds for one of its trials. */
                 query?: string | null;
+                /** @description Only these ids. */
+                experiment?: number[] | null;
             };
             header?: never;
             path?: never;
@@ -7040,6 +7042,8 @@ export interface operations {
                 where?: string[] | null;
                 /** @description A query such as `lr < 0.01 and tag:baseline and not state:ERROR`; an experiment is listed if it holds for one of its trials. */
                 query?: string | null;
+                /** @description Only these ids. */
+                experiment?: number[] | null;
             };
             header?: never;
             path?: never;

@@ -74,6 +74,7 @@ export const experimentsSearch = (raw: Raw) =>
     where: conditions(raw.where),
     archived: flag(raw, "archived"),
     all: flag(raw, "all"),
+    starred: flag(raw, "starred"),
   });
 
 export const USAGE_KEYS = ["month", "user", "project", "pool"] as const;

@@ -62,7 +62,7 @@ def test_a_hidden_tab_tells_that_a_watched_experiment_has_failed(
         page.wait_for_timeout(200)
     [[title, body, tag]] = _noticed(page)
     assert title == "to fail has failed", f"{title=}"
-    assert "no such data set" in body, f"{body=}"
+    assert "exit code 1" in body, f"{body=}"
     assert tag == f"paceline/experiments/{experiment.id}", f"{tag=}"
     toasts = [one.get_by_text("to fail has failed").count() for one in (page, other)]
     assert sorted(toasts) == [0, 1], f"{toasts=} must be of one tab"

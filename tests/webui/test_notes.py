@@ -81,7 +81,7 @@ def test_markdown_of_a_stranger_runs_nothing_and_asks_no_other_site(
     expect(shown.get_by_text("window.planted = 1")).to_be_visible()
     for link in shown.get_by_role("link").all():
         address = link.get_attribute("href")
-        assert address.startswith("https://evil.example/"), f"{address=}"
+        assert address.startswith("https://evil.example"), f"{address=}"
     tags = shown.evaluate("shown => [...shown.querySelectorAll('*')].map(one => one.localName)")
     assert not {"script", "img", "svg", "iframe", "style"} & set(tags), f"{tags=}"
     attributes = shown.evaluate(

@@ -20,6 +20,7 @@ FINDERS = {"find_spec", "import_module", "required_library"}
 MODULES = {
     "argon2_cffi": "argon2",
     "mlflow_skinny": "mlflow",
+    "google_re2": "re2",
     "graphql_core": "graphql",
     "nvidia_ml_py": "pynvml",
     "pillow": "PIL",

@@ -7,7 +7,7 @@ import pytest
 
 from paceline._cluster.messages.experiment_models import LogLine
 from paceline.cli import _console_output
-from paceline.cli._experiment_follower import format_log_line
+from paceline.cli._experiment_follower import format_log_line, print_log_lines
 from paceline.cli._options_and_errors import _USER_ERRORS
 
 
@@ -125,6 +125,24 @@ def test_a_sentence_goes_on_in_further_lines_beside_shortened_names(
 def test_an_empty_table_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     _console_output.print_table(["Name"], [], empty="No trials yet.")
     assert capsys.readouterr().out == "No trials yet.\n"
+
+
+def test_a_terminal_shows_the_colours_of_a_log_and_a_pipe_its_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Colours alone reach a terminal: what else could change it is a blank, wherever it stands."""
+    fields: dict[str, Any] = {"trial_id": 5, "attempt": 1, "time": 0.0, "rank": None}
+    line = LogLine(
+        id=1, stream="stdout", level="ERROR", text="a red\x1b[2J", colors=[(2, "31"), (5, "0")],
+        **fields,
+    )  # fmt: skip
+    print_log_lines([line])
+    assert capsys.readouterr().out == "a red [2J\n"
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_log_lines([line])
+    assert capsys.readouterr().out == "a \x1b[31mred\x1b[0m [2J\n"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,8 +14,8 @@ from paceline._cluster.runner.master_link_and_output import OutputSpool, SpoolRe
 from paceline._training.workers.processes.worker_output import OutputLine
 
 
-def line(text: str, rank: int = 0, level: str | None = "INFO") -> OutputLine:
-    return OutputLine(time=1.5, rank=rank, stream="stdout", level=level, text=text)
+def line(text: str, rank: int = 0, level: str | None = "INFO", **more: Any) -> OutputLine:
+    return OutputLine(time=1.5, rank=rank, stream="stdout", level=level, text=text, **more)
 
 
 def texts(entries: list[LogEntry]) -> list[str]:
@@ -36,6 +37,16 @@ def test_lines_come_back_numbered_as_they_were(path: Path) -> None:
         LogEntry(0, 1.5, 3, "stdout", None, "first"),
         LogEntry(1, 1.5, 0, "stdout", "INFO", 'ünïcode \u2028 \\ " \t'),
     ]
+
+
+def test_a_masked_line_loses_its_colours(path: Path) -> None:
+    """Colours may stand in the middle of a secret, so its text alone tells what to mask."""
+    spool = OutputSpool(path, ["longsecret"])
+    spool.add(line("plain", colors=((0, "31"),)))
+    spool.add(line("a longsecret", colors=((4, "31"), (6, "0"))))
+    spool.close()
+    found = [(entry.text, entry.colors) for entry in SpoolReader(path).read(10)]
+    assert found == [("plain", ((0, "31"),)), ("a ***", ())]
 
 
 def test_a_reader_follows_while_lines_are_added(path: Path) -> None:

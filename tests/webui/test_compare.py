@@ -247,3 +247,65 @@ def test_lists_draw_the_curve_of_the_searched_metric_in_joined_requests(
     assert len(asked) < 6
     page.goto("/experiments?q=swept")
     expect(page.get_by_role("img", name="test_loss from 0.1 to 0.02")).to_be_visible()
+
+
+SPIKES = """
+import paceline
+
+with paceline.core.init() as context:
+    hparams = paceline.get_cluster_info().trial.hparams
+    for step in range(1, 3001):
+        # The extremes stand alone in the middle.
+        value = {1500: -hparams["lr"], 1501: 9.0}.get(step, hparams["lr"] + hparams["seed"])
+        context.train.report_training_metrics(step, {"height": value})
+"""
+
+
+def test_bars_and_box_plots_show_one_number_of_each_run(
+    master: Any, open_page: Any, find_problems: Any, tmp_path: Path
+) -> None:
+    """Last, least and greatest values are exact however long the series; a box holds a group."""
+    (tmp_path / "train.py").write_text(SPIKES)
+    hparams = {
+        name: {"type": "categorical", "vals": values}
+        for name, values in (("lr", [0.25, 0.5]), ("seed", [0, 1, 3]))
+    }
+    experiment = master.create(
+        tmp_path, name="spikes", hyperparameters=hparams,
+        searcher={"name": "grid", "metric": "height"},
+    )  # fmt: skip
+    assert experiment.wait(0.1).value == "COMPLETED"
+    page = open_page(master, f"/compare?experiments=[{experiment.id}]")
+    page.get_by_role("button", name="Metrics and x axis of height").press("Enter")
+    dialog = page.get_by_role("dialog", name="Panel height")
+    dialog.get_by_role("combobox", name="Drawn as").press("Enter")
+    page.get_by_role("option", name="Bars").click()
+    dialog.get_by_role("combobox", name="Number").press("Enter")
+    page.get_by_role("option", name="Least value").click()
+    assert find_problems(page) == []
+    dialog.get_by_role("button", name="Done").click()
+    expect(page.get_by_role("img", name="least height: bars of 6 rows")).to_be_visible()
+    page.get_by_role("switch", name="As tables").click()
+    cells = page.get_by_role("region", name="least height").locator("tbody td")
+    expect(cells.filter(has_text=re.compile("^-0.25$")).first).to_be_visible()
+    expect(cells.filter(has_text=re.compile("^-0.5$")).first).to_be_visible()
+    assert find_problems(page) == []
+    page.goto(
+        f"/compare?experiments=[{experiment.id}]&group=[%22lr%22]&table=true"
+        "&panels={%22training/height%22:{%22as%22:%22box%22}}"
+    )
+    row = page.get_by_role("row").filter(has_text="lr 0.5")
+    # 0.5, 1.5 and 3.5: their mean, and the five numbers.
+    expect(row.locator("td")).to_have_text(
+        ["lr 0.5", "3", "1.8333", "0.5", "1", "1.5", "2.5", "3.5"]
+    )
+    page.get_by_role("switch", name="As tables").click()
+    chart = page.get_by_role("img", name="last height: box plots of 2 rows")
+    expect(chart.locator("canvas")).to_be_visible()
+    page.reload()
+    expect(chart.locator("canvas")).to_be_visible()
+    for viewport in ({"width": 390, "height": 844}, {"width": 1440, "height": 900}):
+        page.set_viewport_size(viewport)
+        expect(chart).to_be_visible()
+        width = page.evaluate("document.documentElement.scrollWidth")
+        assert width <= viewport["width"], f"{width=} must fit {viewport=}"

@@ -112,3 +112,37 @@ def test_a_fork_of_a_trial_that_is_not_there_says_so(master: Any, open_page: Any
     """Before anything is made."""
     page = open_page(master, "/new?trial=999999&checkpoint=none")
     expect(page.get_by_role("alert")).to_contain_text("There is no trial 999999")
+
+
+# What the trainers of four ranks and the samplers of two nodes report.
+UNEVEN = """
+import paceline
+
+with paceline.core.init() as context:
+    for step in range(10, 60, 10):
+        slow = 2 if step < 50 else 0
+        parts = {"mean_forward_s": 0.3, "mean_data_wait_s": 0.1, "max_forward_s": 0.5}
+        told = {"slowest_rank": slow, "slowest_rank_lag_s": 0.1}
+        context.train.report_metrics("profiling", step, parts | told)
+        gpus = {"gpu_0_percent": 92.0, "gpu_1_percent": 1.5, "gpu_1_power_w": 60.0}
+        context.train.report_metrics("system", step, gpus)
+        context.train.report_metrics("system_rank_2", step, {"gpu_0_percent": 88.0})
+"""
+
+
+def test_the_profiler_names_the_slowest_rank_and_idle_gpus(
+    master: Any, open_page: Any, find_problems: Any, tmp_path: Any
+) -> None:
+    """Who holds up the others, by how much of a batch, and which GPU does nothing."""
+    (tmp_path / "train.py").write_text(UNEVEN)
+    experiment = master.create(tmp_path, name="uneven")
+    experiment.wait(0.1)
+    (trial,) = experiment.trials()
+    page = open_page(master, f"/trials/{trial.id}/profiler", viewport=PHONE)
+    card = page.get_by_role("region", name="Stragglers and idle GPUs")
+    expect(card).to_contain_text(
+        "Rank 2 was the slowest in 80 % of the reports, by 100 ms per batch beyond the mean of all"
+        " ranks (25 % of a batch): the others wait for it."
+    )
+    expect(card).to_contain_text("1 of 3 GPUs idle: GPU 1 (used 1.5 % of the time).")
+    assert find_problems(page) == []

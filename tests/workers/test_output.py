@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline
+from paceline._base.process_and_network import join_colors, split_colors
 from paceline._training.workers.processes.worker_output import (
     LINE_CHARACTERS,
     LineSplitter,
@@ -42,6 +43,25 @@ def _texts(data: bytes) -> list[str]:
 )
 def test_bytes_become_lines(data: bytes, texts: list[str]) -> None:
     assert _texts(data) == texts
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "colors"),
+    [
+        (b"\x1b[31mred\x1b[0m \x1b[2Jx\n", "red x", ((0, "31"), (3, "0"))),
+        (b"\x1b[32m[rank=2] ok\x1b[m\n", "ok", ((0, "32"), (2, ""))),
+        (b"\x1b[38;5;9ma\x1b[38:2::1:2:3mb\n", "ab", ((0, "38;5;9"),)),
+        (b"\x1b[1mb" * 201 + b"\n", "b" * 201, ()),
+        (b"10%\r\x1b[33m20%\r", "20%", ((0, "33"),)),
+    ],
+)
+def test_colours_are_kept_beside_the_plain_text(
+    data: bytes, text: str, colors: tuple[tuple[int, str], ...]
+) -> None:
+    """Changes of colour keep their places; other sequences, and colours without end, are left."""
+    line = _lines(data)[-1]
+    assert (line.text, line.colors) == (text, colors)
+    assert split_colors(join_colors(text, colors))[0] == text
 
 
 def test_a_carriage_return_at_the_end_of_a_read_is_part_of_the_next_line_end() -> None:

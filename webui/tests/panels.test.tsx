@@ -8,6 +8,7 @@ import { readSeries } from "../src/api/series";
 import { metricLineStyle } from "../src/charts/palette";
 import { Sparkline, sparkPath } from "../src/components/Sparkline";
 import { expressionMatcher } from "../src/lib/metrics";
+import { fiveOf, valueOptions } from "../src/charts/values";
 import { changedPanels, panelsOf } from "../src/lib/panels";
 import { compareSearch } from "../src/lib/search";
 import { isBare, searchOf, storedSearch, textOf } from "../src/lib/views";
@@ -214,5 +215,29 @@ describe("a saved view", () => {
   it("is opened by default where the address names nothing", () => {
     expect(isBare(compareSearch({}))).toBe(true);
     expect(isBare(compareSearch({ saved: 0 }))).toBe(false);
+  });
+});
+
+describe("box plots", () => {
+  it.each([
+    [[], null],
+    [[3], [3, 3, 3, 3, 3]],
+    [[4, 1, 3, 2], [1, 1.75, 2.5, 3.25, 4]],
+    [[0.5, 3.5, 1.5], [0.5, 1, 1.5, 2.5, 3.5]],
+  ])("has five numbers of %s", (values, five) => {
+    expect(fiveOf(values)).toEqual(five);
+  });
+
+  it("leaves out what a log axis cannot show", () => {
+    const rows = [{ name: "<b>", color: "#123456", values: [{ run: "one", value: -1 }] }];
+    const { series } = valueOptions({ rows, as: "bars", isLog: true, isDark: false }) as {
+      series: { data: { value: number | null }[] }[];
+    };
+    expect(series[0]?.data[0]?.value).toBeNull();
+  });
+
+  it("is kept in the address, and nothing else is", () => {
+    const panels = { one: { as: "box", value: "min", evil: 1 }, two: { as: "pie" } };
+    expect(compareSearch({ panels }).panels).toEqual({ one: { as: "box", value: "min" } });
   });
 });

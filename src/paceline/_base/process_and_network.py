@@ -12,9 +12,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import IO, Any, TextIO, TypeVar
+from typing import IO, Any, TextIO, TypeAlias, TypeVar
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_HOSTS = (LOOPBACK, "localhost", "::1")
@@ -262,6 +262,42 @@ _UNSAFE = re.compile(
 def terminal_text(text: str) -> str:
     """Return text with a blank in place of each character able to change a terminal."""
     return _UNSAFE.sub(" ", text)
+
+
+# Control sequences and characters but newline and tab.
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours and cursor movements
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # window titles and links
+    r"|\x1b[ -/]*[0-~]?"
+    r"|[\x00-\x08\x0b-\x1f\x7f]"
+)
+_COLOR = re.compile(r"\x1b\[([0-9;]{0,40})m")
+MAX_COLORS = 200
+"""How many changes of colour a line has at most; one with more is shown plain."""
+
+Colors: TypeAlias = tuple[tuple[int, str], ...]
+"""Changes of colour in a text: where, in characters of it, and the parameters of the sequence."""
+
+
+def split_colors(text: str) -> tuple[str, Colors]:
+    """Return text without control sequences, and the changes of colour among them."""
+    colors: list[tuple[int, str]] = []
+    removed = 0
+    # Most lines hold none.
+    for found in _CONTROL.finditer(text) if "\x1b" in text else ():
+        if color := _COLOR.fullmatch(found[0]):
+            colors.append((found.start() - removed, color[1]))
+        removed += len(found[0])
+    return _CONTROL.sub("", text), tuple(colors) if len(colors) <= MAX_COLORS else ()
+
+
+def join_colors(text: str, colors: Iterable[tuple[int, str]]) -> str:
+    """Return text with its changes of colour as control sequences, reset at the end."""
+    parts, start = [], 0
+    for at, color in colors:
+        parts.append(f"{text[start:at]}\x1b[{color}m")
+        start = max(start, at)
+    return f"{''.join(parts)}{text[start:]}\x1b[0m" if parts else text
 
 
 def escape_in_json(document: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline._base.process_and_network import terminal_text
+from paceline._base.process_and_network import join_colors, terminal_text
 from paceline._base.progress_display import format_duration
 from paceline._cluster.messages.states import ExperimentState
 from paceline.cli._console_output import (
@@ -25,6 +25,7 @@ from paceline.cli._options_and_errors import is_json
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from paceline._cluster.messages.experiment_models import LogLine
     from paceline._cluster.messages.master_models import Event
@@ -49,8 +50,9 @@ def print_log_lines(
             print_json_line(line)
         else:
             text = format_log_line(line, timestamps=timestamps, show_trial=show_trial)
-            if color := _LEVEL_COLORS.get(line.level or ""):
-                output.print(text, style=color, soft_wrap=True)
+            is_colored = line.level in _LEVEL_COLORS or line.colors
+            if is_colored and output.is_terminal:
+                output.print(colored_log_line(line, text), soft_wrap=True)
             else:
                 typer.echo(text)
 
@@ -74,6 +76,17 @@ def format_log_line(line: "LogLine", *, timestamps: bool = False, show_trial: bo
     return prefix + terminal_text(line.text)
 
 
+def colored_log_line(line: "LogLine", text: str) -> "Text":
+    """Return a formatted log line in the colours that it was printed in, or those of its level."""
+    from rich.text import Text
+
+    if not line.colors:
+        return Text(text, style=_LEVEL_COLORS.get(line.level or "", ""))
+    size = len(text) - len(line.text)
+    # Blanks stand for unsafe characters one by one, so the places stay.
+    return Text(text[:size]).append_text(Text.from_ansi(join_colors(text[size:], line.colors)))
+
+
 # 128 + SIGINT, as shells report it.
 _INTERRUPTED = 130
 _PROGRESS_STEP = 0.1
@@ -86,7 +99,6 @@ _NEXT_WAIT_S = 60.0
 _LONGEST_QUEUE = 1000
 _NUM_LAST_WORDS = 10
 _ATTEMPT_FAILED = "The attempt failed ("
-_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 # An end and its event are written in one step, but their times come from two clocks.
 _SAME_MOMENT_S = 1.0
 
@@ -315,8 +327,6 @@ class ExperimentFollower:
             self._print_log(line)
 
     def _print_log(self, line: "LogLine") -> None:
-        from rich.text import Text
-
         if line.stream == "master":
             if line.text.startswith(_ATTEMPT_FAILED):
                 # The attempt's end comes as an event too.
@@ -326,7 +336,7 @@ class ExperimentFollower:
         text = format_log_line(
             line, timestamps=self._options.timestamps, show_trial=not self._is_single
         )
-        self._console.print(Text(text, style=_STYLES.get(line.level or "", "")), soft_wrap=True)
+        self._console.print(colored_log_line(line, text), soft_wrap=True)
 
     def _show_progress(self) -> None:
         summary = self._feed.summary()

@@ -367,6 +367,12 @@ Stream = Annotated[
 Search = Annotated[
     str | None, typer.Option("--search", metavar="TEXT", help="Print only lines with this text.")
 ]
+Pattern = Annotated[
+    str | None,
+    typer.Option(
+        "--pattern", metavar="REGEX", help="Print only lines with this regular expression (RE2)."
+    ),
+]
 Timestamps = Annotated[
     bool, typer.Option("--timestamps", "-t", help="Print the time of each line.")
 ]

@@ -42,6 +42,7 @@ from paceline.cli._options_and_errors import (
     Level,
     Limit,
     Overrides,
+    Pattern,
     QueryText,
     Rank,
     RequestKey,
@@ -283,6 +284,7 @@ def logs(
     level: Level = None,
     stream: Stream = None,
     search: Search = None,
+    pattern: Pattern = None,
     timestamps: Timestamps = False,
     json: JsonLines = False,
 ) -> None:
@@ -292,7 +294,13 @@ def logs(
     with connect() as client:
         found = client.get_trial(trial)
         lines = found.iter_logs(
-            follow=follow, tail=tail, rank=rank, level=level, stream=stream, search=search
+            follow=follow,
+            tail=tail,
+            rank=rank,
+            level=level,
+            stream=stream,
+            search=search,
+            pattern=pattern,
         )
         print_log_lines(lines, json=json, timestamps=timestamps)
         print_damaged_log_lines(found.num_damaged_lines)

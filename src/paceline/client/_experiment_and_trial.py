@@ -199,6 +199,7 @@ class Trial(DataFrames):
         level: str | None = None,
         stream: str | None = None,
         search: str | None = None,
+        pattern: str | None = None,
     ) -> Iterator["models.LogLine"]:
         """Yield the lines printed by the trial's processes.
 
@@ -210,8 +211,10 @@ class Trial(DataFrames):
             level: Only lines of this level and above, such as "WARNING".
             stream: "stdout" or "stderr" only.
             search: Only lines that contain this text.
+            pattern: Only lines that hold this regular expression of RE2, regardless of case.
         """
         filters = {"rank": rank, "level": level, "stream": stream, "search": search}
+        filters["pattern"] = pattern
         if tail is not None:
             for line in self._log_page(tail=tail, limit=max(tail, 1), **filters):
                 after = line.id

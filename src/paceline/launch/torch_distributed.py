@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 from paceline._base.arguments_and_errors import CollectiveMismatchError
 from paceline._base.files import run_memory
 from paceline._base.gpus import num_visible_gpus
-from paceline._base.process_and_network import LOOPBACK, PortReservation, num_cores
+from paceline._base.process_and_network import (
+    LOOPBACK,
+    PortReservation,
+    join_colors,
+    num_cores,
+)
 from paceline._training.workers.failures_and_restarts import (
     OUTPUT_IS,
     NodesDifferError,
@@ -139,11 +144,14 @@ class RankLineWriter:
 
     def __init__(self) -> None:
         self._broken: set[int] = set()
+        self._has_colors = _RUN_DIRECTORY_VARIABLE in os.environ
 
     def __call__(self, line: OutputLine) -> None:
         """Write a line."""
         descriptor = 1 if line.stream == "stdout" else 2
-        data = f"[rank={line.rank}] {line.text}\n".encode()
+        # The runner keeps colours; a file that a person names for output takes plain text.
+        text = join_colors(line.text, line.colors) if self._has_colors else line.text
+        data = f"[rank={line.rank}] {text}\n".encode()
         # Training continues when nobody reads any more, as with `| head`.
         if descriptor not in self._broken and not _write_all(descriptor, data):
             self._broken.add(descriptor)

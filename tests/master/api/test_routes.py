@@ -105,6 +105,34 @@ def test_pages_of_logs_join_to_the_whole(running: Any, limit: int) -> None:
     assert [line["text"] for line in tail] == ["line 5", "line 6", "line 7"]
 
 
+def test_a_pattern_that_explodes_elsewhere_is_searched_in_linear_time(running: Any) -> None:
+    """Each line would take Python's engine more steps than there are atoms."""
+    text = "a" * 4000 + "b"
+    entries = [[n, float(n), 0, "stdout", None, text + "a" * (n == 7)] for n in range(1000)]
+    running.attempt(1, "logs", entries=entries)
+    page = item(running.http, "/trials/1/logs", pattern="(A+)+$", tail=10)
+    assert [(line["id"] % 2**40, line["found"]) for line in page["items"]] == [(7, [4001, 4002])]
+    assert page["num_lines"] == 1000
+
+
+@pytest.mark.parametrize("pattern", ["(", "a{1000}{1000}", r"(a)\1", "x" * 501])
+def test_a_pattern_that_the_engine_does_not_take_is_refused(running: Any, pattern: str) -> None:
+    """Broken, too large, and what needs more than linear time."""
+    reply = running.http.get("/trials/1/logs", params={"pattern": pattern})
+    assert (reply.status_code, reply.json()["code"]) == (422, "invalid_request"), reply.text
+    assert "pattern" in reply.json()["detail"], reply.text
+
+
+@pytest.mark.parametrize(
+    "colors", [[[0, "31m\x1b[2J"]], [[-1, "31"]], [[0, "31"]] * 201, [["0", "31"]], [[0]]]
+)
+def test_colours_of_a_line_are_numbers_only(running: Any, colors: Any) -> None:
+    """A runner cannot send other sequences in the place of colours."""
+    entries = [[0, 0.0, 0, "stdout", None, "text", colors]]
+    reply = running.http.post("/attempts/1/logs", json={"entries": entries})
+    assert reply.status_code == 422, reply.text
+
+
 @pytest.mark.parametrize(
     "cursor",
     ["é", "=", "a" * 2000, base64.urlsafe_b64encode(b"[" * 20_000).decode(), encode_cursor(True),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline._cluster.master.store.log_files import LogFilter, StoredLine
+from paceline._cluster.master.store.log_files import LogFilter, StoredLine, linear_pattern
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.messages.runner_messages import LogEntry
 
@@ -220,6 +220,8 @@ FILTERED = [
         (LogFilter(search="LOSS"), [0, 1]),
         (LogFilter(search="loss", rank=1), [1]),
         (LogFilter(search="%"), []),
+        (LogFilter(pattern=linear_pattern("l.ss=?")), [0, 1]),
+        (LogFilter(pattern=linear_pattern("l.ss"), rank=1), [1]),
         (LogFilter(since=1.0, until=3.0), [1, 2, 3]),
         (LogFilter(rank=1, stream="stderr", level="ERROR", search="open"), [2]),
     ],

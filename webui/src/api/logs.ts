@@ -4,7 +4,10 @@ import type { LogsSearch } from "../lib/search";
 import { api, unwrap } from "./client";
 import type { LogLine } from "./types";
 
-export type LogFilter = Pick<LogsSearch, "q" | "rank" | "level" | "stream" | "since" | "until">;
+export type LogFilter = Pick<
+  LogsSearch,
+  "q" | "regex" | "rank" | "level" | "stream" | "since" | "until"
+>;
 
 /** A line, by its trial and its id within it. */
 export interface LinePlace {
@@ -16,6 +19,7 @@ export interface LinePlace {
 export interface ReadLines {
   items: LogLine[];
   num_damaged?: number;
+  num_lines?: number | null;
 }
 
 export interface LogSource {
@@ -27,8 +31,13 @@ export interface LogSource {
   first: (filter: LogFilter) => Promise<LinePlace | null>;
 }
 
-function queryOf({ q, ...rest }: LogFilter) {
-  return { search: q, ...rest };
+function queryOf({ q, regex, ...rest }: LogFilter) {
+  return regex ? { pattern: q, ...rest } : { search: q, ...rest };
+}
+
+/** Return lines; the client's types take the pairs within them for lists. */
+async function readLines(answer: Parameters<typeof unwrap<unknown>>[0]): Promise<ReadLines> {
+  return (await unwrap(answer)) as ReadLines;
 }
 
 function placeOf({ items: [line] }: ReadLines): LinePlace | null {
@@ -37,7 +46,7 @@ function placeOf({ items: [line] }: ReadLines): LinePlace | null {
 
 export function trialLogs(trialId: number): LogSource {
   const read = (span: object, filter: LogFilter): Promise<ReadLines> =>
-    unwrap(
+    readLines(
       api.GET("/api/v1/trials/{trial_id}/logs", {
         params: { path: { trial_id: trialId }, query: { ...span, ...queryOf(filter) } },
       }),
@@ -51,7 +60,7 @@ export function trialLogs(trialId: number): LogSource {
 
 export function experimentLogs(experimentId: number): LogSource {
   const read = (span: object, filter: LogFilter): Promise<ReadLines> =>
-    unwrap(
+    readLines(
       api.GET("/api/v1/experiments/{experiment_id}/logs", {
         params: { path: { experiment_id: experimentId }, query: { ...span, ...queryOf(filter) } },
       }),
@@ -83,11 +92,24 @@ export async function allText(source: LogSource): Promise<string> {
   }
 }
 
+/** Return the text as it was printed, for `less -R` and the like. */
+function withColors({ text, colors }: LogLine): string {
+  if (!colors?.length) return text;
+  const characters = Array.from(text);
+  const parts: string[] = [];
+  let start = 0;
+  for (const [at, codes] of colors) {
+    parts.push(characters.slice(start, at).join(""), `\x1b[${codes}m`);
+    start = Math.max(start, at);
+  }
+  return `${parts.join("")}${characters.slice(start).join("")}\x1b[0m`;
+}
+
 function textOf(lines: readonly LogLine[]): string {
   return lines
     .map((line) => {
       const rank = line.rank === null ? "" : ` [rank ${line.rank}]`;
-      return `${new Date(line.time * 1000).toISOString()}${rank} ${line.text}\n`;
+      return `${new Date(line.time * 1000).toISOString()}${rank} ${withColors(line)}\n`;
     })
     .join("");
 }

@@ -77,6 +77,8 @@ export interface ExperimentFilter {
   query?: string;
   isArchived?: boolean;
   owner?: string;
+  /** Only these; none of them if the list is empty. */
+  only?: number[];
   columns?: string[];
   conditions?: Condition[];
   sortBy?: string;
@@ -90,6 +92,7 @@ function asParameters(filter: ExperimentFilter) {
     query: filter.query,
     archived: filter.isArchived ? ("only" as const) : ("no" as const),
     owner: filter.owner,
+    experiment: filter.only?.length === 0 ? [0] : filter.only,
     where: filter.conditions?.map((one) => JSON.stringify(one)),
   };
 }

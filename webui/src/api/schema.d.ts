@@ -3182,6 +3182,9 @@ export interface components {
         /**
          * LogLine
          * @description Line of output; `id` orders the lines of a trial.
+         *
+         *     `colors` are the places in `text`, in characters, at which terminals change colours, each with
+         *     the parameters of the ANSI sequence (SGR). `found` is where the pattern that was asked for is.
          */
         LogLine: {
             /** Id */
@@ -3200,12 +3203,23 @@ export interface components {
             level: string | null;
             /** Text */
             text: string;
+            /** Colors */
+            colors?: [
+                number,
+                string
+            ][] | null;
+            /** Found */
+            found?: [
+                number,
+                number
+            ] | null;
         };
         /**
          * LogPage
          * @description Page of a trial's output; `next_cursor` is the `after` of the next page, None on the last.
          *
-         *     `num_damaged` counts the damaged lines found so far; they are left out.
+         *     `num_damaged` counts the damaged lines found so far; they are left out. `num_lines` counts all
+         *     lines of the trial, whatever was asked for; None for an experiment.
          */
         LogPage: {
             /** Items */
@@ -3217,6 +3231,8 @@ export interface components {
              * @default 0
              */
             num_damaged?: number;
+            /** Num Lines */
+            num_lines?: number | null;
         };
         /**
          * Login
@@ -6712,6 +6728,8 @@ export interface operations {
                 where?: string[] | null;
                 /** @description A query such as `lr < 0.01 and tag:baseline and not state:ERROR`; an experiment is listed if it holds for one of its trials. */
                 query?: string | null;
+                /** @description Only these ids. */
+                experiment?: number[] | null;
             };
             header?: never;
             path?: never;
@@ -7024,6 +7042,8 @@ export interface operations {
                 where?: string[] | null;
                 /** @description A query such as `lr < 0.01 and tag:baseline and not state:ERROR`; an experiment is listed if it holds for one of its trials. */
                 query?: string | null;
+                /** @description Only these ids. */
+                experiment?: number[] | null;
             };
             header?: never;
             path?: never;
@@ -8579,6 +8599,8 @@ export interface operations {
                 since?: number | null;
                 /** @description Seconds since 1970, included. */
                 until?: number | null;
+                /** @description A regular expression of RE2 that a line must hold, regardless of case. */
+                pattern?: string | null;
             };
             header?: never;
             path: {
@@ -8623,6 +8645,8 @@ export interface operations {
                 since?: number | null;
                 /** @description Seconds since 1970, included. */
                 until?: number | null;
+                /** @description A regular expression of RE2 that a line must hold, regardless of case. */
+                pattern?: string | null;
             };
             header?: never;
             path: {

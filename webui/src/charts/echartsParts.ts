@@ -1,6 +1,6 @@
-/** The parts of ECharts that the hyperparameter page draws with. */
+/** The parts of ECharts that charts of hyperparameters and of single numbers are drawn with. */
 
-import { HeatmapChart, ParallelChart, ScatterChart } from "echarts/charts";
+import { BarChart, BoxplotChart, HeatmapChart, ParallelChart, ScatterChart } from "echarts/charts";
 import {
   AriaComponent,
   GridComponent,
@@ -14,6 +14,8 @@ import { CanvasRenderer } from "echarts/renderers";
 register([
   ParallelChart,
   ScatterChart,
+  BarChart,
+  BoxplotChart,
   HeatmapChart,
   ParallelComponent,
   GridComponent,

@@ -54,7 +54,7 @@ function goodness(table: HparamTable): Map<number, number> {
   return new Map(known.map(({ id }, i) => [id, known.length > 1 ? i / (known.length - 1) : 1]));
 }
 
-function ink(isDark: boolean) {
+export function ink(isDark: boolean) {
   return isDark ? { text: "#a3abb8", line: "#3a424d" } : { text: "#59616d", line: "#c9ced6" };
 }
 

@@ -22,8 +22,9 @@ import { actOnExperiment, type ExperimentAction } from "../api/actions";
 import { keys } from "../api/keys";
 import { problemOf } from "../api/problem";
 import type { Experiment } from "../api/types";
-import { allowedActions } from "../lib/states";
+import { allowedActions, isTerminal } from "../lib/states";
 import { DeleteDialog, EditDialog, StopDialog } from "./ExperimentDialogs";
+import { StarButton, WatchButton } from "./Marks";
 
 export function ExperimentActions({ experiment }: { experiment: Experiment }) {
   const client = useQueryClient();
@@ -40,6 +41,10 @@ export function ExperimentActions({ experiment }: { experiment: Experiment }) {
   const close = () => setAsking(null);
   return (
     <>
+      <StarButton id={experiment.id} name={experiment.name} />
+      {!isTerminal(experiment.state) && (
+        <WatchButton kind="experiment" id={experiment.id} name={experiment.name} />
+      )}
       {allowed.has("pause") && (
         <Button
           size="xs"

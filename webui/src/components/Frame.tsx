@@ -26,6 +26,7 @@ import { noteSignOut, useSession } from "../api/session";
 import { signOut } from "../api/signIn";
 import { slotsInWords } from "../lib/cluster";
 import { useEventStream, useStreamState } from "../live/useLive";
+import { useWatcher } from "../live/watch";
 import { lazyPage } from "../lib/lazyPage";
 import { SignInForm } from "../pages/SignIn";
 import { ProblemView, Waiting } from "./Feedback";
@@ -48,6 +49,7 @@ export function Frame() {
   const isSignInPage = path === "/sign-in";
   const master = useQuery({ ...masterQuery, enabled: !isSignInPage });
   useEventStream(session === "in" || session === "expired");
+  useWatcher(session === "in");
 
   if (isSignInPage) return <Outlet />;
   if (session === "out") return <SignInForm onSignedIn={() => void master.refetch()} isPage />;

@@ -1,17 +1,35 @@
 /** Output of trials: follows what is printed, filters, searches, finds the first error. */
 
-import { Alert, Button, NumberInput, Select, Switch, Text, TextInput } from "@mantine/core";
+import {
+  ActionIcon,
+  Alert,
+  Button,
+  NumberInput,
+  Select,
+  Switch,
+  Text,
+  TextInput,
+} from "@mantine/core";
 import { useDebouncedCallback } from "@mantine/hooks";
-import { IconAlertTriangle, IconDownload, IconFilter, IconSearch } from "@tabler/icons-react";
+import {
+  IconAlertTriangle,
+  IconArrowLeft,
+  IconArrowsVertical,
+  IconDownload,
+  IconFilter,
+  IconRegex,
+  IconSearch,
+} from "@tabler/icons-react";
 import { useMutation } from "@tanstack/react-query";
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useNavigate } from "@tanstack/react-router";
 import { useEffect, useRef, useState } from "react";
 
-import { allText, firstError, type LogSource } from "../api/logs";
+import { allText, firstError, type LinePlace, type LogSource } from "../api/logs";
 import { problemOf } from "../api/problem";
 import type { LogLine } from "../api/types";
 import { useSearchChange } from "../charts/ChartControls";
+import { piecesOf, type Piece } from "../lib/ansi";
 import { download } from "../lib/download";
 import { plural } from "../lib/numbers";
 import type { LogsSearch } from "../lib/search";
@@ -34,6 +52,7 @@ export const UNMANAGED_NOTE =
   "What a run without a master prints stays where it was started; here is what is known of its attempts.";
 const UNFILTERED = {
   q: undefined,
+  regex: undefined,
   level: undefined,
   stream: undefined,
   rank: undefined,
@@ -48,30 +67,34 @@ export function LogView({ source, search, name, isOf, showsTrials, note }: LogVi
   const navigate = useNavigate();
   const [isFollowing, setFollowing] = useState(search.line === undefined);
   const found = useLogLines(source, search, isOf);
-  const { lines, numDamaged, isLoaded, error, hasEarlier, loadEarlier } = found;
+  const { lines, numDamaged, numLines, isLoaded, error, hasEarlier, loadEarlier } = found;
   // On a phone the filters open by themselves only where there are some.
   const [isOpen, setOpen] = useState(FILTERS.some((filter) => search[filter] !== undefined));
   const finding = useMutation({
     mutationFn: () => firstError(source),
     onSuccess: (found) => {
       if (found === null) return;
-      setFollowing(false);
-      // Only within one trial can a line be found by its id.
-      if (source.after === undefined)
-        void navigate({
-          to: "/trials/$id/logs",
-          params: { id: found.trial },
-          search: { line: found.line } as never,
-        });
-      else change({ ...UNFILTERED, line: found.line });
+      goTo(found, {});
     },
   });
+  const goTo = (place: LinePlace, kept: LogsSearch) => {
+    setFollowing(false);
+    // Only within one trial can a line be found by its id.
+    if (source.after === undefined)
+      void navigate({
+        to: "/trials/$id/logs",
+        params: { id: place.trial },
+        search: { ...kept, line: place.line } as never,
+      });
+    else change({ ...UNFILTERED, ...kept, line: place.line });
+  };
+  // Going back, or the button, leads to all that was found.
+  const showAround = (line: LogLine) => goTo({ trial: line.trial_id, line: line.id }, search);
   const saving = useMutation({
     mutationFn: async () => download(`${name}.log`, await allText(source)),
   });
-  const isFiltered = Object.keys(UNFILTERED).some(
-    (name) => search[name as keyof LogsSearch] !== undefined,
-  );
+  const problem = error === null ? null : problemOf(error);
+  const isFiltered = (["q", ...FILTERS] as const).some((name) => search[name] !== undefined);
   return (
     <section aria-label="Logs">
       {note && (
@@ -82,8 +105,21 @@ export function LogView({ source, search, name, isOf, showsTrials, note }: LogVi
       <div className={classes.controls}>
         <SearchBox
           value={search.q ?? ""}
+          isPattern={search.regex ?? false}
+          error={problem?.code === "invalid_request" && search.regex ? problem.message : undefined}
           onChange={(q) => change({ q: q || undefined, line: undefined })}
+          onPattern={(regex) => change({ regex: regex || undefined, line: undefined })}
         />
+        {search.line !== undefined && isFiltered && (
+          <Button
+            size="xs"
+            variant="default"
+            leftSection={<IconArrowLeft size={16} />}
+            onClick={() => change({ line: undefined })}
+          >
+            All that was found
+          </Button>
+        )}
         <Button
           size="xs"
           variant="default"
@@ -165,7 +201,7 @@ export function LogView({ source, search, name, isOf, showsTrials, note }: LogVi
           }}
         />
         <Text size="xs" c="dimmed" role="status">
-          {isLoaded && `${hasEarlier ? "The last " : ""}${plural(lines.length, "line")}`}
+          {isLoaded && countText(lines.length, hasEarlier, isFiltered ? undefined : numLines)}
         </Text>
       </div>
       {numDamaged > 0 && (
@@ -174,7 +210,7 @@ export function LogView({ source, search, name, isOf, showsTrials, note }: LogVi
           on the master&apos;s disk is not as it was written.
         </Alert>
       )}
-      {error !== null && <ProblemView error={problemOf(error)} />}
+      {problem !== null && <ProblemView error={problem} />}
       {!isLoaded && error === null && <Waiting what="logs" />}
       {isLoaded && lines.length === 0 && (
         <Empty title={isFiltered ? "No line matches" : "No output yet"}>
@@ -186,7 +222,8 @@ export function LogView({ source, search, name, isOf, showsTrials, note }: LogVi
       {lines.length > 0 && (
         <Lines
           lines={lines}
-          marked={search.q}
+          marked={search.regex ? undefined : search.q}
+          onAround={isFiltered && search.line === undefined ? showAround : undefined}
           target={search.line}
           isFollowing={isFollowing}
           onFollow={setFollowing}
@@ -198,16 +235,43 @@ export function LogView({ source, search, name, isOf, showsTrials, note }: LogVi
   );
 }
 
-function SearchBox({ value, onChange }: { value: string; onChange: (value: string) => void }) {
+function countText(shown: number, hasEarlier: boolean, total: number | undefined): string {
+  if (total !== undefined && total > shown)
+    return `${hasEarlier ? "The last " : ""}${shown.toLocaleString("en-US")} of ${plural(total, "line")}`;
+  return `${hasEarlier ? "The last " : ""}${plural(shown, "line")}`;
+}
+
+interface SearchBoxProps {
+  value: string;
+  isPattern: boolean;
+  error: string | undefined;
+  onChange: (value: string) => void;
+  onPattern: (isPattern: boolean) => void;
+}
+
+function SearchBox({ value, isPattern, error, onChange, onPattern }: SearchBoxProps) {
   const [text, setText] = useState(value);
   const tell = useDebouncedCallback(onChange, 300);
   return (
     <TextInput
       aria-label="Search in the logs"
-      placeholder="Search"
+      placeholder={isPattern ? "Regular expression" : "Search"}
       size="xs"
       flex="1 1 160px"
-      maw={240}
+      maw={280}
+      aria-invalid={error !== undefined || undefined}
+      rightSection={
+        <ActionIcon
+          size="sm"
+          variant={isPattern ? "filled" : "subtle"}
+          aria-label="Regular expression"
+          title="Regular expression"
+          aria-pressed={isPattern}
+          onClick={() => onPattern(!isPattern)}
+        >
+          <IconRegex size={14} />
+        </ActionIcon>
+      }
       leftSection={<IconSearch size={16} />}
       value={text}
       onChange={(event) => {
@@ -249,12 +313,14 @@ interface LinesProps {
   onFollow: (isFollowing: boolean) => void;
   onEarlier: (() => void) | undefined;
   showsTrials: boolean | undefined;
+  /** Shows the lines around one; absent where all lines are shown. */
+  onAround: ((line: LogLine) => void) | undefined;
 }
 
 const NEAR_END = 30;
 
 function Lines(props: LinesProps) {
-  const { lines, marked, target, isFollowing, onFollow, onEarlier, showsTrials } = props;
+  const { lines, marked, target, isFollowing, onFollow, onEarlier, showsTrials, onAround } = props;
   const scroller = useRef<HTMLDivElement>(null);
   const virtual = useVirtualizer({
     count: lines.length,
@@ -309,9 +375,23 @@ function Lines(props: LinesProps) {
               <time title={formatTime(line.time)}>{formatClock(line.time)}</time>
               {showsTrials && <span className={classes.rank}>trial {line.trial_id}</span>}
               {line.rank !== null && <span className={classes.rank}>rank {line.rank}</span>}
-              <span className={classes.text}>
-                <Marked text={line.text} part={marked} />
+              <span className={classes.text} data-colored={line.colors ? true : undefined}>
+                {piecesOf(line, marked).map((piece, index) => (
+                  <LogPiece key={index} piece={piece} />
+                ))}
               </span>
+              {onAround && (
+                <ActionIcon
+                  size={20}
+                  variant="subtle"
+                  className={classes.around}
+                  aria-label={`Show the lines around: ${line.text.slice(0, 60)}`}
+                  title="Show the lines around"
+                  onClick={() => onAround(line)}
+                >
+                  <IconArrowsVertical size={14} />
+                </ActionIcon>
+              )}
             </div>
           );
         })}
@@ -320,15 +400,21 @@ function Lines(props: LinesProps) {
   );
 }
 
-function Marked({ text, part }: { text: string; part: string | undefined }) {
-  if (!part) return text;
-  const at = text.toLowerCase().indexOf(part.toLowerCase());
-  if (at < 0) return text;
+function LogPiece({ piece }: { piece: Piece }) {
+  const { text, isMarked, color, background, isBold, isItalic, isUnderlined } = piece;
+  const isPlain = color === undefined && background === undefined;
+  const shown = isMarked ? <mark>{text}</mark> : text;
+  if (isPlain && !isBold && !isItalic && !isUnderlined) return shown;
   return (
-    <>
-      {text.slice(0, at)}
-      <mark>{text.slice(at, at + part.length)}</mark>
-      {text.slice(at + part.length)}
-    </>
+    <span
+      className={classes.piece}
+      data-color={color}
+      data-background={background}
+      data-bold={isBold}
+      data-italic={isItalic}
+      data-underlined={isUnderlined}
+    >
+      {shown}
+    </span>
   );
 }

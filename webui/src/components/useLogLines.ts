@@ -20,6 +20,8 @@ interface LogLines {
   error: unknown;
   /** How many damaged lines were found and left out. */
   numDamaged: number;
+  /** How many lines there are in all, where that is known. */
+  numLines: number | undefined;
   hasEarlier: boolean;
   loadEarlier: () => void;
 }
@@ -28,6 +30,7 @@ interface Loaded {
   key: string;
   lines: readonly LogLine[];
   numDamaged: number;
+  numLines?: number;
 }
 
 export function useLogLines(
@@ -35,9 +38,9 @@ export function useLogLines(
   search: LogsSearch,
   isOf: (event: LiveEvent) => boolean,
 ): LogLines {
-  const { q, rank, level, stream, since, until, line } = search;
+  const { q, regex, rank, level, stream, since, until, line } = search;
   const [tail, setTail] = useState(FIRST_TAIL);
-  const key = JSON.stringify([q, rank, level, stream, since, until, line, tail]);
+  const key = JSON.stringify([q, regex, rank, level, stream, since, until, line, tail]);
   const [loaded, setLoaded] = useState<Loaded>({ key: "", lines: [], numDamaged: 0 });
   const [error, setError] = useState<unknown>(null);
   const wanted = useRef({ source, isOf });
@@ -51,7 +54,9 @@ export function useLogLines(
     let isBehind = false;
     let known: readonly LogLine[] | null = null;
     let timer: ReturnType<typeof setTimeout> | null = null;
-    const filter: LogFilter = { q, rank, level, stream, since, until };
+    // Around a line all others are shown.
+    const filter: LogFilter =
+      line === undefined ? { q, regex, rank, level, stream, since, until } : {};
 
     const read = async (): Promise<ReadLines> => {
       const { tail: readTail, after } = wanted.current.source;
@@ -72,10 +77,10 @@ export function useLogLines(
       }
       isReading = true;
       try {
-        const { items: lines, num_damaged: numDamaged = 0 } = await read();
+        const { items: lines, num_damaged: numDamaged = 0, num_lines: all } = await read();
         if (isStale) return;
         known = lines;
-        setLoaded({ key, lines, numDamaged });
+        setLoaded({ key, lines, numDamaged, numLines: all ?? undefined });
         setError(null);
       } catch (problem) {
         if (!isStale) setError(problem);
@@ -102,13 +107,14 @@ export function useLogLines(
       if (timer !== null) clearTimeout(timer);
       for (const one of leave) one();
     };
-  }, [key, q, rank, level, stream, since, until, line, tail]);
+  }, [key, q, regex, rank, level, stream, since, until, line, tail]);
 
   const loadEarlier = useCallback(() => setTail((now) => Math.min(now * 4, LONGEST_TAIL)), []);
   const hasEarlier = line === undefined && tail < LONGEST_TAIL && loaded.lines.length >= tail;
   return {
     lines: loaded.lines,
     numDamaged: loaded.numDamaged,
+    numLines: loaded.numLines,
     isLoaded: loaded.key !== "",
     error,
     hasEarlier,

@@ -11,6 +11,8 @@ export interface Panel extends MetricName {
   metrics: readonly (MetricName & { id: string; title: string })[];
   /** Its own x axis; undefined for the page's. */
   x?: string;
+  as?: PanelChange["as"];
+  value?: PanelChange["value"];
 }
 
 export interface Section {
@@ -48,6 +50,8 @@ export function changedPanels(
     return {
       ...panel,
       x: change.x,
+      as: change.as,
+      value: change.value,
       title: metrics.map(({ title }) => title).join(", "),
       metrics: metrics.map(({ id, title, group, metric, xAxis }) => ({
         id,

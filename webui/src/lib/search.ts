@@ -74,6 +74,7 @@ export const experimentsSearch = (raw: Raw) =>
     where: conditions(raw.where),
     archived: flag(raw, "archived"),
     all: flag(raw, "all"),
+    starred: flag(raw, "starred"),
   });
 
 export const USAGE_KEYS = ["month", "user", "project", "pool"] as const;
@@ -106,18 +107,26 @@ export const trialsSearch = (raw: Raw) =>
     selected: numbers(raw, "selected"),
   });
 
-/** How a panel differs from the others: further metrics in it, and its own x axis. */
+/** How a panel differs: further metrics in it, its own x axis, or one number of each run. */
 export interface PanelChange {
   add?: string[];
   x?: string;
+  as?: "bars" | "box";
+  value?: "min" | "max";
 }
 
 function panelChanges(raw: unknown): Record<string, PanelChange> | undefined {
   if (typeof raw !== "object" || raw === null || Array.isArray(raw)) return undefined;
   const found = Object.entries(raw as Record<string, unknown>).flatMap(([id, value]) => {
     if (typeof value !== "object" || value === null) return [];
-    const change = { add: texts(value as Raw, "add"), x: text(value as Raw, "x") };
-    return change.add === undefined && change.x === undefined ? [] : [[id, change] as const];
+    const own = value as Raw;
+    const change = optional({
+      add: texts(own, "add"),
+      x: text(own, "x"),
+      as: oneOf(own, "as", ["bars", "box"] as const),
+      value: oneOf(own, "value", ["min", "max"] as const),
+    });
+    return Object.values(change).every((part) => part === undefined) ? [] : [[id, change] as const];
   });
   return found.length > 0 ? Object.fromEntries(found) : undefined;
 }
@@ -156,6 +165,7 @@ export const codeSearch = (raw: Raw) => optional({ file: text(raw, "file") });
 export const logsSearch = (raw: Raw) =>
   optional({
     q: text(raw, "q"),
+    regex: flag(raw, "regex"),
     rank: number(raw, "rank"),
     level: oneOf(raw, "level", ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] as const),
     stream: oneOf(raw, "stream", ["stdout", "stderr"] as const),

@@ -4,6 +4,7 @@ import { useSearch } from "@tanstack/react-router";
 import { useCallback, useMemo, useState } from "react";
 
 import { experimentsQuery, sessionQuery } from "../api/queries";
+import { useStars } from "../api/stars";
 import type { Experiment } from "../api/types";
 import { useSearchChange } from "../charts/ChartControls";
 import { Ago, Lasted } from "../components/Ago";
@@ -11,6 +12,7 @@ import { BulkActions } from "../components/BulkActions";
 import { type Column, DataTable, widthFor } from "../components/DataTable";
 import { Empty, ProblemView, Waiting } from "../components/Feedback";
 import { LinkButton, RowLink } from "../components/links";
+import { StarButton } from "../components/Marks";
 import { PageHead } from "../components/PageHead";
 import { isQueryError, QueryBox } from "../components/QueryBox";
 import { ProgressCell } from "../components/ProgressCell";
@@ -41,24 +43,28 @@ export function Experiments() {
   const extra = search.columns ?? NO_COLUMNS;
   const session = useQuery(sessionQuery);
   const isShared = session.data?.is_shared === true;
-  const owner = isShared && !search.all ? (session.data?.owner ?? undefined) : undefined;
+  const { starred, isKnown } = useStars();
+  const owner =
+    isShared && !search.all && !search.starred ? (session.data?.owner ?? undefined) : undefined;
   const filter = {
     states: search.state && [search.state],
     query: search.q,
     isArchived: search.archived,
     owner,
+    only: search.starred ? [...starred] : undefined,
     conditions: search.where,
   };
   // Other filters find others: what was chosen by those before is not.
   const [isAllMatching, setIsAllMatching] = useStateOf(JSON.stringify(filter), false);
-  const list = useInfiniteQuery(
-    experimentsQuery({
+  const list = useInfiniteQuery({
+    ...experimentsQuery({
       ...filter,
       columns: search.columns,
       sortBy: search.sort,
       order: search.sort === undefined || search.desc ? "desc" : "asc",
     }),
-  );
+    enabled: !search.starred || isKnown,
+  });
   const { hasNextPage, isFetching, fetchNextPage } = list;
   const loadMore = useCallback(() => {
     if (hasNextPage && !isFetching) void fetchNextPage();
@@ -124,7 +130,13 @@ export function Experiments() {
           checked={search.archived === true}
           onChange={(event) => change({ archived: event.currentTarget.checked || undefined })}
         />
-        {isShared && (
+        <Switch
+          size="sm"
+          label="Starred"
+          checked={search.starred === true}
+          onChange={(event) => change({ starred: event.currentTarget.checked || undefined })}
+        />
+        {isShared && !search.starred && (
           <Switch
             size="sm"
             label="Mine"
@@ -166,7 +178,9 @@ export function Experiments() {
         <ProblemView error={list.error} onRetry={() => void list.refetch()} />
       )}
       {list.isSuccess && rows.length === 0 && (
-        <NothingHere isFiltered={Boolean(search.q ?? search.state ?? search.where ?? owner)} />
+        <NothingHere
+          isFiltered={Boolean(search.q ?? search.state ?? search.where ?? search.starred ?? owner)}
+        />
       )}
       {rows.length > 0 && (
         <DataTable
@@ -231,6 +245,12 @@ function columnsFor(extra: readonly string[], isShared: boolean): Column<Experim
           {one.name}
         </RowLink>
       ),
+    },
+    {
+      id: "star",
+      title: "Star",
+      width: 44,
+      cell: (one) => <StarButton id={one.id} name={one.name} size={22} />,
     },
     {
       id: "state",

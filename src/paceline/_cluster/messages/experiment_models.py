@@ -1056,7 +1056,11 @@ class PreviewSearch(Request):
 
 
 class LogLine(Message):
-    """Line of output; `id` orders the lines of a trial."""
+    """Line of output; `id` orders the lines of a trial.
+
+    `colors` are the places in `text`, in characters, at which terminals change colours, each with
+    the parameters of the ANSI sequence (SGR). `found` is where the pattern that was asked for is.
+    """
 
     id: int
     trial_id: int
@@ -1066,14 +1070,18 @@ class LogLine(Message):
     stream: str
     level: str | None
     text: str
+    colors: list[tuple[int, str]] | None = None
+    found: tuple[int, int] | None = None
 
 
 class LogPage(Message):
     """Page of a trial's output; `next_cursor` is the `after` of the next page, None on the last.
 
-    `num_damaged` counts the damaged lines found so far; they are left out.
+    `num_damaged` counts the damaged lines found so far; they are left out. `num_lines` counts all
+    lines of the trial, whatever was asked for; None for an experiment.
     """
 
     items: list[LogLine]
     next_cursor: str | None = None
     num_damaged: int = 0
+    num_lines: int | None = None

@@ -28,6 +28,7 @@ from paceline._base.journal_records import (
     TimeSpent,
     is_too_deep,
 )
+from paceline._base.process_and_network import MAX_COLORS
 from paceline._base.run_directory import RunInfo, check_file_path
 from paceline._cluster.messages.states import ErrorKind, ExitReason
 
@@ -44,6 +45,8 @@ MAX_TIME_S = 253_402_300_799.0
 Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Sequence = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Color = tuple[Rank, Annotated[str, msgspec.Meta(pattern="^[0-9;]{0,40}$")]]
+LineColors = Annotated[tuple[_Color, ...], msgspec.Meta(max_length=MAX_COLORS)]
 
 
 class RecordBatch(msgspec.Struct, frozen=True):
@@ -192,7 +195,10 @@ def split_runner_id(number: int) -> tuple[int, int]:
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Output line in shipped form; `sequence` counts the lines of the attempt from 0."""
+    """Output line in shipped form; `sequence` counts the lines of the attempt from 0.
+
+    `text` is plain; `colors` are its changes of colour.
+    """
 
     sequence: Sequence
     time: Time
@@ -200,6 +206,7 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     stream: str
     level: str | None
     text: str
+    colors: LineColors = ()
 
 
 class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):

@@ -422,7 +422,10 @@ class OutputSpool:
         text = line.text
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        fields = (line.time, line.rank, line.stream, line.level, text)
+        fields: tuple[Any, ...] = (line.time, line.rank, line.stream, line.level, text)
+        # In a masked text the colours have lost their places.
+        if line.colors and text == line.text:
+            fields += (line.colors,)
         with self._lock:
             data = seal_line(json.dumps((self._next_sequence, *fields)).encode())
             self._next_sequence += 1

@@ -3,7 +3,7 @@
 import { ActionIcon, Title, Tooltip, useComputedColorScheme } from "@mantine/core";
 import { IconAdjustments, IconEyeOff, IconPin, IconPinnedOff } from "@tabler/icons-react";
 import { useQueries, type UseQueryResult } from "@tanstack/react-query";
-import { memo, useMemo, useState } from "react";
+import { memo, Suspense, useMemo, useState } from "react";
 
 import { groupsQuery } from "../../api/queries";
 import type { components } from "../../api/schema";
@@ -12,14 +12,17 @@ import { useSearchChange, zoomOf, zoomSearch } from "../../charts/ChartControls"
 import { CurveCard } from "../../charts/CurveCard";
 import { type Curve, type Range, smoothingSteps } from "../../charts/curves";
 import { metricLineStyle } from "../../charts/palette";
-import { ProblemView } from "../../components/Feedback";
+import { ProblemView, Waiting } from "../../components/Feedback";
 import { plural } from "../../lib/numbers";
+import { lazyPage } from "../../lib/lazyPage";
 import type { Panel } from "../../lib/panels";
 import { isStill, useReady } from "../../lib/ready";
 import type { Row } from "../../lib/runs";
 import type { CompareSearch } from "../../lib/search";
 import classes from "./Compare.module.css";
 import { PanelDialog } from "./PanelDialog";
+
+const ValuePanel = lazyPage(() => import("./ValuePanel"), "ValuePanel");
 
 /** What is scrolled past quickly is neither read nor drawn. */
 const READY_MS = 80;
@@ -41,6 +44,8 @@ interface MetricPanelProps {
 export const MetricPanel = memo(function MetricPanel(props: MetricPanelProps) {
   const { panel, search } = props;
   const [zoom, setZoom] = useState<Range | null>(null);
+  // Here, as the dialog changes which of the components below is shown.
+  const [isOpen, setOpen] = useState(false);
   const hasOwnX = panel.x !== undefined && panel.x !== (search.x ?? "batches");
   // A zoom along another axis means nothing to the other panels.
   const own = useMemo(
@@ -55,11 +60,34 @@ export const MetricPanel = memo(function MetricPanel(props: MetricPanelProps) {
         </Title>
       </section>
     );
-  const shown = { ...props, search: own, onZoom: hasOwnX ? setZoom : undefined };
-  return search.group === undefined ? <RunPanel {...shown} /> : <GroupPanel {...shown} />;
+  const onDialog = () => setOpen(true);
+  const shown = { ...props, onDialog, search: own, onZoom: hasOwnX ? setZoom : undefined };
+  return (
+    <>
+      {isOpen && (
+        <PanelDialog
+          {...props}
+          changes={search.panels ?? {}}
+          onClose={() => setOpen(false)}
+        />
+      )}
+      {panel.as !== undefined ? (
+        <Suspense fallback={<Waiting what={panel.title} />}>
+          <ValuePanel {...props} actions={<PanelActions {...shown} />} />
+        </Suspense>
+      ) : search.group === undefined ? (
+        <RunPanel {...shown} />
+      ) : (
+        <GroupPanel {...shown} />
+      )}
+    </>
+  );
 });
 
-type ShownProps = MetricPanelProps & { onZoom?: (zoom: Range | null) => void };
+interface ShownProps extends MetricPanelProps {
+  onDialog: () => void;
+  onZoom?: (zoom: Range | null) => void;
+}
 
 /** Return the extent of the average, which is the same in all panels. */
 function smoothingOf(rows: readonly Row[], search: CompareSearch): number | null {
@@ -235,9 +263,8 @@ function listed(lines: readonly Line[]): string {
   return `${names.join("; ")}${more > 0 ? ` and ${plural(more, "other")}` : ""}`;
 }
 
-function PanelActions({ panel, search, known, xNames }: MetricPanelProps) {
+function PanelActions({ panel, search, onDialog }: ShownProps) {
   const change = useSearchChange();
-  const [isOpen, setOpen] = useState(false);
   const { id, title } = panel;
   const { pinned = [], hidden = [] } = search;
   const isPinned = pinned.includes(id);
@@ -246,19 +273,12 @@ function PanelActions({ panel, search, known, xNames }: MetricPanelProps) {
   const pinLabel = isPinned ? `Unpin ${title}` : `Pin ${title}`;
   return (
     <>
-      {isOpen && (
-        <PanelDialog
-          {...{ panel, known, xNames }}
-          changes={search.panels ?? {}}
-          onClose={() => setOpen(false)}
-        />
-      )}
-      <Tooltip label="Metrics and x axis">
+      <Tooltip label="How it is drawn, metrics, x axis">
         <ActionIcon
           variant="subtle"
           color="gray"
           aria-label={`Metrics and x axis of ${title}`}
-          onClick={() => setOpen(true)}
+          onClick={onDialog}
         >
           <IconAdjustments size={16} />
         </ActionIcon>

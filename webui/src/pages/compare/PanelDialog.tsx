@@ -1,4 +1,4 @@
-/** Dialog of a panel: further metrics in it, and its own x axis. */
+/** Dialog of a panel: how it is drawn, further metrics in it, and its own x axis. */
 
 import { Button, Group, Modal, MultiSelect, Select, Stack } from "@mantine/core";
 
@@ -18,7 +18,7 @@ export function PanelDialog({ panel, known, xNames, changes, onClose }: PanelDia
   const change = useSearchChange();
   const { [panel.id]: own = {}, ...others } = changes;
   const tell = (next: PanelChange) => {
-    const isSame = next.add === undefined && next.x === undefined;
+    const isSame = Object.values(next).every((part) => part === undefined);
     const panels = isSame ? others : { ...others, [panel.id]: next };
     change({ panels: Object.keys(panels).length > 0 ? panels : undefined });
   };
@@ -31,7 +31,32 @@ export function PanelDialog({ panel, known, xNames, changes, onClose }: PanelDia
   return (
     <Modal opened onClose={onClose} title={`Panel ${panel.metrics[0]?.title}`} centered>
       <Stack>
+        <Select
+          label="Drawn as"
+          data={[
+            { value: "", label: "Curves" },
+            { value: "bars", label: "Bars: one number of each run" },
+            { value: "box", label: "Box plots: one number of each run" },
+          ]}
+          value={own.as ?? ""}
+          allowDeselect={false}
+          onChange={(as) => tell({ ...own, as: (as || undefined) as PanelChange["as"] })}
+        />
+        {own.as !== undefined && (
+          <Select
+            label="Number"
+            data={[
+              { value: "", label: "Last value" },
+              { value: "min", label: "Least value" },
+              { value: "max", label: "Greatest value" },
+            ]}
+            value={own.value ?? ""}
+            allowDeselect={false}
+            onChange={(one) => tell({ ...own, value: (one || undefined) as PanelChange["value"] })}
+          />
+        )}
         <MultiSelect
+          disabled={own.as !== undefined}
           label="Further metrics"
           data={known
             .filter(({ id }) => id !== panel.id)
@@ -43,6 +68,7 @@ export function PanelDialog({ panel, known, xNames, changes, onClose }: PanelDia
           nothingFoundMessage="No such metric"
         />
         <Select
+          disabled={own.as !== undefined}
           label="X axis"
           data={xData}
           {...manyChoices(xData.length)}

@@ -3,6 +3,7 @@ import { useParams, useSearch } from "@tanstack/react-router";
 import { Empty } from "../../components/Feedback";
 import { isProfilerGroup } from "../../lib/metrics";
 import { MetricGrid } from "./MetricGrid";
+import { StragglerCard } from "./StragglerCard";
 import { TimeCard } from "./TimeCard";
 
 export function Profiler() {
@@ -11,6 +12,7 @@ export function Profiler() {
   return (
     <>
       <TimeCard trialId={id} />
+      <StragglerCard trialId={id} />
       <MetricGrid
         trialId={id}
         search={search}

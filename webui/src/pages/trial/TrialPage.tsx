@@ -15,6 +15,7 @@ import { Confirm } from "../../components/Confirm";
 import { Facts } from "../../components/Facts";
 import { Failure, LostRecords, ProblemView, Quoted, Waiting } from "../../components/Feedback";
 import { LinkButton, LinkText } from "../../components/links";
+import { WatchButton } from "../../components/Marks";
 import { PageHead } from "../../components/PageHead";
 import { StateBadge } from "../../components/StateBadge";
 import { TabLinks } from "../../components/Tabs";
@@ -160,6 +161,9 @@ function TrialActions({ trial, experiment }: { trial: Trial; experiment: Experim
   const canContinue = isTerminal(trial.state) && trial.latest_checkpoint !== null;
   return (
     <Group gap="xs">
+      {!isTerminal(trial.state) && (
+        <WatchButton kind="trial" id={trial.id} name={`${experiment.name}, trial ${trial.id}`} />
+      )}
       <LinkButton
         to="/compare"
         search={{ trials: [trial.id] } as never}

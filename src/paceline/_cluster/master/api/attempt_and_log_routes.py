@@ -39,7 +39,7 @@ from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, slots_by_node
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.log_files import LogFilter, StoredLine
+from paceline._cluster.master.store.log_files import LogFilter, StoredLine, linear_pattern
 from paceline._cluster.master.store.trial_logs import merge_lines
 from paceline._cluster.master.waiting import wait_for
 from paceline._cluster.messages.experiment_models import LinkTarget, LogLine, LogPage
@@ -322,6 +322,7 @@ log_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 Level = Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 _MAX_LINES = 10_000
 LineLimit = Annotated[int, Query(ge=1, le=_MAX_LINES)]
+_PATTERN_HELP = "A regular expression of RE2 that a line must hold, regardless of case."
 After = Annotated[int, Query(ge=-1, le=2**62, description="Lines beyond this id.")]
 Tail = Annotated[int | None, Query(ge=1, le=_MAX_LINES, description="The last so many lines.")]
 
@@ -333,8 +334,17 @@ async def _log_filter(
     search: str | None = None,
     since: Annotated[float | None, Query(description="Seconds since 1970, included.")] = None,
     until: Annotated[float | None, Query(description="Seconds since 1970, included.")] = None,
+    pattern: Annotated[str | None, Query(max_length=500, description=_PATTERN_HELP)] = None,
 ) -> LogFilter:
-    return LogFilter(rank, level, stream, search, since, until)
+    try:
+        found = None if pattern is None else linear_pattern(pattern)
+    except ValueError as error:
+        raise ApiError(
+            422,
+            "invalid_request",
+            f"`pattern` must be a regular expression that RE2 takes, but got {pattern!r}: {error}.",
+        ) from error
+    return LogFilter(rank, level, stream, search, since, until, found)
 
 
 Only = Annotated[LogFilter, Depends(_log_filter)]
@@ -360,9 +370,10 @@ def list_trial_logs(
         more = str(lines[limit - 1].id) if len(lines) > limit else None
         lines = lines[:limit]
     return LogPage(
-        items=[log_view(trial_id, line) for line in lines],
+        items=[log_view(trial_id, line, only) for line in lines],
         next_cursor=more,
         num_damaged=master.logs.num_damaged(trial_id),
+        num_lines=master.logs.num_lines(trial_id),
     )
 
 
@@ -387,7 +398,7 @@ def list_experiment_logs(
     if tail is not None:
         chosen.reverse()
     return LogPage(
-        items=[log_view(trial_id, line) for trial_id, line in chosen],
+        items=[log_view(trial_id, line, only) for trial_id, line in chosen],
         num_damaged=sum(map(master.logs.num_damaged, read)),
     )
 
@@ -422,7 +433,7 @@ def _log_ends(connection: Connection, experiment_id: int) -> Iterator[tuple[int,
     return ((trial_id, inf if time is None else time) for trial_id, time in rows)
 
 
-def log_view(trial_id: int, line: StoredLine) -> LogLine:
+def log_view(trial_id: int, line: StoredLine, only: LogFilter) -> LogLine:
     """Return a stored line as API model."""
     return LogLine(
         id=line.id,
@@ -433,4 +444,6 @@ def log_view(trial_id: int, line: StoredLine) -> LogLine:
         stream=line.stream,
         level=line.level,
         text=line.text,
+        colors=[*line.colors] or None,
+        found=only.place_in(line.text),
     )

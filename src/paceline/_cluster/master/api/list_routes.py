@@ -330,6 +330,7 @@ class Filters:
     project: str | None = None
     where: Sequence[str] = ()
     query: str | None = None
+    experiments: Sequence[int] | None = None
 
 
 # A coroutine: FastAPI gives plain functions a thread, which takes longer than this.
@@ -350,8 +351,13 @@ async def _filters(
         ),
     ] = None,
     query: QueryText = None,
+    experiment: Annotated[
+        list[int] | None, Query(max_length=1000, description="Only these ids.")
+    ] = None,
 ) -> Filters:
-    return Filters(state or [], search, label or [], archived, owner, project, where or [], query)
+    return Filters(
+        state or [], search, label or [], archived, owner, project, where or [], query, experiment
+    )
 
 
 FiltersOf = Annotated[Filters, Depends(_filters)]
@@ -379,6 +385,7 @@ def experiments_of(
             owner=filters.owner,
             project=filters.project,
             conditions=[list_condition(text) for text in filters.where],
+            only=filters.experiments,
             within=matching_experiments_of(connection, filters.query) if filters.query else None,
             columns=columns,
             sort_by=sort_by,

@@ -384,6 +384,7 @@ class ExperimentQuery:
     owner: str | None = None
     project: str | None = None
     conditions: Sequence[Condition] = ()
+    only: Sequence[int] | None = None
     within: Select[Any] | None = None
     """The query for the ids of those that may be listed."""
     columns: Sequence[str] = ()
@@ -478,7 +479,7 @@ def matching_trials(conditions: Sequence[Condition]) -> Select[Any]:
 def count_rows(connection: Connection, query: ExperimentQuery) -> int:
     """Return how many experiments a query lists."""
     is_narrowed = query.search or query.labels or query.conditions or query.owner or query.project
-    if not is_narrowed and query.within is None:
+    if not is_narrowed and query.within is None and query.only is None:
         return _kept_count(connection, query)
     statement = _joined(select(func.count(_experiments.c.id)), query)
     found: int = connection.execute(statement).scalar_one()
@@ -526,6 +527,8 @@ def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
     labels = cast(_experiments.c.labels, Text)
     # Labels are stored as a JSON list, so each one is found by its own JSON text.
     found += [column_contains(labels, json.dumps(label)) for label in query.labels]
+    if query.only is not None:
+        found.append(_experiments.c.id.in_(query.only))
     if query.within is not None:
         found.append(_experiments.c.id.in_(query.within))
     if query.search:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from re import Pattern
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -17,12 +18,14 @@ import xxhash
 
 from paceline._base.files import open_private, regular_opener
 from paceline._base.journal_records import check_line, seal_line
+from paceline._base.process_and_network import Colors
 from paceline._cluster.messages.runner_messages import LogEntry
 
 logger = logging.getLogger(__name__)
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _USUAL_LEVEL = "INFO"
+_MAX_PATTERN_BYTES = 1024 * 1024
 ATTEMPT_SHIFT = 40
 
 
@@ -37,6 +40,7 @@ class StoredLine:
     stream: str
     level: str | None
     text: str
+    colors: Colors = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,15 @@ class LogFilter:
     `level` is the lowest one; `since` and `until` are seconds since 1970, both included.
     """
 
+    # Not `re`: some patterns make it run for years. RE2 takes time in proportion to the text.
+
     rank: int | None = None
     level: str | None = None
     stream: str | None = None
     search: str | None = None
     since: float | None = None
     until: float | None = None
+    pattern: "Pattern[str] | None" = None
 
     def matches(self, line: StoredLine) -> bool:
         """Return whether a line passes."""
@@ -65,7 +72,33 @@ class LogFilter:
             return False
         if self.until is not None and line.time > self.until:
             return False
-        return self.search is None or self.search.lower() in line.text.lower()
+        if self.search is not None and self.search.lower() not in line.text.lower():
+            return False
+        return self.pattern is None or self.place_in(line.text) is not None
+
+    def place_in(self, text: str) -> tuple[int, int] | None:
+        """Return where the pattern first is in a text, in characters."""
+        found = None if self.pattern is None else self.pattern.search(text)
+        return None if found is None else (found.start(), found.end())
+
+
+def linear_pattern(text: str) -> "Pattern[str]":
+    """Return a regular expression that is searched in linear time, regardless of case.
+
+    Raises:
+        ValueError: It is none, or is larger than the engine allows.
+    """
+    import re2
+
+    options = re2.Options()
+    options.case_sensitive = False
+    options.log_errors = False
+    options.max_mem = _MAX_PATTERN_BYTES
+    try:
+        pattern: Pattern[str] = re2.compile(text, options)
+    except re2.error as error:
+        raise ValueError(error.args[0].decode(errors="replace")) from error
+    return pattern
 
 
 def levels_from(level: str) -> tuple[str, ...]:
@@ -187,13 +220,22 @@ def _fold(text: str) -> str:
 BLOCK_LINES = 256
 _READ_BYTES = 2**20
 _NEWLINE = 10
-_Fields: TypeAlias = tuple[int, float, int | None, str, str | None, str]
 # The last one includes errors of UTF-8.
 _DAMAGE = (msgspec.DecodeError, ValueError)
 
 
 # Each node of an attempt numbers its lines from such a multiple on.
 _LINES_OF_MEMBER = 2**40
+
+
+class _Fields(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    sequence: int
+    time: float
+    rank: int | None
+    stream: str
+    level: str | None
+    text: str
+    colors: Colors = ()
 
 
 _line_decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
@@ -259,9 +301,10 @@ class LogFile:
         for entry in entries:
             if num_lines % BLOCK_LINES == 0:
                 starts.append(self._size + len(data))
-            fields = (
+            fields: tuple[object, ...] = (
                 entry.sequence, entry.time, entry.rank, entry.stream, entry.level, entry.text,
             )  # fmt: skip
+            fields += (entry.colors,) if entry.colors else ()
             data += seal_line(json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace"))
             num_lines += 1
             if entry.sequence >= 0:
@@ -359,7 +402,8 @@ class LogFile:
                     yield content, number * BLOCK_LINES, needles, None
 
     def _stored(self, number: int, entry: _Fields) -> StoredLine:
-        return StoredLine(line_id(self._attempt, number), self._attempt, *entry[1:])
+        _, *fields = msgspec.structs.astuple(entry)
+        return StoredLine(line_id(self._attempt, number), self._attempt, *fields)
 
     def _decode(self, number: int, line: bytes) -> _Fields | None:
         """Return the fields of a line; None if the line is damaged, after counting the damage."""
@@ -411,7 +455,7 @@ class LogFile:
     def _record_of(self, number: int, content: bytes) -> tuple[bytes, LogBlock]:
         """Return the index record of a block in its stored and decoded forms."""
         entries = [self._decode(*line) for line in _numbered(content, number * BLOCK_LINES)]
-        times = [entry[1] for entry in entries if entry is not None]
+        times = [entry.time for entry in entries if entry is not None]
         record = make_index_record(content, times, num_damaged=len(entries) - len(times))
         block = read_index_record(content, record)
         assert block is not None
@@ -440,7 +484,7 @@ class LogFile:
             file.seek(begin)
             for _, line in _numbered(file.read(end - begin), 0, newest_first=True):
                 try:
-                    sequence = _parse_log_line(line)[0]
+                    sequence = _parse_log_line(line).sequence
                 except _DAMAGE:
                     continue
                 if sequence >= 0 and sequence // _LINES_OF_MEMBER == member:

@@ -35,7 +35,8 @@ MASTER_STREAM = "master"
 class LogStore:
     """Append-only log files: ``<root>/trial-<id>/attempt-<n>.jsonl`` and ``.index``.
 
-    A line is ``[sequence, time, rank, stream, level, text]``; the runner's sequence numbers make
+    A line is ``[sequence, time, rank, stream, level, text, colors]``, the last one where there are
+    some. The runner's sequence numbers make
     shipping twice harmless, and the master's own lines have -1. The index has the time span of each
     block of lines; it is made anew if it is lost or damaged. A search looks through the bytes, and
     decodes only lines that can match. A damaged line is left out wherever it is met, and counted;
@@ -79,6 +80,14 @@ class LogStore:
         """Return the highest stored sequence number of a runner's lines, or -1."""
         with self._using(trial_id, attempt) as file, file.lock:
             return own_sequence(file.last_sequence_of(member))
+
+    def num_lines(self, trial_id: int) -> int:
+        """Return how many lines a trial has printed so far, the damaged ones among them."""
+        total = 0
+        for attempt in self._attempts(trial_id):
+            with self._using(trial_id, attempt) as file:
+                total += file.num_lines
+        return total
 
     def num_damaged(self, trial_id: int) -> int:
         """Return how many damaged lines of a trial were met so far."""

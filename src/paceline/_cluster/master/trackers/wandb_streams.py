@@ -16,6 +16,7 @@ from paceline._base.journal_records import (
     MetricsReported,
     decode_value,
 )
+from paceline._base.process_and_network import split_colors
 from paceline._cluster.master.experiments.logged_runs import (
     LoggedRun,
 )
@@ -291,9 +292,9 @@ def _entries(document: dict[str, Any], lines: Iterable[str]) -> list[LogEntry]:
         found = _LOG_LINE.fullmatch(line.rstrip("\r\n"))
         is_error = found is not None and found[1] is not None
         text = line.rstrip("\r\n") if found is None else found[3]
-        text = text.encode(errors="replace").decode()[:_MAX_LINE]
+        text, colors = split_colors(text.encode(errors="replace").decode()[:_MAX_LINE])
         stream = "stderr" if is_error else "stdout"
-        entries.append(LogEntry(known["next"], time.time(), 0, stream, None, text))
+        entries.append(LogEntry(known["next"], time.time(), 0, stream, None, text, colors))
         known["next"] += 1
     return entries
 

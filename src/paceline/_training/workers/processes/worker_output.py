@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 import paceline
-from paceline._base.process_and_network import terminal_text
+from paceline._base.process_and_network import Colors, split_colors, terminal_text
 
 _STACK = re.compile(r"(?:Current thread|Thread|Stack)\b.* ?\(most recent call first\):$")
 _FRAME = re.compile(r'  File "(.*)", line (?:\d+|\?\?\?) in ')
@@ -33,12 +33,6 @@ _MOST_FRAMES = 100
 Stream = Literal["stdout", "stderr"]
 LINE_CHARACTERS = 8192
 _LINE_END = re.compile(r"\r*\n|\r+")
-_CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours and cursor movements
-    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # window titles and links
-    r"|\x1b[ -/]*[0-~]?"
-    r"|[\x00-\x08\x0b-\x1f\x7f]"
-)
 _ESCAPE_CHARACTERS = 64
 _OPEN_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?|[ -/]*)\Z")
 _RANK = re.compile(r"\[rank=(\d+)\] ?")
@@ -98,7 +92,8 @@ def _folded(stack: "Sequence[OutputLine]") -> "list[OutputLine]":
             packages.append(package)
     if len(packages) > 1:
         names = " and ".join(dict.fromkeys(packages))
-        kept.append(replace(stack[-1], text=f"  ... {len(packages)} frames of {names}"))
+        text = f"  ... {len(packages)} frames of {names}"
+        kept.append(replace(stack[-1], text=text, colors=()))
         return kept
     return list(stack)
 
@@ -114,6 +109,7 @@ class OutputLine:
         time: When it was read, in seconds since the epoch.
         text: The line without its end, its rank prefix and terminal control sequences.
         is_continued: The line was too long, and the next one of this rank and stream continues it.
+        colors: Its changes of colour.
     """
 
     rank: int | None
@@ -122,6 +118,7 @@ class OutputLine:
     time: float
     text: str
     is_continued: bool = False
+    colors: Colors = ()
 
 
 class LineSplitter:
@@ -147,7 +144,7 @@ class LineSplitter:
         self._pieces = _LinePieceReader(max_characters)
         self._annotator = _LineAnnotator(stream, rank)
         self._interval_s = progress_interval_s
-        self._held_state: str | None = None
+        self._held_state: _Piece | None = None
         self._due = float("-inf")
         self._stacks = StackFolder()
 
@@ -180,18 +177,16 @@ class LineSplitter:
         for piece in pieces:
             if piece.ending is _Ending.REWRITE:
                 if piece.text.strip():
-                    self._held_state = piece.text
+                    self._held_state = piece
                 continue
             lines += self._release(now)
-            is_continued = piece.ending is _Ending.CUT
-            line = self._annotator.annotate(piece.text, now, is_continued)
-            lines += self._stacks.feed(line)
+            lines += self._stacks.feed(self._annotator.annotate(piece, now))
         return lines
 
     def _release(self, now: float) -> list[OutputLine]:
         if self._held_state is None:
             return []
-        line = self._annotator.annotate(self._held_state, now, is_continued=False)
+        line = self._annotator.annotate(self._held_state, now)
         self._held_state = None
         self._due = now + self._interval_s
         return [line]
@@ -206,6 +201,7 @@ class _Ending(Enum):
 @dataclass(frozen=True, slots=True)
 class _Piece:
     text: str
+    colors: Colors
     ending: _Ending
 
 
@@ -231,17 +227,17 @@ class _LinePieceReader:
                 # Only the next character tells "\r" from "\r\n".
                 break
             *cuts, last = self._cut(text[start : end.start()])
-            yield from (_Piece(_plain(cut), _Ending.CUT) for cut in cuts)
+            yield from (_Piece(*split_colors(cut), _Ending.CUT) for cut in cuts)
             ending = _Ending.LINE if end.group().endswith("\n") else _Ending.REWRITE
-            yield _Piece(_plain(last), ending)
+            yield _Piece(*split_colors(last), ending)
             start = end.end()
         rest = text[start:]
         returns = len(rest) - len(rest.rstrip("\r"))
         *cuts, last = self._cut(rest[: len(rest) - returns])
-        yield from (_Piece(_plain(cut), _Ending.CUT) for cut in cuts)
+        yield from (_Piece(*split_colors(cut), _Ending.CUT) for cut in cuts)
         self._rest = last + "\r" * returns
         if is_final and self._rest:
-            yield _Piece(_plain(self._rest), _Ending.LINE)
+            yield _Piece(*split_colors(self._rest), _Ending.LINE)
             self._rest = ""
 
     def _cut(self, line: str) -> list[str]:
@@ -256,10 +252,6 @@ class _LinePieceReader:
             parts.append(line[:size])
             line = line[size:]
         return [*parts, line]
-
-
-def _plain(text: str) -> str:
-    return _CONTROL.sub("", text)
 
 
 class _Traceback(Enum):
@@ -278,7 +270,8 @@ class _LineAnnotator:
         self._states: dict[int | None, _Traceback] = {}
         self._continued: OutputLine | None = None
 
-    def annotate(self, text: str, now: float, is_continued: bool) -> OutputLine:
+    def annotate(self, piece: _Piece, now: float) -> OutputLine:
+        text, is_continued = piece.text, piece.ending is _Ending.CUT
         if self._continued is not None:
             rank, level = self._continued.rank, self._continued.level
         else:
@@ -291,6 +284,7 @@ class _LineAnnotator:
             time=now,
             text=text,
             is_continued=is_continued,
+            colors=_without_prefix(piece.colors, len(piece.text) - len(text)),
         )
         self._continued = line if is_continued else None
         return line
@@ -321,6 +315,10 @@ class _LineAnnotator:
             return "ERROR"
         match = _LEVEL.match(text)
         return _LEVEL_NAMES.get(match[1], match[1]) if match else None
+
+
+def _without_prefix(colors: Colors, size: int) -> Colors:
+    return tuple((max(0, at - size), color) for at, color in colors) if size else colors
 
 
 class WorkerOutput:

@@ -183,7 +183,15 @@ def run_on_slots(
         slots: How many trials train at once, at least 1.
         unit: How many units of the curves a unit of the search is.
         most_s: When the simulation ends at the latest.
+
+    Raises:
+        ValueError: The search has several objectives, of which curves say nothing.
     """
+    if config.objectives:
+        raise ValueError(
+            "A search on curves must have one objective, but got"
+            f" {', '.join(config.metrics)}.\nHint: simulate it with `metric` alone."
+        )
     run = _SlotsRun(config, search, answer, curves, slots, unit)
     run.give(base.Started())
     while (now := run.next_time()) is not None and now <= most_s:
@@ -395,7 +403,7 @@ def simulate(
     config: base.SearchConfig,
     hyperparameters: dict[str, Any],
     seed: int,
-    metric_of: Callable[[base.Create, int], float],
+    metric_of: Callable[[base.Create, int], float | Sequence[float]],
     *,
     exit_of: Callable[[base.Create, int], base.ExitReason | None] | None = None,
     report_every: int | None = None,
@@ -405,10 +413,10 @@ def simulate(
     """Run a search on imaginary trials taking turns.
 
     In its turn a trial trains to its next target, or for `report_every` units of time if that is
-    less, and reports `metric_of(create, time)`. Then it ends if the search has stopped it or has
-    set no further target, or if `exit_of(create, time)` gives a reason. A trial created during a
-    round has its first turn in the same round. Without a `sampler`, hyperparameters are drawn at
-    random.
+    less, and reports `metric_of(create, time)`, for several objectives a value for each. Then it
+    ends if the search has stopped it or has set no further target, or if `exit_of(create, time)`
+    gives a reason. A trial created during a round has its first turn in the same round. Without a
+    `sampler`, hyperparameters are drawn at random.
 
     Raises:
         ValueError: If the hyperparameters or the seed are not valid, or `report_every` is less
@@ -441,8 +449,13 @@ def simulate(
                 continue
             step = trial.target if report_every is None else report_every
             trial.trained = min(trial.trained + step, trial.target)
-            metric = metric_of(trial.create, trial.trained)
-            simulator.give(base.Reported(request_id=request_id, time=trial.trained, metric=metric))
+            given = metric_of(trial.create, trial.trained)
+            metric, *others = given if isinstance(given, Sequence) else [given]
+            simulator.give(
+                base.Reported(
+                    request_id=request_id, time=trial.trained, metric=metric, others=tuple(others)
+                )
+            )
             reason = exit_of(trial.create, trial.trained) if exit_of else None
             is_there = trial.target == trial.trained and not config.waits_at_targets
             if reason is None and (trial.is_stopped or is_there):

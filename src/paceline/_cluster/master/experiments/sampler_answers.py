@@ -21,7 +21,12 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.waiting import WaitingRequests
-from paceline._cluster.messages.experiment_models import SearchAsk, SearchAsks, SearchObservation
+from paceline._cluster.messages.experiment_models import (
+    SearchAsk,
+    SearchAsks,
+    SearchObjective,
+    SearchObservation,
+)
 from paceline.config._searcher_section import EXTERNAL, Searcher
 from paceline.search._hyperparameter_space import Space
 from paceline.search._sampler_program import SamplerProgram
@@ -206,7 +211,11 @@ class SamplerAnswers:
             return config_of(row).searcher, self._question(transaction, experiment_id)
 
         searcher, found = self._database.write(read).result()
-        asks = SearchAsks(metric=searcher.metric, smaller_is_better=searcher.smaller_is_better)
+        asks = SearchAsks(
+            metric=searcher.metric,
+            smaller_is_better=searcher.smaller_is_better,
+            objectives=[SearchObjective(**one.model_dump()) for one in searcher.objectives],
+        )
         if found is None:
             return asks
         # Outside the writer thread, as there may be many trials.

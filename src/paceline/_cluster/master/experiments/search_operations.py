@@ -207,7 +207,7 @@ def describe_missing_metric(
     if not reported and judged is None:
         # A script that does not validate is welcome to any search that needs nothing.
         return None
-    missing = [name for name in judged or [searcher.metric] if name not in reported]
+    missing = [name for name in judged or searcher.metrics if name not in reported]
     if not missing:
         return None
     named = " and ".join(f"`{name}`" for name in missing)

@@ -532,7 +532,8 @@ def take_validation(
         update_best(changes, transaction, trial, step, value)
         measure_checkpoints(connection, trial.id, searcher.metric, step=step)
     is_judged = searcher.judged_metrics is not None
-    if value is None or (is_judged and _time_of(searcher, metrics, step) is None):
+    values = _values_of(searcher, metrics)
+    if values is None or (is_judged and _time_of(searcher, metrics, step) is None):
         _check_metric(changes, transaction, attempt, report)
     if not searcher.takes_reports or trial.uses_operations:
         return
@@ -540,13 +541,16 @@ def take_validation(
     # so they stay out of the search's log too.
     if trial.state != TrialState.ACTIVE.value:
         return
-    if value is None or _time_of(searcher, metrics, step) is None:
+    if values is None or _time_of(searcher, metrics, step) is None:
         # Two reports of one step are merged: the other half may have come before.
         metrics = _standing_metrics(connection, trial.id, step) or metrics
-        value = _number(metrics.get(searcher.metric))
+        values = _values_of(searcher, metrics)
     reached = _time_of(searcher, metrics, step)
-    if value is not None and reached is not None:
-        given = Reported(request_id=trial.request_id, time=reached, metric=value)
+    if values is not None and reached is not None:
+        first, *others = values
+        given = Reported(
+            request_id=trial.request_id, time=reached, metric=first, others=tuple(others)
+        )
         changes.search_operations.apply_input(transaction, attempt.experiment_id, given)
 
 
@@ -601,7 +605,8 @@ def take_operation(
     searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
     if trial.state != TrialState.ACTIVE.value:
         return
-    if searcher.takes_reports:
+    # An operation has one metric, which says too little of several objectives.
+    if searcher.takes_reports and not searcher.objectives:
         metric = float(decode_value(record.metric))
         given = Reported(request_id=trial.request_id, time=float(record.length), metric=metric)
         changes.search_operations.apply_input(transaction, attempt.experiment_id, given)
@@ -621,6 +626,13 @@ def _time_of(searcher: Searcher, metrics: dict[str, Any], step: int) -> float | 
     if reached is not None and isfinite(reached):
         return reached
     return float(step) if searcher.time_name == BATCHES else None
+
+
+def _values_of(searcher: Searcher, metrics: dict[str, Any]) -> list[float] | None:
+    """Return the values of all objectives; None without all of them."""
+    values = [_number(metrics.get(name)) for name in searcher.metrics]
+    found = [value for value in values if value is not None]
+    return found if len(found) == len(values) else None
 
 
 def _number(value: Any) -> float | None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import ConfigError, validate_config
-from paceline.search import Exited, ExitReason, Reported, Started, Stop, simulate
+from paceline.search import Create, Exited, ExitReason, Reported, Started, Stop, simulate
 from paceline.search._adaptive_asha import AsyncHalvingConfig
 from paceline.search._rungs import FrontRung, newer_point, pareto_front
 from paceline.search._samplers import answers, asking, make_sampler
@@ -116,12 +116,10 @@ def test_a_second_objective_that_is_always_the_same_changes_no_decision(searcher
     """With one objective in effect, several decide as one."""
 
     def loss(create: Any, time: int) -> float:
-        return round(create.hparams["x"], 1) / time
+        return float(round(create.hparams["x"], 1) / time)
 
     one = simulate(
-        validate_config(
-            {"entrypoint": "x", "searcher": {**searcher, "metric": "loss"}, "hyperparameters": SPACE}
-        ).searcher.search_config(),
+        section_of({**searcher, "metric": "loss"}, []).search_config(),
         SPACE, 3, loss, report_every=1,
     )  # fmt: skip
     several = simulate(
@@ -138,7 +136,7 @@ def test_a_trial_that_is_best_in_one_objective_passes_a_rung() -> None:
         max_trials=8, max_time=4, time_metric="epochs", divisor=2, max_concurrent_trials=8,
     )  # fmt: skip
     search = Search(config, SPACE, 0)
-    ids = [one.request_id for one in search.apply(Started()) if hasattr(one, "hparams")]
+    ids = [one.request_id for one in search.apply(Started()) if isinstance(one, Create)]
     given = [(1.0, 1.0), (0.1, 0.0), (2.0, 0.5), (0.5, 9.0), (0.1, math.nan), (math.nan, 99.0)]
     stopped = []
     for request_id, (loss, score) in zip(ids, given, strict=False):
@@ -190,7 +188,8 @@ def test_samplers_of_optuna_learn_all_objectives(of: str) -> None:
         [answer] = answers(search, ask, of)
         assert not answer.is_fallback, f"{answer.why}"
         [create, _] = search.apply(answer)
-        answered.append(create.hparams)  # type: ignore[union-attr]
+        assert isinstance(create, Create)
+        answered.append(create.hparams)
         number += 1
         x, y = answered[-1]["x"], answered[-1]["y"]
         values = [x**2 + y, -((x - 1) ** 2) - y]

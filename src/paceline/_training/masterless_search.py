@@ -665,9 +665,10 @@ class SearchRun:
 
     def _missing_metric(self, trial: SearchTrial, newest: Mapping[str, Any]) -> str:
         needed = " and ".join(f"`{name}`" for name in self._metrics if name not in newest)
+        needed = needed or "its metric"
         return (
-            f"The search needs {needed or 'its metric'} as a number in the reports, but no report of"
-            f" trial {trial.result.number} had it (the last one had: {', '.join(newest) or 'nothing'})."
+            f"The search needs {needed} as a number in the reports, but no report of trial"
+            f" {trial.result.number} had it (the last one had: {', '.join(newest) or 'nothing'})."
             " Hint: report it, or set `metric` of the searcher to what is reported."
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -288,7 +288,7 @@ class Study:
             "is_over": self._search.is_over,
         }
 
-    def report(self, trial: StudyTrial, value: float | Sequence[float], time: float) -> bool:
+    def report(self, trial: StudyTrial, value: float | Iterable[float], time: float) -> bool:
         """Tell a value on the way, and return whether the trial is to go on.
 
         Args:
@@ -301,17 +301,13 @@ class Study:
             TypeError: One of them is no number.
             ValueError: There are more or fewer values than objectives.
         """
-        metrics = self._section.metrics
-        values = value if isinstance(value, Sequence) else [value]
-        first, *others = (_number("value", one) for one in values)
-        if len(values) != len(metrics):
-            raise ValueError(wrong("value", f"a number for each of {', '.join(metrics)}", value))
-        self._check_open(trial)
+        first, *others = self._numbers(value)
         time = _number("time", time)
+        self._check_open(trial)
         self._take(Reported(request_id=trial._id, time=time, metric=first, others=tuple(others)))
         return not trial.is_stopped
 
-    def tell(self, trial: StudyTrial, value: float | Sequence[float] | None = None) -> None:
+    def tell(self, trial: StudyTrial, value: float | Iterable[float] | None = None) -> None:
         """End a trial.
 
         Args:
@@ -335,6 +331,18 @@ class Study:
             is_invalid: Its hyperparameters cannot work; another takes its place.
         """
         self._end(trial, ExitReason.INVALID_HP if is_invalid else ExitReason.ERROR)
+
+    def _numbers(self, value: Any) -> list[float]:
+        metrics = self._section.metrics
+        if len(metrics) == 1:
+            return [_number("value", value)]
+        needed = f"a number for each of {', '.join(metrics)}"
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise TypeError(wrong("value", needed, value))
+        values = [_number("value", one) for one in value]
+        if len(values) != len(metrics):
+            raise ValueError(wrong("value", needed, value))
+        return values
 
     def _end(self, trial: StudyTrial, reason: ExitReason) -> None:
         self._check_open(trial)

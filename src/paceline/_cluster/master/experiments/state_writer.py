@@ -75,6 +75,16 @@ _BRIEF_TRIAL = select(*(each for each in tables.trials.c if each.name not in _LA
 )
 
 _TRIAL_CHANGE = update(tables.trials).where(tables.trials.c.id == bindparam("wanted"))
+_BEST = update(tables.experiments).where(tables.experiments.c.id == bindparam("wanted"))
+_RUNNING = select(tables.attempts.c.id).where(
+    tables.attempts.c.experiment_id == bindparam("wanted"),
+    tables.attempts.c.state == AttemptState.RUNNING.value,
+)
+_CONTROL_CHANGE = (
+    update(tables.attempts)
+    .where(tables.attempts.c.id == bindparam("wanted"))
+    .values(control_version=tables.attempts.c.control_version + 1)
+)
 
 
 class StateChanges:
@@ -396,12 +406,7 @@ class StateChanges:
 
     def change_attempt(self, transaction: Transaction, attempt_id: int, **values: Any) -> None:
         """Set columns of an attempt and notify its runner through a new control version."""
-        attempts = tables.attempts
-        transaction.connection.execute(
-            update(attempts)
-            .where(attempts.c.id == attempt_id)
-            .values(control_version=attempts.c.control_version + 1, **values)
-        )
+        transaction.connection.execute(_CONTROL_CHANGE, {"wanted": attempt_id, **values})
         transaction.after_commit(lambda: self._controls.notify(attempt_id))
 
     def preempt(self, transaction: Transaction, attempt: Row[Any], reason: str) -> None:
@@ -427,22 +432,31 @@ def experiments_without_live_trials(connection: Connection) -> list[int]:
 
 
 def update_best(
-    changes: StateChanges, transaction: Transaction, trial: Row[Any], step: int, value: float
+    changes: StateChanges,
+    transaction: Transaction,
+    trial: Row[Any],
+    step: int,
+    value: float,
+    experiment: Row[Any],
 ) -> None:
     """Take a new value of the searched metric into the trial's and the experiment's best."""
-    searcher = _metric_searcher(changes, transaction, trial)
+    searcher = config_of(experiment).searcher
     values: dict[str, Any] = {"latest_metric": encode_float(value)}
     is_best = _is_better(value, trial.best_metric, searcher.smaller_is_better)
     if is_best:
         values |= {"best_metric": value, "best_step": step}
     changes.update_trial(transaction, trial.id, **values)
-    if is_best:
-        _update_experiment(changes, transaction, trial.experiment_id, searcher)
+    best = (experiment.best_metric, experiment.best_trial_id)
+    is_first = value == best[0] and trial.id < (best[1] or 0)
+    # A better value of a trial never makes another one the best.
+    if is_best and (is_first or _is_better(value, best[0], searcher.smaller_is_better)):
+        _set_best(changes, transaction, trial.experiment_id, trial.id, value)
 
 
 def recompute_best(changes: StateChanges, transaction: Transaction, trial: Row[Any]) -> None:
     """Work the best out anew after a restart superseded some reports."""
-    searcher = _metric_searcher(changes, transaction, trial)
+    experiment = changes.experiment(transaction.connection, trial.experiment_id)
+    searcher = config_of(experiment).searcher
     best: float | None = None
     values: dict[str, Any] = {"best_step": None, "latest_metric": None}
     for step, value in read_series(transaction.connection, trial.id, "validation", searcher.metric):
@@ -453,11 +467,6 @@ def recompute_best(changes: StateChanges, transaction: Transaction, trial: Row[A
             best, values["best_step"] = float(value), step
     changes.update_trial(transaction, trial.id, best_metric=best, **values)
     _update_experiment(changes, transaction, trial.experiment_id, searcher)
-
-
-def _metric_searcher(changes: StateChanges, transaction: Transaction, trial: Row[Any]) -> Searcher:
-    experiment = changes.experiment(transaction.connection, trial.experiment_id)
-    return config_of(experiment).searcher
 
 
 def _update_experiment(
@@ -477,19 +486,20 @@ def _update_experiment(
     ).first()
     present = changes.experiment(connection, experiment_id)
     found = (None, None) if best is None else (best.id, best.best_metric)
-    if found == (present.best_trial_id, present.best_metric):
-        return
-    connection.execute(
-        update(tables.experiments)
-        .where(tables.experiments.c.id == experiment_id)
-        .values(best_trial_id=found[0], best_metric=found[1])
-    )
-    attempts = tables.attempts
-    running = select(attempts.c.id).where(
-        attempts.c.experiment_id == experiment_id,
-        attempts.c.state == AttemptState.RUNNING.value,
-    )
-    for attempt_id in connection.execute(running).scalars().all():
+    if found != (present.best_trial_id, present.best_metric):
+        _set_best(changes, transaction, experiment_id, *found)
+
+
+def _set_best(
+    changes: StateChanges,
+    transaction: Transaction,
+    experiment_id: int,
+    trial_id: int | None,
+    value: float | None,
+) -> None:
+    connection, found = transaction.connection, {"wanted": experiment_id}
+    connection.execute(_BEST, found | {"best_trial_id": trial_id, "best_metric": value})
+    for attempt_id in connection.execute(_RUNNING, found).scalars().all():
         changes.change_attempt(transaction, attempt_id)
 
 
@@ -511,7 +521,8 @@ def take_validation(
 ) -> None:
     connection = transaction.connection
     trial = changes.brief_trial(connection, attempt.trial_id)
-    searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
+    experiment = changes.experiment(connection, attempt.experiment_id)
+    searcher = config_of(experiment).searcher
     if report.validation is True and searcher.metric not in report.metrics:
         # A train function may report much besides the searched metric.
         return
@@ -529,12 +540,14 @@ def take_validation(
         metrics = _standing_metrics(connection, trial.id, step) or metrics
     value = _number(metrics.get(searcher.metric))
     if value is not None:
-        update_best(changes, transaction, trial, step, value)
+        update_best(changes, transaction, trial, step, value, experiment)
         measure_checkpoints(connection, trial.id, searcher.metric, step=step)
     is_judged = searcher.judged_metrics is not None
     values = _values_of(searcher, metrics)
     if values is None or (is_judged and _time_of(searcher, metrics, step) is None):
         _check_metric(changes, transaction, attempt, report)
+        # It may have ended the search.
+        experiment = changes.experiment(connection, attempt.experiment_id)
     if not searcher.takes_reports or trial.uses_operations:
         return
     # Reports of a stopped trial decide nothing. Their number depends on timing,
@@ -551,7 +564,7 @@ def take_validation(
         given = Reported(
             request_id=trial.request_id, time=reached, metric=first, others=tuple(others)
         )
-        changes.search_operations.apply_input(transaction, attempt.experiment_id, given)
+        changes.search_operations.apply_input(transaction, attempt.experiment_id, given, experiment)
 
 
 def _check_metric(

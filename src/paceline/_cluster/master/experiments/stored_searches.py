@@ -48,6 +48,9 @@ _SNAPSHOT_INPUTS = 100
 
 faults.register("master.search.applied")
 
+# Made once: it is for each report.
+_INPUT = insert(tables.search_inputs)
+
 
 @dataclass(slots=True)
 class LoadedSearch:
@@ -80,15 +83,14 @@ class Searches:
         """
         loaded = self._load(transaction, experiment_id)
         operations = None if loaded.search is None else loaded.search.apply(given)
-        transaction.connection.execute(
-            insert(tables.search_inputs).values(
-                experiment_id=experiment_id,
-                number=loaded.num_inputs,
-                time=time.time(),
-                input=json.loads(message_to_json(given)),
-                operations=_as_json(operations),
-            )
-        )
+        stored = {
+            "experiment_id": experiment_id,
+            "number": loaded.num_inputs,
+            "time": time.time(),
+            "input": json.loads(message_to_json(given)),
+            "operations": _as_json(operations),
+        }
+        transaction.connection.execute(_INPUT, stored)
         # A decision that was carried out must not be taken again, maybe in another way.
         transaction.force()
         faults.reach("master.search.applied")

@@ -236,6 +236,20 @@ class Search:
         """Return the trials that wait for their hyperparameters; each has a draw at random."""
         return tuple(create for create, _ in self._asks.values())
 
+    @property
+    def num_asks(self) -> int:
+        """Return how many trials wait for their hyperparameters."""
+        return len(self._asks)
+
+    def first_ask(self) -> base.Create:
+        """Return the trial that has waited longest; there must be one."""
+        return next(iter(self._asks.values()))[0]
+
+    def ask_of(self, request_id: str) -> base.Create | None:
+        """Return a trial that waits for its hyperparameters; None if it does not."""
+        found = self._asks.get(request_id)
+        return None if found is None else found[0]
+
     def observations(self) -> list[Observation]:
         """Return what samplers are told: earlier trials, then those with an answer, in order."""
         return self._earlier + [

@@ -69,7 +69,7 @@ def add_proposal(
     """
     checked_proposal(search, search.space.sample(Rng(0)), proposal["hparams"])
     waiting = _count(connection, experiment_id, _WAITING)
-    left = search.num_trials() - len(search.trials()) + len(search.asks)
+    left = search.num_trials() - len(search.trials()) + search.num_asks
     if waiting >= left:
         raise RefusedError(
             "no_trial_left",
@@ -343,8 +343,8 @@ class SearchOperations:
     def take_proposals(self, transaction: Transaction, experiment: Row[Any]) -> None:
         """Answer open asks of a search by the proposals that wait."""
         search = self._searches.peek(transaction, experiment.id)
-        while search is not None and (asks := search.asks):
-            answer = take_proposal(transaction.connection, experiment, search, asks[0])
+        while search is not None and search.num_asks:
+            answer = take_proposal(transaction.connection, experiment, search, search.first_ask())
             if answer is None:
                 return
             self._apply(transaction, experiment, answer)

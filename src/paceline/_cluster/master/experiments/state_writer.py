@@ -216,6 +216,7 @@ class StateChanges:
             "experiment_state", experiment_id, state=state.value, error=error or row.error
         )
         transaction.after_commit(self.wakeups.wake)
+        transaction.after_commit(lambda: self.searches.on_state(experiment_id))
 
     def stop_experiment(
         self,

@@ -74,6 +74,8 @@ class Searches:
         self._loaded: dict[int, LoadedSearch] = {}
         # Told of each search that has trials without hyperparameters, after a commit.
         self.on_asks: Callable[[int], None] = lambda experiment_id: None
+        # Told of each experiment whose state has changed, after a commit.
+        self.on_state: Callable[[int], None] = lambda experiment_id: None
 
     def apply(self, transaction: Transaction, experiment_id: int, given: Input) -> list[Operation]:
         """Apply an input, and store the input with the resulting operations.
@@ -97,9 +99,10 @@ class Searches:
         loaded.num_inputs += 1
         # Growing intervals keep the cost per input constant, however long the search is.
         num_fresh = loaded.num_inputs - loaded.num_in_snapshot
-        if num_fresh >= max(_SNAPSHOT_INPUTS, loaded.num_in_snapshot // 2):
+        num_asks = 0 if loaded.search is None else loaded.search.num_asks
+        if num_fresh >= max(_SNAPSHOT_INPUTS, max(loaded.num_in_snapshot, num_asks) // 2):
             self._store_snapshot(transaction.connection, experiment_id, loaded)
-        if loaded.search is not None and loaded.search.asks:
+        if num_asks:
             transaction.after_commit(lambda: self.on_asks(experiment_id))
         return operations or []
 

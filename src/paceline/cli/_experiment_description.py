@@ -103,6 +103,7 @@ def experiment_result(client: "Client", experiment: "Experiment") -> dict[str, A
     """Return an experiment for JSON, with its best trial, or its Pareto front."""
     best = _best_trial(client, experiment.data)
     plain = {**plain_for_console(experiment.data), "best_trial": best and best.data}
+    plain |= {"objectives": [], "front": [], "num_in_front": 0}
     if _objectives_of(experiment.data):
         # No trial is the best: the front has those that no other one dominates.
         search = experiment.search()

@@ -178,7 +178,7 @@ class AgentTools:
         return {
             **_summary(found),
             "best_hparams": best and best.hparams,
-            **{name: result[name] for name in ("objectives", "front") if name in result},
+            **{name: result[name] for name in ("objectives", "front") if result[name]},
             "repeats": repeats and {n: getattr(repeats, n) for n in repeats.__slots__},
             "config": {name: found.config.get(name) for name in names},
             "notes": found.data.notes,

@@ -107,6 +107,7 @@ class _Trial:
     trained: int = 0
     is_stopped: bool = False
     is_paused: bool = False
+    is_resuming: bool = False
 
     def next_report(self, unit: float) -> int:
         """Return the time of the next point of the curve, at most the target."""
@@ -172,6 +173,7 @@ def run_on_slots(
     slots: int,
     unit: float = 1.0,
     most_s: float = math.inf,
+    resume_units: float = 0.0,
 ) -> SlotsResult:
     """Run a search that has not started, until its end or for `most_s`; see `simulate_slots`.
 
@@ -183,6 +185,8 @@ def run_on_slots(
         slots: How many trials train at once, at least 1.
         unit: How many units of the curves a unit of the search is.
         most_s: When the simulation ends at the latest.
+        resume_units: How long a trial holds its slot after a pause before it trains, in units of
+            its curve.
 
     Raises:
         ValueError: The search has several objectives, of which curves say nothing.
@@ -192,7 +196,7 @@ def run_on_slots(
             "A search on curves must have one objective, but got"
             f" {', '.join(config.metrics)}.\nHint: simulate it with `metric` alone."
         )
-    run = _SlotsRun(config, search, answer, curves, slots, unit)
+    run = _SlotsRun(config, search, answer, curves, slots, unit, resume_units)
     run.give(base.Started())
     while (now := run.next_time()) is not None and now <= most_s:
         run.advance(now)
@@ -214,6 +218,7 @@ class _SlotsRun:
     curves: Curves
     slots: int
     unit: float
+    resume_units: float
     now: float = 0.0
     slot_s: float = 0.0
     """Up to the next reports of the trials that train."""
@@ -243,6 +248,7 @@ class _SlotsRun:
             return [_completed(trial)] if was_paused else []
         trial.target = operation.length
         if was_paused:
+            trial.is_resuming = True
             self.waiting.append(trial)
         return []
 
@@ -253,8 +259,10 @@ class _SlotsRun:
         return self.training[0][0] if self.training else None
 
     def _train(self, trial: _Trial) -> None:
-        length = trial.next_report(self.unit) - trial.trained
-        seconds = length * self.unit * trial.curve.seconds_per_unit
+        length = (trial.next_report(self.unit) - trial.trained) * self.unit
+        length += self.resume_units if trial.is_resuming else 0.0
+        trial.is_resuming = False
+        seconds = length * trial.curve.seconds_per_unit
         self.slot_s, self.num_segments = self.slot_s + seconds, self.num_segments + 1
         heapq.heappush(self.training, (self.now + seconds, self.num_segments, trial))
 

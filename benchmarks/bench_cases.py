@@ -115,6 +115,32 @@ def measure_ingest() -> list[Figure]:
     ]  # fmt: skip
 
 
+def measure_decisions() -> list[Figure]:
+    """Validation reports that a search decides on, through the HTTP route into SQLite."""
+    with start_master(num_slots=16) as (_home, call):
+        searcher = {
+            "name": "async_halving", "metric": "k0", "max_trials": 16, "time_metric": "steps",
+            "max_time": 10**9, "num_rungs": 5,
+        }  # fmt: skip
+        experiment = call(
+            "POST", "experiments", {"config": {"entrypoint": "sleep 600", "searcher": searcher}}
+        )
+        attempts = _running_attempts(call, experiment["id"])
+        rates = []
+        for round_number in range(4):
+            begin = time.perf_counter()
+            for attempt_id in attempts:
+                call("POST", f"attempts/{attempt_id}/records", _validations(round_number))
+            rates.append(len(attempts) * 250 / (time.perf_counter() - begin))
+        assert call("GET", "trials/16")["summary"]["validation"]["k0"]["count"] == 1000
+        call("POST", f"experiments/{experiment['id']}/kill")
+    return [
+        Figure(what="reports that a halving search decides on, through HTTP into SQLite", unit="/s",
+               values=rates[1:], bar=5000, is_smaller_better=False,
+               beside="16 trials, 250 reports a request, stored with each input"),
+    ]  # fmt: skip
+
+
 def measure_requests() -> list[Figure]:
     """Requests one after the other, as runners send them: over a connection that is kept."""
     num_requests = 200
@@ -205,6 +231,7 @@ CASES: dict[str, Callable[[], list[Figure]]] = {
     "report": measure_report,
     "start": measure_start,
     "ingest": measure_ingest,
+    "decisions": measure_decisions,
     "requests": measure_requests,
     "trials": measure_trials,
     "memory": measure_memory,
@@ -258,6 +285,15 @@ def _running_attempts(call: Call, experiment_id: int, num_trials: int = 16) -> l
         time.sleep(0.1)
     trial_ids = range(1, num_trials + 1)
     return [call("GET", f"trials/{trial_id}")["attempts"][0]["id"] for trial_id in trial_ids]
+
+
+def _validations(round_number: int) -> bytes:
+    records = []
+    for step in range(250 * round_number + 1, 250 * (round_number + 1) + 1):
+        record = {"type": "metrics", "time": 1.0, "group": "validation", "steps_completed": step}
+        records.append([step, record | {"metrics": {"k0": 1 / step, "steps": step}}])
+    batch = {"generation": 1, "rank": 0, "records": records}
+    return json.dumps({"batches": [batch]}).encode()
 
 
 def _reports(round_number: int) -> bytes:

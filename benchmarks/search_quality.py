@@ -29,10 +29,13 @@ SLOTS, WHOLE = 4, 40
 TIMES = (2.5, 5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0)
 DEFAULT, CHOICE = "adaptive_asha", "adaptive_asha, tpe"
 _ENDLESS = 10**6
+# In epochs of a trial: where pauses are dear, a trial that resumes takes as long before it trains.
+_RESUMING = 1.0
 _OURS: dict[str, dict[str, Any]] = {
     "random": {"name": "random"},
     "adaptive_asha": {"name": "adaptive_asha"},
     "adaptive_asha, promotion": {"name": "adaptive_asha", "promotion": True},
+    "adaptive_asha, dear promotion": {"name": "adaptive_asha", "promotion": True},
     "hyperband": {"name": "hyperband"},
     "median_stopping": {"name": "median_stopping"},
 }
@@ -76,6 +79,7 @@ def run(task: Task, method: str, seed: int) -> dict[str, Any]:
         lambda create: task.curve(create.hparams),
         slots=SLOTS,
         most_s=most_s,
+        resume_units=_RESUMING if "dear" in name else 0.0,
     )
     regrets = []
     for time in TIMES:

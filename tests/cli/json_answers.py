@@ -18,6 +18,7 @@ from paceline._cluster.messages.experiment_models import (
     CheckpointPreview,
     CodeDiff,
     Experiment,
+    FrontTrial,
     LogLine,
     MetricRow,
     ModelVersion,
@@ -25,7 +26,10 @@ from paceline._cluster.messages.experiment_models import (
     Proposal,
     RegisteredModel,
     Relative,
+    SearchObjective,
     Trial,
+    TrialProposal,
+    TrialRung,
     TrialTime,
 )
 from paceline._cluster.messages.master_models import (
@@ -52,9 +56,19 @@ PUBLISHED = Path(__file__).parents[2] / "docs" / "cli.schema.json"
 
 
 class ExperimentResult(Experiment):
-    """An experiment and its best trial."""
+    """An experiment and its best trial, or the Pareto front of several objectives."""
 
     best_trial: Trial | None
+    objectives: list[SearchObjective] = []
+    front: list[FrontTrial] = []
+    num_in_front: int = 0
+
+
+class DescribedTrial(Trial):
+    """A trial, who proposed it, and what the search decided about it."""
+
+    proposal: TrialProposal | None
+    rungs: list[TrialRung]
 
 
 class AddedUser(User):
@@ -105,7 +119,12 @@ RANK = record("RankDifferences", num_differences=int, first_difference=FOREIGN |
 ROW = record("PreviewRow", num_trials=int, length=int | None)
 BRACKET = record("PreviewBracket", num_trials=int, rungs=list[int])
 PREVIEW = record(
-    "SearchPreview", searcher=str, unit=str | None, rows=list[ROW], brackets=list[BRACKET]
+    "SearchPreview",
+    searcher=str,
+    unit=str | None,
+    rows=list[ROW],
+    brackets=list[BRACKET],
+    varies=dict[str, str],
 )
 SPREAD = {"mean": float, "min": float, "max": float}
 SIMULATED = record(
@@ -235,7 +254,7 @@ COMMANDS: dict[str, Any] = {
     "experiment list-checkpoints": list[Checkpoint],
     "experiment logs": LogLine,
     "trial list": list[Trial],
-    "trial describe": Trial | list[AttemptEnvironment],
+    "trial describe": DescribedTrial | list[AttemptEnvironment],
     "trial metrics": MetricRow,
     "trial time": TrialTime,
     "trial logs": LogLine,

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import paceline as package
+from paceline.config import validate_config
+from paceline.search import parse_space
 
 SKILL = Path(package.__file__).parent / ".agents" / "skills" / "paceline" / "SKILL.md"
 SEARCH = {
@@ -74,11 +77,25 @@ def test_every_command_of_the_skill_runs(
             found = paceline(*words, cwd=searched, code=code)
             assert "Traceback" not in found.stderr, (words, found.stderr)
             answers[" ".join(words[:3])] = found.stdout
+        [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        home = Path(json.loads(paceline("status", "--json").stdout)["home"])
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment_of(home), capture_output=True,
+            text=True, timeout=280,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        trials = json.loads(paceline("e", "list-trials", "7", "--json").stdout)
+        told = [paceline("t", "describe", str(one["id"]), "--json").stdout for one in trials]
+        whys = [json.loads(one)["proposal"]["why"] for one in told]
+        assert sorted(whys) == ["at random", *["near the best"] * 3], f"{whys}"
     finally:
         paceline("down", "--timeout", 1)
+    [config] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    space = validate_config(yaml.safe_load(config)).hyperparameters
+    assert parse_space(space).parameters[1].low == 1e-4, f"{space}: bounds of `log` are exponents"
     assert "+        context.train" in answers["e diff 3"]
-    told = json.loads(answers["e describe 1"])
-    assert told["repeats"]["num_pairs"] == 3
+    described = json.loads(answers["e describe 1"])
+    assert described["repeats"]["num_pairs"] == 3
     assert json.loads(answers["e propose 4"])[0]["hparams"] == {"lr": 0.3}
     assert "changed" in answers["e tree 1"]
 

@@ -24,6 +24,15 @@ from paceline.config._validate_config import merge_configs
             {"hyperparameters": {"lr": {"type": "int", "minval": 3, "maxval": 4}, "n": 1}},
         ),
         (
+            {"hyperparameters": {"lr": {"type": "log", "base": 10, "minval": -4, "maxval": 0}}},
+            {"hyperparameters": {"lr": {"maxval": -2, "count": 3}}},
+            {
+                "hyperparameters": {
+                    "lr": {"type": "log", "base": 10, "minval": -4, "maxval": -2, "count": 3}
+                }
+            },
+        ),
+        (
             {"hyperparameters": {"net": {"a": 1, "b": 2}, "lr": 1}},
             {"hyperparameters": {"net": {"b": None, "c": {}}}},
             {"hyperparameters": {"net": {"a": 1, "b": None, "c": {}}, "lr": 1}},

@@ -48,6 +48,7 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
             "name": "single",
             "metric": "loss",
             "smaller_is_better": True,
+            "objectives": [],
             "source_trial_id": None,
             "source_checkpoint_uuid": None,
             "sampler": None,

@@ -1,5 +1,7 @@
 """Simulations of searches on slots: closed forms, measured curves, and replays by the method."""
 
+import itertools
+
 import pytest
 
 from paceline.config import validate_config
@@ -94,3 +96,25 @@ def test_a_simulation_ends_at_its_time() -> None:
     search = Search(config, SPACE, 1)
     found = run_on_slots(config, search, Started, flat, slots=4, most_s=45.0)
     assert (found.wall_s, found.slot_s) == (45.0, 180.0)
+
+
+@pytest.mark.parametrize(
+    ("resume_units", "slot_s"), [(0.0, 16.0 + 8.0), (1.5, 16.0 + 8.0 + 2 * 1.5)]
+)
+def test_a_pause_costs_what_is_said_once_for_each_promotion(
+    resume_units: float, slot_s: float
+) -> None:
+    """Four trials of four units; the first two are the best, and go on after their pauses."""
+    order = itertools.count()
+    halving = {"name": "async_halving", "num_rungs": 2, "divisor": 2, "max_trials": 4}
+    config = config_of(**halving, max_length={"epochs": 8}, promotion=True).search_config()  # type: ignore[attr-defined]
+    found = run_on_slots(
+        config,
+        Search(config, SPACE, 1),
+        lambda: Started(),
+        lambda create: Curve(hparams=create.hparams, points=[(8, float(next(order)))]),
+        slots=1,
+        resume_units=resume_units,
+    )
+    assert found.trained == {4: 2, 8: 2}, f"{found.trained}"
+    assert (found.slot_s, found.wall_s) == (slot_s, slot_s), f"{found}"

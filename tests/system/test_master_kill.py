@@ -8,10 +8,13 @@ import json
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from sqlalchemy import create_engine, text
 
@@ -109,6 +112,7 @@ def check_search_log(home: Path, stored_config: dict[str, Any]) -> None:
         checked.hyperparameters,
         11,
         [input_from_json(json.dumps(given)) for given in inputs],
+        is_asking=checked.searcher.is_asking,
     )
     assert [[json.loads(message_to_json(o)) for o in decided] for decided in again] == operations
 
@@ -243,6 +247,76 @@ def test_search_with_two_slots_keeps_every_report_and_decision_after_kills(
     assert len(client.get_experiment(1).trials()) == 8
     check_metrics(client, notes)
     check_search_log(master.home, client.get_experiment(1).config)
+
+
+FAST = """
+import paceline as det
+
+lr = det.get_cluster_info().trial.hparams["lr"]
+with det.core.init() as context:
+    for epoch in range(1, 10):
+        metrics = {"loss": abs(lr - 0.3) + 1.0 / epoch, "score": lr * epoch, "epochs": epoch}
+        context.train.report_validation_metrics(epoch, metrics)
+        if context.preempt.should_preempt():
+            break
+"""
+NUM_TRIALS, NUM_KILLS = (200, 50) if FULL else (40, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("searcher", [
+    {"metric": "loss"},
+    {"metric": "loss", "promotion": True, "sampler": {"name": "optuna", "of": "tpe"}},
+    {"objectives": [{"metric": "loss"}, {"metric": "score", "smaller_is_better": False}]},
+], ids=["asha", "promotion-tpe", "two-objectives"])  # fmt: skip
+def test_a_large_search_keeps_its_decisions_when_anything_is_killed(
+    searcher: dict[str, Any],
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+) -> None:
+    """Master, runners and trials end by SIGKILL at random: stored inputs give stored decisions."""
+    master = make_master(2).start()
+    many = {"max_trials": NUM_TRIALS, "max_concurrent_trials": 8} | searcher
+    common = config(Path("unused"))
+    common["searcher"] = {k: v for k, v in common["searcher"].items() if k != "metric"} | many
+    experiment = master.client().create_experiment(
+        {**common, "max_restarts": 100}, write_context(FAST)
+    )
+    choices, killed = random.Random(len(many)), Counter[str]()
+    deadline = time.monotonic() + 30 * NUM_KILLS
+    while time.monotonic() < deadline:
+        if sum(killed.values()) < NUM_KILLS:
+            time.sleep(choices.uniform(0.05, 0.5))
+            others = master.processes()[1:] if master.is_alive else []
+            if not others or choices.random() < 0.25:
+                master.kill()
+                killed["master"] += 1
+            else:
+                # Runners and trials, whichever there are.
+                with suppress(psutil.NoSuchProcess):
+                    other = choices.choice(others)
+                    name = "runner" if other.name().startswith("runner-") else "trial"
+                    other.kill()
+                    killed[name] += 1
+        if not master.is_alive:
+            master.start()
+        with suppress(MasterUnreachableError, FileNotFoundError):
+            experiment = master.client().get_experiment(experiment.id)
+            if experiment.state.is_terminal:
+                break
+            if sum(killed.values()) >= NUM_KILLS:
+                time.sleep(0.2)
+    assert experiment.state.value == "COMPLETED", f"{experiment.data.error} {killed}"
+    trials = experiment.trials()
+    assert len(trials) == NUM_TRIALS, f"{len(trials)} trials after {killed}"
+    print(f"killed: {dict(killed)}")
+    check_search_log(master.home, experiment.config)
+    for trial in trials:
+        rows = {row.steps_completed: row.metrics for row in trial.iter_metrics("validation")}
+        lr = trial.hparams["lr"]
+        assert rows == {
+            e: {"loss": abs(lr - 0.3) + 1.0 / e, "score": lr * e, "epochs": e} for e in rows
+        }, f"trial {trial.id} has its own values"
 
 
 def test_every_fault_point_of_the_master_is_in_the_campaign() -> None:

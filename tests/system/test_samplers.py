@@ -204,3 +204,82 @@ def test_a_program_answers_a_random_search_over_the_api_across_a_kill_of_the_mas
         [0.3, 0.4, 0.5, 0.6, 0.7]
     )
     assert [one.why for one in check_replay(master.home)] == ["a step further"] * 5
+
+
+OBJECTIVES = [{"metric": "loss"}, {"metric": "score", "smaller_is_better": False}]
+SCRIPT_OF_TWO = """
+import math
+import paceline as det
+with det.core.init() as context:
+    x = context.info.trial.hparams["x"]
+    for batch in (1, 4):
+        score = math.nan if x > 0.7 else -((x - 0.6) ** 2) / batch
+        context.train.report_validation_metrics(batch, {"loss": x**2 / batch, "score": score})
+        if context.preempt.should_preempt():
+            break
+"""
+
+
+def test_a_search_of_two_objectives_keeps_its_decisions_and_shows_its_front(
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+    wait_until: Callable[..., None],
+) -> None:
+    """A kill of the master changes no decision; NaN in one objective is on no front."""
+    master = make_master(2)
+    master.start(fault="master.search.applied:9")
+    config = config_of({"name": "optuna", "of": "tpe"}, max_trials=9, objectives=OBJECTIVES)
+    del config["searcher"]["metric"]
+    config["searcher"]["points_to_evaluate"] = [{"x": x} for x in (0.9, 0.1, 0.5, 0.65)]
+    master.client().create_experiment(config, write_context(SCRIPT_OF_TWO))
+    master.wait(240)
+    master.start()
+    [experiment] = master.client().list_experiments()
+    wait_until(lambda: experiment.reload().state.is_terminal)
+    assert experiment.state.value == "COMPLETED"
+    assert not any(one.is_fallback for one in check_replay(master.home))
+    points = {}
+    for trial in experiment.trials():
+        *_, last = trial.iter_metrics("validation")
+        values = (last.metrics["loss"], last.metrics["score"])
+        if isinstance(values[1], float) and values[1] == values[1]:
+            points[trial.id] = values
+    found = experiment.search()
+    expected = {
+        one for one, (loss, score) in points.items()
+        if not any(a <= loss and b >= score and (a, b) != (loss, score) for a, b in points.values())
+    }  # fmt: skip
+    assert {one.trial_id for one in found.front} == expected, f"{points}"
+    assert {one.trial_id: tuple(one.values) for one in found.front} == {
+        one: points[one] for one in expected
+    }
+    assert found.num_in_front == len(expected) > 1
+    shown = describe(master, "experiment", "describe", str(experiment.id))
+    assert "loss (smaller is better) and score (larger is better)" in shown
+    assert f"Pareto front: {len(expected)} trials" in shown
+    plain = json.loads(describe(master, "experiment", "describe", str(experiment.id), "--json"))
+    assert plain["best_trial"] is None
+    assert [one["trial_id"] for one in plain["front"]] == [one.trial_id for one in found.front]
+    assert all("x" in one["hparams"] for one in plain["front"])
+
+
+def test_a_program_that_answers_sees_the_losses_of_all_objectives(
+    make_master: Callable[..., Any], write_context: Callable[..., Path]
+) -> None:
+    """Of NaN it sees nothing, of the other objective neither."""
+    master = make_master(1).start()
+    searcher = {"name": "random", "max_trials": 3, "max_concurrent_trials": 1}
+    searcher |= {"objectives": OBJECTIVES, "sampler": {"name": "external", "timeout": 600}}
+    experiment = master.client().create_experiment(
+        config_of(None) | {"searcher": searcher}, write_context(SCRIPT_OF_TWO)
+    )
+    for x in (0.5, 0.9, 0.1):
+        while not (found := experiment.asks(wait_s=30)).asks:
+            assert not experiment.reload().state.is_terminal
+        experiment.answer(found.asks[0], {"x": x})
+    assert [one.metric for one in found.objectives] == ["loss", "score"]
+    first, second = found.observations
+    assert first.losses == pytest.approx([0.0625, 0.0025])
+    assert (first.loss, second.loss, second.losses) == (first.losses[0], None, [])
+    assert experiment.wait(timeout=240).value == "COMPLETED"
+    assert len(check_replay(master.home)) == 3

@@ -643,3 +643,44 @@ def test_a_search_goes_on_after_a_second_ctrl_c(
 
 def _runs_of_search(directory: Path) -> list[core.RunSummary]:
     return [*core.list_runs(directory.parent), *core.list_runs(directory / "trials")]
+
+
+def of_two(config: dict[str, Any]) -> None:
+    """Report a loss that falls with `lr`, and a cost that rises."""
+    for epoch in range(1, 9):
+        nan = float("nan")
+        train.report(
+            epochs=epoch,
+            loss=-config["lr"] * epoch,
+            cost=nan if config["lr"] > 1.9 else config["lr"],
+        )
+
+
+def test_a_search_of_two_objectives_has_a_front_also_when_it_is_read_again(
+    trainer: train.Trainer, tmp_path: Path
+) -> None:
+    """Whoever is best in one objective is never stopped by the other; all is told again."""
+    searcher = asha(objectives=[{"metric": "loss"}, {"metric": "cost"}])
+    del searcher["metric"]
+    options: dict[str, Any] = {"trainer": trainer, "directory": tmp_path / "s", "seed": 3}
+    results = train.search(of_two, SPACE, searcher, **options)
+    finite = [trial for trial in results if trial.config["lr"] <= 1.9]
+    for trial in finite:
+        length = trial.num_reports
+        assert trial.values == (-trial.config["lr"] * length, trial.config["lr"]), f"{trial}"
+    front = results.best_trials
+    assert front, "there is a front"
+    assert all(trial in finite for trial in front)
+    for trial in finite:
+        is_behind = any(
+            a <= b and c <= d and (a, c) != (b, d)
+            for (a, c), (b, d) in ((other.values, trial.values) for other in finite)
+        )
+        assert (trial in front) is not is_behind, f"{trial.values}"
+    with pytest.raises(RuntimeError, match="`best_trials` is its Pareto front"):
+        _ = results.best_trial
+    assert "Pareto front of loss, cost" in str(results)
+    assert {"loss", "cost"} <= results.rows()[0].keys()
+    again = train.search(of_two, SPACE, searcher, **options)
+    assert again.rows() == results.rows()
+    assert [t.number for t in again.best_trials] == [t.number for t in front]

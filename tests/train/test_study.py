@@ -197,3 +197,54 @@ def test_a_proposal_is_the_next_trial_and_the_state_is_json() -> None:
     assert state["metric"] == "value"
     assert [trial["value"] for trial in state["trials"]] == [2.0, None]
     assert state["space"]["x"]["maxval"] == 1
+
+
+OBJECTIVES = [{"metric": "loss"}, {"metric": "score", "smaller_is_better": False}]
+
+
+def test_a_study_of_two_objectives_has_a_front_also_after_its_end(tmp_path: Path) -> None:
+    """NaN in one objective is never on the front; a report counts as a whole."""
+    method = {"name": "random", "max_trials": 5, "objectives": OBJECTIVES}
+
+    def fronts(study: Study) -> Any:
+        return [(trial.number, trial.values) for trial in study.best_trials]
+
+    with Study(SPACE, method=method, sampler=Half(), seed=1, directory=tmp_path / "s") as study:
+        given: list[Any] = [
+            (1.0, 1.0),
+            (0.5, 0.5),
+            (2.0, 0.5),
+            (0.1, float("nan")),
+            np.array([0.4, 0.1]),
+        ]
+        for values in given:
+            trial = study.ask()
+            assert trial is not None
+            if trial.number == 2:
+                assert study.report(trial, [0.6, 0.5], 1), "a random search stops none"
+            study.tell(trial, values)
+        assert fronts(study) == [(5, (0.4, 0.1)), (2, (0.5, 0.5)), (1, (1.0, 1.0))]
+        assert study.trials[3].values == (), "of NaN nothing counts"
+        with pytest.raises(RuntimeError, match="`best_trials` is its Pareto front"):
+            _ = study.best_trial
+        state = json.loads(json.dumps(study.state()))
+        assert (state["best"], state["front"]) == (None, [5, 2, 1])
+        assert [one["metric"] for one in state["objectives"]] == ["loss", "score"]
+    with Study(SPACE, method=method, sampler=Half(), seed=1, directory=tmp_path / "s") as again:
+        assert fronts(again) == [(5, (0.4, 0.1)), (2, (0.5, 0.5)), (1, (1.0, 1.0))]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(1.0, TypeError), ("ab", TypeError), ([1.0], ValueError), ([1, "a"], TypeError)],
+)
+def test_a_study_of_two_objectives_needs_a_number_for_each(
+    value: Any, kind: type[Exception]
+) -> None:
+    """Nothing is told to the search then."""
+    study = Study(SPACE, method={"name": "random", "max_trials": 5, "objectives": OBJECTIVES})
+    trial = study.ask()
+    assert trial is not None
+    with pytest.raises(kind, match="`value` must be a number"):
+        study.tell(trial, value)
+    assert not trial.is_over

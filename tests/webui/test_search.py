@@ -84,3 +84,37 @@ def test_rungs_and_hyperparameters_fill_while_the_search_runs(
     expect(page.get_by_role("cell", name="rate", exact=True)).to_be_visible()
     page.go_back()
     expect(page).to_have_url(re.compile(f"/experiments/{experiment.id}/trials"))
+
+
+OF_TWO = """
+import paceline
+
+with paceline.core.init() as context:
+    x = paceline.get_cluster_info().trial.hparams["x"]
+    score = float("nan") if x > 0.7 else x
+    context.train.report_validation_metrics(1, {"loss": x * x, "score": score})
+"""
+
+
+def test_a_search_of_two_objectives_shows_its_pareto_front(
+    master: Any, open_page: Any, code: Path
+) -> None:
+    """What is dominated, and what is not finite, is not there; nothing is called the best."""
+    (code / "train.py").write_text(OF_TWO)
+    objectives = [{"metric": "loss"}, {"metric": "score", "smaller_is_better": False}]
+    searcher = {
+        "name": "random", "max_trials": 4, "objectives": objectives,
+        "points_to_evaluate": [{"x": x} for x in (0.25, 0.5, 0.9, -0.5)],
+    }  # fmt: skip
+    experiment = master.create(
+        code, searcher=searcher,
+        hyperparameters={"x": {"type": "double", "minval": -1, "maxval": 1}},
+    )  # fmt: skip
+    assert experiment.wait(timeout=120).value == "COMPLETED"
+    page = open_page(master, f"/experiments/{experiment.id}")
+    front = page.get_by_role("table", name="Pareto front")
+    expect(front.get_by_role("columnheader")).to_have_text(["Trial", "loss ↓", "score ↑", "x"])
+    expect(front).to_contain_text("0.0625")
+    expect(front.get_by_role("link")).to_have_count(2)
+    expect(page.get_by_text("★ best")).to_have_count(0)
+    expect(page.get_by_text("Best trial")).to_have_count(0)

@@ -105,8 +105,8 @@ class SearchJournal:
         except BaseException:
             self._lock.close()
             raise
-        self._journal = begin_journal(self._run, opened)
-        self._journal.append(RunMetadataSet(time=time.time(), metadata=dict(setup)))
+        self.journal = begin_journal(self._run, opened)
+        self.journal.append(RunMetadataSet(time=time.time(), metadata=dict(setup)))
 
     @property
     def path(self) -> Path:
@@ -131,7 +131,7 @@ class SearchJournal:
 
     def add(self, given: Input, number: int = 0, metrics: Mapping[str, Any] | None = None) -> None:
         """Append an input; the entry survives a kill of this process."""
-        self._journal.append(
+        self.journal.append(
             SearchInputTaken(
                 time=time.time(),
                 input=msgspec.json.decode(message_to_json(given)),
@@ -147,7 +147,7 @@ class SearchJournal:
         # After Ctrl-C it can resume, as its trials can.
         is_interrupted = isinstance(error, KeyboardInterrupt)
         outcome = Outcome.PREEMPTED if is_interrupted else outcome_of(error)
-        end_journal(self._journal, outcome, error)
+        end_journal(self.journal, outcome, error)
         self._lock.close()
 
     def _records(self) -> Iterator[Any]:
@@ -183,6 +183,9 @@ class TrialOutcome:
             "diverged", if its loss was not finite (`NonFiniteError`),
             "invalid", if the function has refused its hyperparameters, or "canceled".
         value: The best value of the searched metric that it has reported; None before the first.
+            With several objectives, that of the first one in `values`.
+        values: With several objectives, the values of all at its newest report that no other report
+            of it dominates; empty before the first one in which all are finite.
         metrics: Its last report.
         num_reports: How many reports it has made.
         time: How long it has trained, in units of the search's time metric.
@@ -194,6 +197,7 @@ class TrialOutcome:
     run_dir: Path
     state: str = "waiting"
     value: float | None = None
+    values: tuple[float, ...] = ()
     metrics: dict[str, Any] = field(default_factory=dict)
     num_reports: int = 0
     time: float = 0.0
@@ -252,7 +256,8 @@ class SearchStanding:
     """Standing of a search at a moment.
 
     `fraction` is the completed part of the search; `best_value` is None before the first value;
-    `failed` has the numbers of trials that have failed or diverged.
+    `failed` has the numbers of trials that have failed or diverged; `front` those of the best
+    trials of a search of several objectives.
     """
 
     fraction: float
@@ -263,6 +268,7 @@ class SearchStanding:
     best_value: float | None = None
     best_number: int = 0
     best_config: Mapping[str, Any] = field(default_factory=dict)
+    front: tuple[int, ...] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -274,7 +280,7 @@ class SearchRun:
     Args:
         search: The search, new.
         journal: Gets all inputs, and replays the inputs of earlier attempts.
-        metric: The searched metric.
+        metrics: The searched metric, or those of several objectives.
         time_name: The metric for how long a trial has trained.
         smaller_is_better: Whether smaller values of the metric are better.
         length: How long trials train at most; None if the search does not say.
@@ -291,7 +297,7 @@ class SearchRun:
     journal: SearchJournal
     _: KW_ONLY
     make_result: Callable[..., TrialOutcome]
-    metric: str
+    metrics: Sequence[str]
     time_name: str
     smaller_is_better: bool
     length: int | None
@@ -342,6 +348,7 @@ class SearchRun:
                 num_running=len(self._running),
                 failed=tuple(r.number for r in results if r.state in ("failed", "diverged")),
                 best_value=None if best is None else best.value,
+                front=tuple(trial.result.number for trial in self._front()),
                 best_number=0 if best is None else best.number,
                 best_config={} if best is None else best.config,
             )
@@ -452,15 +459,17 @@ class SearchRun:
                 and no other trial has reported the metric.
         """
         is_due = bool(judged) and trial.result.num_reports + 1 >= _MOST_UNMEASURED
-        if is_due and self.metric not in judged and not self.is_single and not self._has_value():
+        is_missing = any(name not in judged for name in self.metrics)
+        if is_due and is_missing and not self.is_single and not self._has_value():
             raise MetricMissingError(self._missing_metric(trial, judged))
-        value = judged.get(self.metric, 0)
-        if _metric_number(value) is None:
-            raise TypeError(
-                f"The metric {self.metric!r} must be a number, as the search goes by it, but trial"
-                f" {trial.result.number} reported {value!r}. Hint: report a float, or set `metric`"
-                " of the searcher to another name."
-            )
+        for name in self.metrics:
+            value = judged.get(name, 0)
+            if _metric_number(value) is None:
+                raise TypeError(
+                    f"The metric {name!r} must be a number, as the search goes by it, but trial"
+                    f" {trial.result.number} reported {value!r}. Hint: report a float, or set"
+                    " `metric` of the searcher to another name."
+                )
 
     def check_metric(self, trial: SearchTrial) -> None:
         """Check a normally ended trial for the searched metric in its reports.
@@ -588,6 +597,10 @@ class SearchRun:
 
     def _apply(self, given: Input) -> None:
         operations = self.search.apply(given)
+        if isinstance(given, Reported) and given.others:
+            result = self.trials[given.request_id].result
+            result.values = self.search.values_of(given.request_id)
+            result.value = next(iter(result.values), math.nan)
         if isinstance(given, Exited):
             trial = self.trials[given.request_id]
             trial.exit_reason = given.reason
@@ -630,23 +643,35 @@ class SearchRun:
     def _has_value(self) -> bool:
         return any(each.result.value is not None for each in self.trials.values())
 
+    def front(self) -> list[TrialOutcome]:
+        """Return the trials of a search of several objectives that no other trial dominates."""
+        with self._changed:
+            return [trial.result for trial in self._front()]
+
+    def _front(self) -> list[SearchTrial]:
+        return [self.trials[request_id] for request_id, _ in self.search.front()]
+
     def _missing_metric(self, trial: SearchTrial, newest: Mapping[str, Any]) -> str:
+        needed = " and ".join(f"`{name}`" for name in self.metrics if name not in newest)
+        needed = needed or "its metric"
         return (
-            f"The search needs `{self.metric}` as a number in the reports, but no report of trial"
+            f"The search needs {needed} as a number in the reports, but no report of trial"
             f" {trial.result.number} had it (the last one had: {', '.join(newest) or 'nothing'})."
             " Hint: report it, or set `metric` of the searcher to what is reported."
         )
 
     def _input_of(self, trial: SearchTrial, metrics: Mapping[str, Any]) -> Reported | None:
         """Return the search input for a report; None without the searched metric."""
-        value = _metric_number(metrics.get(self.metric))
-        if value is None:
+        values = [_metric_number(metrics.get(name)) for name in self.metrics]
+        found = [value for value in values if value is not None]
+        if len(found) < len(values):
             return None
         time = _metric_number(metrics.get(self.time_name))
         if time is None or not math.isfinite(time):
             # Without such a metric the reports count.
             time = float(trial.result.num_reports + 1)
-        return Reported(request_id=trial.create.request_id, time=time, metric=value)
+        request_id, (metric, *others) = trial.create.request_id, found
+        return Reported(request_id=request_id, time=time, metric=metric, others=tuple(others))
 
     def _note_report(
         self, trial: SearchTrial, number: int, metrics: dict[str, Any], given: Reported | None

@@ -105,7 +105,10 @@ class SearchProgress:
             self._failed = told[:_LONGEST_CONFIG]
         if best is not None:
             config = ", ".join(f"{name}={value}" for name, value in standing.best_config.items())
-            self._best = f"best trial {standing.best_number}: {config}"[:_LONGEST_CONFIG]
+            told = f"best trial {standing.best_number}: {config}"
+            if standing.front:
+                told = f"Pareto front: trials {', '.join(map(str, standing.front))}"
+            self._best = told[:_LONGEST_CONFIG]
         news = (standing.num_ended, best)
         if news != self._told:
             self._told = news
@@ -213,7 +216,7 @@ def begun_search(
             is_asking=searcher.is_asking,
         ),
         journal,
-        metric=searcher.metric,
+        metrics=searcher.metrics,
         time_name=searcher.time_name if wants_reports else str(searcher.length_unit),
         smaller_is_better=searcher.smaller_is_better,
         length=searcher.length,

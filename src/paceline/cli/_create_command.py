@@ -243,6 +243,19 @@ def _preview_as_json(config: "ExperimentConfig", result: "Preview") -> dict[str,
         "brackets": [
             {"num_trials": plan.trials, "rungs": list(plan.units)} for plan in result.brackets
         ],
+        "varies": _varies(config),
+    }
+
+
+def _varies(config: "ExperimentConfig") -> dict[str, str]:
+    """Return what each hyperparameter can be, as the bounds of `log` are exponents."""
+    from paceline.search._hyperparameter_space import parse_space
+
+    return {
+        each.name: " or ".join(map(str, each.choices))
+        if each.choices
+        else f"{each.low:g} to {each.high:g}{' on a logarithmic scale' if each.log else ''}"
+        for each in parse_space(config.hyperparameters).parameters
     }
 
 
@@ -251,6 +264,8 @@ def _print_preview(config: "ExperimentConfig", result: "Preview") -> None:
     unit = _unit(config)
     total = sum(row.trials for row in result.rows)
     console().print(f"{config.searcher.name}: {total} {'trial' if total == 1 else 'trials'}")
+    for name, values in _varies(config).items():
+        console().print(f"{name}: {values}")
     title = "Trained for" if not result.brackets else f"Trained for ({unit})"
     whole = "their whole length"
     if config.searcher.wants_reports and not result.brackets:

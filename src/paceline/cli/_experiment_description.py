@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
-    from paceline._cluster.messages.experiment_models import SearchView
+    from paceline._cluster.messages.experiment_models import FrontTrial, SearchView
     from paceline._cluster.messages.experiment_models import Trial as TrialData
     from paceline.client._client import Client
     from paceline.client._experiment_and_trial import Experiment, Trial
@@ -82,11 +82,14 @@ def describe(
             shown = None if repeats is None else asdict(repeats)
             print_json({**experiment_result(client, found), "repeats": shown})
             return
-        best, waits = _best_trial(client, found.data), _waits_for(client, found.data)
+        several = _objectives_of(found.data)
+        best = None if several else _best_trial(client, found.data)
+        waits = _waits_for(client, found.data)
         nodes, problems = _nodes_of(client, found.data), _problems_of(client, found.data)
         told = _repeats_text(repeats)
         _print_description(found.data, best, waits, end_note(found), nodes, problems, told)
         search = found.search()
+        _print_front(search, console())
         _print_limits(found.data)
         _print_sampler(search)
         _print_rungs(search)
@@ -97,9 +100,21 @@ def describe(
 
 
 def experiment_result(client: "Client", experiment: "Experiment") -> dict[str, Any]:
-    """Return an experiment for JSON, with its best trial."""
+    """Return an experiment for JSON, with its best trial, or its Pareto front."""
     best = _best_trial(client, experiment.data)
-    return {**plain_for_console(experiment.data), "best_trial": best and best.data}
+    plain = {**plain_for_console(experiment.data), "best_trial": best and best.data}
+    plain |= {"objectives": [], "front": [], "num_in_front": 0}
+    if _objectives_of(experiment.data):
+        # No trial is the best: the front has those that no other one dominates.
+        search = experiment.search()
+        told = {name: getattr(search, name) for name in ("objectives", "front", "num_in_front")}
+        plain |= {"best_trial": None, **told}
+    return plain
+
+
+def _objectives_of(data: "ExperimentData") -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = data.config.get("searcher", {}).get("objectives") or []
+    return found
 
 
 def newest_before(client: "Client", key: str | None) -> int:
@@ -254,8 +269,14 @@ def _search_text(data: "ExperimentData") -> str | None:
     """Return the search method and metric; None for a run without a master and its search."""
     if data.is_unmanaged:
         return None
-    direction = "smaller" if data.smaller_is_better else "larger"
-    return f"{data.searcher} on {data.metric} ({direction} is better)"
+    several = _objectives_of(data) or [
+        {"metric": data.metric, "smaller_is_better": data.smaller_is_better}
+    ]
+    ways = [
+        f"{one['metric']} ({'smaller' if one['smaller_is_better'] else 'larger'} is better)"
+        for one in several
+    ]
+    return f"{data.searcher} on {' and '.join(ways)}"
 
 
 def _best_facts(
@@ -325,13 +346,41 @@ def _print_rungs(search: "SearchView") -> None:
         print_table(titles, rows, right=titles)
 
 
+def _print_front(search: "SearchView", output: "Console") -> None:
+    """Print the trials that no other dominates, for a search of several objectives."""
+    if not search.front:
+        return
+    shown = search.front[:_MOST_IN_FRONT]
+    names = _varying_in_leaderboard(shown)
+    table = make_table()
+    for title in ("Trial", *(one.metric for one in search.objectives)):
+        table.add_column(title, justify="right")
+    table.add_column("Hyperparameters", overflow="fold")
+    for one in shown:
+        values = flatten(one.hparams)
+        told = _joined(names, [format_number(values.get(name)) for name in names])
+        table.add_row(str(one.trial_id), *map(format_number, one.values), told)
+    output.print()
+    output.print(f"Pareto front: {num_trials_text(search.num_in_front)}", style="bold")
+    output.print(table)
+    if more := search.num_in_front - len(shown):
+        output.print(f"and {more} more, see `--json`")
+
+
+_MOST_IN_FRONT = 20
 _NUM_SHOWN = 10
 _LINE_WIDTH = 80
 _GAP = 2
 
 
 def print_leaderboard(experiment: "Experiment", output: "Console") -> None:
-    """Print the ten best trials of a search, and the hyperparameters of the best trial."""
+    """Print the ten best trials of a search, and the hyperparameters of the best trial.
+
+    Of a search of several objectives, print the Pareto front.
+    """
+    if _objectives_of(experiment.data) and (search := experiment.search()).front:
+        _print_front(search, output)
+        return
     found = experiment.trials(sort_by="metric", limit=_NUM_SHOWN)
     trials = [trial for trial in found if trial.best_metric is not None]
     if not trials:
@@ -405,7 +454,7 @@ def _width(rows: list[list[str]]) -> int:
     return sum(widths) + _GAP * (len(widths) - 1)
 
 
-def _varying_in_leaderboard(trials: "Sequence[Trial]") -> list[str]:
+def _varying_in_leaderboard(trials: "Sequence[Trial | FrontTrial]") -> list[str]:
     """Return the hyperparameters with differing values; all of them for a single trial."""
     rows = [flatten(trial.hparams) for trial in trials]
     names = sorted({name for row in rows for name in row})

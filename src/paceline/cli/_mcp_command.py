@@ -171,12 +171,14 @@ class AgentTools:
     def describe_experiment(self, experiment_id: int) -> Any:
         """Describe an experiment: best trial with hyperparameters, config, repeats."""
         found = self._client.get_experiment(experiment_id)
-        best = experiment_result(self._client, found)["best_trial"]
+        result = experiment_result(self._client, found)
+        best = result["best_trial"]
         names = ("searcher", "hyperparameters", "entrypoint", "resources")
         repeats = found.repeats()
         return {
             **_summary(found),
             "best_hparams": best and best.hparams,
+            **{name: result[name] for name in ("objectives", "front") if result[name]},
             "repeats": repeats and {n: getattr(repeats, n) for n in repeats.__slots__},
             "config": {name: found.config.get(name) for name in names},
             "notes": found.data.notes,

@@ -20,6 +20,7 @@ from paceline.cli._console_output import (
     format_number,
     format_values,
     lost_records_text,
+    plain_for_console,
     print_alerts,
     print_answer,
     print_facts,
@@ -96,11 +97,12 @@ def describe(
         found = client.get_trial(trial)
         data = found.data
         environments = [] if json and not show_environment else found.environments()
-        decisions = None if json else found.decisions()
-    if json:
-        print_json(environments if show_environment else data)
+        decisions = found.decisions()
+    if json and show_environment:
+        print_json(environments)
+    elif json:
+        print_json({**plain_for_console(data), **plain_for_console(decisions)})
     else:
-        assert decisions is not None
         _print_trial_facts(data, data.shown_state.value, decisions)
         print_alerts(data.alerts)
         _print_summary(data)

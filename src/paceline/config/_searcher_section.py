@@ -1,6 +1,7 @@
 """Section `searcher`: a model for each search method."""
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -131,6 +132,22 @@ class SearchLimits(Section):
         return Limited(**self.model_dump())
 
 
+class ObjectiveSection(Section):
+    """Metric of a search that looks at several."""
+
+    metric: Text = Field(description="Validation metric.")
+    smaller_is_better: bool = Field(
+        default=True, description="Whether smaller values of the metric are better."
+    )
+
+
+def _searcher_schema(schema: dict[str, Any], section: type["Searcher"]) -> None:
+    # The first objective names the metric as well.
+    if section.takes_objectives:
+        schema["required"].remove("metric")
+        schema["anyOf"] = [given_schema("metric"), given_schema("objectives")]
+
+
 class Searcher(Section):
     """Base of the searcher sections: the fields and properties common to all search methods.
 
@@ -145,18 +162,28 @@ class Searcher(Section):
             complete.
         needs_counts: Whether ranges of hyperparameters must say how many values to try.
         clones_trials: Whether trials start from the checkpoints of others, which needs a master.
+        takes_objectives: Whether the method can judge by several objectives at once, in
+            `reported_several`.
     """
 
+    model_config = {"json_schema_extra": _searcher_schema}
     wants_reports: ClassVar[bool] = False
     has_rungs: ClassVar[bool] = False
     can_reopen: ClassVar[bool] = False
     needs_counts: ClassVar[bool] = False
     clones_trials: ClassVar[bool] = False
+    takes_objectives: ClassVar[bool] = False
 
     name: str = Field(description="Search method.")
     metric: Text = Field(description="Validation metric that is searched for.")
     smaller_is_better: bool = Field(
         default=True, description="Whether smaller values of the metric are better."
+    )
+    objectives: list[ObjectiveSection] = Field(
+        default=[],
+        max_length=8,
+        description="Several metrics in the place of `metric`: trials are compared by all of them, "
+        "and the best ones are a Pareto front. The first one is shown where there is room for one.",
     )
     source_trial_id: Count | None = Field(
         default=None, description="Trial whose latest checkpoint every trial starts from."
@@ -188,6 +215,61 @@ class Searcher(Section):
         default=None, description="What the search may use; they can be changed while it runs."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_first_objective(cls, data: Any) -> Any:
+        given = data.get("objectives") if isinstance(data, dict) else None
+        first = given[0] if isinstance(given, list) and given else None
+        if not isinstance(first, dict) or not isinstance(first.get("metric"), str):
+            return data
+        is_smaller = first.get("smaller_is_better", True)
+        named = {"metric": first["metric"], "smaller_is_better": is_smaller}
+        return {**named, **data}
+
+    @field_validator("objectives")
+    @classmethod
+    def _check_objectives(cls, value: list[ObjectiveSection], info: ValidationInfo) -> Any:
+        names = [each.metric for each in value]
+        if not value:
+            return value
+        if not cls.takes_objectives:
+            raise refused("must not be given, as this method compares trials by one metric alone")
+        if len(set(names)) < max(len(names), 2):
+            raise refused(
+                "must be two or more different metrics",
+                hint="`searcher.metric` is for a single one.",
+            )
+        first = (info.data.get("metric"), info.data.get("smaller_is_better"))
+        if first != (value[0].metric, value[0].smaller_is_better):
+            raise refused(
+                "must begin with `searcher.metric` and its `smaller_is_better`",
+                hint="leave `metric` out: the first objective names it.",
+            )
+        return value
+
+    @field_validator("warm_start_from", "limits")
+    @classmethod
+    def _check_single(cls, value: Any, info: ValidationInfo) -> Any:
+        is_of_one = info.field_name == "warm_start_from" or (value and value.target is not None)
+        if value and is_of_one and info.data.get("objectives"):
+            what = "a `target`" if info.field_name == "limits" else "given"
+            raise refused(
+                f"must not {'have' if info.field_name == 'limits' else 'be'} {what} with several"
+                " objectives",
+                hint="it is for one metric: leave out one of the two.",
+            )
+        return value
+
+    @field_validator("sampler")
+    @classmethod
+    def _check_sampler_of_several(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and value.of == "cmaes" and info.data.get("objectives"):
+            raise refused(
+                "must not be CMA-ES with several objectives",
+                "`of: tpe`, `of: nsgaii` or `of: gp`",
+            )
+        return value
+
     @field_validator("warm_start_from")
     @classmethod
     def _check_learns(cls, value: Any, info: ValidationInfo) -> Any:
@@ -215,10 +297,14 @@ class Searcher(Section):
 
         if self.sampler is None:
             return SamplerSpec()
-        of = {"of": self.sampler.of or "tpe"} if self.sampler.name == "optuna" else {}
+        options: dict[str, Any] = self.sampler.options
+        if self.sampler.name == "optuna":
+            options = {"of": self.sampler.of or "tpe", **options}
+            if self.objectives:
+                options["num_objectives"] = len(self.objectives)
         return SamplerSpec(
             name=self.sampler.name,
-            options=of | self.sampler.options,
+            options=options,
             timeout_s=self.sampler.timeout,
         )
 
@@ -260,10 +346,19 @@ class Searcher(Section):
 
         Samplers learn from the metric also where the method compares no trials.
         """
-        if not (self.wants_reports or self.is_asking):
+        if not (self.wants_reports or self.is_asking or self.objectives):
             return None
-        is_timed = self.time_name != BATCHES
-        return [self.metric, self.time_name] if is_timed else [self.metric]
+        return [*self.metrics, *([self.time_name] if self.time_name != BATCHES else [])]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Return the metrics of all objectives, `metric` first."""
+        return [each.metric for each in self.objectives] or [self.metric]
+
+    def signed(self, losses: Sequence[float]) -> list[float]:
+        """Return the values of objectives for losses, which are smaller for better trials."""
+        several = zip(losses, self.objectives, strict=True)
+        return [loss if one.smaller_is_better else -loss for loss, one in several]
 
     @property
     def takes_reports(self) -> bool:
@@ -282,7 +377,11 @@ class Searcher(Section):
 
     def _of(self, *names: str) -> dict[str, Any]:
         """Return fields that the method's configuration has under the same names."""
-        return {name: getattr(self, name) for name in ("metric", "smaller_is_better", *names)}
+        from paceline.search._search_method import Objective
+
+        several = [Objective(one.metric, one.smaller_is_better) for one in self.objectives]
+        common = {"metric": self.metric, "smaller_is_better": self.smaller_is_better}
+        return {**common, "objectives": tuple(several), **{n: getattr(self, n) for n in names}}
 
 
 class MissingSearcher(Searcher):
@@ -294,6 +393,7 @@ class MissingSearcher(Searcher):
 
     model_config = {"extra": "allow"}
     wants_reports = True
+    takes_objectives = True
 
     def search_config(self) -> "SearchConfig":
         """Refuse.
@@ -340,6 +440,8 @@ class SingleSearcher(_WholeTrials):
 class RandomSearcher(_WholeTrials):
     """Trials with hyperparameters drawn at random."""
 
+    takes_objectives = True
+
     name: Literal["random"] = Field(default="random", description="Search method.")
     max_trials: Count = Field(description="Trials that the search creates.")
     max_concurrent_trials: NonNegative = Field(
@@ -358,6 +460,7 @@ class GridSearcher(_WholeTrials):
     """Grid search: a trial for each point spanned by the hyperparameters."""
 
     needs_counts = True
+    takes_objectives = True
 
     name: Literal["grid"] = Field(default="grid", description="Search method.")
     max_concurrent_trials: NonNegative = Field(
@@ -371,7 +474,8 @@ class GridSearcher(_WholeTrials):
         return GridConfig(**self._of("max_concurrent_trials"), max_length=self.length)
 
 
-def _halving_schema(schema: dict[str, Any]) -> None:
+def _halving_schema(schema: dict[str, Any], section: type["Searcher"]) -> None:
+    _searcher_schema(schema, section)
     # Required fields unless the length replaces them: a default of null would make them optional.
     for name in ("time_metric", "max_time"):
         schema["properties"][name].pop("default", None)
@@ -381,6 +485,7 @@ def _halving_schema(schema: dict[str, Any]) -> None:
 class _Timed(Searcher):
     model_config = {"json_schema_extra": _halving_schema}
     wants_reports = True
+    takes_objectives = True
 
     max_trials: Count = Field(description="Trials that the search creates.")
     max_length: MaxLength | None = Field(

@@ -325,9 +325,10 @@ def merge_configs(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
     """Return `high` with its open fields taken from `low`; neither is changed.
 
     Fields are merged one by one, through nested maps. Labels are united. A hyperparameter and a
-    length are replaced as a whole, and only nested maps of hyperparameters are merged. A searcher
-    or storage of another kind replaces the lower one, save for the fields that all kinds share. A
-    field that is null is left open, except for a hyperparameter, where null is a value.
+    length are replaced as a whole; nested maps of hyperparameters are merged, and bounds into a
+    range. A searcher or storage of another kind replaces the lower one, save for the fields that
+    all kinds share. A field that is null is left open, except for a hyperparameter, where null is a
+    value.
     """
     merged = _merge_fields(copy.deepcopy(low), copy.deepcopy(high), path=())
     return {key: value for key, value in merged.items() if value is not None}
@@ -369,10 +370,16 @@ def _merge_space(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
     result = dict(low)
     for key, value in high.items():
         below = result.get(key)
-        result[key] = (
-            _merge_space(below, value) if _is_nested(below) and _is_nested(value) else value
-        )
+        if _is_nested(value) and _is_nested(below):
+            value = _merge_space(below, value)
+        elif _is_nested(value) and isinstance(below, dict) and value.keys() <= _RANGE_FIELDS:
+            # A bound alone would be a constant, which nobody means by it.
+            value = below | value
+        result[key] = value
     return result
+
+
+_RANGE_FIELDS = {"minval", "maxval", "base", "count", "vals", "val"}
 
 
 def _is_nested(node: Any) -> TypeGuard[dict[str, Any]]:

@@ -518,6 +518,7 @@ class SearcherContext:
         self._preempt = preempt
         self._journal = journal
         self._max_length = configured_length(searcher)
+        self._has_objectives = bool(searcher.get("objectives"))
         self._is_managed = is_managed
         self._completed_length = completed_length
         self._has_asked = False
@@ -529,9 +530,15 @@ class SearcherContext:
         when the attempt is preempted: ask `should_preempt()` afterwards. All ranks iterate.
 
         Raises:
-            RuntimeError: The last operation was not completed.
+            RuntimeError: The last operation was not completed, or the search has several
+                objectives.
             DistributedTimeoutError: Other ranks do not iterate.
         """
+        if self._has_objectives:
+            raise RuntimeError(
+                "A search must have one metric to judge whole operations, but this one has several"
+                " objectives. Hint: report all of them with `report_validation_metrics`."
+            )
         is_chief = self._distributed.rank == 0
         self._decision.expect_none()
         if is_chief and not self._has_asked:

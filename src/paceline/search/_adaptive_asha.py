@@ -1,4 +1,4 @@
-"""Adaptive ASHA: rungs, asynchronous halving, and the division of a search among brackets.
+"""Adaptive ASHA: asynchronous halving, and the division of a search among brackets.
 
 Halving in promotion form: trials pause at rungs and resume when promoted; Hyperband.
 """
@@ -6,8 +6,6 @@ Halving in promotion form: trials pause at rungs and resume when promoted; Hyper
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
@@ -15,86 +13,7 @@ from typing import Any, ClassVar
 
 from paceline.search import _search_method as base
 from paceline.search._hyperparameter_space import Space
-
-
-class Rung:
-    """Hold a rung's entries in ranked order, where smaller values are better.
-
-    Numbers are kept in two parallel lists, so that a search among 100,000 entries compares plain
-    floats. Entries without a finite number (NaN, infinity, or a trial that failed) rank behind all
-    of them.
-    """
-
-    __slots__ = ("_arrivals", "_ids", "_unranked", "_values", "units")
-
-    def __init__(self, units: int) -> None:
-        self.units = units
-        self._values: list[float] = []
-        self._ids: list[str] = []
-        self._unranked: list[str] = []
-        # By request id: order, rank, number kept, and the cut-off as a value.
-        self._arrivals: dict[str, tuple[int, int, int, float]] = {}
-
-    def __len__(self) -> int:
-        return len(self._values) + len(self._unranked)
-
-    def __iter__(self) -> Iterator[tuple[str, float]]:
-        """Iterate over request ids and values, the best first; the last ones may be NaN."""
-        yield from zip(self._ids, self._values, strict=True)
-        for request_id in self._unranked:
-            yield request_id, math.nan
-
-    def insert(self, request_id: str, value: float) -> int:
-        """Insert an entry behind equal and better entries; return its rank from 0."""
-        if not math.isfinite(value):
-            self._unranked.append(request_id)
-            return len(self) - 1
-        rank = bisect_right(self._values, value)
-        self._values.insert(rank, value)
-        self._ids.insert(rank, request_id)
-        return rank
-
-    def note_arrival(self, request_id: str, rank: int, num_kept: int) -> None:
-        """Keep what a newcomer was compared to: its rank from 0, and how many could continue."""
-        cutoff = self._values[num_kept - 1] if num_kept <= len(self._values) else math.nan
-        self._arrivals[request_id] = (len(self), rank + 1, num_kept, cutoff)
-
-    def arrival(self, request_id: str) -> tuple[int, int, int, float] | None:
-        """Return a trial's order, rank, number kept and cut-off when it arrived, if known."""
-        return self._arrivals.get(request_id)
-
-    def remove(self, request_id: str) -> None:
-        """Remove a trial's entry; the time is in proportion to the rung's size."""
-        self._arrivals.pop(request_id, None)
-        if request_id in self._unranked:
-            self._unranked.remove(request_id)
-            return
-        rank = self._ids.index(request_id)
-        del self._ids[rank], self._values[rank]
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the entries as JSON-able data."""
-        return {
-            "units": self.units,
-            "values": [base.encode_search_float(value) for value in self._values],
-            "ids": list(self._ids),
-            "unranked": list(self._unranked),
-            "arrivals": {
-                request_id: [*counts, base.encode_search_float(cutoff)]
-                for request_id, (*counts, cutoff) in self._arrivals.items()
-            },
-        }
-
-    def load(self, snapshot: dict[str, Any]) -> None:
-        """Take the entries over from a snapshot."""
-        self._values = [float(value) for value in snapshot["values"]]
-        self._ids = list(snapshot["ids"])
-        self._unranked = list(snapshot["unranked"])
-        # Earlier versions did not keep them.
-        self._arrivals = {
-            request_id: (order, rank, num_kept, float(cutoff))
-            for request_id, (order, rank, num_kept, cutoff) in snapshot.get("arrivals", {}).items()
-        }
+from paceline.search._rungs import Rung, make_rung
 
 
 class _Fate(str, Enum):
@@ -123,13 +42,14 @@ class HalvingMethod(base.SearchMethod):
         plan: base.BracketPlan,
         *,
         smaller_is_better: bool,
+        num_objectives: int = 1,
     ) -> None:
         self._maker = maker
         self._plan = plan
         self._num_trials = plan.trials
         self._divisor = plan.divisor
         self._smaller_is_better = smaller_is_better
-        self._rungs = [Rung(units) for units in plan.units]
+        self._rungs = [make_rung(units, num_objectives) for units in plan.units]
         self._entrants: dict[str, _Entrant] = {}
         self._num_invalid = 0
 
@@ -156,17 +76,21 @@ class HalvingMethod(base.SearchMethod):
 
         A metric that is not finite never passes a rung, not even an empty one.
         """
+        loss = metric if self._smaller_is_better else -metric
+        return self.reported_several(request_id, time, loss)
+
+    def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
+        """Decide by several objectives, or by the loss of a single one."""
         entrant = self._entrants[request_id]
         rung_before = entrant.rung
-        value = metric if self._smaller_is_better else -metric
         # Several rungs in one call: a trial with rare reports may clear several at once.
         while time >= self._rungs[entrant.rung].units:
             rung = self._rungs[entrant.rung]
-            rank = rung.insert(request_id, value)
+            rank = rung.insert(request_id, losses)
             is_top = entrant.rung == len(self._rungs) - 1
             num_kept = base.keep_count(len(rung), self._divisor)
             rung.note_arrival(request_id, rank, num_kept)
-            is_kept = math.isfinite(value) and rank < num_kept
+            is_kept = rank < min(num_kept, rung.num_ranked)
             if is_top or not is_kept:
                 entrant.fate = _Fate.STOPPED
                 return [base.Stop(request_id=request_id), *self._refill()]
@@ -195,7 +119,7 @@ class HalvingMethod(base.SearchMethod):
                 rung.remove(request_id)
         else:
             entrant.fate = _Fate.FAILED
-            self._rungs[entrant.rung].insert(request_id, math.nan)
+            self._rungs[entrant.rung].insert_last(request_id)
         return self._refill()
 
     def num_trials(self, num_invalid: int) -> int:
@@ -504,6 +428,11 @@ class AdaptiveAshaMethod(base.SearchMethod):
         bracket = self._owners[request_id]
         return self._own(bracket, bracket.reported(request_id, time, metric))
 
+    def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
+        """Pass the report to the bracket owning the trial."""
+        bracket = self._owners[request_id]
+        return self._own(bracket, bracket.reported_several(request_id, time, losses))
+
     def exited(
         self, request_id: str, reason: base.ExitReason, is_stopped: bool
     ) -> list[base.Operation]:
@@ -571,6 +500,7 @@ class PromotionMethod(HalvingMethod):
         plan: The bracket.
         smaller_is_better: Whether smaller values are better.
         waits_for_all: Whether a rung promotes trials only once all that can come have come.
+        num_objectives: How many losses a report has.
     """
 
     def __init__(
@@ -580,8 +510,11 @@ class PromotionMethod(HalvingMethod):
         *,
         smaller_is_better: bool,
         waits_for_all: bool,
+        num_objectives: int = 1,
     ) -> None:
-        super().__init__(maker, plan, smaller_is_better=smaller_is_better)
+        super().__init__(
+            maker, plan, smaller_is_better=smaller_is_better, num_objectives=num_objectives
+        )
         self._waits_for_all = waits_for_all
 
     def resize(self, max_trials: int) -> list[base.Operation]:
@@ -589,14 +522,14 @@ class PromotionMethod(HalvingMethod):
         self._num_trials = max_trials
         return self._go_on()
 
-    def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
+    def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
         """Let a trial that has reached its rung pause there, and decide who trains next."""
         entrant = self._entrants[request_id]
         rung = self._rungs[entrant.rung]
         # A trial that pauses may report until it has left.
         if entrant.fate is not _Fate.TRAINING or time < rung.units:
             return []
-        rank = rung.insert(request_id, metric if self._smaller_is_better else -metric)
+        rank = rung.insert(request_id, losses)
         rung.note_arrival(request_id, rank, base.keep_count(len(rung), self._divisor))
         if entrant.rung == len(self._rungs) - 1:
             entrant.fate = _Fate.STOPPED
@@ -622,7 +555,7 @@ class PromotionMethod(HalvingMethod):
                 rung.remove(request_id)
         else:
             if was_training:
-                self._rungs[entrant.rung].insert(request_id, math.nan)
+                self._rungs[entrant.rung].insert_last(request_id)
             entrant.fate = _Fate.FAILED
         return self._go_on()
 
@@ -688,11 +621,10 @@ class PromotionMethod(HalvingMethod):
 
 def bracket_method(config: Any, maker: base.TrialMaker, plan: base.BracketPlan) -> HalvingMethod:
     """Return the method of a bracket in the configured form."""
+    common = {
+        "smaller_is_better": config.smaller_is_better,
+        "num_objectives": len(config.metrics),
+    }
     if not config.promotes:
-        return HalvingMethod(maker, plan, smaller_is_better=config.smaller_is_better)
-    return PromotionMethod(
-        maker,
-        plan,
-        smaller_is_better=config.smaller_is_better,
-        waits_for_all=config.waits_for_all,
-    )
+        return HalvingMethod(maker, plan, **common)
+    return PromotionMethod(maker, plan, waits_for_all=config.waits_for_all, **common)

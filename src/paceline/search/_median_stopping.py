@@ -53,28 +53,31 @@ class MedianStoppingMethod(base.RandomMethod):
             is_invalid_replaced=True,
         )
         self._config = config
-        # Of each trial: the number of its reports, their sum, the best one and the last time.
-        self._reports: dict[str, list[float]] = {}
-        # The running means of all trials at each time, in order: each report adds one in O(log n).
-        self._means: dict[float, list[float]] = {}
+        self._means = [_RunningMeans() for _ in config.metrics]
 
     def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
         """Stop the trial if it is worse than the median of the others."""
+        loss = metric if self._config.smaller_is_better else -metric
+        return self.reported_several(request_id, time, (loss,))
+
+    def reported_several(
+        self, request_id: str, time: float, losses: tuple[float, ...]
+    ) -> list[base.Operation]:
+        """Stop the trial if it is worse than the median of the others in every objective."""
         config = self._config
-        number, total, best, last = self._reports.get(request_id, (0, 0.0, _WORST, -math.inf))
-        if time <= last:
+        if time <= self._means[0].last_time(request_id):
             # An attempt that was started again repeats what was told before.
             return []
-        value = metric if config.smaller_is_better else -metric
-        # What is not finite is worse than everything.
-        value = max(-_WORST, min(value, _WORST)) if math.isfinite(value) else _WORST
-        number, total, best = number + 1, total + value, min(best, value)
-        self._reports[request_id] = [number, total, best, time]
-        others = self._means.setdefault(time, [])
-        is_early = time < config.min_time or len(others) < config.min_others
-        is_worse = not is_early and best > median(others)
-        insort(others, total / number)
-        return [base.Stop(request_id=request_id)] if is_worse or time >= config.max_time else []
+        least = math.inf if time < config.min_time else config.min_others
+        if not all(map(math.isfinite, losses)):
+            # What is not finite in one objective counts as that in all.
+            losses = (math.inf,) * len(losses)
+        worse = [
+            means.add(request_id, time, loss, least)
+            for means, loss in zip(self._means, losses, strict=True)
+        ]
+        is_over = all(worse) or time >= config.max_time
+        return [base.Stop(request_id=request_id)] if is_over else []
 
     def trained_share(self, time: float) -> float:
         """Return the part of the longest time."""
@@ -82,11 +85,8 @@ class MedianStoppingMethod(base.RandomMethod):
 
     def snapshot(self) -> dict[str, Any]:
         """Return the method's state as JSON-able data."""
-        return {
-            **super().snapshot(),
-            "reports": {trial: list(facts) for trial, facts in self._reports.items()},
-            "means": [[time, list(means)] for time, means in self._means.items()],
-        }
+        first, *others = (means.snapshot() for means in self._means)
+        return {**super().snapshot(), **first, **({"others": others} if others else {})}
 
     def load(self, snapshot: dict[str, Any]) -> None:
         """Take the state over from a snapshot.
@@ -95,5 +95,42 @@ class MedianStoppingMethod(base.RandomMethod):
             ValueError: If the snapshot comes from another configuration.
         """
         super().load(snapshot)
+        stored = [snapshot, *snapshot.get("others", ())]
+        for means, one in zip(self._means, stored, strict=True):
+            means.load(one)
+
+
+class _RunningMeans:
+    """What trials have reported of one objective."""
+
+    def __init__(self) -> None:
+        # Of each trial: the number of its reports, their sum, the best one and the last time.
+        self._reports: dict[str, list[float]] = {}
+        # The running means of all trials at each time, in order: each report adds one in O(log n).
+        self._means: dict[float, list[float]] = {}
+
+    def last_time(self, request_id: str) -> float:
+        found = self._reports.get(request_id)
+        return -math.inf if found is None else found[3]
+
+    def add(self, request_id: str, time: float, loss: float, least: float) -> bool:
+        """Add a report; return whether its trial is worse than the median of at least `least`."""
+        number, total, best, _ = self._reports.get(request_id, (0, 0.0, _WORST, 0.0))
+        # What is not finite is worse than everything.
+        loss = max(-_WORST, min(loss, _WORST)) if math.isfinite(loss) else _WORST
+        number, total, best = number + 1, total + loss, min(best, loss)
+        self._reports[request_id] = [number, total, best, time]
+        others = self._means.setdefault(time, [])
+        is_worse = len(others) >= least and best > median(others)
+        insort(others, total / number)
+        return is_worse
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "reports": {trial: list(facts) for trial, facts in self._reports.items()},
+            "means": [[time, list(means)] for time, means in self._means.items()],
+        }
+
+    def load(self, snapshot: dict[str, Any]) -> None:
         self._reports = {trial: list(facts) for trial, facts in snapshot["reports"].items()}
         self._means = {time: list(means) for time, means in snapshot["means"]}

@@ -36,19 +36,25 @@ class OptunaSampler(Sampler):
     finite loss, that refused their hyperparameters or ran out of memory, count as infinitely bad;
     for TPE and NSGA-II the last ones break a constraint as well. Failed ones count for nothing.
 
+    With several objectives it learns from all of them. Optuna prunes no trials then, so TPE also
+    gets stopped trials as completed ones.
+
     Args:
         of: "tpe", "gp", "cmaes" or "nsgaii".
         seed: The seed of the sampler.
+        num_objectives: How many losses a trial has.
         options: Further arguments of Optuna's class.
     """
 
-    def __init__(self, of: str = "tpe", seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, of: str = "tpe", seed: int = 0, num_objectives: int = 1, **options: Any
+    ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.simplefilter("ignore")
         self._violation = 0.0
         # Trials run at once: without it, TPE would propose the same place to all of them.
         liar: dict[str, Any] = {"constant_liar": True} if of == "tpe" else {}
-        self._of = of
+        self._of, self._num_objectives = of, num_objectives
         self._options = {"seed": seed} | liar | options
         self._has_begun = False
 
@@ -59,7 +65,10 @@ class OptunaSampler(Sampler):
         if is_constrained:
             more["constraints_func"] = lambda trial: (self._violation,)
         self._has_begun, self._is_constrained = True, is_constrained
-        self._study = optuna.create_study(sampler=_KINDS[self._of](**self._options | more))
+        self._study = optuna.create_study(
+            sampler=_KINDS[self._of](**self._options | more),
+            directions=["minimize"] * self._num_objectives,
+        )
         # By trial: its number in the study while it runs, None once it has ended.
         self._running: dict[str, int | None] = {}
         self._num_ended = 0
@@ -128,17 +137,22 @@ class OptunaSampler(Sampler):
         self._running[seen.id] = None
         self._num_ended += 1
         self._violation = float(seen.state == "out_of_memory")
-        loss = math.inf
+        several = self._num_objectives
+        losses: Sequence[float] = (math.inf,) * several
         if seen.loss is not None and seen.state not in ("invalid", "out_of_memory"):
-            loss = seen.loss
+            losses = seen.losses or (seen.loss,)
         if seen.state == "failed":
             self._study.tell(number, state=TrialState.FAIL)
-        elif seen.state == "stopped" and self._of == "tpe" and math.isfinite(loss):
+        elif (
+            seen.state == "stopped"
+            and (self._of, several) == ("tpe", 1)
+            and math.isfinite(losses[0])
+        ):
             trial_id = self._study.get_trials(deepcopy=False)[number]._trial_id
-            optuna.Trial(self._study, trial_id).report(loss, int(seen.time))
+            optuna.Trial(self._study, trial_id).report(losses[0], int(seen.time))
             self._study.tell(number, state=TrialState.PRUNED)
         else:
-            self._study.tell(number, loss)
+            self._study.tell(number, losses)
 
     def _number_of(
         self, space: Space, distributions: dict[str, BaseDistribution], seen: Observation

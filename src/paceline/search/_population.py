@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from paceline.search import _search_method as base
-from paceline.search._adaptive_asha import Rung
 from paceline.search._hyperparameter_space import Space
+from paceline.search._rungs import Rung, make_rung
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +85,11 @@ class PbtMethod(base.SearchMethod):
 
     def reported(self, request_id: str, time: float, metric: float) -> list[base.Operation]:
         """Compare a trial that has trained for another interval."""
+        loss = metric if self._config.smaller_is_better else -metric
+        return self.reported_several(request_id, time, loss)
+
+    def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
+        """Compare by several objectives, or by the loss of a single one."""
         member, config = self._members[request_id], self._config
         member.time = max(member.time, member.begun_at + time)
         if member.time >= config.max_time:
@@ -94,10 +99,10 @@ class PbtMethod(base.SearchMethod):
             return []
         index = int(member.time // config.interval)
         member.next_at = float((index + 1) * config.interval)
-        rung = self._rungs.setdefault(index, Rung(index))
-        rank = rung.insert(request_id, metric if config.smaller_is_better else -metric)
+        rung = self._rungs.setdefault(index, self._rung(index))
+        rank = rung.insert(request_id, losses)
         num_weak = int(len(rung) * config.quantile)
-        is_finite, ranked = math.isfinite(metric), list(rung)
+        is_finite, ranked = rank < rung.num_ranked, list(rung)
         if is_finite:
             if rank < len(rung) - num_weak:
                 return []
@@ -162,7 +167,7 @@ class PbtMethod(base.SearchMethod):
         self._num_trials = snapshot["num_trials"]
         self._members = {key: _Member(**member) for key, member in snapshot["members"]}
         for stored in snapshot["rungs"]:
-            rung = self._rungs[stored["units"]] = Rung(stored["units"])
+            rung = self._rungs[stored["units"]] = self._rung(stored["units"])
             rung.load(stored)
 
     def _enter(self, create: Any, begun_at: float) -> list[base.Operation]:
@@ -173,6 +178,9 @@ class PbtMethod(base.SearchMethod):
         )
         length = max(math.ceil(config.max_time - begun_at), 1)
         return [create, base.Train(request_id=create.request_id, length=length)]
+
+    def _rung(self, index: int) -> Rung:
+        return make_rung(index, len(self._config.metrics))
 
     def _num_invalid(self) -> int:
         return sum(member.time < 0 for member in self._members.values())

@@ -107,6 +107,7 @@ class _Trial:
     trained: int = 0
     is_stopped: bool = False
     is_paused: bool = False
+    is_resuming: bool = False
 
     def next_report(self, unit: float) -> int:
         """Return the time of the next point of the curve, at most the target."""
@@ -172,6 +173,7 @@ def run_on_slots(
     slots: int,
     unit: float = 1.0,
     most_s: float = math.inf,
+    resume_units: float = 0.0,
 ) -> SlotsResult:
     """Run a search that has not started, until its end or for `most_s`; see `simulate_slots`.
 
@@ -183,8 +185,18 @@ def run_on_slots(
         slots: How many trials train at once, at least 1.
         unit: How many units of the curves a unit of the search is.
         most_s: When the simulation ends at the latest.
+        resume_units: How long a trial holds its slot after a pause before it trains, in units of
+            its curve.
+
+    Raises:
+        ValueError: The search has several objectives, of which curves say nothing.
     """
-    run = _SlotsRun(config, search, answer, curves, slots, unit)
+    if config.objectives:
+        raise ValueError(
+            "A search on curves must have one objective, but got"
+            f" {', '.join(config.metrics)}.\nHint: simulate it with `metric` alone."
+        )
+    run = _SlotsRun(config, search, answer, curves, slots, unit, resume_units)
     run.give(base.Started())
     while (now := run.next_time()) is not None and now <= most_s:
         run.advance(now)
@@ -206,6 +218,7 @@ class _SlotsRun:
     curves: Curves
     slots: int
     unit: float
+    resume_units: float
     now: float = 0.0
     slot_s: float = 0.0
     """Up to the next reports of the trials that train."""
@@ -235,6 +248,7 @@ class _SlotsRun:
             return [_completed(trial)] if was_paused else []
         trial.target = operation.length
         if was_paused:
+            trial.is_resuming = True
             self.waiting.append(trial)
         return []
 
@@ -245,8 +259,10 @@ class _SlotsRun:
         return self.training[0][0] if self.training else None
 
     def _train(self, trial: _Trial) -> None:
-        length = trial.next_report(self.unit) - trial.trained
-        seconds = length * self.unit * trial.curve.seconds_per_unit
+        length = (trial.next_report(self.unit) - trial.trained) * self.unit
+        length += self.resume_units if trial.is_resuming else 0.0
+        trial.is_resuming = False
+        seconds = length * trial.curve.seconds_per_unit
         self.slot_s, self.num_segments = self.slot_s + seconds, self.num_segments + 1
         heapq.heappush(self.training, (self.now + seconds, self.num_segments, trial))
 
@@ -395,7 +411,7 @@ def simulate(
     config: base.SearchConfig,
     hyperparameters: dict[str, Any],
     seed: int,
-    metric_of: Callable[[base.Create, int], float],
+    metric_of: Callable[[base.Create, int], float | Sequence[float]],
     *,
     exit_of: Callable[[base.Create, int], base.ExitReason | None] | None = None,
     report_every: int | None = None,
@@ -405,10 +421,10 @@ def simulate(
     """Run a search on imaginary trials taking turns.
 
     In its turn a trial trains to its next target, or for `report_every` units of time if that is
-    less, and reports `metric_of(create, time)`. Then it ends if the search has stopped it or has
-    set no further target, or if `exit_of(create, time)` gives a reason. A trial created during a
-    round has its first turn in the same round. Without a `sampler`, hyperparameters are drawn at
-    random.
+    less, and reports `metric_of(create, time)`, for several objectives a value for each. Then it
+    ends if the search has stopped it or has set no further target, or if `exit_of(create, time)`
+    gives a reason. A trial created during a round has its first turn in the same round. Without a
+    `sampler`, hyperparameters are drawn at random.
 
     Raises:
         ValueError: If the hyperparameters or the seed are not valid, or `report_every` is less
@@ -441,8 +457,13 @@ def simulate(
                 continue
             step = trial.target if report_every is None else report_every
             trial.trained = min(trial.trained + step, trial.target)
-            metric = metric_of(trial.create, trial.trained)
-            simulator.give(base.Reported(request_id=request_id, time=trial.trained, metric=metric))
+            given = metric_of(trial.create, trial.trained)
+            metric, *others = given if isinstance(given, Sequence) else [given]
+            simulator.give(
+                base.Reported(
+                    request_id=request_id, time=trial.trained, metric=metric, others=tuple(others)
+                )
+            )
             reason = exit_of(trial.create, trial.trained) if exit_of else None
             is_there = trial.target == trial.trained and not config.waits_at_targets
             if reason is None and (trial.is_stopped or is_there):

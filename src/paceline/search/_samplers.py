@@ -43,6 +43,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
         time: How long it had trained at its newest report, in the method's unit; 0 before one.
         note: What the sampler has put into its `Proposal`; None for draws at random.
         is_earlier: Whether it is from before the search, by `warm_start_from`.
+        losses: With several objectives, the losses of all at one report, the first of which is
+            `loss`; empty without a finite one, and in searches of one objective.
     """
 
     id: str
@@ -52,6 +54,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     note: Any = None
     is_earlier: bool = False
+    losses: tuple[float, ...] = ()
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from paceline.search import _search_method as base
 from paceline.search._hyperparameter_space import Rng, Space, parse_space
+from paceline.search._rungs import newer_point, pareto_front
 from paceline.search._samplers import Observation
 
 _VERSION = 1
@@ -30,6 +31,8 @@ class _Trial:
     is_cut: bool = False
     """Stopped by a limit, of which the method does not know."""
     is_out_of_memory: bool = False
+    point: tuple[float, ...] = ()
+    """Its losses in a search of several objectives; see `newer_point`."""
 
 
 @dataclass(slots=True)
@@ -129,8 +132,9 @@ class Search:
         time that is not finite change nothing.
 
         Raises:
-            ValueError: If the search has not started, is started twice or knows no such trial, or
-                if its method cannot create as many trials as a limit has.
+            ValueError: If the search has not started, is started twice or knows no such trial, if
+                a report lacks an objective, or if its method cannot create as many trials as a
+                limit has.
             SpaceError: If proposed hyperparameters are not in the space.
             TypeError: If the input is of no such kind.
             SearchMethodError: If the method fails; the search must not be used any more then.
@@ -158,6 +162,11 @@ class Search:
                 "Hint: decode stored inputs with `input_from_json`."
             )
         return operations
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Return the metrics that a report must have: one for each objective."""
+        return self._config.metrics
 
     @property
     def is_over(self) -> bool:
@@ -202,10 +211,44 @@ class Search:
         with self._guard("brackets"):
             return self._method.brackets()
 
+    def points(self) -> list[tuple[str, tuple[float, ...]]]:
+        """Return the losses of each trial of a search of several objectives; see `newer_point`.
+
+        Trials that have never reported finite ones have none.
+        """
+        return [
+            (request_id, trial.point)
+            for request_id, trial in self._trials.items()
+            if trial.point and trial.exit_reason is not base.ExitReason.INVALID_HP
+        ]
+
+    def front(self) -> list[tuple[str, tuple[float, ...]]]:
+        """Return the trials that no other dominates, with the values of all objectives."""
+        return [(key, self._config.signed(losses)) for key, losses in pareto_front(self.points())]
+
+    def values_of(self, request_id: str) -> tuple[float, ...]:
+        """Return the values of all objectives that stand for a trial; empty without any."""
+        point = self._find(request_id).point
+        return self._config.signed(point) if point else ()
+
     @property
     def asks(self) -> tuple[base.Create, ...]:
         """Return the trials that wait for their hyperparameters; each has a draw at random."""
         return tuple(create for create, _ in self._asks.values())
+
+    @property
+    def num_asks(self) -> int:
+        """Return how many trials wait for their hyperparameters."""
+        return len(self._asks)
+
+    def first_ask(self) -> base.Create:
+        """Return the trial that has waited longest; there must be one."""
+        return next(iter(self._asks.values()))[0]
+
+    def ask_of(self, request_id: str) -> base.Create | None:
+        """Return a trial that waits for its hyperparameters; None if it does not."""
+        found = self._asks.get(request_id)
+        return None if found is None else found[0]
 
     def observations(self) -> list[Observation]:
         """Return what samplers are told: earlier trials, then those with an answer, in order."""
@@ -223,6 +266,7 @@ class Search:
             loss=seen.loss,
             time=seen.time,
             note=seen.note,
+            losses=trial.point,
         )
         # Nothing of an ended trial changes any more, and there are many of them.
         if trial.exit_reason is not None:
@@ -258,6 +302,7 @@ class Search:
                 [
                     *(key, t.is_stopped, t.exit_reason and t.exit_reason.value),
                     *(t.progress, t.reached, t.is_cut, t.is_out_of_memory),
+                    *([list(t.point)] if self._config.objectives else ()),
                 ]
                 for key, t in self._trials.items()
             ],
@@ -324,7 +369,9 @@ class Search:
         # Snapshots of earlier versions lack the last ones.
         for request_id, is_stopped, reason, progress, *later in snapshot["trials"]:
             exit_reason = None if reason is None else base.ExitReason(reason)
-            self._trials[request_id] = _Trial(is_stopped, exit_reason, float(progress), *later)
+            trial = _Trial(is_stopped, exit_reason, float(progress), *later)
+            trial.point = tuple(trial.point)
+            self._trials[request_id] = trial
             if exit_reason is None:
                 self._open_progress[request_id] = float(progress)
             else:
@@ -370,10 +417,17 @@ class Search:
         time, metric = float(report.time), float(report.metric)
         if not math.isfinite(time):
             return []
+        is_one = not self._config.objectives
+        losses: tuple[float, ...] = ()
+        loss = metric if self._config.smaller_is_better else -metric
+        if not is_one:
+            losses = self._losses(report)
+            trial.point = newer_point(trial.point, losses)
+            loss = trial.point[0] if trial.point else math.nan
         if (seen := self._observed.get(report.request_id)) is not None:
             seen.time = time
-            loss = metric if self._config.smaller_is_better else -metric
-            if math.isfinite(loss) and (seen.loss is None or loss < seen.loss):
+            is_better = seen.loss is None or loss < seen.loss or not is_one
+            if math.isfinite(loss) and is_better:
                 seen.loss = loss
         with self._guard("trained_share"):
             share = min(self._method.trained_share(time), 1.0)
@@ -382,8 +436,21 @@ class Search:
             self._set_progress(report.request_id, trial, trial.progress)
         self._note_best(metric)
         with self._guard("reported"):
-            given = self._take_operations(self._method.reported(report.request_id, time, metric))
+            if is_one:
+                given = self._method.reported(report.request_id, time, metric)
+            else:
+                given = self._method.reported_several(report.request_id, time, losses)
+            given = self._take_operations(given)
         return given + self._settle()
+
+    def _losses(self, report: base.Reported) -> tuple[float, ...]:
+        values = (report.metric, *report.others)
+        if len(values) != len(names := self._config.metrics):
+            raise ValueError(
+                f"A report must have a value for each of {', '.join(names)}, but got {values}.\n"
+                "Hint: report all objectives of a search together."
+            )
+        return self._config.signed([*map(float, values)])
 
     def _note_best(self, metric: float) -> None:
         best, is_smaller = self.budget.best, self._config.smaller_is_better

@@ -64,18 +64,19 @@ class Started(msgspec.Struct, frozen=True, tag="started", kw_only=True):
     """Begin the search; the first input, given once."""
 
 
-class Reported(msgspec.Struct, frozen=True, tag="reported", kw_only=True):
+class Reported(msgspec.Struct, frozen=True, tag="reported", kw_only=True, omit_defaults=True):
     """Input: a validation result of a trial.
 
     `time` is the trial's absolute training time, in the unit of the search's time metric. A
     report at a time that is not finite changes nothing.
     `metric` is the searched metric as the trial reported it; a value that is not finite ranks
-    behind every finite number.
+    behind every finite number. `others` has the values of the other objectives in their order.
     """
 
     request_id: str
     time: float
     metric: float
+    others: tuple[float, ...] = ()
 
 
 class Progressed(msgspec.Struct, frozen=True, tag="progressed", kw_only=True):
@@ -204,6 +205,8 @@ def message_to_json(message: Input | Operation) -> str:
     for name, value in fields.items():
         if isinstance(value, float):
             fields[name] = encode_search_float(value)
+        elif name == "others":
+            fields[name] = [*map(encode_search_float, value)]
     return msgspec.json.encode(fields).decode()
 
 
@@ -386,6 +389,16 @@ class SearchMethod(ABC):
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
         """Process a validation report of a training trial."""
 
+    def reported_several(
+        self, request_id: str, time: float, losses: tuple[float, ...]
+    ) -> list[Operation]:
+        """Process a validation report of a training trial of a search of several objectives.
+
+        `losses` has the value of each, negated where larger ones are better. By default a method
+        compares no trials.
+        """
+        return []
+
     @abstractmethod
     def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
         """Process a trial's exit; `is_stopped` is True if the method stopped the trial before."""
@@ -449,6 +462,14 @@ def check_same_setup(name: str, ours: object, theirs: object) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Metric of a search of several objectives."""
+
+    metric: str
+    smaller_is_better: bool = True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchConfig(ABC):
     """Configuration of a search method as plain data; each method has a subclass.
@@ -456,11 +477,13 @@ class SearchConfig(ABC):
     Attributes:
         metric: The validation metric that is searched for.
         smaller_is_better: Whether smaller values of the metric are better.
+        objectives: All objectives if there are several, that of `metric` first.
         kind: The name of the method.
     """
 
     metric: str
     smaller_is_better: bool = True
+    objectives: tuple[Objective, ...] = ()
 
     kind: ClassVar[str]
 
@@ -468,6 +491,16 @@ class SearchConfig(ABC):
     def waits_at_targets(self) -> bool:
         """Return whether a trial that has trained to its length pauses until it gets a longer."""
         return False
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Return the metrics that a report must have."""
+        return tuple(each.metric for each in self.objectives) or (self.metric,)
+
+    def signed(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Return losses for values of all objectives, or values for losses."""
+        ways = [each.smaller_is_better for each in self.objectives] or [self.smaller_is_better]
+        return tuple(v if way else -v for v, way in zip(values, ways, strict=True))
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or not self.metric:

@@ -97,8 +97,10 @@ class SearchMethodDrive:
         else:
             factor = {"report": 1, "early": 0.5, "skip": 5}[action]
             time = self.targets.get(request_id, 1) * factor
-            given = Reported(request_id=request_id, time=time, metric=self.choose(METRICS))
-            self.give(given)
+            metric, *others = (self.choose(METRICS) for _ in self.search.metrics)
+            self.give(
+                Reported(request_id=request_id, time=time, metric=metric, others=tuple(others))
+            )
 
     def run(self, max_steps: int = 400) -> None:
         """Give up to `max_steps` events; then end all trials, so the search has to end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,7 +84,10 @@ class StudyTrial:
         seed: A seed of its own.
         by: Who has proposed it, for example "random" or "optuna tpe".
         why: The reason for the proposal, or for a draw at random in its place.
-        value: The best value that was told; None before the first finite one.
+        value: The best value that was told; None before the first finite one. With several
+            objectives, that of the first one in `values`.
+        values: With several objectives, the values of all at its newest report that no other report
+            of it dominates; empty before the first one in which all are finite.
         is_stopped: Whether the method wants no more of it.
         is_over: Whether it has ended.
     """
@@ -95,6 +98,7 @@ class StudyTrial:
     by: str
     why: str
     value: float | None = None
+    values: tuple[float, ...] = ()
     is_stopped: bool = False
     is_over: bool = False
     _id: str
@@ -202,10 +206,26 @@ class Study:
 
     @property
     def best_trial(self) -> StudyTrial | None:
-        """The trial with the best value; None before the first finite one."""
+        """The trial with the best value; None before the first finite one.
+
+        Raises:
+            RuntimeError: The study has several objectives, and so `best_trials`.
+        """
+        if self._section.objectives:
+            raise RuntimeError(
+                "A study must have one objective to have a best trial, but this one has"
+                f" {len(self._section.objectives)}.\nHint: `best_trials` is its Pareto front."
+            )
+        return next(iter(self.best_trials), None)
+
+    @property
+    def best_trials(self) -> list[StudyTrial]:
+        """The best trial; with several objectives all that no other trial dominates."""
+        if self._section.objectives:
+            return [self._by_id[request_id] for request_id, _ in self._search.front()]
         sign = 1 if self._section.smaller_is_better else -1
         told = [trial for trial in self.trials if trial.value is not None]
-        return min(told, key=lambda trial: sign * (trial.value or 0.0), default=None)
+        return sorted(told, key=lambda trial: sign * (trial.value or 0.0))[:1]
 
     def ask(self) -> StudyTrial | None:
         """Return a new trial.
@@ -247,9 +267,11 @@ class Study:
         """Return where the study stands, as JSON for a person or a language model.
 
         It has the `metric`, whether smaller is better, the `space`, all `trials`, the number of the
-        `best` one, and the `rungs` of a method that has any.
+        `best` one, and the `rungs` of a method that has any. With several `objectives`, the `front`
+        has the numbers of the best ones.
         """
-        best = self.best_trial
+        objectives = [one.model_dump() for one in self._section.objectives]
+        front = [trial.number for trial in self.best_trials]
         trials = [asdict(trial) for trial in self.trials]
         for trial in trials:
             del trial["_id"], trial["seed"]
@@ -258,37 +280,42 @@ class Study:
             "smaller_is_better": self._section.smaller_is_better,
             "space": self._space,
             "trials": trials,
-            "best": None if best is None else best.number,
+            "best": front[0] if front and not objectives else None,
+            **({"objectives": objectives, "front": front} if objectives else {}),
             "rungs": msgspec.to_builtins(self._search.rungs()),
             "is_over": self._search.is_over,
         }
 
-    def report(self, trial: StudyTrial, value: float, time: float) -> bool:
+    def report(self, trial: StudyTrial, value: float | Iterable[float], time: float) -> bool:
         """Tell a value on the way, and return whether the trial is to go on.
 
         Args:
             trial: The trial.
-            value: The searched metric; NaN and infinity are the worst values.
+            value: The searched metric, or the values of all objectives in their order; NaN and
+                infinity are the worst values.
             time: How long it has trained, in the unit of the method.
 
         Raises:
             TypeError: One of them is no number.
+            ValueError: There are more or fewer values than objectives.
         """
-        value, time = _number("value", value), _number("time", time)
+        first, *others = self._numbers(value)
+        time = _number("time", time)
         self._check_open(trial)
-        self._take(Reported(request_id=trial._id, time=time, metric=value))
+        self._take(Reported(request_id=trial._id, time=time, metric=first, others=tuple(others)))
         return not trial.is_stopped
 
-    def tell(self, trial: StudyTrial, value: float | None = None) -> None:
+    def tell(self, trial: StudyTrial, value: float | Iterable[float] | None = None) -> None:
         """End a trial.
 
         Args:
             trial: The trial.
-            value: Its last value, after the method's full length; None if `report` has said all.
+            value: Its last value, or those of all objectives, after the method's full length; None
+                if `report` has said all.
 
         Raises:
             TypeError: The value is no number.
-            ValueError: It has ended before.
+            ValueError: It has ended before, or there are more or fewer values than objectives.
         """
         if value is not None:
             self.report(trial, value, self._section.length or 1)
@@ -302,6 +329,18 @@ class Study:
             is_invalid: Its hyperparameters cannot work; another takes its place.
         """
         self._end(trial, ExitReason.INVALID_HP if is_invalid else ExitReason.ERROR)
+
+    def _numbers(self, value: Any) -> list[float]:
+        metrics = self._section.metrics
+        if len(metrics) == 1:
+            return [_number("value", value)]
+        needed = f"a number for each of {', '.join(metrics)}"
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise TypeError(wrong("value", needed, value))
+        values = [_number("value", one) for one in value]
+        if len(values) != len(metrics):
+            raise ValueError(wrong("value", needed, value))
+        return values
 
     def _end(self, trial: StudyTrial, reason: ExitReason) -> None:
         self._check_open(trial)
@@ -331,6 +370,10 @@ class Study:
                 self._add(operation, given)
         if isinstance(given, Exited):
             self._by_id[given.request_id].is_over = True
+        elif isinstance(given, Reported) and self._section.objectives:
+            trial = self._by_id[given.request_id]
+            trial.values = self._search.values_of(given.request_id)
+            trial.value = next(iter(trial.values), None)
         elif isinstance(given, Reported) and math.isfinite(given.metric):
             trial, sign = (
                 self._by_id[given.request_id],
@@ -391,6 +434,8 @@ class SearchResults(DataFrames, Sequence[TrialResult]):
         metric: The metric that was searched for.
         smaller_is_better: Whether smaller values are better.
         directory: The directory of the search.
+        metrics: The metrics of several objectives, `metric` first.
+        front: The trials that no other dominates, with several objectives.
     """
 
     def __init__(
@@ -400,7 +445,10 @@ class SearchResults(DataFrames, Sequence[TrialResult]):
         metric: str,
         smaller_is_better: bool,
         directory: Path,
+        metrics: Sequence[str] = (),
+        front: Sequence[TrialResult] = (),
     ) -> None:
+        self._metrics, self._front = list(metrics) or [metric], list(front)
         self._trials = list(trials)
         self.metric = metric
         self.smaller_is_better = smaller_is_better
@@ -417,10 +465,27 @@ class SearchResults(DataFrames, Sequence[TrialResult]):
 
     @property
     def best_trial(self) -> TrialResult | None:
-        """The trial with the best value of the metric; None without a finite value."""
+        """The trial with the best value of the metric; None without a finite value.
+
+        Raises:
+            RuntimeError: The search has several objectives, and so `best_trials`.
+        """
+        if len(self._metrics) > 1:
+            raise RuntimeError(
+                "A search must have one objective to have a best trial, but this one has"
+                f" {len(self._metrics)}.\nHint: `best_trials` is its Pareto front."
+            )
         best = next(iter(self.ranked()), None)
         has_value = best is not None and best.value is not None and math.isfinite(best.value)
         return best if has_value else None
+
+    @property
+    def best_trials(self) -> list[TrialResult]:
+        """The best trial; with several objectives all that no other trial dominates."""
+        if len(self._metrics) > 1:
+            return list(self._front)
+        best = self.best_trial
+        return [] if best is None else [best]
 
     @property
     def best_config(self) -> dict[str, Any] | None:
@@ -435,14 +500,19 @@ class SearchResults(DataFrames, Sequence[TrialResult]):
         return None if best is None else best.checkpoint
 
     def ranked(self) -> list[TrialResult]:
-        """Return the trials, the best first, and those without a finite value last."""
+        """Return the trials, the best first, and those without a finite value last.
 
-        def key(trial: TrialResult) -> tuple[bool, float, int]:
+        With several objectives, those of the Pareto front are the best, then the first one counts.
+        """
+
+        front = {trial.number for trial in self._front}
+
+        def key(trial: TrialResult) -> tuple[bool, bool, float, int]:
             value = math.nan if trial.value is None else trial.value
             value = value if self.smaller_is_better else -value
             # Values that are not finite come last, whichever way is better.
             is_bad = not math.isfinite(value)
-            return is_bad, 0.0 if is_bad else value, trial.number
+            return trial.number not in front, is_bad, 0.0 if is_bad else value, trial.number
 
         return sorted(self._trials, key=key)
 
@@ -453,16 +523,23 @@ class SearchResults(DataFrames, Sequence[TrialResult]):
                 "trial": trial.number,
                 "state": trial.state,
                 "reports": trial.num_reports,
-                self.metric: trial.value,
+                **self._values_of(trial),
                 **{f"config.{name}": value for name, value in trial.config.items()},
             }
             for trial in self._trials
         ]
 
+    def _values_of(self, trial: TrialResult) -> dict[str, float | None]:
+        several = len(self._metrics) > 1
+        values = trial.values or [None] * len(self._metrics) if several else [trial.value]
+        return dict(zip(self._metrics, values, strict=True))
+
     def __repr__(self) -> str:
-        best = self.best_trial
         told = "no value yet"
-        if best is not None:
+        if len(self._metrics) > 1:
+            numbers = ", ".join(str(trial.number) for trial in self._front)
+            told = f"Pareto front of {', '.join(self._metrics)}: {numbers or 'none yet'}"
+        elif (best := self.best_trial) is not None:
             told = f"best {self.metric} {best.value:.6g} by trial {best.number}"
         return f"SearchResults({len(self)} trial(s), {told})"
 
@@ -482,13 +559,13 @@ class SearchResults(DataFrames, Sequence[TrialResult]):
             for name in dict.fromkeys(name for trial in self._trials for name in trial.config)
             if len({repr(trial.config.get(name)) for trial in self._trials}) > 1
         ]
-        header = [*_HEADER, self.metric, *names]
+        header = [*_HEADER, *self._metrics, *names]
         rows = [
             [
                 str(trial.number),
                 trial.state,
                 str(trial.num_reports),
-                "-" if trial.value is None else f"{trial.value:.6g}",
+                *("-" if v is None else f"{v:.6g}" for v in self._values_of(trial).values()),
                 *(_short(trial.config.get(name)) for name in names),
             ]
             for trial in self.ranked()
@@ -633,4 +710,6 @@ def _search_results(run: SearchRun, searcher: Searcher, directory: Path) -> Sear
         metric=searcher.metric,
         smaller_is_better=searcher.smaller_is_better,
         directory=directory,
+        metrics=searcher.metrics,
+        front=cast(list[TrialResult], run.front()),
     )

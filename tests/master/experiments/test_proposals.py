@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline._cluster.master.experiments import sampler_answers
 from paceline._cluster.master.experiments.stored_searches import load_search
 from paceline._cluster.master.store import tables
 from paceline.config import validate_config
@@ -228,18 +229,82 @@ def test_many_asks_that_are_late_are_answered_in_small_parts(
     master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One job of the writer thread for all of them would let everybody else wait."""
-    sizes = []
+    sizes, given = list[int](), list[int]()
     store = master.core.sampler_answers._store
 
-    def note(transaction: Any, experiment_id: int, answers: Any) -> None:
-        sizes.append(len(answers))
-        store(transaction, experiment_id, answers)
+    def note(transaction: Any, experiment_id: int, answers: Any) -> int:
+        given.append(len(answers))
+        sizes.append(store(transaction, experiment_id, answers))
+        return sizes[-1]
 
     monkeypatch.setattr(master.core.sampler_answers, "_store", note)
+    # No time is left after the first answer of a job.
+    monkeypatch.setattr(sampler_answers, "_MOST_STORING_S", -1.0)
     late = {"name": "external", "timeout": 0.2}
     many = {"max_trials": 100, "max_concurrent_trials": 100}
     master.create(searcher=EXTERNAL | many | {"sampler": late})
     deadline = time.monotonic() + 60
     while sum(sizes) < 100 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert (sum(sizes), max(sizes)) == (100, 32), f"{sizes=}"
+    assert (sum(sizes), max(sizes), max(given)) == (100, 1, 32), f"{sizes=} {given=}"
+    assert len(trials_of(master)) == 100, "no answer is lost between the parts"
+    check_replay(master, is_asking=True)
+
+
+def test_a_pause_of_the_experiment_takes_no_time_of_open_asks(master: Any) -> None:
+    """A program answers while the experiment pauses; what is late is late only after the pause."""
+    late = {"name": "external", "timeout": 0.3}
+    master.create(searcher=EXTERNAL | {"sampler": late, "max_concurrent_trials": 2})
+    with ThreadPoolExecutor() as pool:
+        assert master.http.post("/experiments/1/pause").status_code == 200
+        found = asks_of(master)["asks"]
+        time.sleep(1.0)
+        assert len(asks_of(master)["asks"]) == len(found) == 2, "nothing is drawn in a pause"
+        assert answer_ask(master, found[0]["id"], hparams={"lr": 0.25}).status_code == 204
+        waiting = pool.submit(asks_of, master, wait=50)
+        assert waiting.result()["asks"] == found[1:]
+    assert master.http.post("/experiments/1/activate").status_code == 200
+    deadline = time.monotonic() + 60
+    while len(trials_of(master)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [one["hparams"] for one in trials_of(master)] == [{"lr": 0.25}, found[1]["hparams"]]
+    check_replay(master, is_asking=True)
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_request_for_asks_ends_with_its_experiment(master: Any, is_deleted: bool) -> None:
+    """Whoever waits is told at once; nothing is answered afterwards, and no thread fails."""
+    master.create(searcher=EXTERNAL)
+    (ask,) = asks_of(master)["asks"]
+    answer_ask(master, ask["id"], hparams={"lr": 0.25})
+    master.create(searcher=EXTERNAL)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(asks_of, master, wait=50)
+        time.sleep(0.2)
+        assert master.http.post("/experiments/1/kill").status_code == 200
+        # Long before the time of the request has passed.
+        assert waiting.result(timeout=45)["asks"] == []
+    if is_deleted:
+        assert master.http.delete("/experiments/1").status_code == 200
+        assert master.http.get("/experiments/1/asks").status_code == 404
+    refused = answer_ask(master, ask["id"], hparams={"lr": 0.5})
+    assert refused.status_code == (404 if is_deleted else 409), refused.text
+    # Another search of the same master is served as before.
+    (other,) = master.http.get("/experiments/2/asks").json()["asks"]
+    path = f"/experiments/2/asks/{other['id']}"
+    assert master.http.post(path, json={"hparams": {"lr": 0.5}}).status_code == 204
+
+
+def test_a_full_queue_of_proposals_and_open_asks_lose_nothing(master: Any) -> None:
+    """Proposals answer open asks first; as many wait as trials are to come, and no more."""
+    master.create(searcher=EXTERNAL)
+    codes = [propose(master, hparams={"lr": n / 10}).status_code for n in range(6)]
+    assert codes == [201, 201, 201, 201, 409, 409], "four trials take four proposals"
+    assert asks_of(master)["asks"] == []
+    for number in range(4):
+        assert [t["hparams"]["lr"] for t in trials_of(master)] == [
+            n / 10 for n in range(number + 1)
+        ]
+        end_trial(master, number + 1)
+    assert master.http.get("/experiments/1").json()["state"] == "COMPLETED"
+    check_replay(master, is_asking=True)

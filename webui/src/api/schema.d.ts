@@ -1472,7 +1472,7 @@ export interface paths {
         };
         /**
          * Read Search
-         * @description Read the rungs of a halving search: who was stopped where.
+         * @description Read the rungs of a halving search, and the Pareto front of one of several objectives.
          */
         get: operations["read_search_api_v1_experiments__experiment_id__search_get"];
         put?: never;
@@ -3020,6 +3020,22 @@ export interface components {
             source?: components["schemas"]["Source"] | null;
         };
         /**
+         * FrontTrial
+         * @description Trial of a Pareto front: the values of all objectives at its newest report that counts.
+         */
+        FrontTrial: {
+            /** Trial Id */
+            trial_id: number;
+            /** Values */
+            values: (number | {
+                [key: string]: string;
+            })[];
+            /** Hparams */
+            hparams: {
+                [key: string]: unknown;
+            };
+        };
+        /**
          * GroupCurve
          * @description Curve of a group: at each `x` the mean over the `counts` trials that reach it.
          *
@@ -4208,13 +4224,19 @@ export interface components {
          * SearchAsks
          * @description Open asks of a search, the hyperparameters that vary, and its trials so far.
          *
-         *     A `loss` is smaller for better trials, also where larger values of the metric are better.
+         *     A `loss` is smaller for better trials, also where larger values of the metric are better. With
+         *     several `objectives`, observations have `losses` in their order.
          */
         SearchAsks: {
             /** Metric */
             metric: string;
             /** Smaller Is Better */
             smaller_is_better: boolean;
+            /**
+             * Objectives
+             * @default []
+             */
+            objectives?: components["schemas"]["SearchObjective"][];
             /**
              * Parameters
              * @default []
@@ -4250,6 +4272,16 @@ export interface components {
             left: number | null;
         };
         /**
+         * SearchObjective
+         * @description Metric of a search that looks at several.
+         */
+        SearchObjective: {
+            /** Metric */
+            metric: string;
+            /** Smaller Is Better */
+            smaller_is_better: boolean;
+        };
+        /**
          * SearchObservation
          * @description Trial of a search as samplers see it; see `paceline.search.Observation`.
          */
@@ -4270,6 +4302,11 @@ export interface components {
             note: unknown;
             /** Is Earlier */
             is_earlier: boolean;
+            /**
+             * Losses
+             * @default []
+             */
+            losses?: number[];
         };
         /**
          * SearchPreview
@@ -4305,7 +4342,8 @@ export interface components {
          * @description Rungs of each bracket; empty for searches without halving.
          *
          *     `sampler` is None if the search draws by itself. `num_out_of_memory` of its trials have ended
-         *     for want of memory.
+         *     for want of memory. `front` has the trials that no other dominates, if there are several
+         *     `objectives`, at most 1,000 of `num_in_front`.
          */
         SearchView: {
             /** Brackets */
@@ -4316,6 +4354,21 @@ export interface components {
              * @default 0
              */
             num_out_of_memory?: number;
+            /**
+             * Objectives
+             * @default []
+             */
+            objectives?: components["schemas"]["SearchObjective"][];
+            /**
+             * Front
+             * @default []
+             */
+            front?: components["schemas"]["FrontTrial"][];
+            /**
+             * Num In Front
+             * @default 0
+             */
+            num_in_front?: number;
         };
         /**
          * Series

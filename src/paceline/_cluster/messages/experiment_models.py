@@ -492,6 +492,13 @@ class SearchAsk(Message):
     hparams: dict[str, Any]
 
 
+class SearchObjective(Message):
+    """Metric of a search that looks at several."""
+
+    metric: str
+    smaller_is_better: bool
+
+
 class SearchObservation(Message):
     """Trial of a search as samplers see it; see `paceline.search.Observation`."""
 
@@ -502,16 +509,19 @@ class SearchObservation(Message):
     time: float
     note: Any
     is_earlier: bool
+    losses: list[float] = []
 
 
 class SearchAsks(Message):
     """Open asks of a search, the hyperparameters that vary, and its trials so far.
 
-    A `loss` is smaller for better trials, also where larger values of the metric are better.
+    A `loss` is smaller for better trials, also where larger values of the metric are better. With
+    several `objectives`, observations have `losses` in their order.
     """
 
     metric: str
     smaller_is_better: bool
+    objectives: list[SearchObjective] = []
     parameters: list[dict[str, Any]] = []
     asks: list[SearchAsk] = []
     observations: list[SearchObservation] = []
@@ -990,16 +1000,28 @@ class SearchSampler(Message):
     last_fault: str | None
 
 
+class FrontTrial(Message):
+    """Trial of a Pareto front: the values of all objectives at its newest report that counts."""
+
+    trial_id: int
+    values: list[Number]
+    hparams: dict[str, Any]
+
+
 class SearchView(Message):
     """Rungs of each bracket; empty for searches without halving.
 
     `sampler` is None if the search draws by itself. `num_out_of_memory` of its trials have ended
-    for want of memory.
+    for want of memory. `front` has the trials that no other dominates, if there are several
+    `objectives`, at most 1,000 of `num_in_front`.
     """
 
     brackets: list[list[Rung]]
     sampler: SearchSampler | None = None
     num_out_of_memory: int = 0
+    objectives: list[SearchObjective] = []
+    front: list[FrontTrial] = []
+    num_in_front: int = 0
 
 
 class TrialProposal(Message):

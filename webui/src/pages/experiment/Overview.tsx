@@ -1,23 +1,25 @@
-import { Stack, Title } from "@mantine/core";
+import { Stack, Text, Title } from "@mantine/core";
 import { useComputedColorScheme } from "@mantine/core";
 import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
 import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
 import { type ReactNode, useMemo } from "react";
 
-import { bestTrialsQuery, experimentQuery, trialQuery } from "../../api/queries";
+import { bestTrialsQuery, experimentQuery, searchQuery, trialQuery } from "../../api/queries";
 import { type Series, type SeriesName, useSeries } from "../../api/series";
-import type { Experiment, Trial } from "../../api/types";
+import type { Experiment, SearchView, Trial } from "../../api/types";
 import { Ago, Lasted } from "../../components/Ago";
+import { type Column, DataTable, widthFor } from "../../components/DataTable";
 import { Facts } from "../../components/Facts";
 import { Empty, NoCurves, ProblemView, Waiting } from "../../components/Feedback";
-import { LinkText } from "../../components/links";
+import { LinkText, RowLink } from "../../components/links";
 import { ProgressCell } from "../../components/ProgressCell";
 import { ChartControls, zoomOf } from "../../charts/ChartControls";
 import { CurveCard } from "../../charts/CurveCard";
 import { type Curve, smoothingSteps } from "../../charts/curves";
 import { lineStyle, scaleColor } from "../../charts/palette";
 import { chartable, chosenX, lastStep, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
-import { formatNumber, plural, toNumber } from "../../lib/numbers";
+import { flatten } from "../../lib/flatten";
+import { formatNumber, formatValue, plural, toNumber } from "../../lib/numbers";
 import { isTerminal, shownMetric, shownProgress } from "../../lib/states";
 import { TrialTable } from "./TrialTable";
 
@@ -35,14 +37,22 @@ export function Overview() {
   return (
     <Stack gap="lg">
       <Summary experiment={experiment} trials={trials} total={total} />
+      {hasObjectives(experiment) && <Front experiment={experiment} />}
       {list.isError && <ProblemView error={list.error} onRetry={() => void list.refetch()} />}
       {trials.length > 0 && <Learning experiment={experiment} trials={trials} total={total} />}
       {trials.length > 0 ? (
         <section>
           <Title order={2} mb="xs">
-            {trials.length > BEST_ROWS ? "Best trials" : "Trials"}
+            {hasObjectives(experiment)
+              ? `Trials by ${experiment.metric}`
+              : trials.length > BEST_ROWS
+                ? "Best trials"
+                : "Trials"}
           </Title>
-          <TrialTable experiment={experiment} trials={trials.slice(0, BEST_ROWS)} />
+          <TrialTable
+            experiment={hasObjectives(experiment) ? { ...experiment, best_trial_id: null } : experiment}
+            trials={trials.slice(0, BEST_ROWS)}
+          />
         </section>
       ) : (
         !list.isPending && (
@@ -68,7 +78,9 @@ function Summary({ experiment, trials, total }: PartsProps) {
         isShort
         items={[
           howFar(experiment, trials, total),
-          ...(shownMetric(experiment) === null ? [] : bestOf(experiment)),
+          ...(shownMetric(experiment) === null || hasObjectives(experiment)
+            ? []
+            : bestOf(experiment)),
           [
             "Trials",
             experiment.ended_at === null
@@ -85,6 +97,81 @@ function Summary({ experiment, trials, total }: PartsProps) {
       />
     </div>
   );
+}
+
+/** A search of several objectives has no best trial, but a Pareto front. */
+function hasObjectives({ config }: Experiment): boolean {
+  const searcher = config.searcher as { objectives?: unknown[] } | undefined;
+  return (searcher?.objectives ?? []).length > 0;
+}
+
+type FrontTrial = NonNullable<SearchView["front"]>[number];
+
+/** Show the trials that no other one dominates, with the values of all objectives. */
+function Front({ experiment }: { experiment: Experiment }) {
+  const search = useQuery(searchQuery(experiment.id));
+  const columns = useMemo(() => frontColumns(search.data), [search.data]);
+  if (search.isError)
+    return <ProblemView error={search.error} onRetry={() => void search.refetch()} />;
+  const front = search.data?.front ?? [];
+  const total = search.data?.num_in_front ?? 0;
+  return (
+    <section>
+      <Title order={2} mb="xs">
+        Pareto front
+      </Title>
+      <Text size="sm" c="dimmed" maw={760} mb="xs">
+        {total === 0
+          ? "No trial has reported a finite value of every objective yet."
+          : `${plural(total, "trial")}: no other trial is better in one objective and worse in none.`}
+        {front.length < total && ` The first ${front.length} are shown.`}
+      </Text>
+      {front.length > 0 && (
+        <DataTable
+          label="Pareto front"
+          rows={front}
+          columns={columns}
+          rowId={(one) => String(one.trial_id)}
+          rowLabel={(one) => `trial ${one.trial_id}`}
+        />
+      )}
+    </section>
+  );
+}
+
+function frontColumns(search: SearchView | undefined): Column<FrontTrial>[] {
+  const names = new Set((search?.front ?? []).flatMap((one) => Object.keys(flatten(one.hparams))));
+  return [
+    {
+      id: "id",
+      title: "Trial",
+      width: 92,
+      isPinned: true,
+      cell: ({ trial_id: id }) => (
+        <RowLink to={`/trials/${id}`}>{id}</RowLink>
+      ),
+    },
+    ...(search?.objectives ?? []).map(
+      ({ metric, smaller_is_better: isSmaller }, index): Column<FrontTrial> => {
+        const title = `${metric} ${isSmaller ? "↓" : "↑"}`;
+        return {
+          id: `objective-${index}`,
+          title,
+          width: widthFor(title, 104),
+          isNumeric: true,
+          cell: (one) => formatNumber(toNumber(one.values[index] ?? null)),
+        };
+      },
+    ),
+    ...[...names].sort().map(
+      (name): Column<FrontTrial> => ({
+        id: `hparam-${name}`,
+        title: name,
+        width: widthFor(name, 96),
+        cell: (one) => formatValue(flatten(one.hparams)[name]),
+      }),
+    ),
+  ];
 }
 
 const LIMITS: Record<string, string> = {

@@ -161,7 +161,7 @@ def read_search(
         int, Query(ge=1, le=MAX_RUNG_ENTRIES, description="At most so many trials of each rung.")
     ] = MAX_RUNG_ENTRIES,
 ) -> Response:
-    """Read the rungs of a halving search: who was stopped where."""
+    """Read the rungs of a halving search, and the Pareto front of one of several objectives."""
     sampler, trials = None, tables.trials.c
     with master.database.read() as connection:
         searcher = config_of(experiment_row(connection, experiment_id)).searcher
@@ -173,6 +173,28 @@ def read_search(
         of_search = select(func.count()).where(trials.experiment_id == experiment_id, is_memory)
         num_out_of_memory = connection.scalar(of_search)
     brackets = master.search_views.read(experiment_id)
+    several: dict[str, Any] = {}
+    if searcher.objectives:
+        front = master.search_views.front(experiment_id)
+        shown_front = [
+            {"trial_id": trial_id, "values": searcher.signed(losses)}
+            for trial_id, losses in front[:limit]
+        ]
+        found = select(trials.id, trials.hparams).where(
+            trials.id.in_([one["trial_id"] for one in shown_front])
+        )
+        with master.database.read() as connection:
+            hparams = {row.id: row.hparams for row in connection.execute(found)}
+        several = {
+            "objectives": [one.model_dump() for one in searcher.objectives],
+            # A trial that was just deleted is in no front.
+            "front": [
+                {**one, "hparams": hparams[one["trial_id"]]}
+                for one in shown_front
+                if one["trial_id"] in hparams
+            ],
+            "num_in_front": len(front),
+        }
 
     def encode() -> bytes:
         # Dictionaries instead of models: thousands of models would take longer than all the rest.
@@ -187,10 +209,10 @@ def read_search(
             ]
             for bracket in brackets
         ]
-        told = {"sampler": sampler, "num_out_of_memory": num_out_of_memory}
+        told = {"sampler": sampler, "num_out_of_memory": num_out_of_memory, **several}
         return to_json({"brackets": shown, **told}, inf_nan_mode="null")
 
-    key = ("search", limit, brackets, sampler, num_out_of_memory)
+    key = ("search", limit, brackets, sampler, num_out_of_memory, several)
     body = master.encodings.encoded(key, encode)
     return Response(body, media_type="application/json")
 

@@ -212,7 +212,7 @@ class Commands:
                 search has no such hyperparameters.
         """
         _, search = self._open_search(transaction, experiment_id)
-        asked = next((each for each in search.asks if each.request_id == ask_id), None)
+        asked = search.ask_of(ask_id)
         if asked is None:
             raise RefusedError(
                 "ask_answered",

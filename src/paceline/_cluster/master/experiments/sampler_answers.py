@@ -6,6 +6,7 @@ answer them, and what nobody answers in time is drawn at random.
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +22,13 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.waiting import WaitingRequests
-from paceline._cluster.messages.experiment_models import SearchAsk, SearchAsks, SearchObservation
+from paceline._cluster.messages.experiment_models import (
+    SearchAsk,
+    SearchAsks,
+    SearchObjective,
+    SearchObservation,
+)
+from paceline._cluster.messages.states import ExperimentState
 from paceline.config._searcher_section import EXTERNAL, Searcher
 from paceline.search._hyperparameter_space import Space
 from paceline.search._sampler_program import SamplerProgram
@@ -40,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 # So many trials are proposed at once.
 _MOST = 32
+# Other writes wait meanwhile.
+_MOST_STORING_S = 0.05
 # A sampler without questions for so many seconds gives its memory back.
 _IDLE_S = 60.0
 
@@ -60,6 +69,7 @@ class _Served:
     # When each open ask of an external sampler was first seen, and how long the next may wait.
     seen_at: dict[str, float] = field(default_factory=dict)
     wait_s: float = _IDLE_S
+    last_fault: str = ""
 
 
 class SamplerAnswers:
@@ -79,6 +89,7 @@ class SamplerAnswers:
         self.waiting = WaitingRequests()
         """Requests that wait for asks, by experiment."""
         changes.searches.on_asks = self.ask
+        changes.searches.on_state = self._note_state
 
     def start(self) -> None:
         """Go on with the searches of an earlier master."""
@@ -106,6 +117,13 @@ class SamplerAnswers:
                     daemon=True,
                 )
                 served.thread.start()
+
+    def _note_state(self, experiment_id: int) -> None:
+        # Nobody waits for the asks of a search that has ended, and a pause takes no time.
+        self.waiting.notify(experiment_id)
+        with self._lock:
+            if (served := self._served.get(experiment_id)) is not None:
+                served.is_asked.set()
 
     def close(self) -> None:
         """End the threads and processes; answers that are under way are given up."""
@@ -177,9 +195,14 @@ class SamplerAnswers:
         )
         if self._is_closing:
             return False
-        for why in {one.why for one in answers if one.is_fallback}:
+        for why in {one.why for one in answers if one.is_fallback} - {served.last_fault}:
             logger.warning("Experiment %d draws at random: %s", experiment_id, why)
-        self._database.write(lambda t: self._store(t, experiment_id, answers)).result()
+            served.last_fault = why
+        while answers:
+            num_stored = self._database.write(
+                lambda t, left=answers: self._store(t, experiment_id, left)  # type: ignore[misc]
+            ).result()
+            answers = answers[num_stored:]
         return True
 
     def _question(self, transaction: Transaction, experiment_id: int) -> _Question | None:
@@ -189,7 +212,7 @@ class SamplerAnswers:
         if row is None or not takes_inputs(row):
             return None
         search = self._changes.searches.peek(transaction, experiment_id)
-        if search is None or not search.asks:
+        if search is None or not search.num_asks:
             return None
         most = None if config_of(row).searcher.sampler_name == EXTERNAL else _MOST
         return _Question(row, search.space, search.asks[:most], search.observations())
@@ -206,7 +229,11 @@ class SamplerAnswers:
             return config_of(row).searcher, self._question(transaction, experiment_id)
 
         searcher, found = self._database.write(read).result()
-        asks = SearchAsks(metric=searcher.metric, smaller_is_better=searcher.smaller_is_better)
+        asks = SearchAsks(
+            metric=searcher.metric,
+            smaller_is_better=searcher.smaller_is_better,
+            objectives=[SearchObjective(**one.model_dump()) for one in searcher.objectives],
+        )
         if found is None:
             return asks
         # Outside the writer thread, as there may be many trials.
@@ -220,15 +247,22 @@ class SamplerAnswers:
 
     def _store(
         self, transaction: Transaction, experiment_id: int, answers: Sequence[Proposed]
-    ) -> None:
+    ) -> int:
+        """Store answers, at least one and for `_MOST_STORING_S`; return how many are done."""
+        found = select(tables.experiments).where(tables.experiments.c.id == experiment_id)
+        row = transaction.connection.execute(found).first()
         # The experiment may have ended, and gone, meanwhile.
+        if row is None or not takes_inputs(row):
+            return len(answers)
         search = self._changes.searches.peek(transaction, experiment_id)
-        if search is None or self._question(transaction, experiment_id) is None:
-            return
-        for answer in answers:
+        begun = time.monotonic()
+        for number, answer in enumerate(answers):
+            if number and time.monotonic() - begun > _MOST_STORING_S:
+                return number
             # A proposal of a person may have been faster.
-            if any(ask.request_id == answer.request_id for ask in search.asks):
+            if search is not None and search.ask_of(answer.request_id) is not None:
                 self._changes.search_operations.apply_input(transaction, experiment_id, answer)
+        return len(answers)
 
 
 def _overdue(
@@ -239,10 +273,15 @@ def _overdue(
     Others wait for the writer thread meanwhile, so there are not too many at once.
     """
     now = time.monotonic()
+    is_paused = found.row.state == ExperimentState.PAUSED.value
+    before = {} if is_paused else served.seen_at
     ids = [each.request_id for each in found.asks]
-    served.seen_at = {one: served.seen_at.get(one, now) for one in ids}
+    served.seen_at = {one: min(before.get(one, now), now) for one in ids}
     due = min(served.seen_at.values()) + spec.timeout_s
     served.wait_s = max(0.0, due - now) + 0.01
+    if is_paused:
+        # Time counts from the end of the pause on.
+        served.seen_at, served.wait_s = dict.fromkeys(ids, math.inf), _IDLE_S
     if num_points:
         return found.asks[: min(num_points, _MOST)]
     late = (a for a in found.asks if served.seen_at[a.request_id] + spec.timeout_s <= now)

@@ -69,7 +69,7 @@ def add_proposal(
     """
     checked_proposal(search, search.space.sample(Rng(0)), proposal["hparams"])
     waiting = _count(connection, experiment_id, _WAITING)
-    left = search.num_trials() - len(search.trials()) + len(search.asks)
+    left = search.num_trials() - len(search.trials()) + search.num_asks
     if waiting >= left:
         raise RefusedError(
             "no_trial_left",
@@ -207,7 +207,7 @@ def describe_missing_metric(
     if not reported and judged is None:
         # A script that does not validate is welcome to any search that needs nothing.
         return None
-    missing = [name for name in judged or [searcher.metric] if name not in reported]
+    missing = [name for name in judged or searcher.metrics if name not in reported]
     if not missing:
         return None
     named = " and ".join(f"`{name}`" for name in missing)
@@ -295,21 +295,28 @@ class SearchOperations:
         self._changes = changes
         self._searches = searches
 
-    def apply_input(self, transaction: Transaction, experiment_id: int, given: Input) -> None:
+    def apply_input(
+        self,
+        transaction: Transaction,
+        experiment_id: int,
+        given: Input,
+        row: Row[Any] | None = None,
+    ) -> None:
         """Feed an input to the search and carry out the resulting operations.
 
         Once the experiment is stopping or its search has ended, inputs are ignored. If the search's
-        method fails, the experiment does; the trials' reports are stored all the same.
+        method fails, the experiment does; the trials' reports are stored all the same. `row` is the
+        experiment's, if it is at hand.
 
         Raises:
             SearchMethodError: The method fails to start, or with other limits.
             ValueError: The search cannot have as many trials as its new limit.
         """
-        row = self._changes.experiment(transaction.connection, experiment_id)
+        row = row or self._changes.experiment(transaction.connection, experiment_id)
         if not takes_inputs(row):
             return
         try:
-            self._apply(transaction, row, given)
+            is_quiet = not self._apply(transaction, row, given)
             self.take_proposals(transaction, row)
         except SearchMethodError as error:
             # Inputs of a request: the caller refuses it, so the error is raised.
@@ -319,7 +326,7 @@ class SearchOperations:
             return
         if isinstance(given, Reported) and config_of(row).searcher.waits_at_targets:
             self._pause_at_target(transaction, experiment_id, given)
-        self.update_progress(transaction, experiment_id)
+        self.update_progress(transaction, experiment_id, row if is_quiet else None)
 
     def _pause_at_target(
         self, transaction: Transaction, experiment_id: int, given: Reported
@@ -336,15 +343,18 @@ class SearchOperations:
     def take_proposals(self, transaction: Transaction, experiment: Row[Any]) -> None:
         """Answer open asks of a search by the proposals that wait."""
         search = self._searches.peek(transaction, experiment.id)
-        while search is not None and (asks := search.asks):
-            answer = take_proposal(transaction.connection, experiment, search, asks[0])
+        while search is not None and search.num_asks:
+            answer = take_proposal(transaction.connection, experiment, search, search.first_ask())
             if answer is None:
                 return
             self._apply(transaction, experiment, answer)
 
-    def _apply(self, transaction: Transaction, experiment: Row[Any], given: Input) -> None:
-        for operation in self._searches.apply(transaction, experiment.id, given):
+    def _apply(self, transaction: Transaction, experiment: Row[Any], given: Input) -> bool:
+        """Apply an input; return whether there was anything to carry out."""
+        operations = self._searches.apply(transaction, experiment.id, given)
+        for operation in operations:
             self._carry_out(transaction, experiment, operation, given)
+        return bool(operations)
 
     def catch_up(self, transaction: Transaction, experiment_id: int) -> None:
         """Apply the inputs stored while the method was missing, and carry out the results."""
@@ -379,10 +389,12 @@ class SearchOperations:
             self._searches.note_progress(transaction, trial.experiment_id, told)
             self.update_progress(transaction, trial.experiment_id)
 
-    def update_progress(self, transaction: Transaction, experiment_id: int) -> None:
+    def update_progress(
+        self, transaction: Transaction, experiment_id: int, row: Row[Any] | None = None
+    ) -> None:
         """Store the progress of the experiment after a visible change."""
         connection = transaction.connection
-        row = self._changes.experiment(connection, experiment_id)
+        row = row or self._changes.experiment(connection, experiment_id)
         if not takes_inputs(row):
             return
         try:

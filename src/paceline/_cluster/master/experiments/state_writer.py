@@ -51,7 +51,6 @@ from paceline._cluster.master.store.metric_rows_and_times import (
     read_series,
 )
 from paceline._cluster.master.store.row_ids_and_counts import (
-    update_attempt,
     update_experiment,
 )
 from paceline._cluster.master.store.trial_logs import LogStore
@@ -79,6 +78,16 @@ _BRIEF_TRIAL = select(*(each for each in tables.trials.c if each.name not in _LA
 )
 
 _TRIAL_CHANGE = update(tables.trials).where(tables.trials.c.id == bindparam("wanted"))
+_BEST = update(tables.experiments).where(tables.experiments.c.id == bindparam("wanted"))
+_RUNNING = select(tables.attempts.c.id).where(
+    tables.attempts.c.experiment_id == bindparam("wanted"),
+    tables.attempts.c.state == AttemptState.RUNNING.value,
+)
+_CONTROL_CHANGE = (
+    update(tables.attempts)
+    .where(tables.attempts.c.id == bindparam("wanted"))
+    .values(control_version=tables.attempts.c.control_version + 1)
+)
 
 
 class StateChanges:
@@ -206,6 +215,7 @@ class StateChanges:
             "experiment_state", experiment_id, state=state.value, error=error or row.error
         )
         transaction.after_commit(self.wakeups.wake)
+        transaction.after_commit(lambda: self.searches.on_state(experiment_id))
 
     def stop_experiment(
         self,
@@ -384,8 +394,7 @@ class StateChanges:
 
     def change_attempt(self, transaction: Transaction, attempt_id: int, **values: Any) -> None:
         """Set columns of an attempt and notify its runner through a new control version."""
-        version = tables.attempts.c.control_version + 1
-        update_attempt(transaction.connection, attempt_id, control_version=version, **values)
+        transaction.connection.execute(_CONTROL_CHANGE, {"wanted": attempt_id, **values})
         transaction.after_commit(lambda: self._controls.notify(attempt_id))
 
     def preempt(self, transaction: Transaction, attempt: Row[Any], reason: str) -> None:
@@ -411,22 +420,31 @@ def experiments_without_live_trials(connection: Connection) -> list[int]:
 
 
 def update_best(
-    changes: StateChanges, transaction: Transaction, trial: Row[Any], step: int, value: float
+    changes: StateChanges,
+    transaction: Transaction,
+    trial: Row[Any],
+    step: int,
+    value: float,
+    experiment: Row[Any],
 ) -> None:
     """Take a new value of the searched metric into the trial's and the experiment's best."""
-    searcher = _metric_searcher(changes, transaction, trial)
+    searcher = config_of(experiment).searcher
     values: dict[str, Any] = {"latest_metric": encode_float(value)}
     is_best = _is_better(value, trial.best_metric, searcher.smaller_is_better)
     if is_best:
         values |= {"best_metric": value, "best_step": step}
     changes.update_trial(transaction, trial.id, **values)
-    if is_best:
-        _update_experiment(changes, transaction, trial.experiment_id, searcher)
+    best = (experiment.best_metric, experiment.best_trial_id)
+    is_first = value == best[0] and trial.id < (best[1] or 0)
+    # A better value of a trial never makes another one the best.
+    if is_best and (is_first or _is_better(value, best[0], searcher.smaller_is_better)):
+        _set_best(changes, transaction, trial.experiment_id, trial.id, value)
 
 
 def recompute_best(changes: StateChanges, transaction: Transaction, trial: Row[Any]) -> None:
     """Work the best out anew after a restart superseded some reports."""
-    searcher = _metric_searcher(changes, transaction, trial)
+    experiment = changes.experiment(transaction.connection, trial.experiment_id)
+    searcher = config_of(experiment).searcher
     best: float | None = None
     values: dict[str, Any] = {"best_step": None, "latest_metric": None}
     for step, value in read_series(transaction.connection, trial.id, "validation", searcher.metric):
@@ -437,11 +455,6 @@ def recompute_best(changes: StateChanges, transaction: Transaction, trial: Row[A
             best, values["best_step"] = float(value), step
     changes.update_trial(transaction, trial.id, best_metric=best, **values)
     _update_experiment(changes, transaction, trial.experiment_id, searcher)
-
-
-def _metric_searcher(changes: StateChanges, transaction: Transaction, trial: Row[Any]) -> Searcher:
-    experiment = changes.experiment(transaction.connection, trial.experiment_id)
-    return config_of(experiment).searcher
 
 
 def _update_experiment(
@@ -461,15 +474,20 @@ def _update_experiment(
     ).first()
     present = changes.experiment(connection, experiment_id)
     found = (None, None) if best is None else (best.id, best.best_metric)
-    if found == (present.best_trial_id, present.best_metric):
-        return
-    update_experiment(connection, experiment_id, best_trial_id=found[0], best_metric=found[1])
-    attempts = tables.attempts
-    running = select(attempts.c.id).where(
-        attempts.c.experiment_id == experiment_id,
-        attempts.c.state == AttemptState.RUNNING.value,
-    )
-    for attempt_id in connection.execute(running).scalars().all():
+    if found != (present.best_trial_id, present.best_metric):
+        _set_best(changes, transaction, experiment_id, *found)
+
+
+def _set_best(
+    changes: StateChanges,
+    transaction: Transaction,
+    experiment_id: int,
+    trial_id: int | None,
+    value: float | None,
+) -> None:
+    connection, found = transaction.connection, {"wanted": experiment_id}
+    connection.execute(_BEST, found | {"best_trial_id": trial_id, "best_metric": value})
+    for attempt_id in connection.execute(_RUNNING, found).scalars().all():
         changes.change_attempt(transaction, attempt_id)
 
 
@@ -491,7 +509,8 @@ def take_validation(
 ) -> None:
     connection = transaction.connection
     trial = changes.brief_trial(connection, attempt.trial_id)
-    searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
+    experiment = changes.experiment(connection, attempt.experiment_id)
+    searcher = config_of(experiment).searcher
     if report.validation is True and searcher.metric not in report.metrics:
         # A train function may report much besides the searched metric.
         return
@@ -509,25 +528,31 @@ def take_validation(
         metrics = _standing_metrics(connection, trial.id, step) or metrics
     value = _number(metrics.get(searcher.metric))
     if value is not None:
-        update_best(changes, transaction, trial, step, value)
+        update_best(changes, transaction, trial, step, value, experiment)
         measure_checkpoints(connection, trial.id, searcher.metric, step=step)
     is_judged = searcher.judged_metrics is not None
-    if value is None or (is_judged and _time_of(searcher, metrics, step) is None):
+    values = _values_of(searcher, metrics)
+    if values is None or (is_judged and _time_of(searcher, metrics, step) is None):
         _check_metric(changes, transaction, attempt, report)
+        # It may have ended the search.
+        experiment = changes.experiment(connection, attempt.experiment_id)
     if not searcher.takes_reports or trial.uses_operations:
         return
     # Reports of a stopped trial decide nothing. Their number depends on timing,
     # so they stay out of the search's log too.
     if trial.state != TrialState.ACTIVE.value:
         return
-    if value is None or _time_of(searcher, metrics, step) is None:
+    if values is None or _time_of(searcher, metrics, step) is None:
         # Two reports of one step are merged: the other half may have come before.
         metrics = _standing_metrics(connection, trial.id, step) or metrics
-        value = _number(metrics.get(searcher.metric))
+        values = _values_of(searcher, metrics)
     reached = _time_of(searcher, metrics, step)
-    if value is not None and reached is not None:
-        given = Reported(request_id=trial.request_id, time=reached, metric=value)
-        changes.search_operations.apply_input(transaction, attempt.experiment_id, given)
+    if values is not None and reached is not None:
+        first, *others = values
+        given = Reported(
+            request_id=trial.request_id, time=reached, metric=first, others=tuple(others)
+        )
+        changes.search_operations.apply_input(transaction, attempt.experiment_id, given, experiment)
 
 
 def _check_metric(
@@ -581,7 +606,8 @@ def take_operation(
     searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
     if trial.state != TrialState.ACTIVE.value:
         return
-    if searcher.takes_reports:
+    # An operation has one metric, which says too little of several objectives.
+    if searcher.takes_reports and not searcher.objectives:
         metric = float(decode_value(record.metric))
         given = Reported(request_id=trial.request_id, time=float(record.length), metric=metric)
         changes.search_operations.apply_input(transaction, attempt.experiment_id, given)
@@ -601,6 +627,13 @@ def _time_of(searcher: Searcher, metrics: dict[str, Any], step: int) -> float | 
     if reached is not None and isfinite(reached):
         return reached
     return float(step) if searcher.time_name == BATCHES else None
+
+
+def _values_of(searcher: Searcher, metrics: dict[str, Any]) -> list[float] | None:
+    """Return the values of all objectives; None without all of them."""
+    values = [_number(metrics.get(name)) for name in searcher.metrics]
+    found = [value for value in values if value is not None]
+    return found if len(found) == len(values) else None
 
 
 def _number(value: Any) -> float | None:

@@ -29,6 +29,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline.config._searcher_section import MissingSearcher
+from paceline.search._rungs import Losses, pareto_front
 from paceline.search._search import Search
 from paceline.search._search_method import (
     Arrival,
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 _SNAPSHOT_INPUTS = 100
 
 faults.register("master.search.applied")
+
+# Made once: it is for each report.
+_INPUT = insert(tables.search_inputs)
 
 
 @dataclass(slots=True)
@@ -70,6 +74,8 @@ class Searches:
         self._loaded: dict[int, LoadedSearch] = {}
         # Told of each search that has trials without hyperparameters, after a commit.
         self.on_asks: Callable[[int], None] = lambda experiment_id: None
+        # Told of each experiment whose state has changed, after a commit.
+        self.on_state: Callable[[int], None] = lambda experiment_id: None
 
     def apply(self, transaction: Transaction, experiment_id: int, given: Input) -> list[Operation]:
         """Apply an input, and store the input with the resulting operations.
@@ -79,24 +85,24 @@ class Searches:
         """
         loaded = self._load(transaction, experiment_id)
         operations = None if loaded.search is None else loaded.search.apply(given)
-        transaction.connection.execute(
-            insert(tables.search_inputs).values(
-                experiment_id=experiment_id,
-                number=loaded.num_inputs,
-                time=time.time(),
-                input=json.loads(message_to_json(given)),
-                operations=_as_json(operations),
-            )
-        )
+        stored = {
+            "experiment_id": experiment_id,
+            "number": loaded.num_inputs,
+            "time": time.time(),
+            "input": json.loads(message_to_json(given)),
+            "operations": _as_json(operations),
+        }
+        transaction.connection.execute(_INPUT, stored)
         # A decision that was carried out must not be taken again, maybe in another way.
         transaction.force()
         faults.reach("master.search.applied")
         loaded.num_inputs += 1
         # Growing intervals keep the cost per input constant, however long the search is.
         num_fresh = loaded.num_inputs - loaded.num_in_snapshot
-        if num_fresh >= max(_SNAPSHOT_INPUTS, loaded.num_in_snapshot // 2):
+        num_asks = 0 if loaded.search is None else loaded.search.num_asks
+        if num_fresh >= max(_SNAPSHOT_INPUTS, max(loaded.num_in_snapshot, num_asks) // 2):
             self._store_snapshot(transaction.connection, experiment_id, loaded)
-        if loaded.search is not None and loaded.search.asks:
+        if num_asks:
             transaction.after_commit(lambda: self.on_asks(experiment_id))
         return operations or []
 
@@ -321,6 +327,7 @@ def _is_proposal() -> ColumnElement[bool]:
 _MOMENT_S = 60.0
 
 MAX_RUNG_ENTRIES = 1000
+_MOST_FRONTS = 100
 # A view is made again after so many times the seconds of making it, however many inputs come.
 _REST = 20
 
@@ -351,6 +358,7 @@ class ShownRung(msgspec.Struct, array_like=True):
     entries: list[ShownEntry]
 
 
+Points: TypeAlias = list[tuple[str, Losses]]
 Brackets: TypeAlias = list[list[ShownRung]]
 _decoder: msgspec.json.Decoder[Brackets] = msgspec.json.Decoder(Brackets)
 
@@ -369,6 +377,8 @@ class SearchViews:
         self._database = database
         self._searches = searches
         self._made: dict[int, _Made] = {}
+        # By experiment: the number of inputs that the search had, and its front.
+        self._fronts: dict[int, tuple[int, list[tuple[int, Losses]]]] = {}
         self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     def read(self, experiment_id: int) -> Brackets:
@@ -380,6 +390,34 @@ class SearchViews:
         with self._locks[experiment_id]:
             found = self._find(experiment_id)
             return self._make(experiment_id) if found is None else found
+
+    def front(self, experiment_id: int) -> list[tuple[int, Losses]]:
+        """Return the trials that no other dominates, by their ids, with all losses."""
+
+        def look(transaction: Transaction) -> tuple[int, Points]:
+            search = self._searches.peek(transaction, experiment_id)
+            number = _num_inputs(transaction.connection, experiment_id)
+            return number, [] if search is None else search.points()
+
+        with self._locks[experiment_id]:
+            with self._database.read() as connection:
+                num_inputs = _num_inputs(connection, experiment_id)
+                known = self._fronts.get(experiment_id)
+                if known is not None and known[0] == num_inputs:
+                    return known[1]
+                if not (is_loaded := self._searches.is_loaded(experiment_id)):
+                    search = load_search(connection, experiment_id).search
+                    points = [] if search is None else search.points()
+            if is_loaded:
+                num_inputs, points = self._database.write(look).result()
+            found = pareto_front(points)
+            with self._database.read() as connection:
+                ids = _trial_ids(connection, experiment_id, [request_id for request_id, _ in found])
+            front = [(ids[request_id], losses) for request_id, losses in found]
+            if len(self._fronts) >= _MOST_FRONTS:
+                self._fronts.clear()
+            self._fronts[experiment_id] = num_inputs, front
+            return front
 
     def _find(self, experiment_id: int) -> Brackets | None:
         with self._database.read() as connection:

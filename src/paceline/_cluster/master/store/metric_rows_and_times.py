@@ -263,6 +263,11 @@ def _precedence(pair: tuple[SeriesPiece, Points]) -> tuple[int, int, int]:
 
 
 _GROUP = "validation"
+# Made once: it is for each report.
+_STEPS_OF_CHECKPOINTS = select(tables.checkpoints.c.steps_completed).where(
+    tables.checkpoints.c.trial_id == bindparam("trial"),
+    tables.checkpoints.c.steps_completed.between(bindparam("least"), bindparam("most")),
+)
 
 
 def measure_checkpoints(
@@ -283,12 +288,11 @@ def measure_checkpoints(
         beyond_step: Only the checkpoints after this step.
     """
     checkpoints = tables.checkpoints
-    query = select(checkpoints.c.steps_completed).where(checkpoints.c.trial_id == trial_id)
+    least, most = 0 if beyond_step is None else beyond_step + 1, 2**63 - 1
     if step is not None:
-        query = query.where(checkpoints.c.steps_completed == step)
-    if beyond_step is not None:
-        query = query.where(checkpoints.c.steps_completed > beyond_step)
-    steps = set(connection.execute(query).scalars())
+        least = most = step
+    wanted = {"trial": trial_id, "least": least, "most": most}
+    steps = set(connection.execute(_STEPS_OF_CHECKPOINTS, wanted).scalars())
     if not steps:
         return
     values = metric_numbers_at(connection, trial_id, _GROUP, key, steps)

@@ -198,7 +198,13 @@ def _newest(directory: Path, prefix: str) -> int:
 class _RecordedInputs(SearchOperations):
     """Search operations ignoring inputs, because recorded inputs were already applied."""
 
-    def apply_input(self, transaction: Transaction, experiment_id: int, given: Input) -> None:
+    def apply_input(
+        self,
+        transaction: Transaction,
+        experiment_id: int,
+        given: Input,
+        row: Row[Any] | None = None,
+    ) -> None:
         """Do nothing: the input is recorded."""
 
 

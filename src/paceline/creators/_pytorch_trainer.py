@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from paceline import core
 from paceline._base.arguments_and_errors import boolean, ranks_to_check
 from paceline._training.engine.fsdp_and_tensor_parallel import ShardUnits
-from paceline._training.workers.workers import (
-    WorkerResources,
-    WorkerSettings,
-    chosen_cluster,
-)
+from paceline._training.workers.workers import WorkerResources, WorkerSettings, chosen_cluster
 from paceline.core._attempt_journal import VALIDATION
 from paceline.core._run_directories import local_directory
 from paceline.core._run_storage import GivenStorage, given_storage
@@ -482,11 +478,7 @@ class PyTorchTrainer(TrainerState):
             if keeps:
                 self._workers.end_to_resize()
             results = self._workers.execute_with_retries(
-                "train",
-                order,
-                max_retries=max_retries,
-                keeps_state=keeps,
-                source=source,
+                "train", order, max_retries=max_retries, keeps_state=keeps, source=source
             )
         for alert in (alert for result in results for alert in result.alerts):
             self._record.add_alert(*alert)

@@ -76,11 +76,7 @@ class TrainingState:
     """
 
     def __init__(
-        self,
-        stepper: Stepper,
-        schedulers: Sequence[Any],
-        collected: ReducerSet,
-        rank: int,
+        self, stepper: Stepper, schedulers: Sequence[Any], collected: ReducerSet, rank: int
     ) -> None:
         self._stepper = stepper
         self._schedulers = schedulers

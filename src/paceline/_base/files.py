@@ -200,9 +200,7 @@ def _open_following(path: str) -> int:
     if any(user == owner or user == 0 for one in owners - {0, user, owner}):
         os.close(found)
         raise NotRegularFileError(
-            errno.EPERM,
-            f"No link of another user must lead to a directory of user {owner}",
-            path,
+            errno.EPERM, f"No link of another user must lead to a directory of user {owner}", path
         )
     return found
 

@@ -426,10 +426,7 @@ def _listing_gpus(listed: str, rows: dict[str, KnownGpu]) -> list[KnownGpu]:
     for line in listed.splitlines():
         if match := _GPU_LINE.match(line):
             plain = KnownGpu(
-                id=match["number"],
-                number=match["number"],
-                uuid=match["uuid"],
-                name=match["name"],
+                id=match["number"], number=match["number"], uuid=match["uuid"], name=match["name"]
             )
             whole = rows.get(match["uuid"], plain)
             found.append(whole)

@@ -427,11 +427,7 @@ class SearchRun:
             self._take_input(answer)
 
     def take_report(
-        self,
-        trial: SearchTrial,
-        number: int,
-        metrics: Mapping[str, Any],
-        judged: Mapping[str, Any],
+        self, trial: SearchTrial, number: int, metrics: Mapping[str, Any], judged: Mapping[str, Any]
     ) -> NextMove:
         """Give a report to the search, wait for its decision, and return the trial's next move.
 

@@ -25,11 +25,7 @@ from paceline._base.run_directory import (
     RunDirectory,
     RunInfo,
 )
-from paceline.core._process_environment import (
-    master_to_report_to,
-    reporting,
-    sending_heartbeats,
-)
+from paceline.core._process_environment import master_to_report_to, reporting, sending_heartbeats
 from paceline.core._read_runs import (
     RUNS_DIRECTORY,
     History,

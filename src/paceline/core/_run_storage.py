@@ -222,8 +222,7 @@ def failing_together(distributed: DistributedContext, must: str) -> Iterator[Non
         if failure is not None:
             name, text = failure
             raise DistributedPeerError(
-                f"{must}, but rank {rank} failed: {name}: {text}",
-                error_type=name,
+                f"{must}, but rank {rank} failed: {name}: {text}", error_type=name
             )
 
 

@@ -212,11 +212,7 @@ class RunFeedback:
             show_lines(f"{ending} {word} {seconds}", *details)
 
     def details(
-        self,
-        ending: str,
-        storage: str | None,
-        checkpoint: str | None,
-        resume: str | None = None,
+        self, ending: str, storage: str | None, checkpoint: str | None, resume: str | None = None
     ) -> tuple[str, ...]:
         """Return the lines below an end: where the run is, how to look, how to resume.
 

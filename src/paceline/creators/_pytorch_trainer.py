@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from paceline import core
 from paceline._base.arguments_and_errors import boolean, ranks_to_check
 from paceline._training.engine.fsdp_and_tensor_parallel import ShardUnits
-from paceline._training.workers.workers import (
-    WorkerResources,
-    WorkerSettings,
-    chosen_cluster,
-)
+from paceline._training.workers.workers import WorkerResources, WorkerSettings, chosen_cluster
 from paceline.core._attempt_journal import VALIDATION
 from paceline.core._run_directories import local_directory
 from paceline.core._run_storage import GivenStorage, given_storage
@@ -32,7 +28,6 @@ from paceline.creators._trainer_arguments import (
     creator_precision,
     make_replica_spec,
 )
-from paceline.storage._checkpoint_storage import CheckpointStorage
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -40,7 +35,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_Trainer = TypeVar("_Trainer", bound="TrainerState")
+_Trainer = TypeVar("_Trainer", bound="PyTorchTrainer")
 
 
 def one_at_a_time(
@@ -57,170 +52,11 @@ def one_at_a_time(
     return call
 
 
-class TrainerState:
-    """Workers and state of a `PyTorchTrainer`; the subclass runs passes."""
-
-    _workers: ReplicaWorkers
-    _record: PassRecord
-    _storage: CheckpointStorage | None
-    _is_active: bool
-    # Calls of several threads wait for each other.
-    _turn: threading.RLock
-
-    # ---- state ---------------------------------------------------------------------------
-
-    @one_at_a_time
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state: models, optimizers, schedulers, place in the data, generators.
-
-        Tensors are on the CPU. Models are as `model_creator` made them, without a wrapper.
-
-        Raises:
-            RuntimeError: The trainer was shut down.
-        """
-        return dict(self._workers.state())
-
-    @one_at_a_time
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state returned by `state_dict`, here or in another trainer.
-
-        Args:
-            state_dict: The state.
-
-        Raises:
-            RuntimeError: The trainer was shut down, or a model is another one.
-            TypeError: It is no dictionary.
-            ValueError: It is no state of a trainer, or holds other numbers of models.
-        """
-        self._workers.load(dict(checked_pass_state(state_dict)))
-
-    def save(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Write the state to a file on this machine, or to a store, whole or not at all.
-
-        The workers need not see the file. `torch.load(path, weights_only=True)` reads it.
-
-        Args:
-            path: The file, in place of what is there. Or the URL of a new checkpoint, such as
-                ``s3://bucket/prefix/name``. By default a new one in `checkpoint_storage`.
-
-        Returns:
-            The path or URL.
-
-        Raises:
-            CheckpointWriteError: The store does not take it.
-            FileExistsError: There is a checkpoint at the URL.
-            OSError: It cannot be written.
-            RuntimeError: The trainer was shut down.
-            StateFormatError: The state of a model, optimizer or scheduler has more than tensors
-                and plain values.
-            ValueError: The path is empty, or neither it nor `checkpoint_storage` is given.
-        """
-        place = self._storage if path is None else path
-        if not place:
-            raise ValueError(
-                "`path` must be a file or a URL, unless the trainer has a `checkpoint_storage`, but"
-                f" got {path!r}. Hint: save('state.pt'), or"
-                " PyTorchTrainer(checkpoint_storage='s3://bucket/prefix')."
-            )
-        with self._record.storing(str(place)):
-            return save_pass_state(self.state_dict, place)
-
-    @one_at_a_time
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Restore a state written by `save`, here or in another trainer.
-
-        Args:
-            path: The file, or the URL of the checkpoint.
-
-        Raises:
-            CheckpointCorruptError: It cannot be read.
-            CheckpointNotFoundError: There is no such checkpoint.
-            OSError: It is not there.
-            RuntimeError: The trainer was shut down, or a model is another one.
-            ValueError: It is no state of a trainer, or holds other numbers of models.
-        """
-        self._workers.load(load_pass_state(path))
-
-    def restore(self, path: str | os.PathLike[str]) -> None:
-        """Restore a state; alias of `load`."""
-        self.load(path)
-
-    @one_at_a_time
-    def get_model(self) -> Any:
-        """Return the trained model, or a list of several, on the CPU.
-
-        Raises:
-            NotSendableError: A model cannot be pickled.
-            RuntimeError: The trainer was shut down.
-        """
-        models = self._workers.execute("whole_models")[0]
-        return models[0] if len(models) == 1 else models
-
-    # ---- workers -------------------------------------------------------------------------
-
-    @one_at_a_time
-    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
-        """Call a function without arguments in every worker; return the results in rank order.
-
-        Args:
-            fn: The function.
-
-        Raises:
-            RuntimeError: The trainer was shut down.
-            Exception: The function's error on the rank that failed first.
-        """
-        # State may change: the called function may do anything.
-        return self._workers.execute("call", fn, changes_state=True)
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are at the moment; fewer than asked for after a loss."""
-        return self._workers.num_workers
-
-    @property
-    def run_dir(self) -> Path | None:
-        """The run directory; None before the first pass, and where none is recorded."""
-        return self._record.run_dir
-
-    @property
-    def media(self) -> core.MediaReports | None:
-        """Reports of images, tables and other media by this process; None where `run_dir` is."""
-        return self._record.media
-
-    def shutdown(self, force: bool = False) -> None:
-        """End the workers, in bounded time; unsaved state is lost.
-
-        Args:
-            force: Whether to kill them at once.
-        """
-        self._end(None, force=force)
-
-    def __enter__(self: _Trainer) -> _Trainer:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._end(error, force=error is not None)
-
-    def _end(self, error: BaseException | None, *, force: bool) -> None:
-        self._is_active = False
-        try:
-            self._workers.stop(force=force)
-        finally:
-            self._record.close(error)
-
-    def _check_active(self) -> None:
-        if not self._is_active:
-            raise RuntimeError(
-                "This PyTorchTrainer is not active, as it was shut down. Hint: make a new one, and"
-                " load() what this one has saved."
-            )
-
-
 # How often a validation is tried again after a loss, if there is a state to resume from.
 _NUM_VALIDATION_RETRIES = 3
 
 
-class PyTorchTrainer(TrainerState):
+class PyTorchTrainer:
     """Trainer for user functions, on several workers, pass by pass.
 
     The workers start here and stay warm until `shutdown`, the end of a `with` block, or the end of
@@ -482,11 +318,7 @@ class PyTorchTrainer(TrainerState):
             if keeps:
                 self._workers.end_to_resize()
             results = self._workers.execute_with_retries(
-                "train",
-                order,
-                max_retries=max_retries,
-                keeps_state=keeps,
-                source=source,
+                "train", order, max_retries=max_retries, keeps_state=keeps, source=source
             )
         for alert in (alert for result in results for alert in result.alerts):
             self._record.add_alert(*alert)
@@ -552,6 +384,154 @@ class PyTorchTrainer(TrainerState):
             RuntimeError: The trainer was shut down.
         """
         self._workers.execute("update_schedulers", metric, changes_state=True)
+
+    # ---- state ---------------------------------------------------------------------------
+
+    @one_at_a_time
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state: models, optimizers, schedulers, place in the data, generators.
+
+        Tensors are on the CPU. Models are as `model_creator` made them, without a wrapper.
+
+        Raises:
+            RuntimeError: The trainer was shut down.
+        """
+        return dict(self._workers.state())
+
+    @one_at_a_time
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state returned by `state_dict`, here or in another trainer.
+
+        Args:
+            state_dict: The state.
+
+        Raises:
+            RuntimeError: The trainer was shut down, or a model is another one.
+            TypeError: It is no dictionary.
+            ValueError: It is no state of a trainer, or holds other numbers of models.
+        """
+        self._workers.load(dict(checked_pass_state(state_dict)))
+
+    def save(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Write the state to a file on this machine, or to a store, whole or not at all.
+
+        The workers need not see the file. `torch.load(path, weights_only=True)` reads it.
+
+        Args:
+            path: The file, in place of what is there. Or the URL of a new checkpoint, such as
+                ``s3://bucket/prefix/name``. By default a new one in `checkpoint_storage`.
+
+        Returns:
+            The path or URL.
+
+        Raises:
+            CheckpointWriteError: The store does not take it.
+            FileExistsError: There is a checkpoint at the URL.
+            OSError: It cannot be written.
+            RuntimeError: The trainer was shut down.
+            StateFormatError: The state of a model, optimizer or scheduler has more than tensors
+                and plain values.
+            ValueError: The path is empty, or neither it nor `checkpoint_storage` is given.
+        """
+        place = self._storage if path is None else path
+        if not place:
+            raise ValueError(
+                "`path` must be a file or a URL, unless the trainer has a `checkpoint_storage`, but"
+                f" got {path!r}. Hint: save('state.pt'), or"
+                " PyTorchTrainer(checkpoint_storage='s3://bucket/prefix')."
+            )
+        with self._record.storing(str(place)):
+            return save_pass_state(self.state_dict, place)
+
+    @one_at_a_time
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Restore a state written by `save`, here or in another trainer.
+
+        Args:
+            path: The file, or the URL of the checkpoint.
+
+        Raises:
+            CheckpointCorruptError: It cannot be read.
+            CheckpointNotFoundError: There is no such checkpoint.
+            OSError: It is not there.
+            RuntimeError: The trainer was shut down, or a model is another one.
+            ValueError: It is no state of a trainer, or holds other numbers of models.
+        """
+        self._workers.load(load_pass_state(path))
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Restore a state; alias of `load`."""
+        self.load(path)
+
+    @one_at_a_time
+    def get_model(self) -> Any:
+        """Return the trained model, or a list of several, on the CPU.
+
+        Raises:
+            NotSendableError: A model cannot be pickled.
+            RuntimeError: The trainer was shut down.
+        """
+        models = self._workers.execute("whole_models")[0]
+        return models[0] if len(models) == 1 else models
+
+    # ---- workers -------------------------------------------------------------------------
+
+    @one_at_a_time
+    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
+        """Call a function without arguments in every worker; return the results in rank order.
+
+        Args:
+            fn: The function.
+
+        Raises:
+            RuntimeError: The trainer was shut down.
+            Exception: The function's error on the rank that failed first.
+        """
+        # State may change: the called function may do anything.
+        return self._workers.execute("call", fn, changes_state=True)
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are at the moment; fewer than asked for after a loss."""
+        return self._workers.num_workers
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory; None before the first pass, and where none is recorded."""
+        return self._record.run_dir
+
+    @property
+    def media(self) -> core.MediaReports | None:
+        """Reports of images, tables and other media by this process; None where `run_dir` is."""
+        return self._record.media
+
+    def shutdown(self, force: bool = False) -> None:
+        """End the workers, in bounded time; unsaved state is lost.
+
+        Args:
+            force: Whether to kill them at once.
+        """
+        self._end(None, force=force)
+
+    def __enter__(self: _Trainer) -> _Trainer:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._end(error, force=error is not None)
+
+    def _end(self, error: BaseException | None, *, force: bool) -> None:
+        self._is_active = False
+        try:
+            self._workers.stop(force=force)
+        finally:
+            self._record.close(error)
+
+    def _check_active(self) -> None:
+        if not self._is_active:
+            raise RuntimeError(
+                "This PyTorchTrainer is not active, as it was shut down. Hint: make a new one, and"
+                " load() what this one has saved."
+            )
 
 
 def _of_each(results: list[PassResult]) -> list[dict[str, Any]]:

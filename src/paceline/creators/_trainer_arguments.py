@@ -523,10 +523,7 @@ def _plain_step(given: GivenParameters) -> Callable[[Any, Any], Any]:
 
 
 def _measured_step(
-    given: GivenParameters,
-    precision: Precision,
-    measure: Measure | None,
-    replay: StepReplay | None,
+    given: GivenParameters, precision: Precision, measure: Measure | None, replay: StepReplay | None
 ) -> Callable[[Any, Any], Any]:
     """Return a step like `_plain_step`, with a precision, timed parts and a check."""
     model, criterion, optimizer = given.models, given.criterion, given.optimizers

@@ -552,10 +552,7 @@ def split_into_folds(
         start = sum(counts[:index])
         rest = [(0, start), (start + count, total)]
         folds.append(
-            (
-                _source_span(source, rest, seed),
-                _source_span(source, [(start, start + count)], seed),
-            )
+            (_source_span(source, rest, seed), _source_span(source, [(start, start + count)], seed))
         )
     return folds
 

@@ -184,11 +184,7 @@ def recorded_fields(configs: TrainingConfig) -> dict[str, Any]:
 
 
 def make_optimizer(
-    configs: TrainingConfig,
-    model: nn.Module,
-    encoder: nn.Module | None,
-    rate: float,
-    scale: float,
+    configs: TrainingConfig, model: nn.Module, encoder: nn.Module | None, rate: float, scale: float
 ) -> torch.optim.Optimizer:
     """Return the optimizer.
 

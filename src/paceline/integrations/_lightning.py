@@ -28,10 +28,7 @@ _KEY = "lightning"
 
 
 def lightning_trainer(
-    *,
-    every_n_epochs: int | None = 1,
-    every_n_steps: int | None = None,
-    **arguments: Any,
+    *, every_n_epochs: int | None = 1, every_n_steps: int | None = None, **arguments: Any
 ) -> pl.Trainer:
     """Return a Lightning trainer for all workers of a run, prepared by `prepare_lightning`.
 
@@ -76,10 +73,7 @@ def lightning_trainer(
 
 
 def prepare_lightning(
-    trainer: pl.Trainer,
-    *,
-    every_n_epochs: int | None = 1,
-    every_n_steps: int | None = None,
+    trainer: pl.Trainer, *, every_n_epochs: int | None = 1, every_n_steps: int | None = None
 ) -> pl.Trainer:
     """Make a Lightning trainer report, save checkpoints of the run, and resume from the last.
 

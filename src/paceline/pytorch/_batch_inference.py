@@ -456,10 +456,7 @@ class BatchInference:
         loader = DataLoader(left, batch_size=self._batch_size, **self._loader_options)
         rank, size = self._context.distributed.rank, self._context.distributed.size
         data = ShardedData(
-            loader,
-            num_shards=size,
-            own_shards=range(rank, rank + 1),
-            seed=self._context.seed,
+            loader, num_shards=size, own_shards=range(rank, rank + 1), seed=self._context.seed
         )
         return data.iterate(0)
 
@@ -538,9 +535,7 @@ def torch_batch_process(
         check_same_data(context.distributed, {"inference": dataset}, can_be_off=False)
         inference = BatchInference(context, dataset, num_samples, batch_size, max_batches, kwargs)
         place = TorchBatchProcessorContext(
-            context,
-            own_device(context.distributed.local_rank, chosen=chosen),
-            inference.reducers,
+            context, own_device(context.distributed.local_rank, chosen=chosen), inference.reducers
         )
         return inference.run(
             lambda: batch_processor_cls(place),

@@ -355,9 +355,7 @@ def load_trial_from_checkpoint_path(
 
 
 def _loaded_trial(
-    directory: Path,
-    trial_class: type[PyTorchTrial] | None,
-    trial_kwargs: Mapping[str, Any] | None,
+    directory: Path, trial_class: type[PyTorchTrial] | None, trial_kwargs: Mapping[str, Any] | None
 ) -> PyTorchTrial:
     training = read_training(directory)
     kind = _imported_class(training["trial"]) if trial_class is None else trial_class

@@ -443,10 +443,7 @@ class MemoryCheckpoints:
             self._stall_s = time.monotonic() - self._begun_s
 
     def save(
-        self,
-        parts: dict[str, Any],
-        metadata: Mapping[str, Any],
-        write_more: Callable[[Path], None],
+        self, parts: dict[str, Any], metadata: Mapping[str, Any], write_more: Callable[[Path], None]
     ) -> None:
         """Copy this rank's part, and store the copy in the background; all ranks call it.
 

@@ -364,9 +364,7 @@ def earlier_state(
 
 
 def asked_state(
-    core_context: core.Context,
-    latest_checkpoint: str | None,
-    resume: str | os.PathLike[str] | None,
+    core_context: core.Context, latest_checkpoint: str | None, resume: str | os.PathLike[str] | None
 ) -> EarlierState | None:
     """Return the state requested by the user, or None for the run's own latest state.
 

@@ -10,10 +10,10 @@ import logging
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,6 @@ from paceline._training.engine.checkpoints.models_and_optimizers import (
 )
 from paceline._training.engine.checkpoints.resume_differences import (
     SettingChanges,
-    built_settings,
     check_identity,
     epoch_sizes,
     note_epoch_sizes,
@@ -41,12 +40,10 @@ from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import check_same_data
 from paceline._training.engine.schedules import (
-    LRScheduler,
     Position,
     scheduler_state,
     share_schedulers,
 )
-from paceline.core._core_context import Context
 from paceline.data._order_and_random_generators import (
     capture_random_state,
     restore_random_state,
@@ -62,6 +59,9 @@ from paceline.pytorch._training_fit import TrainingFit
 from paceline.pytorch._training_loop import DrivenLoop, TrainingLoop
 from paceline.storage._checkpoint_files import STATE_VERSION
 
+if TYPE_CHECKING:
+    from paceline.pytorch._trial_and_context import PyTorchTrialContext
+
 logger = logging.getLogger(__name__)
 
 
@@ -76,11 +76,7 @@ class TrainingState:
     """
 
     def __init__(
-        self,
-        stepper: Stepper,
-        schedulers: Sequence[Any],
-        collected: ReducerSet,
-        rank: int,
+        self, stepper: Stepper, schedulers: Sequence[Any], collected: ReducerSet, rank: int
     ) -> None:
         self._stepper = stepper
         self._schedulers = schedulers
@@ -316,64 +312,6 @@ def _own_version() -> str:
     return version("paceline")
 
 
-class RegisteredModels:
-    """Registered models, optimizers, schedulers and reducers, captured by checkpoints.
-
-    Args:
-        core: The core context.
-        stepper: The models and optimizers.
-        seed: The seed.
-        num_shards: Into how many shards a global batch is cut; by default one for each rank, or for
-            each group of ranks that divide a model by a plan.
-
-    Attributes:
-        lr_schedulers: The schedulers, with the units of their steps.
-        reducers: Metrics that are no averages.
-        moves_data: Whether batches are moved to the device.
-        warned_types: Types of data that cannot be moved, as far as the user was warned.
-        tracer: The tracer of the training, if wanted.
-        loop: The loop, once it was built.
-        num_epoch_batches: The batches of the present epoch; None if nobody knows them ahead.
-    """
-
-    def __init__(
-        self, core: Context, stepper: Stepper, seed: int, num_shards: int | None = None
-    ) -> None:
-        self.core = core
-        self.distributed = core.distributed
-        self.device = stepper.device
-        self.stepper = stepper
-        self.num_shards = num_shards or stepper.grid.data_size
-        self.lr_schedulers: list[LRScheduler] = []
-        self.reducers = ReducerSet(stepper)
-        self.moves_data = True
-        self.warned_types: set[type] = set()
-        self.tracer: TraceProfiler | None = None
-        self.loop: TrainingLoop | None = None
-        self.num_epoch_batches: int | None = None
-        self._seed = seed
-
-    @property
-    def models(self) -> list[torch.nn.Module]:
-        """The wrapped models, as they were made."""
-        return [plain_model(model) for model in self.stepper.models]
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The wrapped optimizers."""
-        return self.stepper.optimizers
-
-    @cached_property
-    def built(self) -> dict[str, list[Any]]:
-        """Settings of optimizers and schedulers as built; must be read before their first use."""
-        schedulers = [each.scheduler for each in self.lr_schedulers]
-        return built_settings(self.models, self.optimizers, schedulers)
-
-    def get_trial_seed(self) -> int:
-        """Return the seed of the trial."""
-        return self._seed
-
-
 # Hooks that are called with the directory in which the files of a checkpoint are.
 _HOOKS_WITH_FILES = ("on_checkpoint_end", "on_checkpoint_write_end")
 
@@ -398,7 +336,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
     needs_whole_batches = False
 
     def __init__(
-        self, parts: RegisteredModels, callbacks: TrainingCallbacks, *, validates_batches: bool
+        self, parts: "PyTorchTrialContext", callbacks: TrainingCallbacks, *, validates_batches: bool
     ) -> None:
         super().__init__(parts.core, partial(callbacks.tell, "on_checkpoint_upload_end"))
         self.is_built = False

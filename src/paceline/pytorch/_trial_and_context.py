@@ -4,7 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import wraps
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,18 +12,23 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader as DataLoader
 
 from paceline import core
+from paceline._training.engine.checkpoints.resume_differences import built_settings
 from paceline._training.engine.devices import Precision, use_own_device
 from paceline._training.engine.fsdp_and_tensor_parallel import ShardUnits, TensorPlan
-from paceline._training.engine.gradient_reduction import DataParallel, default_data_parallel
+from paceline._training.engine.gradient_reduction import (
+    DataParallel,
+    default_data_parallel,
+    plain_model,
+)
 from paceline._training.engine.gradient_sync import Accumulation
-from paceline._training.engine.metric_reducers import MetricReducer, Reducer
+from paceline._training.engine.metric_reducers import MetricReducer, Reducer, ReducerSet
 from paceline._training.engine.model_preparation import ModelOptions
 from paceline._training.engine.optimizer_stepper import ClipGrads, Stepper
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import RankCheck
 from paceline._training.engine.schedules import LRScheduler, Position
 from paceline.data._torch_loaders import TorchData, data_length, to_device
-from paceline.pytorch._training_state import RegisteredModels
+from paceline.pytorch._training_loop import TrainingLoop
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -154,28 +159,122 @@ class PyTorchTrial(ABC):
         return data_length(batch)
 
 
-class TrialFacts(RegisteredModels):
-    """Facts of a trial for user code: config, hyperparameters and current batch.
+class PyTorchTrialContext:
+    """Wrap models and optimizers, scale losses, step optimizers; made by `pytorch.init()`.
 
     Args:
         core_context: The core context of this process.
-        stepper: The models and optimizers.
         hparams: The hyperparameters.
         seed: The seed of the trial.
-        num_shards: Into how many shards a global batch is cut, see `RegisteredModels`.
+        precision: The number format of the forward pass.
+        data_parallel: How gradients are summed over the ranks; None for the way that suits the
+            devices.
+        shard_size: With FSDP, the number of ranks that hold one copy of a model; None for all.
+        tensor_parallel_size: The number of ranks that divide a model by a tensor-parallel plan.
+        num_shards: Into how many shards a global batch is cut; by default one for each rank, or for
+            each group of ranks that divide a model by a plan.
+        device: The device of this process; a GPU of its own by default, else the CPU.
+        check_ranks: Whether ranks are compared, see `pytorch.init`.
     """
 
     def __init__(
         self,
         core_context: core.Context,
-        stepper: Stepper,
         hparams: Mapping[str, Any] | None,
         seed: int,
-        num_shards: int | None,
+        *,
+        precision: Precision = Precision.FP32,
+        data_parallel: DataParallel | None = DataParallel.FLAT,
+        shard_size: int | None = None,
+        tensor_parallel_size: int = 1,
+        num_shards: int | None = None,
+        device: torch.device | None = None,
+        given_seed: int | None = None,
+        check_ranks: bool | Sequence[str] = True,
     ) -> None:
-        super().__init__(core_context, stepper, seed, num_shards)
-        self._hparams = hparams
+        distributed = core_context.distributed
+        device = use_own_device(distributed.local_rank, chosen=device)
+        if data_parallel is None:
+            backend = dist.get_backend() if dist.is_initialized() else None
+            data_parallel = default_data_parallel(
+                device.type, backend, distributed.size, tensor_parallel_size
+            )
+            logger.info("Gradients are summed by data_parallel=%r.", data_parallel.value)
+        stepper = Stepper(
+            distributed,
+            device,
+            precision,
+            data_parallel,
+            shard_size=shard_size,
+            tensor_size=tensor_parallel_size,
+            rank_check=RankCheck(check_ranks),
+        )
+        self.core = core_context
+        self.distributed = distributed
+        self.device = device
+        self.stepper = stepper
+        self.num_shards = num_shards or stepper.grid.data_size
+        # The schedulers, with the units of their steps; and the metrics that are no averages.
+        self.lr_schedulers: list[LRScheduler] = []
+        self.reducers = ReducerSet(stepper)
+        self.moves_data = True
+        # Types of data that cannot be moved, as far as the user was warned.
+        self.warned_types: set[type] = set()
+        self.tracer: TraceProfiler | None = None
+        self.loop: TrainingLoop | None = None
+        # None if nobody knows them ahead.
+        self.num_epoch_batches: int | None = None
+        self._hparams, self._seed = hparams, seed
         self._has_told_rest = False
+        self.exit_stack = ExitStack()
+        # The one that a checkpoint must have, as sample orders depend on it.
+        self.given_seed = given_seed
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The wrapped models, as they were made."""
+        return [plain_model(model) for model in self.stepper.models]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The wrapped optimizers."""
+        return self.stepper.optimizers
+
+    @cached_property
+    def built(self) -> dict[str, list[Any]]:
+        """Settings of optimizers and schedulers as built; must be read before their first use."""
+        schedulers = [each.scheduler for each in self.lr_schedulers]
+        return built_settings(self.models, self.optimizers, schedulers)
+
+    def get_trial_seed(self) -> int:
+        """Return the seed of the trial."""
+        return self._seed
+
+    @property
+    def experimental(self) -> "ExperimentalContext":
+        """Compatibility switches for code written for the predecessor."""
+        # Kept here, it would keep the models of a finished training until Python looks for cycles.
+        return ExperimentalContext(self)
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler, or None."""
+        return self.stepper.scaler
+
+    @property
+    def tensor_mesh(self) -> Any:
+        """The `DeviceMesh` of the ranks dividing a model by a tensor-parallel plan.
+
+        None where `tensor_parallel_size` is 1, and with one process.
+        """
+        return self.stepper.grid.tensor_mesh
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """The present place within an aggregation window."""
+        return self.stepper.accumulation
+
+    # ---- facts of the trial --------------------------------------------------------------
 
     def get_experiment_config(self) -> dict[str, Any]:
         """Return the experiment's config; empty without a master."""
@@ -297,86 +396,6 @@ class TrialFacts(RegisteredModels):
         if position is None:
             raise RuntimeError("There is no current batch before training.")
         return position
-
-
-class PyTorchTrialContext(TrialFacts):
-    """Wrap models and optimizers, scale losses, step optimizers; made by `pytorch.init()`.
-
-    Args:
-        core_context: The core context of this process.
-        hparams: The hyperparameters.
-        seed: The seed of the trial.
-        precision: The number format of the forward pass.
-        data_parallel: How gradients are summed over the ranks; None for the way that suits the
-            devices.
-        shard_size: With FSDP, the number of ranks that hold one copy of a model; None for all.
-        tensor_parallel_size: The number of ranks that divide a model by a tensor-parallel plan.
-        num_shards: Into how many shards a global batch is cut; by default one for each rank, or for
-            each group of ranks that divide a model by a plan.
-        device: The device of this process; a GPU of its own by default, else the CPU.
-        check_ranks: Whether ranks are compared, see `pytorch.init`.
-    """
-
-    def __init__(
-        self,
-        core_context: core.Context,
-        hparams: Mapping[str, Any] | None,
-        seed: int,
-        *,
-        precision: Precision = Precision.FP32,
-        data_parallel: DataParallel | None = DataParallel.FLAT,
-        shard_size: int | None = None,
-        tensor_parallel_size: int = 1,
-        num_shards: int | None = None,
-        device: torch.device | None = None,
-        given_seed: int | None = None,
-        check_ranks: bool | Sequence[str] = True,
-    ) -> None:
-        distributed = core_context.distributed
-        device = use_own_device(distributed.local_rank, chosen=device)
-        if data_parallel is None:
-            backend = dist.get_backend() if dist.is_initialized() else None
-            data_parallel = default_data_parallel(
-                device.type, backend, distributed.size, tensor_parallel_size
-            )
-            logger.info("Gradients are summed by data_parallel=%r.", data_parallel.value)
-        stepper = Stepper(
-            distributed,
-            device,
-            precision,
-            data_parallel,
-            shard_size=shard_size,
-            tensor_size=tensor_parallel_size,
-            rank_check=RankCheck(check_ranks),
-        )
-        super().__init__(core_context, stepper, hparams, seed, num_shards)
-        self.exit_stack = ExitStack()
-        # The one that a checkpoint must have, as sample orders depend on it.
-        self.given_seed = given_seed
-
-    @property
-    def experimental(self) -> "ExperimentalContext":
-        """Compatibility switches for code written for the predecessor."""
-        # Kept here, it would keep the models of a finished training until Python looks for cycles.
-        return ExperimentalContext(self)
-
-    @property
-    def scaler(self) -> Any:
-        """The gradient scaler, or None."""
-        return self.stepper.scaler
-
-    @property
-    def tensor_mesh(self) -> Any:
-        """The `DeviceMesh` of the ranks dividing a model by a tensor-parallel plan.
-
-        None where `tensor_parallel_size` is 1, and with one process.
-        """
-        return self.stepper.grid.tensor_mesh
-
-    @property
-    def accumulation(self) -> Accumulation:
-        """The present place within an aggregation window."""
-        return self.stepper.accumulation
 
     # ---- wrapping ------------------------------------------------------------------------
 

@@ -26,11 +26,7 @@ from paceline.data._order_and_random_generators import worker_shards
 from paceline.data._sharded_loader import ShardedData
 from paceline.pytorch._loop_agreement_and_reports import TrainingCallbacks, TrainsShard
 from paceline.pytorch._training_state import ResumableTraining
-from paceline.pytorch._trial_and_context import (
-    PyTorchCallback,
-    PyTorchTrial,
-    PyTorchTrialContext,
-)
+from paceline.pytorch._trial_and_context import PyTorchCallback, PyTorchTrial, PyTorchTrialContext
 from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
@@ -166,11 +162,7 @@ def evaluate_on_chief(
 
 
 def _with_whole_models(
-    batches: Iterator[Any],
-    counts: list[int],
-    data: ShardedData,
-    stepper: Stepper,
-    stack: ExitStack,
+    batches: Iterator[Any], counts: list[int], data: ShardedData, stepper: Stepper, stack: ExitStack
 ) -> Iterator[Any]:
     """Yield the batches; sharded models are whole from where the first rank has none left.
 

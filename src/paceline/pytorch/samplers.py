@@ -189,12 +189,7 @@ class ReproducibleShuffleBatchSampler(ReproducibleShuffleSampler[list[int]]):
 
 
 def adapt_batch_sampler(
-    batch_sampler: Any,
-    *,
-    repeat: bool = False,
-    skip: int = 0,
-    num_replicas: int = 1,
-    rank: int = 0,
+    batch_sampler: Any, *, repeat: bool = False, skip: int = 0, num_replicas: int = 1, rank: int = 0
 ) -> Any:
     """Return a batch sampler of a rank's batches of another sampler, after a skip.
 

@@ -405,10 +405,7 @@ class BucketStorage(ObjectStorage):
             )
         return [
             StoredObject(
-                each["path"],
-                each["size"],
-                each["last_modified"].timestamp(),
-                each["e_tag"] or "",
+                each["path"], each["size"], each["last_modified"].timestamp(), each["e_tag"] or ""
             )
             for each in found
         ]
@@ -427,10 +424,7 @@ class BucketStorage(ObjectStorage):
         return self._made[1]
 
     def _new_client(self, max_retries: int) -> Client:
-        retries = {
-            "max_retries": max_retries,
-            "retry_timeout": timedelta(seconds=self._patience_s),
-        }
+        retries = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=self._patience_s)}
         client_options = {"timeout": timedelta(seconds=self._try_s), "connect_timeout": _CONNECT}
         return self._make_client({"client_options": client_options, "retry_config": retries})
 

@@ -722,11 +722,7 @@ def _hit_step(hit: Mapping[str, Any], interrupted: RunFacts) -> int:
 
 
 def _differences_after_resume(
-    script: Script,
-    straight: RunFacts,
-    resumed: RunFacts,
-    end: ScriptEnd,
-    ignore: Sequence[str],
+    script: Script, straight: RunFacts, resumed: RunFacts, end: ScriptEnd, ignore: Sequence[str]
 ) -> list[Difference]:
     if end.code != 0:
         return [Difference(place="run", path="resumed", detail=_script_ending(end, script))]

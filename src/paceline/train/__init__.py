@@ -18,12 +18,7 @@ from paceline._training.workers.failures_and_restarts import (
     WorkersLostError,
 )
 from paceline._training.workers.pickled_calls import NotSendableError
-from paceline.train._run_protocol import (
-    Checkpoint,
-    IncompleteCheckpointError,
-    Report,
-    Results,
-)
+from paceline.train._run_protocol import Checkpoint, IncompleteCheckpointError, Report, Results
 from paceline.train._run_reports import (
     JsonLinesCallback,
     PrintCallback,

@@ -130,10 +130,7 @@ class PreparedLoader:
         if state["seed"] != self._seed:
             self._seed, self._data = state["seed"], self._make_data(state["seed"])
         check_identity(
-            state["data"],
-            self._data.identity,
-            is_within_epoch=state["is_open"],
-            warn=self._warn,
+            state["data"], self._data.identity, is_within_epoch=state["is_open"], warn=self._warn
         )
         if state["facts"] != self._facts():
             self._warn(

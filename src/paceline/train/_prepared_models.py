@@ -163,11 +163,7 @@ def accelerate(
     if isinstance(loss, torch.nn.Module):
         loss.to(session.device)
     model = prepare_model(
-        session,
-        model,
-        data_parallel=parallel,
-        optimizer=optimizer,
-        **shard_options,
+        session, model, data_parallel=parallel, optimizer=optimizer, **shard_options
     )
     return model if optimizer is None else (model, prepare_optimizer(session, optimizer))
 

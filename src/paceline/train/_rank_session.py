@@ -351,10 +351,7 @@ class RankSession(LooseSession):
         """Save a checkpoint; see `train.save_checkpoint`."""
         with self.reporter.storing():
             self._writer.save(
-                state,
-                files=files,
-                allow_pickle=allow_pickle,
-                is_sharded=self.gradients.has_sharded,
+                state, files=files, allow_pickle=allow_pickle, is_sharded=self.gradients.has_sharded
             )
         self._saved_at = self._place
 

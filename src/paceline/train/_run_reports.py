@@ -112,9 +112,7 @@ class JsonLinesCallback(_OfWorkers):
     """
 
     def __init__(
-        self,
-        path: str | Path | None = None,
-        workers_to_log: int | Sequence[int] | None = 0,
+        self, path: str | Path | None = None, workers_to_log: int | Sequence[int] | None = 0
     ) -> None:
         super().__init__(workers_to_log)
         self._path = None if path is None else Path(path)

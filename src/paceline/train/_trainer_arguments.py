@@ -24,12 +24,7 @@ from paceline.core._launcher_place import launched_place
 from paceline.core._trackers_and_tensorboard import as_trackers
 from paceline.data._dataset import Dataset, Fold, read
 from paceline.train._run_protocol import Checkpoint, Instance, current_session, is_pool_worker
-from paceline.train._run_reports import (
-    PrintCallback,
-    ProgressCallback,
-    RunLines,
-    TrainingCallback,
-)
+from paceline.train._run_reports import PrintCallback, ProgressCallback, RunLines, TrainingCallback
 
 _COLLECTIVES = (None, "gloo", "nccl")
 

@@ -120,10 +120,7 @@ def set_up_joined(
 
 
 def _set_up_job_worker(
-    config: TorchConfig,
-    gpus_per_worker: float | None,
-    rank_info: RankInfo,
-    method: str,
+    config: TorchConfig, gpus_per_worker: float | None, rank_info: RankInfo, method: str
 ) -> WorkerFacts:
     _worker.rank_info = rank_info
     _worker.device = device = use_own_device(rank_info.local_rank, gpus_per_rank=gpus_per_worker)

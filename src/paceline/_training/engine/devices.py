@@ -62,10 +62,7 @@ def join_ranks(
 
 
 def own_device(
-    local_rank: int,
-    *,
-    gpus_per_rank: float | None = None,
-    chosen: torch.device | None = None,
+    local_rank: int, *, gpus_per_rank: float | None = None, chosen: torch.device | None = None
 ) -> torch.device:
     """Return the device of a rank: the first of its GPUs, or the CPU.
 

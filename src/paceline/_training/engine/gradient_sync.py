@@ -288,9 +288,7 @@ def _gradient_marks(parameters: Iterable[torch.nn.Parameter]) -> dict[int, _Mark
 
 
 def with_mean_loss(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    mean_loss: Callable[[torch.Tensor], torch.Tensor],
+    args: tuple[Any, ...], kwargs: dict[str, Any], mean_loss: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a step's arguments with the closure, if any, wrapped to return the mean loss.
 

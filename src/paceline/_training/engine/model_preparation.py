@@ -407,9 +407,7 @@ def checkpoint_blocks(model: torch.nn.Module) -> None:
 
 
 def compile_model(
-    model: torch.nn.Module,
-    options: bool | Mapping[str, Any],
-    units: Sequence[torch.nn.Module] = (),
+    model: torch.nn.Module, options: bool | Mapping[str, Any], units: Sequence[torch.nn.Module] = ()
 ) -> None:
     """Have a model compiled by `torch.compile`, in place.
 

@@ -96,10 +96,6 @@ class PoolWorker:
                 body = cast("bytes", segment.view())
                 self.channel.send(ChannelFrame(FrameKind.DATA, self.current.number, body))
 
-    def take_error(self, error: WorkerError) -> None:
-        """Record the error of the current call; no call follows."""
-        self.error = error
-
     def drop_calls(self, error: BaseException) -> None:
         """Fail the worker's current and queued calls with an error."""
         for call in [self.current, *(assignment.call for assignment in self._queue)]:
@@ -244,7 +240,7 @@ class FailureDetector:
 
     def note_error(self, worker: PoolWorker, error: WorkerError, now: float) -> PoolEnd | None:
         """Note the error of a worker's call; return an end of the pool, if due."""
-        worker.take_error(error)
+        worker.error = error
         if self.refusal is not None:
             return self._refused(now)
         if error.exit_code is not None:

@@ -332,10 +332,7 @@ class RestartPolicy:
         if decision.is_restart:
             from_where = "" if start is None else f", {start}"
             logger.warning(
-                "%s Starting the workers again, %s%s.",
-                text_of(error),
-                decision.text,
-                from_where,
+                "%s Starting the workers again, %s%s.", text_of(error), decision.text, from_where
             )
             return
         if _exit_code(error) == 0 or _is_raised(error):

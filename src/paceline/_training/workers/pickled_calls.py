@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, ModuleType
@@ -73,11 +73,6 @@ def dump(
 def load(file: IO[bytes]) -> Any:
     """Return an object written by `dump`; only for files of this driver's own processes."""
     return pickle.load(file)  # noqa: S301 - written by this driver's own processes
-
-
-def load_with_buffers(data: memoryview, buffers: Iterable[memoryview]) -> Any:
-    """Return an object written by `dump` with separate buffers, using their memory."""
-    return pickle.loads(data, buffers=buffers)  # noqa: S301 - written by this worker's driver
 
 
 class _Sink:
@@ -439,7 +434,7 @@ class ReceivedCall:
     def call(self) -> WorkerCall:
         """Return the call."""
         stream, buffers = self._at(self._head.stream), map(self._at, self._head.spans)
-        call: WorkerCall = load_with_buffers(stream, buffers)
+        call: WorkerCall = pickle.loads(stream, buffers=buffers)  # noqa: S301 - of our own driver
         return call
 
     def _at(self, span: Span) -> memoryview:

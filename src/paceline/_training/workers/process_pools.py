@@ -19,11 +19,7 @@ from paceline._training.workers.failure_detector import Assignment, PoolSettings
 from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.pickled_calls import PackedCall, pack_call
 from paceline._training.workers.processes.local_worker_group import LocalGroup
-from paceline._training.workers.processes.templates import (
-    ProgramStart,
-    Template,
-    forking_start,
-)
+from paceline._training.workers.processes.templates import ProgramStart, Template, forking_start
 from paceline._training.workers.processes.worker_output import LinePrinter
 from paceline._training.workers.processes.worker_process import (
     COLLECTIVE_TIMEOUT_VARIABLE,
@@ -460,9 +456,7 @@ def _with_channel(spec: WorkerSpec, end: socket.socket) -> WorkerSpec:
     descriptor = end.fileno()
     name = f"{descriptor}:{os.fstat(descriptor).st_ino}"
     return replace(
-        spec,
-        environment={**spec.environment, CHANNEL_VARIABLE: name},
-        descriptors=(descriptor,),
+        spec, environment={**spec.environment, CHANNEL_VARIABLE: name}, descriptors=(descriptor,)
     )
 
 

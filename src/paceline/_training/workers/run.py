@@ -263,10 +263,7 @@ class LaunchRun(Run):
     _retried = (Exception,)
 
     def __init__(
-        self,
-        workers: Workers[Any],
-        policy: RestartPolicy,
-        nodes: LaunchNodes | None = None,
+        self, workers: Workers[Any], policy: RestartPolicy, nodes: LaunchNodes | None = None
     ) -> None:
         super().__init__(workers)
         self.received: set[int] = set()
@@ -508,10 +505,7 @@ class LaunchRun(Run):
         events = self._workers.pool.run_events
         self._note_returned()
         nodes.tell_ended(
-            events.num_checkpoints,
-            self.received,
-            events.resume_variables(),
-            self._returned or (),
+            events.num_checkpoints, self.received, events.resume_variables(), self._returned or ()
         )
         while self._verdict is None:
             event = take(self._events)

@@ -387,11 +387,7 @@ def _waits_for_others(observation: WatchedRank, least_s: float) -> bool:
 
 
 def _detected_hang(
-    waiting: Sequence[WatchedRank],
-    what: str,
-    missing: Sequence[WatchedRank],
-    *,
-    is_certain: bool,
+    waiting: Sequence[WatchedRank], what: str, missing: Sequence[WatchedRank], *, is_certain: bool
 ) -> DetectedHang:
     by_operation: dict[str, list[WatchedRank]] = {}
     for observation in waiting:

@@ -392,9 +392,7 @@ def _plain_name(name: str | None) -> str:
     return name or "a parameter of no model"
 
 
-def _parameter_names(
-    named: Sequence[Sequence[tuple[str, torch.nn.Parameter]]],
-) -> dict[int, str]:
+def _parameter_names(named: Sequence[Sequence[tuple[str, torch.nn.Parameter]]]) -> dict[int, str]:
     """Return the checkpoint name of each parameter of models, by the parameter's `id`.
 
     Args:

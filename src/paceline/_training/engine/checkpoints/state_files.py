@@ -159,10 +159,7 @@ def _deepest_path(state: Any) -> str:
 
 
 def _state_to_json(
-    value: Any,
-    path: str,
-    tensors: dict[str, torch.Tensor],
-    known: dict[tuple[Any, ...], str],
+    value: Any, path: str, tensors: dict[str, torch.Tensor], known: dict[tuple[Any, ...], str]
 ) -> Any:
     if isinstance(value, torch.Tensor):
         return {_TENSOR: _pack_tensor(value, path or "value", tensors, known)}

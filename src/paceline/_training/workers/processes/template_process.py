@@ -23,10 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import paceline
-from paceline._training.workers.processes.signals_and_leftovers import (
-    JOB_SIGNALS,
-    end_marked,
-)
+from paceline._training.workers.processes.signals_and_leftovers import JOB_SIGNALS, end_marked
 from paceline._training.workers.processes.supervised_exec import PR_SET_PDEATHSIG
 
 _LENGTH = struct.Struct("!I")

@@ -432,11 +432,7 @@ class Bundles:
 
 
 def why_waiting(
-    connection: RayConnection,
-    bundle: Resources,
-    num_bundles: int,
-    strategy: str,
-    group_id: str,
+    connection: RayConnection, bundle: Resources, num_bundles: int, strategy: str, group_id: str
 ) -> str:
     """Return why a placement group has no place in the cluster yet, as a phrase."""
     nodes = connection.total()

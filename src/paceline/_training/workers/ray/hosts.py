@@ -21,12 +21,7 @@ from paceline._training.workers.failures_and_restarts import WorkerExit
 from paceline._training.workers.processes.local_worker_group import OnExit
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.processes.worker_process import OnLine, WorkerProcess
-from paceline._training.workers.ray.cluster import (
-    COMPARED,
-    Bundles,
-    Resources,
-    make_node_watch,
-)
+from paceline._training.workers.ray.cluster import COMPARED, Bundles, Resources, make_node_watch
 from paceline._training.workers.ray.host_process import HostOrder
 
 logger = logging.getLogger(__name__)

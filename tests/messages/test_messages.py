@@ -102,7 +102,9 @@ def test_a_message_comes_back(message: Any) -> None:
 
 def test_log_entries_travel_as_lists() -> None:
     entry = LogEntry(7, 1.5, 0, "stderr", "ERROR", "text")
-    assert msgspec.json.encode(entry) == b'[7,1.5,0,"stderr","ERROR","text"]'
+    assert msgspec.json.encode(entry) == b'[7,1.5,0,"stderr","ERROR","text",[]]'
+    older = msgspec.json.decode(b'[7,1.5,0,"stderr","ERROR","text"]', type=LogEntry)
+    assert older == entry, f"a runner before colours sends {older}"
 
 
 @pytest.mark.parametrize("text", [b"{}", b'{"batches": [{"generation": 0}]}', b"[]", b'{"x": 1}'])

@@ -309,3 +309,21 @@ def test_bars_and_box_plots_show_one_number_of_each_run(
         expect(chart).to_be_visible()
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= viewport["width"], f"{width=} must fit {viewport=}"
+
+
+def test_trials_chosen_on_an_axis_are_in_the_address(
+    master: Any, sweep: Any, open_page: Any
+) -> None:
+    """A part of the first axis, which another window opens as it was."""
+    page = open_page(master, f"/experiments/{sweep.id}/hyperparameters")
+    expect(page.get_by_text("All 6 trials, the best first")).to_be_visible()
+    box = page.get_by_role("img", name="Parallel coordinates of 6").bounding_box()
+    page.mouse.move(box["x"] + 60, box["y"] + 30)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 60, box["y"] + 180, steps=5)
+    page.mouse.up()
+    chosen = page.get_by_text("3 of 6 shown trials chosen")
+    expect(chosen).to_be_visible()
+    expect(page).to_have_url(re.compile(r"brush=.*lr"))
+    other = open_page(master, page.url.removeprefix(master.url))
+    expect(other.get_by_text("3 of 6 shown trials chosen")).to_be_visible()

@@ -1,5 +1,6 @@
 """Requests of pages: when they are sent, and how many."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,33 @@ def test_what_pages_show_is_read_before_their_code_is_there(
             held.pop().continue_()
         expect(page.get_by_role("heading", name=heading)).to_be_visible()
         page.unroute(f"**/assets/{code}-*.js")
+
+
+def test_a_page_asks_for_everything_once(master: Any, open_page: Any, tmp_path: Path) -> None:
+    """Code that is read early and the page itself share an answer; so do parts of a page."""
+    (tmp_path / "train.py").write_text(REPORT)
+    experiment = master.create(tmp_path, name="once")
+    assert experiment.wait(0.1).value == "COMPLETED"
+    (trial,) = experiment.trials()
+    # What has happened in the last seconds is told to a new page, which reads it again.
+    time.sleep(6)
+    page = open_page(master, "/sign-in")
+    asked: list[str] = []
+    page.on(
+        "request",
+        lambda one: (
+            asked.append(f"{one.method} {one.url} {one.post_data}")
+            if "/api/" in one.url and "/events" not in one.url
+            else None
+        ),
+    )
+    for path in (
+        "/", "/experiments", f"/experiments/{experiment.id}",
+        f"/experiments/{experiment.id}/trials", f"/trials/{trial.id}", "/compare", "/cluster",
+    ):  # fmt: skip
+        page.goto("about:blank")
+        asked.clear()
+        page.goto(f"{master.url}{path}")
+        page.wait_for_load_state("networkidle")
+        twice = {one for one in asked if asked.count(one) > 1}
+        assert not twice, f"{path} asks twice for {twice}"

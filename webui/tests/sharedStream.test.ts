@@ -57,17 +57,18 @@ function setUp(hasLocks = true) {
     channels.add(channel);
     return channel as unknown as BroadcastChannel;
   };
-  const openTab = () => {
+  const openTab = (start: number | null = null) => {
     const handlers = { onEvent: vi.fn(), onResync: vi.fn(), onState: vi.fn() };
-    const stream = new SharedStream(handlers, {
+    const browser = {
       locks: hasLocks ? ({ request } as unknown as LockManager) : undefined,
       openChannel,
-      connect: (url) => {
+      connect: (url: string) => {
         const source = new FakeSource(url);
         sources.push(source);
         return source as unknown as EventSource;
       },
-    });
+    };
+    const stream = new SharedStream(handlers, browser, () => start);
     return {
       ...handlers,
       show: () => stream.show(),
@@ -90,6 +91,25 @@ const turns = async () => {
 };
 
 describe("the stream that tabs share", () => {
+  it("goes on from where the first answers were, so that nothing is read twice", async () => {
+    const { openTab, only } = setUp();
+    const [first, second, older] = [openTab(40), openTab(42), openTab(7)];
+    first.show();
+    await turns();
+    expect(only().url).toBe("/api/v1/events?after=40");
+    only().onopen?.();
+    only().send(41, 42, 43);
+    second.show();
+    older.show();
+    await turns();
+    expect([first.ids(), second.ids()]).toEqual([[41, 42, 43], [43]]);
+    only().send(44);
+    expect(second.ids()).toEqual([43, 44]);
+    for (const tab of [first, second]) expect(tab.onResync).not.toHaveBeenCalled();
+    // What happened between its answers and those of the tab with the stream is not known.
+    expect(older.onResync).toHaveBeenCalledOnce();
+  });
+
   it("is one for all that are in front, and none for a tab that never was", async () => {
     const { openTab, open, only } = setUp();
     const tabs = [openTab(), openTab(), openTab()];

@@ -7,6 +7,7 @@ import type { BulkArguments, BulkWord } from "./actions";
 import { JoinedRequests } from "./joined";
 import { keys } from "./keys";
 import { noteAnswer } from "./session";
+import { noteFirstCursor } from "../live/stream";
 import type { Condition } from "../lib/conditions";
 import type { MetricName } from "../lib/metrics";
 import type { CompareSearch } from "../lib/search";
@@ -21,6 +22,7 @@ export const masterQuery = queryOptions({
   queryFn: async () => {
     const master = await unwrap(api.GET("/api/v1/master"));
     noteAnswer(true);
+    noteFirstCursor(master.events_after);
     return master;
   },
 });

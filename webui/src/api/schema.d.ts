@@ -3304,7 +3304,8 @@ export interface components {
          * @description Identity and load of the master.
          *
          *     `num_slots` counts all slots: `num_slots_drained` of them get no attempts, and attempts still
-         *     hold `num_slots_draining` of these.
+         *     hold `num_slots_draining` of these. `events_after` is the id of an event that is some seconds
+         *     old: who follows the events from there on misses nothing since a read of that time.
          */
         MasterInfo: {
             /** Version */
@@ -3336,6 +3337,8 @@ export interface components {
              * @default true
              */
             has_web_ui?: boolean;
+            /** Events After */
+            events_after?: number | null;
         };
         /**
          * MasterStatus
@@ -3377,6 +3380,8 @@ export interface components {
              * @default true
              */
             has_web_ui?: boolean;
+            /** Events After */
+            events_after?: number | null;
             /** Experiments */
             experiments: {
                 [key: string]: number;

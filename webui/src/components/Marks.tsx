@@ -6,14 +6,14 @@ import { IconBell, IconBellRinging, IconStar, IconStarFilled } from "@tabler/ico
 import { useStars } from "../api/stars";
 import { useWatch, type Watched } from "../live/watch";
 
-export function StarButton({ id, name, size = 30 }: { id: number; name: string; size?: number }) {
+export function StarButton({ id, name }: { id: number; name: string }) {
   const { starred, toggle, isPending } = useStars();
   const is = starred.has(id);
   return (
     <ActionIcon
-      variant={size < 30 ? "subtle" : "default"}
+      variant="default"
       color="gray"
-      size={size}
+      size={30}
       aria-label={`Star ${name}`}
       title={is ? "Take the star away" : "Star"}
       aria-pressed={is}
@@ -22,6 +22,21 @@ export function StarButton({ id, name, size = 30 }: { id: number; name: string; 
     >
       {is ? <IconStarFilled size={16} color="var(--state-waiting)" /> : <IconStar size={16} />}
     </ActionIcon>
+  );
+}
+
+/** A star that costs little: tables draw dozens in each frame while one scrolls. */
+export function RowStar({ name, is, onClick }: { name: string; is: boolean; onClick: () => void }) {
+  return (
+    <button
+      type="button"
+      className="row-star"
+      aria-label={`Star ${name}`}
+      aria-pressed={is}
+      onClick={onClick}
+    >
+      {is ? "★" : "☆"}
+    </button>
   );
 }
 

@@ -153,8 +153,24 @@ export const mediaSearch = (raw: Raw) =>
     step: number(raw, "step"),
   });
 
+/** Intervals that are chosen on axes, by the name of each; that of the metric has an empty name. */
+export type Brushes = Record<string, [number, number][]>;
+
+function brushesOf(raw: unknown): Brushes | undefined {
+  if (typeof raw !== "object" || raw === null || Array.isArray(raw)) return undefined;
+  const found = Object.entries(raw as Record<string, unknown>).flatMap(([name, value]) => {
+    const intervals = (Array.isArray(value) ? value : []).filter(
+      (one): one is [number, number] =>
+        Array.isArray(one) && one.length === 2 && one.every((end) => Number.isFinite(end)),
+    );
+    return intervals.length > 0 ? [[name, intervals] as const] : [];
+  });
+  return found.length > 0 ? Object.fromEntries(found) : undefined;
+}
+
 export const hyperparametersSearch = (raw: Raw) =>
   optional({
+    brush: brushesOf(raw.brush),
     view: oneOf(raw, "view", ["parallel", "scatter", "heat"] as const),
     hide: texts(raw, "hide"),
     log: flag(raw, "log"),

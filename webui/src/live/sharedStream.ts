@@ -40,6 +40,8 @@ export class SharedStream {
   private readonly stream: EventStream;
   /** The newest events without gaps, those that came from other tabs included. */
   private recent: LiveEvent[] = [];
+  /** All events beyond this one are among the newest; null for those beyond the first of them. */
+  private from: number | null;
   private readonly joining = new Map<string, number | null>();
   private channel: BroadcastChannel | null = null;
   private request: AbortController | null = null;
@@ -50,7 +52,9 @@ export class SharedStream {
   constructor(
     private readonly handlers: StreamHandlers,
     private readonly browser: Browser = REAL,
+    start: () => number | null = () => null,
   ) {
+    this.from = start();
     this.stream = new EventStream(
       {
         onEvent: (event) => this.note(event),
@@ -58,6 +62,8 @@ export class SharedStream {
         onState: (state) => this.noteState(state),
       },
       browser.connect,
+      Date.now,
+      start,
     );
   }
 
@@ -123,12 +129,12 @@ export class SharedStream {
   }
 
   private join(): void {
-    this.post({ kind: "join", tab: this.tab, cursor: this.recent.at(-1)?.id ?? null });
+    this.post({ kind: "join", tab: this.tab, cursor: this.recent.at(-1)?.id ?? this.from });
   }
 
   private answer(): void {
     for (const [tab, cursor] of this.joining) {
-      const oldest = this.recent[0]?.id;
+      const oldest = this.from ?? this.recent[0]?.id;
       const isKnown = cursor !== null && oldest !== undefined && oldest <= cursor;
       const events = isKnown ? this.recent.filter(({ id }) => id > cursor) : null;
       this.post({ kind: "joined", tab, events });
@@ -138,13 +144,17 @@ export class SharedStream {
 
   private note(event: LiveEvent): void {
     this.recent.push(event);
-    if (this.recent.length > MOST_RECENT) this.recent = this.recent.slice(-MOST_RECENT / 2);
+    if (this.recent.length > MOST_RECENT) {
+      this.recent = this.recent.slice(-MOST_RECENT / 2);
+      this.from = null;
+    }
     this.pass({ kind: "event", event });
     this.handlers.onEvent(event);
   }
 
   private noteResync(): void {
     this.recent = [];
+    this.from = null;
     this.pass({ kind: "resync" });
     this.handlers.onResync();
   }

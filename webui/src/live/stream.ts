@@ -17,12 +17,25 @@ const LONGEST_RETRY_MS = 4000;
 /** Behind by more than this, the present state is read instead of what happened. */
 const LONGEST_GAP_MS = 60_000;
 
+let first: { cursor: number; at: number } | null = null;
+
+/** Note the place among the events from which on the first reads of this page miss nothing. */
+export function noteFirstCursor(cursor: number | null | undefined): void {
+  if (typeof cursor === "number") first ??= { cursor, at: Date.now() };
+}
+
+/** Return that place, unless what happened since is too much to be told. */
+export function firstCursor(): number | null {
+  return first !== null && Date.now() - first.at < LONGEST_GAP_MS ? first.cursor : null;
+}
+
 export type SourceFactory = (url: string) => EventSource;
 
 export class EventStream {
   private source: EventSource | null = null;
   private cursor: number | null = null;
   private lastSeen = 0;
+  private isNew = true;
   private isLive = false;
   private retryMs = FIRST_RETRY_MS;
   private timer: ReturnType<typeof setTimeout> | null = null;
@@ -31,12 +44,18 @@ export class EventStream {
     private readonly handlers: StreamHandlers,
     private readonly connect: SourceFactory = (url) => new EventSource(url),
     private readonly now: () => number = Date.now,
+    private readonly start: () => number | null = () => null,
   ) {}
 
   /** Open the stream, unless it is open. */
   open(): void {
     if (this.source !== null) return;
     this.clearTimer();
+    if (this.isNew) {
+      this.isNew = false;
+      this.cursor = this.start();
+      this.keepUp();
+    }
     const isResuming = this.cursor !== null && this.now() - this.lastSeen < LONGEST_GAP_MS;
     if (!isResuming) this.cursor = null;
     const query = this.cursor === null ? "" : `?after=${this.cursor}`;
@@ -65,6 +84,7 @@ export class EventStream {
 
   /** Take an event, also one that another tab's stream brought, unless it is known. */
   take(event: LiveEvent): void {
+    this.isNew = false;
     this.keepUp();
     if (this.cursor !== null && event.id <= this.cursor) return;
     this.cursor = event.id;
@@ -78,6 +98,7 @@ export class EventStream {
 
   /** Forget where the stream stood: what happened until now is not known. */
   resync(): void {
+    this.isNew = false;
     this.cursor = null;
     this.handlers.onResync();
   }

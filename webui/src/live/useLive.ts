@@ -7,7 +7,7 @@ import type { LiveEvent } from "../api/types";
 import { patch, staleAfter, StaleMarker } from "./apply";
 import { hub } from "./hub";
 import { SharedStream } from "./sharedStream";
-import type { StreamState } from "./stream";
+import { firstCursor, type StreamHandlers, type StreamState } from "./stream";
 
 /** Follow the events while the tab is visible, and update the query cache from them. */
 export function useEventStream(isSignedIn: boolean): void {
@@ -15,7 +15,7 @@ export function useEventStream(isSignedIn: boolean): void {
   useEffect(() => {
     if (!isSignedIn) return;
     const marker = new StaleMarker(client);
-    const stream = new SharedStream({
+    const handlers: StreamHandlers = {
       onEvent: (event) => {
         patch(client, event);
         marker.mark(staleAfter(event));
@@ -30,7 +30,8 @@ export function useEventStream(isSignedIn: boolean): void {
         // The stream cannot say why it failed; this question finds out whether one is signed out.
         if (state === "lost") void client.invalidateQueries({ queryKey: ["master"] });
       },
-    });
+    };
+    const stream = new SharedStream(handlers, undefined, firstCursor);
     const follow = () => (document.hidden ? stream.hide() : stream.show());
     follow();
     document.addEventListener("visibilitychange", follow);

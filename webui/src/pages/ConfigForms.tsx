@@ -58,9 +58,13 @@ interface ValueFormProps {
 /** A form that changes a hyperparameter in the config below it. */
 export function ValueForm({ text, onChange }: ValueFormProps) {
   const values = valuesOf(text);
-  const [name, setName] = useState<string | null>(null);
-  const [typed, setTyped] = useState("");
+  const [chosen, setName] = useState<string | null>(null);
+  const [changed, setTyped] = useState<string | null>(null);
   if (values.size === 0) return null;
+  // Nobody has to choose the only one.
+  const only = values.size === 1 ? [...values.keys()][0] : undefined;
+  const name = chosen ?? only ?? null;
+  const typed = changed ?? values.get(name ?? "") ?? "";
   const submit = (event: FormEvent) => {
     event.preventDefault();
     if (name !== null && typed.trim() !== "") onChange(withValue(text, name, typed));
@@ -76,9 +80,10 @@ export function ValueForm({ text, onChange }: ValueFormProps) {
           limit={CHOICES_SHOWN}
           data={[...values.keys()]}
           value={name}
+          allowDeselect={false}
           onChange={(chosen) => {
             setName(chosen);
-            setTyped(chosen === null ? "" : (values.get(chosen) ?? ""));
+            setTyped(null);
           }}
         />
         <TextInput

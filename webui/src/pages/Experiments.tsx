@@ -12,7 +12,7 @@ import { BulkActions } from "../components/BulkActions";
 import { type Column, DataTable, widthFor } from "../components/DataTable";
 import { Empty, ProblemView, Waiting } from "../components/Feedback";
 import { LinkButton, RowLink } from "../components/links";
-import { StarButton } from "../components/Marks";
+import { RowStar } from "../components/Marks";
 import { PageHead } from "../components/PageHead";
 import { isQueryError, QueryBox } from "../components/QueryBox";
 import { ProgressCell } from "../components/ProgressCell";
@@ -43,7 +43,7 @@ export function Experiments() {
   const extra = search.columns ?? NO_COLUMNS;
   const session = useQuery(sessionQuery);
   const isShared = session.data?.is_shared === true;
-  const { starred, isKnown } = useStars();
+  const { starred, isKnown, toggle } = useStars();
   const owner =
     isShared && !search.all && !search.starred ? (session.data?.owner ?? undefined) : undefined;
   const filter = {
@@ -71,7 +71,10 @@ export function Experiments() {
   }, [hasNextPage, isFetching, fetchNextPage]);
   const rows = useMemo(() => list.data?.pages.flatMap((page) => page.items) ?? NONE, [list.data]);
   const total = list.data?.pages[0]?.total ?? rows.length;
-  const columns = useMemo(() => columnsFor(extra, isShared), [extra, isShared]);
+  const columns = useMemo(
+    () => columnsFor(extra, isShared, { starred, toggle }),
+    [extra, isShared, starred, toggle],
+  );
   const isAllLoadedSelected = rows.length > 0 && selected.size >= rows.length;
   const select = (rows: Set<string>) => {
     const isLong = rows.size > MOST_IN_ADDRESS;
@@ -229,7 +232,13 @@ const OWNER: Column<Experiment> = {
   cell: (one) => one.owner,
 };
 
-function columnsFor(extra: readonly string[], isShared: boolean): Column<Experiment>[] {
+type Stars = Pick<ReturnType<typeof useStars>, "starred" | "toggle">;
+
+function columnsFor(
+  extra: readonly string[],
+  isShared: boolean,
+  { starred, toggle }: Stars,
+): Column<Experiment>[] {
   const fixed: Column<Experiment>[] = [
     { id: "id", title: "Id", width: 48, isNumeric: true, isSortable: true, cell: (one) => one.id },
     {
@@ -241,16 +250,13 @@ function columnsFor(extra: readonly string[], isShared: boolean): Column<Experim
       doesGrow: true,
       isSortable: true,
       cell: (one) => (
-        <RowLink to={`/experiments/${one.id}`} title={one.name}>
-          {one.name}
-        </RowLink>
+        <Group gap={4} wrap="nowrap">
+          <RowStar name={one.name} is={starred.has(one.id)} onClick={() => toggle(one.id)} />
+          <RowLink to={`/experiments/${one.id}`} title={one.name}>
+            {one.name}
+          </RowLink>
+        </Group>
       ),
-    },
-    {
-      id: "star",
-      title: "Star",
-      width: 44,
-      cell: (one) => <StarButton id={one.id} name={one.name} size={22} />,
     },
     {
       id: "state",

@@ -20,7 +20,8 @@ class MasterInfo(Message):
     """Identity and load of the master.
 
     `num_slots` counts all slots: `num_slots_drained` of them get no attempts, and attempts still
-    hold `num_slots_draining` of these.
+    hold `num_slots_draining` of these. `events_after` is the id of an event that is some seconds
+    old: who follows the events from there on misses nothing since a read of that time.
     """
 
     version: str
@@ -33,6 +34,7 @@ class MasterInfo(Message):
     num_slots_draining: int = 0
     num_active_experiments: int
     has_web_ui: bool = True
+    events_after: int | None = None
 
 
 # A runner that still holds on so long after the order to kill is killed itself; a master that

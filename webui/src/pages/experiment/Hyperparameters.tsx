@@ -2,7 +2,7 @@ import { Group, MultiSelect, SegmentedControl, Stack, Switch, Text } from "@mant
 import { useComputedColorScheme } from "@mantine/core";
 import { useQuery } from "@tanstack/react-query";
 import { useParams, useSearch } from "@tanstack/react-router";
-import { type ReactNode, useMemo, useState } from "react";
+import { type ReactNode, useMemo } from "react";
 
 import { experimentQuery, hyperparametersQuery } from "../../api/queries";
 import type { HparamAxis, HparamTable } from "../../api/types";
@@ -20,11 +20,13 @@ import { Empty, ProblemView, Waiting } from "../../components/Feedback";
 import { LinkText } from "../../components/links";
 import { Scroll } from "../../components/Scroll";
 import { formatNumber, formatValue, plural } from "../../lib/numbers";
+import type { Brushes } from "../../lib/search";
 import { compareValues } from "../../lib/sorting";
 
 const MOST_AXES = 10;
 const MOST_PAIRS = 12;
 const TABLE_ROWS = 200;
+const METRIC_AXIS = "";
 
 export function Hyperparameters() {
   const { id } = useParams({ from: "/experiments/$id" });
@@ -72,13 +74,24 @@ function Varied({ table }: { table: HparamTable }) {
   const search = useSearch({ from: "/experiments/$id/hyperparameters" });
   const change = useSearchChange();
   const isDark = useComputedColorScheme("light") === "dark";
-  const [brushes, setBrushes] = useState<readonly Brush[]>([]);
   const varied = useMemo(() => table.axes.filter((axis) => axis.is_varied), [table.axes]);
   const hidden = useMemo(() => new Set(search.hide ?? []), [search.hide]);
   const axes = useMemo(
     () => varied.filter((axis) => !hidden.has(axis.name)).slice(0, MOST_AXES),
     [varied, hidden],
   );
+  const brushes = useMemo((): Brush[] => {
+    const names = [...axes.map(({ name }) => name), METRIC_AXIS];
+    return Object.entries(search.brush ?? {}).flatMap(([name, intervals]) => {
+      const axis = names.indexOf(name);
+      return axis < 0 ? [] : [{ axis, intervals }];
+    });
+  }, [axes, search.brush]);
+  const setBrushes = (chosen: readonly Brush[]) => {
+    const named = chosen.map(({ axis, intervals }) => [axes[axis]?.name ?? METRIC_AXIS, intervals]);
+    const brush = named.length > 0 ? (Object.fromEntries(named) as Brushes) : undefined;
+    if (JSON.stringify(brush) !== JSON.stringify(search.brush)) change({ brush });
+  };
   const view = search.view ?? "parallel";
   const isLog = search.log === true;
   const shown = useMemo(() => ({ ...table, axes }), [table, axes]);
@@ -132,7 +145,13 @@ function Varied({ table }: { table: HparamTable }) {
           </Text>
           <Scroll label="Parallel coordinates">
             <div style={{ minWidth: 110 * (axes.length + 1) }}>
-              <Parallel table={shown} isDark={isDark} isLog={isLog} onBrush={setBrushes} />
+              <Parallel
+                table={shown}
+                isDark={isDark}
+                isLog={isLog}
+                onBrush={setBrushes}
+                {...{ brushes }}
+              />
             </div>
           </Scroll>
         </div>
@@ -176,14 +195,20 @@ function Parallel({
   table,
   isDark,
   isLog,
+  brushes,
   onBrush,
-}: ChartProps & { onBrush: (brushes: readonly Brush[]) => void }) {
+}: ChartProps & { brushes: readonly Brush[]; onBrush: (brushes: readonly Brush[]) => void }) {
   const options = useMemo(() => parallelOptions(table, isDark, isLog), [table, isDark, isLog]);
   return (
     <EChart
       label={`Parallel coordinates of ${plural(table.rows.length, "trial")}; the table has the same values.`}
       options={options}
       height={380}
+      actions={brushes.map(({ axis, intervals }) => ({
+        type: "axisAreaSelect",
+        parallelAxisIndex: axis,
+        intervals,
+      }))}
       onEvent={{
         axisareaselected: (_, chart) => onBrush(brushesOf(chart)),
       }}

@@ -257,3 +257,19 @@ def test_curves_of_one_metric_simulate_no_several_objectives(
     config = halving(objectives=(Objective("loss"), Objective("score")))
     with pytest.raises(ValueError, match="must have one objective, but got loss, score"):
         simulate_slots(config, SPACE, 0, imaginary_curves(9, smaller_is_better=True), slots=2)
+
+
+class LossyConfig(AsyncHalvingConfig):
+    """Configuration of a method of somebody else."""
+
+
+def test_a_section_of_somebody_else_passes_its_objectives_on() -> None:
+    """The objectives of a section serve as those of a configuration, as the guide says."""
+    section = section_of(METHODS[1])
+    config = LossyConfig(
+        metric=section.metric, smaller_is_better=section.smaller_is_better,
+        objectives=tuple(section.objectives), num_rungs=2, max_trials=6, max_time=4,
+        time_metric="epochs", divisor=2,
+    )  # fmt: skip
+    assert (config.metrics, config.signed([1.0, 2.0])) == (("loss", "score"), (1.0, -2.0))
+    simulate(config, SPACE, 1, lambda create, _: (create.hparams["x"], create.hparams["y"]))

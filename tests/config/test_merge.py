@@ -24,6 +24,21 @@ from paceline.config._validate_config import merge_configs
             {"hyperparameters": {"lr": {"type": "int", "minval": 3, "maxval": 4}, "n": 1}},
         ),
         (
+            {"searcher": {"name": "random", "metric": "a", "smaller_is_better": False}},
+            {"searcher": {"objectives": [{"metric": "b"}, {"metric": "a"}]}},
+            {"searcher": {"name": "random", "objectives": [{"metric": "b"}, {"metric": "a"}]}},
+        ),
+        (
+            {"searcher": {"name": "random", "metric": "a", "objectives": [{"metric": "a"}]}},
+            {"searcher": {"name": "hyperband"}},
+            {"searcher": {"name": "hyperband", "metric": "a", "objectives": [{"metric": "a"}]}},
+        ),
+        (
+            {"searcher": {"name": "random", "metric": "a", "objectives": [{"metric": "a"}]}},
+            {"searcher": {"name": "single"}},
+            {"searcher": {"name": "single", "metric": "a"}},
+        ),
+        (
             {"hyperparameters": {"lr": {"type": "log", "base": 10, "minval": -4, "maxval": 0}}},
             {"hyperparameters": {"lr": {"maxval": -2, "count": 3}}},
             {

@@ -173,11 +173,12 @@ def test_one_objective_is_stored_as_before() -> None:
     assert json.loads(text) == {"type": "reported", "request_id": "a", "time": 1, "metric": 0.5}
 
 
-@pytest.mark.parametrize("of", ["tpe", "nsgaii", "gp"])
-def test_samplers_of_optuna_learn_all_objectives(of: str) -> None:
+# A GP thinks for seconds from its eleventh trial on.
+@pytest.mark.parametrize(("of", "num_trials"), [("tpe", 60), ("nsgaii", 60), ("gp", 14)])
+def test_samplers_of_optuna_learn_all_objectives(of: str, num_trials: int) -> None:
     """Failed, broken and invalid trials disturb none; those of TPE come near the front."""
     section = section_of(
-        {"name": "random", "max_trials": 60, "sampler": {"name": "optuna", "of": of}}
+        {"name": "random", "max_trials": num_trials, "sampler": {"name": "optuna", "of": of}}
     )
     options = section.sampler_spec().options
     search = Search(section.search_config(), SPACE, 0, is_asking=True)
@@ -256,3 +257,19 @@ def test_curves_of_one_metric_simulate_no_several_objectives(
     config = halving(objectives=(Objective("loss"), Objective("score")))
     with pytest.raises(ValueError, match="must have one objective, but got loss, score"):
         simulate_slots(config, SPACE, 0, imaginary_curves(9, smaller_is_better=True), slots=2)
+
+
+class LossyConfig(AsyncHalvingConfig):
+    """Configuration of a method of somebody else."""
+
+
+def test_a_section_of_somebody_else_passes_its_objectives_on() -> None:
+    """The objectives of a section serve as those of a configuration, as the guide says."""
+    section = section_of(METHODS[1])
+    config = LossyConfig(
+        metric=section.metric, smaller_is_better=section.smaller_is_better,
+        objectives=tuple(section.objectives), num_rungs=2, max_trials=6, max_time=4,
+        time_metric="epochs", divisor=2,
+    )  # fmt: skip
+    assert (config.metrics, config.signed([1.0, 2.0])) == (("loss", "score"), (1.0, -2.0))
+    simulate(config, SPACE, 1, lambda create, _: (create.hparams["x"], create.hparams["y"]))

@@ -295,7 +295,8 @@ def test_a_large_search_keeps_its_decisions_when_anything_is_killed(
                 # Runners and trials, whichever there are.
                 with suppress(psutil.NoSuchProcess):
                     other = choices.choice(others)
-                    name = "runner" if other.name().startswith("runner-") else "trial"
+                    words = " ".join([other.name(), *other.cmdline()])
+                    name = "runner" if "runner" in words else "trial"
                     other.kill()
                     killed[name] += 1
         if not master.is_alive:

@@ -248,3 +248,13 @@ def test_a_study_of_two_objectives_needs_a_number_for_each(
     with pytest.raises(kind, match="`value` must be a number"):
         study.tell(trial, value)
     assert not trial.is_over
+
+
+@pytest.mark.parametrize(
+    "method", [{"name": "hyperband"}, {"name": "adaptive_asha", "promotion": True}]
+)
+def test_a_study_refuses_methods_whose_trials_wait(method: dict[str, Any]) -> None:
+    """They would train every trial to its full length, and stop none."""
+    halving = {"metric": "loss", "max_trials": 5, "max_length": {"epochs": 4}}
+    with pytest.raises(ValueError, match="a study cannot pause"):
+        Study(SPACE, method=halving | method)

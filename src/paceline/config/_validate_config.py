@@ -313,6 +313,7 @@ _ALTERNATIVES = {
     "searcher": (
         (("max_length",), ("time_metric", "max_time")),
         (("source_trial_id",), ("source_checkpoint_uuid",)),
+        (("objectives",), ("metric", "smaller_is_better")),
     ),
     "checkpoint_storage": ((("path",), ("container_path",)),),
     "environment": ((("variables",), ("environment_variables",)),),
@@ -390,7 +391,10 @@ def _keep_shared(low: dict[str, Any], high: dict[str, Any], name: str) -> dict[s
     kind = high.get(_KIND[name])
     if kind is None or kind == low.get(_KIND[name]):
         return low
-    return {key: value for key, value in low.items() if key in _SHARED[name]}
+    shared: tuple[str, ...] = _SHARED[name]
+    if name == "searcher" and getattr(searcher_sections().get(kind), "takes_objectives", False):
+        shared += ("objectives",)
+    return {key: value for key, value in low.items() if key in shared}
 
 
 def _drop_alternatives(low: dict[str, Any], high: dict[str, Any], name: str) -> dict[str, Any]:

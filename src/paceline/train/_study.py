@@ -121,7 +121,8 @@ class Study:
         ConfigError: The space, the method or the sampler is not valid; a ValueError.
         ImportError: The package of the sampler is not installed.
         RuntimeError: Another process works on the study in `directory`.
-        ValueError: `directory` has another run, or a study with other arguments.
+        ValueError: `directory` has another run, or a study with other arguments, or the method
+            lets trials wait at rungs.
     """
 
     def __init__(
@@ -141,6 +142,13 @@ class Study:
         )
         self._section, self._space = config.searcher, config.hyperparameters
         refuse_without_master(config.searcher)
+        if config.searcher.waits_at_targets:
+            raise ValueError(
+                "The method of a study must not let trials wait at rungs, as a study cannot pause"
+                f" what it does not run, but got {config.searcher.name!r}.\n"
+                "Hint: `adaptive_asha` without `promotion` stops trials instead; `train.search`"
+                " takes both."
+            )
         limits = config.searcher.limits
         if limits is not None and (limits.max_slot_hours, limits.max_wall_time) != (None, None):
             raise ValueError(

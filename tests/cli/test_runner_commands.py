@@ -16,7 +16,7 @@ from paceline._cluster.messages.master_models import Node
 from paceline._cluster.messages.runner_messages import PROTOCOL
 from paceline.cli import _runner_and_pool_commands as _commands
 from paceline.cli._runner_and_pool_commands import runner_app as app
-from paceline.cli._slot_and_job_commands import memory_text, slots_text
+from paceline.cli._slot_queue_and_quota_commands import memory_text, slots_text
 
 FACTS = {
     "key": "k", "version": package.__version__, "protocol": PROTOCOL, "python": "/p",

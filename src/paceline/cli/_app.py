@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline._base.process_and_network import TerminalStream
-from paceline.cli import _lineage_commands  # noqa: F401 - its import adds commands
+from paceline.cli import _edit_and_compare_commands  # noqa: F401 - its import adds commands
 from paceline.cli._backup_and_home_commands import backup, doctor, home_app, restore
 from paceline.cli._checkpoint_commands import checkpoint_app
 from paceline.cli._console_output import print_answer, print_list
@@ -37,7 +37,7 @@ from paceline.cli._options_and_errors import (
 from paceline.cli._run_command import run
 from paceline.cli._runner_and_pool_commands import pool_app, runner_app
 from paceline.cli._runs_commands import runs_app, sync
-from paceline.cli._slot_and_job_commands import notify_app, queue_app, quota_app, slot_app
+from paceline.cli._slot_queue_and_quota_commands import notify_app, queue_app, quota_app, slot_app
 from paceline.cli._trial_commands import trial_app
 from paceline.cli._user_and_token_commands import (
     audit,

@@ -34,7 +34,7 @@ from paceline.cli._options_and_errors import (
     home_of,
     restart_without_token,
 )
-from paceline.cli._slot_and_job_commands import slots_text
+from paceline.cli._slot_queue_and_quota_commands import slots_text
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import MasterStatus

@@ -14,8 +14,8 @@ import typer
 from paceline._base.imports import flatten
 from paceline._base.process_and_network import terminal_text
 from paceline.cli._console_output import plain_for_console
+from paceline.cli._edit_and_compare_commands import experiment_as_column
 from paceline.cli._experiment_description import experiment_result
-from paceline.cli._lineage_commands import experiment_as_column
 from paceline.cli._options_and_errors import (
     CommandError,
     connect,

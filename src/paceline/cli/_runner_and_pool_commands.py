@@ -26,12 +26,12 @@ from paceline.cli._options_and_errors import (
     restart_without_token,
     trust,
 )
-from paceline.cli._slot_and_job_commands import labels_text, memory_text, slots_text
+from paceline.cli._slot_queue_and_quota_commands import labels_text, memory_text, slots_text
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import Node, Pool
     from paceline.client._client import Client
-from paceline.cli._slot_and_job_commands import read_labels
+from paceline.cli._slot_queue_and_quota_commands import read_labels
 
 runner_app = CommandGroup(
     no_args_is_help=False,

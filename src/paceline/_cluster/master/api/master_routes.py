@@ -224,6 +224,7 @@ master_router = ApiRouter(tags=["master"], route_class=ReadingRoute)
 _OVERLAP_S = 5.0
 _KEEP_ALIVE_S = 15.0
 _EVENTS_PER_READ = 500
+_MOST_UNSETTLED = 1000
 
 
 @master_router.get("/health")
@@ -237,13 +238,8 @@ def read_master(master: MasterOf) -> MasterInfo:
     """Return the identity and load of the master."""
     with master.database.read() as connection:
         states = number_by_state(connection, EXPERIMENTS)
-        settled = connection.execute(
-            select(tables.events.c.id)
-            .where(tables.events.c.time < time.time() - _OVERLAP_S)
-            .order_by(tables.events.c.id.desc())
-            .limit(1)
-        ).scalar()
     with master.database.read(everything=True) as connection:
+        settled = _settled_event(connection)
         attempts = running_attempts(connection)
         drained = all_drained(master, connection)
     nodes = master.nodes.slots()
@@ -261,8 +257,20 @@ def read_master(master: MasterOf) -> MasterInfo:
         ),
         num_active_experiments=states.get(ExperimentState.ACTIVE.value, 0),
         has_web_ui=has_web_ui(),
-        events_after=settled or 0,
+        events_after=settled,
     )
+
+
+def _settled_event(connection: Connection) -> int:
+    """Return the id of an event that is some seconds old, or an earlier id among many new events.
+
+    Not only of events that the sender sees: it would read all events of others to find one.
+    """
+    ids, times = tables.events.c.id, tables.events.c.time
+    newest = connection.scalar(select(func.max(ids))) or 0
+    first = max(0, newest - _MOST_UNSETTLED)
+    is_old = (ids > first, times < time.time() - _OVERLAP_S)
+    return connection.scalar(select(func.max(ids)).where(*is_old)) or first
 
 
 @master_router.post("/master/shutdown", status_code=202)

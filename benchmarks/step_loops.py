@@ -271,6 +271,13 @@ def run_creators(
             "timeout_s": 60.0,
             "deals_out": True,
             "is_serial": True,
+            "stop_on_nan": False,
+            "check_ranks": True,
+            "verify_steps": None,
+            "on_mismatch": "stop",
+            "data_parallel": "flat",
+            "shard_units": None,
+            "shard_precision": None,
             "seed": 0,
         },
     )

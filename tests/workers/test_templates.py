@@ -25,7 +25,11 @@ from paceline._training.workers.processes.signals_and_leftovers import (
     adopting_orphan_processes,
     read_process,
 )
-from paceline._training.workers.processes.templates import ProgramStart, stop_templates
+from paceline._training.workers.processes.templates import (
+    ProgramStart,
+    stop_templates,
+    template_of_ranks,
+)
 from paceline._training.workers.processes.worker_process import NodeLayout, WorkerSpec
 from paceline._training.workers.processes.worker_program import PROGRAM_FILE
 from paceline._training.workers.ray.host_process import HostOrder, warm_up
@@ -470,3 +474,12 @@ def test_a_template_that_was_started_without_a_report_loads_the_modules_of_a_lat
             wait_until(lambda: output() == b"True\n")
         finally:
             start.close()
+
+
+def test_a_launcher_waits_for_no_writer_of_a_fifo_in_the_place_of_its_script(
+    tmp_path: Path,
+) -> None:
+    """The interpreter of each worker reads it, or says what is wrong."""
+    os.mkfifo(tmp_path / "train.py")
+    command = (sys.executable, PROGRAM_FILE, "script", str(tmp_path / "train.py"))
+    assert template_of_ranks(command, os.environ) is None

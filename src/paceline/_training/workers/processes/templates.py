@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from paceline._base.files import read_regular
 from paceline._base.process_and_network import wait_until
 from paceline._training.workers.processes import template_process
 from paceline._training.workers.processes.signals_and_leftovers import innermost_group
@@ -73,6 +74,7 @@ _IDLE_S = 600.0
 _SAFE = {"torch", "numpy", "paceline", "msgspec", "safetensors", "xxhash", "yaml", "cloudpickle"}
 _UNSAFE = re.compile(r"torch\.(_inductor|testing|utils\.tensorboard)\b|paceline\.cli\b|.*__main__")
 _MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", re.ASCII)
+_TORCH = rb"\b(torch|paceline)\b"
 _UNSAFE_STANDARD = {"antigravity", "idlelib", "readline", "rlcompleter", "site", "test", "this"}
 _MAX_MODULES = 5000
 WARM_VARIABLE = "PACELINE_WARM"
@@ -327,9 +329,7 @@ def _names_torch(command: Sequence[str]) -> bool:
     """Return whether the script of a command names torch, or a package of Paceline."""
     kind, target, *_ = command[command.index(PROGRAM_FILE) + 1 :]
     try:
-        return kind == "script" and bool(
-            re.search(rb"\b(torch|paceline)\b", Path(target).read_bytes())
-        )
+        return kind == "script" and bool(re.search(_TORCH, read_regular(target)))
     except OSError:
         # The interpreter reports it.
         return False

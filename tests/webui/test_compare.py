@@ -302,6 +302,19 @@ def test_bars_and_box_plots_show_one_number_of_each_run(
     page.get_by_role("switch", name="As tables").click()
     chart = page.get_by_role("img", name="last height: box plots of 2 rows")
     expect(chart.locator("canvas")).to_be_visible()
+    files = {}
+    for kind in ("CSV, each run", "SVG, as drawn", "PNG, as drawn"):
+        page.get_by_role("button", name="Download last height").click()
+        with page.expect_download() as caught:
+            page.get_by_role("menuitem", name=kind).click()
+        files[kind[:3]] = caught.value.path().read_bytes()
+    lines = files["CSV"].decode().split("\r\n")
+    assert lines[0] == "Run or group,Run,last height"
+    assert sum(line.startswith("lr 0.5,") for line in lines) == 3
+    # The boxes and the names of their groups, in light colours on white.
+    assert {"lr 0.5", "last height"} <= set(re.findall(r">([^<>]+)</text>", files["SVG"].decode()))
+    assert "#ffffff" in files["SVG"].decode()
+    assert files["PNG"].startswith(b"\x89PNG")
     page.reload()
     expect(chart.locator("canvas")).to_be_visible()
     for viewport in ({"width": 390, "height": 844}, {"width": 1440, "height": 900}):

@@ -63,6 +63,10 @@ class NodeMemory(NodeStorage):
         self._is_stopped = threading.Event()
         self._sent_s = 0.0
 
+    def begin(self) -> None:
+        """Allow transfers, also after those of an earlier training were stopped."""
+        self._is_stopped.clear()
+
     def stop(self) -> None:
         """End transfers under way on this node."""
         self._is_stopped.set()
@@ -234,6 +238,7 @@ class NodeParts(CheckpointParts):
         )
         self._memory, self._distributed = memory, distributed
         self._commit_here, self._own = commit, own
+        memory.begin()
 
     def close(self) -> None:
         """Stop waiting for missing parts, and end transfers."""

@@ -39,7 +39,12 @@ def before_batch(distributed, batch_idx):
             time.sleep(0.1)
 
 
-with pytorch.init(hparams={"global_batch_size": 12}, seed=3, name=os.environ["NAME"]) as context:
+with pytorch.init(
+    hparams={"global_batch_size": 12},
+    seed=3,
+    name=os.environ["NAME"],
+    data_parallel=os.environ.get("DATA_PARALLEL", "flat"),
+) as context:
     trial = Trial(context)
     trainer = pytorch.Trainer(trial, context)
     for length in map(int, os.environ["LENGTHS"].split()):
@@ -152,20 +157,22 @@ def run_nodes(
 
 
 @pytest.mark.parametrize(
-    ("number", "per_node", "lost", "lengths"),
+    ("number", "per_node", "lost", "variables"),
     [
-        (2, 2, 1, "20"),
-        pytest.param(3, 1, 1, "20", marks=pytest.mark.slow),
-        (3, 1, 2, "20"),
-        (2, 1, 1, "10 20"),
+        pytest.param(2, 2, 1, {}, marks=pytest.mark.slow),
+        pytest.param(3, 1, 1, {}, marks=pytest.mark.slow),
+        (3, 1, 2, {}),
+        (2, 1, 1, {"LENGTHS": "10 20"}),
+        # Each node has a part of the weights that no other one has trained.
+        (2, 2, 1, {"DATA_PARALLEL": "fsdp"}),
     ],
 )
 @pytest.mark.timeout(300)
 def test_a_node_that_is_lost_with_its_memory_repeats_some_steps_in_the_same_bits(
-    run_nodes: RunNodes, number: int, per_node: int, lost: int, lengths: str
+    run_nodes: RunNodes, number: int, per_node: int, lost: int, variables: dict[str, str]
 ) -> None:
-    straight = run_nodes("straight", number, per_node, LENGTHS=lengths)
-    killed = run_nodes("lost", number, per_node, [lost], LENGTHS=lengths)
+    straight = run_nodes("straight", number, per_node, **variables)
+    killed = run_nodes("lost", number, per_node, [lost], **variables)
     assert compare_runs(straight["facts"], killed["facts"]) == []
     assert "is not used" not in killed["errors"]
     assert len(killed["starts"]) == 2

@@ -340,3 +340,18 @@ def test_trials_chosen_on_an_axis_are_in_the_address(
     expect(page).to_have_url(re.compile(r"brush=.*lr"))
     other = open_page(master, page.url.removeprefix(master.url))
     expect(other.get_by_text("3 of 6 shown trials chosen")).to_be_visible()
+
+
+def test_curves_that_come_late_are_no_empty_chart(master: Any, sweep: Any, open_page: Any) -> None:
+    """A chart says that it loads, for as long as a slow master has not answered."""
+    page = open_page(master, "/")
+    held: list[Any] = []
+    page.route("**/api/v1/metric-series", held.append)
+    page.goto(f"/experiments/{sweep.id}")
+    chart = page.get_by_role("region", name=re.compile("Learning curves"))
+    expect(chart.get_by_text("Loading …")).to_be_visible()
+    expect(page.get_by_text("No points yet")).to_have_count(0)
+    page.unroute("**/api/v1/metric-series")
+    for route in held:
+        route.continue_()
+    expect(chart.locator("canvas").first).to_be_visible()

@@ -346,12 +346,12 @@ def test_curves_that_come_late_are_no_empty_chart(master: Any, sweep: Any, open_
     """A chart says that it loads, for as long as a slow master has not answered."""
     page = open_page(master, "/")
     held: list[Any] = []
-    page.route("**/api/v1/metric-series", held.append)
+    page.route("**/api/v1/metric-series", lambda route: held.append(route))
     page.goto(f"/experiments/{sweep.id}")
     chart = page.get_by_role("region", name=re.compile("Learning curves"))
     expect(chart.get_by_text("Loading …")).to_be_visible()
     expect(page.get_by_text("No points yet")).to_have_count(0)
-    page.unroute("**/api/v1/metric-series")
+    page.route("**/api/v1/metric-series", lambda route: route.continue_())
     for route in held:
         route.continue_()
     expect(chart.locator("canvas").first).to_be_visible()

@@ -1,7 +1,9 @@
 """Sign-in by OpenID Connect with a provider that lies, is slow, or is away."""
 
+import datetime
 import hmac
 import json
+import ssl
 import threading
 import time
 from base64 import urlsafe_b64encode
@@ -15,10 +17,14 @@ from urllib.parse import parse_qs, urlsplit
 import httpx2
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from joserfc import jwk, jwt
 
 from paceline._cluster.master import oidc_provider
 
+DAY = datetime.timedelta(days=1)
 SECRET = "the secret of the client"
 KEY = jwk.RSAKey.generate_key(2048, {"kid": "right"})
 OTHER = jwk.RSAKey.generate_key(2048, {"kid": "right"})
@@ -40,9 +46,16 @@ class LyingProvider(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, certificate: Path | None = None) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.issuer = f"http://127.0.0.1:{self.server_address[1]}"
+        if certificate is not None:
+            self.issuer = f"https://localhost:{self.server_address[1]}"
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self.socket = context.wrap_socket(
+                self.socket, server_side=True, do_handshake_on_connect=False
+            )
         self.documents: dict[str, Any] = {}
         self.metadata: dict[str, Any] = {}
         self.changed: dict[str, Any] = {}
@@ -161,9 +174,6 @@ def code_of(reply: httpx2.Response) -> tuple[int, str]:
 
 def users(master: Any) -> list[str]:
     return [one["name"] for one in master.http.get("/users").json()]
-
-
-NOW = time.time
 
 
 @pytest.mark.parametrize(
@@ -423,3 +433,37 @@ def test_a_slow_provider_occupies_nobody(
     assert len(provider.asked) <= 4
     monkeypatch.setattr(master.core.oidc, "_rests_until", 0.0)
     assert sign_in(master, provider).status_code == 303
+
+
+def test_a_certificate_of_another_authority_is_refused(
+    tmp_path: Path, make_master: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands between master and provider reads nothing, unless the lab trusts it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    built = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    built = built.not_valid_before(now - DAY).not_valid_after(now + DAY)
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost")])
+    made = built.add_extension(names, critical=False).sign(key, hashes.SHA256())
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    path = tmp_path / "lab.pem"
+    secret = key.private_bytes(pem, form, serialization.NoEncryption())
+    path.write_bytes(made.public_bytes(pem) + secret)
+    provider = LyingProvider(certificate=path)
+    try:
+        (tmp_path / "home").mkdir()
+        settings = tmp_path / "home" / "oidc.yaml"
+        text = {"issuer": provider.issuer, "client_id": "paceline", "create": True}
+        settings.write_text(yaml.safe_dump(text))
+        settings.chmod(0o600)
+        master = make_master()
+        refused = sign_in(master, provider)
+        assert code_of(refused) == AWAY
+        assert "CERTIFICATE_VERIFY_FAILED" in refused.text
+        assert provider.asked == []
+        monkeypatch.setenv("SSL_CERT_FILE", str(path))
+        master.core.oidc._ssl = None
+        assert sign_in(master, provider).status_code == 303
+    finally:
+        provider.close()

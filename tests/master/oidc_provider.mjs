@@ -24,7 +24,7 @@ const provider = new Provider(issuer, {
       client_id: "behind-proxy",
       client_secret: "other",
       token_endpoint_auth_method: "client_secret_post",
-      redirect_uris: ["https://localhost:4430/lab/api/v1/oidc/callback"],
+      redirect_uris: ["https://lab.example.org/lab/api/v1/oidc/callback"],
     },
   ],
   claims: {

@@ -203,6 +203,7 @@ def test_right_tokens_are_taken(changed: dict[str, Any], master: Any, provider: 
         {"iss": None},
         {"aud": "other"},
         {"aud": ["other"]},
+        {"aud": "other", "azp": "paceline"},
         {"aud": None},
         {"aud": ["paceline", "other"], "azp": "other"},
         {"azp": "other"},
@@ -365,6 +366,31 @@ class LyingElsewhere(LyingProvider):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@pytest.mark.parametrize(
+    ("claims", "name", "problem"),
+    [
+        ({"email": "ann@Lab.org", "email_verified": True}, "ann", None),
+        ({"email": "ann@lab.org"}, "ann", "has not verified"),
+        ({"email": "ann@lab.org", "email_verified": "true"}, "ann", "has not verified"),
+        ({"email": "ann@gmail.com", "email_verified": True}, "ann", "is of no domain"),
+        ({"email": "ann@lab.org@gmail.com", "email_verified": True}, "ann", "is of no domain"),
+        ({"email": "ann@", "email_verified": True}, "ann", "is of no domain"),
+        ({"email": ["ann@lab.org"], "email_verified": True}, "", "gives no text"),
+        ({}, "", "gives no text"),
+    ],
+)
+def test_addresses_are_names_in_known_domains_once_verified(
+    claims: dict[str, Any], name: str, problem: str | None
+) -> None:
+    settings = oidc_provider.OidcSettings(
+        issuer="https://accounts.google.com", client_id="x", name_claim="email", domains=["lab.org"]
+    )
+    person = settings.person(claims | {"sub": "1"})
+    assert person.name == name
+    assert (person.problem is None) == (problem is None)
+    assert (problem or "") in (person.problem or "")
 
 
 def test_another_issuer_is_refused(master: Any, provider: Any) -> None:

@@ -271,6 +271,10 @@ def test_a_new_key_of_the_provider_is_found(
     monkeypatch.setattr(oidc_provider, "_KEYS_S", 0.0)
     assert sign_in(master, provider).status_code == 303
     assert [path for path, _ in provider.asked].count("/keys") == 2
+    # One that the provider took back counts for an hour at most.
+    provider.keys = [KEY]
+    monkeypatch.setattr(oidc_provider, "_METADATA_S", 0.0)
+    assert code_of(sign_in(master, provider)) == BAD_TOKEN
 
 
 def test_missing_claims_come_from_the_endpoint_for_them(master: Any, provider: Any) -> None:

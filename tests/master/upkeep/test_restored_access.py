@@ -173,7 +173,8 @@ def test_links_to_people_are_those_of_the_old_home(damage: str, tmp_path: Path) 
         backup = Backup(home, to)
         with backup.hold():
             backup.make()
-        users.link("ann", issuer, "").result()
+    with at_work(home) as doors:
+        Users(doors.database, doors.tokens.load).link("ann", issuer, "").result()
     home.rename(old)
     if damage != "none":
         for path in old.glob("master.sqlite*"):

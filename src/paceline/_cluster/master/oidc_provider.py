@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote_plus, urlsplit
 
 import anyio
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 
 from paceline._base.process_and_network import LOOPBACK_HOSTS
 from paceline._cluster.master.authentication import SignInLinks
@@ -103,7 +103,7 @@ class OidcSettings(Section):
     client_secret: SecretStr | None = None
     name: Annotated[Text, Field(max_length=40)] = "OpenID Connect"
     url: Text | None = None
-    scopes: list[Text] = ["openid", "profile", "email"]
+    scopes: list[Text] = ["profile", "email"]
     name_claim: Text = "preferred_username"
     domains: list[Text] = []
     hosts: list[Text] = []
@@ -120,12 +120,6 @@ class OidcSettings(Section):
         if value is not None and not _is_safe(value):
             raise ValueError("must be an https:// address, or http:// of this machine")
         return value
-
-    @model_validator(mode="after")
-    def _check_scopes(self) -> "OidcSettings":
-        if "openid" not in self.scopes:
-            raise ValueError("`scopes` must have openid")
-        return self
 
     def origin_of_url(self) -> str | None:
         """Return scheme and host of `url`."""
@@ -251,8 +245,8 @@ class OidcProvider:
             redirect_uri=redirect_uri, began_at=time.time(),
         )  # fmt: skip
         url = prepare_grant_uri(
-            endpoint, self.settings.client_id, "code", redirect_uri, self.settings.scopes, state,
-            nonce=nonce, code_challenge=create_s256_code_challenge(verifier),
+            endpoint, self.settings.client_id, "code", redirect_uri,
+            ["openid", *self.settings.scopes], state, nonce=nonce, code_challenge=create_s256_code_challenge(verifier),
             code_challenge_method="S256",
         )  # fmt: skip
         # Quotes would come around a cookie with `=`.
@@ -324,9 +318,9 @@ class OidcProvider:
         from joserfc.errors import JoseError
 
         decoded = await self._decoded(token)
-        settings = self.settings
-        options = {"iss": {"value": settings.issuer}, "aud": {"value": settings.client_id}}
-        given = {"nonce": nonce, "client_id": settings.client_id, "access_token": access_token}
+        client = self.settings.client_id
+        options = {"iss": {"value": self.settings.issuer}, "aud": {"value": client}}
+        given = {"nonce": nonce, "client_id": client, "access_token": access_token}
         claims = CodeIDToken(decoded.claims, decoded.header, options, given)
         try:
             claims.validate(leeway=_LEEWAY_S)
@@ -342,6 +336,8 @@ class OidcProvider:
         from joserfc.errors import JoseError
 
         read_at, keys = self._keys
+        if time.monotonic() - read_at >= _METADATA_S:
+            keys = []  # the provider may have taken some back
         problem: Exception | None = None
         for _ in range(2):
             for key in keys:
@@ -463,15 +459,12 @@ class OidcProvider:
         from authlib.oauth2.auth import ClientAuth
         from authlib.oauth2.rfc6749.parameters import prepare_token_request
 
-        settings, supported = (
-            self.settings,
-            self._metadata[1].get("token_endpoint_auth_methods_supported"),
-        )
+        supported = self._metadata[1].get("token_endpoint_auth_methods_supported")
         body = prepare_token_request(
             "authorization_code", code=code, redirect_uri=flow.redirect_uri,
             code_verifier=flow.verifier,
         )  # fmt: skip
-        client, secret = settings.client_id, settings.client_secret
+        client, secret = self.settings.client_id, self.settings.client_secret
         if secret is None:
             auth = ClientAuth(client, None, "none")
         elif supported is None or "client_secret_basic" in supported:

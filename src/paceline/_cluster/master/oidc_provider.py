@@ -244,10 +244,10 @@ class OidcProvider:
             state=state, nonce=nonce, verifier=verifier, next=next_path, challenge=challenge,
             redirect_uri=redirect_uri, began_at=time.time(),
         )  # fmt: skip
+        scopes, digest = ["openid", *self.settings.scopes], create_s256_code_challenge(verifier)
         url = prepare_grant_uri(
-            endpoint, self.settings.client_id, "code", redirect_uri,
-            ["openid", *self.settings.scopes], state, nonce=nonce, code_challenge=create_s256_code_challenge(verifier),
-            code_challenge_method="S256",
+            endpoint, self.settings.client_id, "code", redirect_uri, scopes, state, nonce=nonce,
+            code_challenge=digest, code_challenge_method="S256",
         )  # fmt: skip
         # Quotes would come around a cookie with `=`.
         text = urlsafe_b64encode(json.dumps(asdict(flow)).encode()).rstrip(b"=")

@@ -200,6 +200,7 @@ COMMANDS: dict[str, Any] = {
     "user list": list[User],
     "user remove": record("RemovedUser", user=str),
     "user group": record("UserGroup", user=str, group=str | None),
+    "user link": record("UserLink", user=str, subject=str | None),
     "user role": record(
         "UserRole", user=str, project=str, role=str | None, is_admin=bool | None
     ),

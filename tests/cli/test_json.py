@@ -172,6 +172,7 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("project members", "vision") == [{"user": "ada", "role": "viewer"}]
     assert [one["name"] for one in run("project list")] == ["Default", "vision"]
     assert run("user group", "ada", "lab") == {"user": "ada", "group": "lab"}
+    assert run("user link", "ada", "none") == {"user": "ada", "subject": None}
     assert run("quota set", "--group", "lab", "--weight", 3)["group"] == "lab"
     assert run("quota delete", "--group", "lab")["group"] == "lab"
     assert run("quota set", "--user", "ada", "--slots", 3)["revision"] == 1

@@ -81,7 +81,7 @@ COMMANDS = {
     ],
     "up": [],
     "usage": [],
-    "user": ["add", "group", "list", "remove", "role", "set-password"],
+    "user": ["add", "group", "link", "list", "remove", "role", "set-password"],
     "verify-resume": [],
     "version": [],
 }

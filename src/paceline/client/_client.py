@@ -424,6 +424,20 @@ class Client(ClusterClient, BulkClient, RegistryClient):
         body = json.dumps({"group": group or ""}).encode()
         self._session.send("PATCH", f"users/{quote(name, safe='')}", content=body)
 
+    def link_user(self, name: str, subject: str | None) -> None:
+        """Link a user to a person at the master's provider of OpenID Connect.
+
+        Args:
+            name: The user.
+            subject: The provider's id of the person (``sub``); ``*`` for the first one of the
+                user's name who signs in; None to end the link.
+
+        Raises:
+            ApiError: The master refused; `subject_taken` if the person is another user.
+        """
+        body = json.dumps({"oidc_subject": subject or ""}).encode()
+        self._session.send("PATCH", f"users/{quote(name, safe='')}", content=body)
+
     def set_role(
         self,
         name: str,
@@ -541,6 +555,22 @@ class Client(ClusterClient, BulkClient, RegistryClient):
 
         body = models.LoginForToken(user=user, password=password, name=name)
         return self._session.call("POST", "login-token", models.CreatedToken, body=body)
+
+    def log_in_by_code(self, code: str, verifier: str, *, name: str) -> "models.CreatedToken":
+        """Make a token for all that a user may do, by a code that a browser was shown.
+
+        Args:
+            code: The code.
+            verifier: The text from which the `challenge` in the browser's address was made.
+            name: The token's name.
+
+        Raises:
+            ValueError: The code or the verifier is too long or too short.
+            ApiError: The code is not valid.
+        """
+
+        body = models.OidcCode(code=code, verifier=verifier, name=name)
+        return self._session.call("POST", "oidc/token", models.CreatedToken, body=body)
 
     def set_password(self, password: str, *, user: str = "admin") -> None:
         """Give a user a password for the web UI and end the user's sign-ins.

@@ -62,7 +62,10 @@ ANYONE = [
     # Creates in a project of the sender's.
     "POST /experiments", "POST /bulk-actions",
 ]  # fmt: skip
-PUBLIC = ["GET /health", "GET /session", "GET /sign-in", "POST /login", "POST /login-token"]
+PUBLIC = [
+    "GET /health", "GET /oidc/callback", "GET /oidc/sign-in", "GET /session", "GET /sign-in",
+    "POST /login", "POST /login-token", "POST /oidc/token",
+]  # fmt: skip
 SEEN = [
     "GET /checkpoints/{uuid}", "GET /checkpoints/{uuid}/files/{path:path}",
     "GET /contexts/{digest}", "GET /experiments/{experiment_id}",

@@ -576,6 +576,66 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/oidc/sign-in": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Begin Oidc Sign In
+         * @description Redirect a browser to the provider; with `challenge`, it is shown a code for a token.
+         */
+        get: operations["begin_oidc_sign_in_api_v1_oidc_sign_in_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/oidc/callback": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Finish Oidc Sign In
+         * @description Take the provider's answer, and sign in the browser that began; then show the web UI.
+         */
+        get: operations["finish_oidc_sign_in_api_v1_oidc_callback_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/oidc/token": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Redeem Oidc Code
+         * @description Make a token for all that a user may do, by a code that a browser was shown.
+         */
+        post: operations["redeem_oidc_code_api_v1_oidc_token_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/tokens": {
         parameters: {
             query?: never;
@@ -686,7 +746,7 @@ export interface paths {
         head?: never;
         /**
          * Change User
-         * @description Make a user an administrator or take that right, and choose the user's group.
+         * @description Make a user an administrator or take that right; choose the group, and the link for OIDC.
          */
         patch: operations["change_user_api_v1_users__name__patch"];
         trace?: never;
@@ -3348,7 +3408,8 @@ export interface components {
          *     slots. `ingest_lag_s` is how old the newest records were when they were stored last, None if
          *     none were. `num_writes_waiting` changes wait for the database. `num_slow_requests` took at least
          *     `slow_request_s`, since the start. `sizes` has bytes by part of the home; directories are
-         *     missing until they were measured. Each of `problems` is a sentence.
+         *     missing until they were measured. Each of `problems` is a sentence. `oidc_issuer` is the
+         *     provider by whom people sign in, if any.
          */
         MasterStatus: {
             /** Version */
@@ -3424,6 +3485,8 @@ export interface components {
             free_bytes: number;
             /** Problems */
             problems: string[];
+            /** Oidc Issuer */
+            oidc_issuer?: string | null;
         };
         /**
          * Media
@@ -3792,6 +3855,23 @@ export interface components {
         NotifyTest: {
             /** Failure */
             failure?: string | null;
+        };
+        /**
+         * OidcCode
+         * @description A code shown after a sign-in by OpenID Connect, and what its link was made from.
+         */
+        OidcCode: {
+            /** Code */
+            code: string;
+            /** Verifier */
+            verifier: string;
+            /** Name */
+            name: string;
+            /**
+             * Expires In S
+             * @default 7776000
+             */
+            expires_in_s?: number;
         };
         /** Page[Checkpoint] */
         Page_Checkpoint_: {
@@ -4469,6 +4549,7 @@ export interface components {
          *     `scope` is "read", "submit", "user" for all that a user may do who is no administrator, "admin",
          *     or "attempt" for the token of one attempt. `user` is the name of a token if one was sent, and
          *     `owner` the user for whom the sender acts. `is_shared` says that there are several users.
+         *     `oidc` is the name of the provider of OpenID Connect by whom one can sign in, if any.
          */
         Session: {
             /** User */
@@ -4484,6 +4565,8 @@ export interface components {
              * @default false
              */
             is_shared?: boolean;
+            /** Oidc */
+            oidc?: string | null;
         };
         /**
          * SetPool
@@ -4932,7 +5015,8 @@ export interface components {
          * User
          * @description A user; one that was removed is not active, and stays the owner of experiments.
          *
-         *     An administrator sees and changes everything. `is_service` is a program's.
+         *     An administrator sees and changes everything. `is_service` is a program's. `oidc` says whether
+         *     a person at the provider of OpenID Connect is linked, or the first one of the name awaited.
          */
         User: {
             /** Name */
@@ -4947,16 +5031,23 @@ export interface components {
             has_password: boolean;
             /** Group */
             group?: string | null;
+            /** Oidc */
+            oidc?: ("linked" | "awaited") | null;
         };
         /**
          * UserChange
-         * @description Change of a user: whether an administrator, and the group; "" for no group.
+         * @description Change of a user: whether an administrator, the group, and the person at a provider.
+         *
+         *     "" stands for no group and for no person. A person is the provider's id (`sub`), or `*` for the
+         *     first one of the name who signs in.
          */
         UserChange: {
             /** Is Admin */
             is_admin?: boolean | null;
             /** Group */
             group?: string | null;
+            /** Oidc Subject */
+            oidc_subject?: string | null;
         };
         /**
          * View
@@ -6032,6 +6123,103 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    begin_oidc_sign_in_api_v1_oidc_sign_in_get: {
+        parameters: {
+            query?: {
+                /** @description A path of the web UI. */
+                next?: string;
+                /** @description SHA-256 for a code in place of a cookie */
+                challenge?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            303: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    finish_oidc_sign_in_api_v1_oidc_callback_get: {
+        parameters: {
+            query?: {
+                state?: string;
+                code?: string | null;
+                error?: string | null;
+                iss?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            303: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    redeem_oidc_code_api_v1_oidc_token_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["OidcCode"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CreatedToken"];
+                };
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {

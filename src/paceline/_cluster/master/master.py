@@ -50,6 +50,7 @@ from paceline._cluster.master.nodes.node_registry import Nodes
 from paceline._cluster.master.nodes.node_work import LostNodes, NodeExecutor
 from paceline._cluster.master.notify.notices import NotifySettings
 from paceline._cluster.master.notify.notifier import Notifier
+from paceline._cluster.master.oidc_provider import OidcProvider, OidcSettings
 from paceline._cluster.master.starters.pool_runners import PoolDefinition, PoolRunners
 from paceline._cluster.master.starters.slurm_ssh_ray_starters import Starter
 from paceline._cluster.master.store.database import Database, Transaction, settle_cluster_id
@@ -205,6 +206,7 @@ class Master:
         certificate: Its certificate (PEM) if it is asked by TLS. Browsers may name any host then.
         machine: The facts of its machine and these devices; the least if None.
         notify: The channels for messages to people, and rules; no channels if None.
+        oidc: The provider by whom people sign in, if any.
     """
 
     def __init__(
@@ -221,6 +223,7 @@ class Master:
         pools: Mapping[str, tuple[PoolDefinition, Starter]] | None = None,
         machine: NodeFacts | None = None,
         notify: NotifySettings | None = None,
+        oidc: OidcSettings | None = None,
     ) -> None:
         self.is_open = is_open
         self.url = url
@@ -251,6 +254,7 @@ class Master:
         self.home_token = home.token.encode()
         self.attempt_tokens = AttemptTokens(self.database, home.attempt_key)
         self.signed_urls = SignedUrls(home.attempt_key)
+        self.oidc = None if oidc is None else OidcProvider(oidc, home.attempt_key)
         wakeups, default_storage = Wakeups(), str(home.path / "checkpoints")
         self.nodes = Nodes(
             self.database, home.cluster_id, self.tokens, wakeups, devices, self.leases.length_s

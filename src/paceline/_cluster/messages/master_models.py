@@ -60,7 +60,8 @@ class MasterStatus(MasterInfo):
     slots. `ingest_lag_s` is how old the newest records were when they were stored last, None if
     none were. `num_writes_waiting` changes wait for the database. `num_slow_requests` took at least
     `slow_request_s`, since the start. `sizes` has bytes by part of the home; directories are
-    missing until they were measured. Each of `problems` is a sentence.
+    missing until they were measured. Each of `problems` is a sentence. `oidc_issuer` is the
+    provider by whom people sign in, if any.
     """
 
     experiments: dict[str, int]
@@ -80,6 +81,7 @@ class MasterStatus(MasterInfo):
     sizes: dict[str, int]
     free_bytes: int
     problems: list[str]
+    oidc_issuer: str | None = None
 
 
 NodeState: TypeAlias = Literal["ready", "away", "left", "lost", "draining", "drained"]
@@ -409,6 +411,7 @@ class Session(Message):
     `scope` is "read", "submit", "user" for all that a user may do who is no administrator, "admin",
     or "attempt" for the token of one attempt. `user` is the name of a token if one was sent, and
     `owner` the user for whom the sender acts. `is_shared` says that there are several users.
+    `oidc` is the name of the provider of OpenID Connect by whom one can sign in, if any.
     """
 
     user: str | None
@@ -416,6 +419,7 @@ class Session(Message):
     has_password: bool
     scope: str | None = None
     is_shared: bool = False
+    oidc: str | None = None
 
 
 class Login(Request):
@@ -428,6 +432,15 @@ class Login(Request):
 class LoginForToken(Login):
     """A user's name and password, and the name of the token to be made."""
 
+    name: str = Field(pattern=NAME_PATTERN)
+    expires_in_s: float = Field(default=90 * 24 * 3600.0, gt=0, le=100 * 365 * 24 * 3600.0)
+
+
+class OidcCode(Request):
+    """A code shown after a sign-in by OpenID Connect, and what its link was made from."""
+
+    code: str = Field(max_length=200)
+    verifier: str = Field(min_length=43, max_length=128)
     name: str = Field(pattern=NAME_PATTERN)
     expires_in_s: float = Field(default=90 * 24 * 3600.0, gt=0, le=100 * 365 * 24 * 3600.0)
 
@@ -446,7 +459,8 @@ class Role(str, Enum):
 class User(Message):
     """A user; one that was removed is not active, and stays the owner of experiments.
 
-    An administrator sees and changes everything. `is_service` is a program's.
+    An administrator sees and changes everything. `is_service` is a program's. `oidc` says whether
+    a person at the provider of OpenID Connect is linked, or the first one of the name awaited.
     """
 
     name: str
@@ -455,6 +469,7 @@ class User(Message):
     is_service: bool
     has_password: bool
     group: str | None = None
+    oidc: Literal["linked", "awaited"] | None = None
 
 
 class NewUser(Request):
@@ -468,10 +483,15 @@ class NewUser(Request):
 
 
 class UserChange(Request):
-    """Change of a user: whether an administrator, and the group; "" for no group."""
+    """Change of a user: whether an administrator, the group, and the person at a provider.
+
+    "" stands for no group and for no person. A person is the provider's id (`sub`), or `*` for the
+    first one of the name who signs in.
+    """
 
     is_admin: bool | None = None
     group: str | None = Field(default=None, pattern="^([A-Za-z0-9_-][A-Za-z0-9_.-]{0,62})?$")
+    oidc_subject: str | None = Field(default=None, pattern="^[!-~]{0,255}$")
 
 
 class Project(Message):

@@ -48,6 +48,7 @@ from paceline._cluster.master.api.master_routes import (
     status_and_prometheus_router,
 )
 from paceline._cluster.master.api.node_and_slot_routes import node_router, slot_router
+from paceline._cluster.master.api.oidc_routes import oidc_router
 from paceline._cluster.master.api.pool_and_queue_routes import pool_router, queue_router
 from paceline._cluster.master.api.proposal_and_tree_routes import proposal_router
 from paceline._cluster.master.api.readers import NUM_THREADS, Readers
@@ -165,6 +166,7 @@ _ROUTERS = (
     notify_router,
     docs_router,
     sign_in_router,
+    oidc_router,
     token_router,
     user_router,
     status_and_prometheus_router,

@@ -379,6 +379,7 @@ def read_status(request: Request, master: MasterOf) -> MasterStatus:
         sizes=master.sizes.read(),
         free_bytes=master.sizes.free_bytes(),
         problems=_status_problems(master, found),
+        oidc_issuer=None if master.oidc is None else master.oidc.settings.issuer,
     )
 
 
@@ -446,6 +447,8 @@ def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
     ]
     problems += [one.text for one in master.changes.storage_calls.silent()]
     problems += [*found["failing_stores"], *found["failing_nodes"], *master.notifier.problems()]
+    if master.oidc is not None and master.oidc.problem is not None:
+        problems.append(master.oidc.problem)
     if master.database.failure is not None:
         problems.append(str(master.database.failure))
     free = master.sizes.free_bytes()

@@ -42,10 +42,13 @@ class RouteScope(str, Enum):
 ROUTES: dict[RouteScope, tuple[str, ...]] = {
     RouteScope.PUBLIC: (
         "GET /health",
+        "GET /oidc/callback",
+        "GET /oidc/sign-in",
         "GET /session",
         "GET /sign-in",
         "POST /login",
         "POST /login-token",
+        "POST /oidc/token",
     ),
     # Reading routes change nothing, but see all of a project: configs, code, logs, checkpoints.
     RouteScope.READ: (

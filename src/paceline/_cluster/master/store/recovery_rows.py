@@ -37,7 +37,9 @@ LASTING = {
     "attempts": ("ended_at", "exit", "outcome"),
     "search_inputs": ("input", "operations"),
     "checkpoints": ("state", "metadata", "resources"),
-    "users": ("password_hash", "is_admin", "is_active", "member_of"),
+    "users": (
+        "password_hash", "is_admin", "is_active", "member_of", "oidc_issuer", "oidc_subject",
+    ),
     "tokens": ("revoked_at",),
 }  # fmt: skip
 # Recorded whole, with users and tokens: they are few, and their rows are deleted.

@@ -69,6 +69,9 @@ users = Table(
     Column("is_service", Boolean, nullable=False, default=False, server_default=false()),
     # The group, if any. In other tables, `@NAME` in place of a user is a group.
     Column("member_of", String),
+    # The person at a provider of OpenID Connect; as the subject `*`, the first one of the name.
+    Column("oidc_issuer", String),
+    Column("oidc_subject", String),
 )
 
 projects = Table(
@@ -336,7 +339,7 @@ reservations = Table(
     sqlite_autoincrement=True,
 )
 
-SCHEMA_VERSION = 20
+SCHEMA_VERSION = 21
 FIRST_SCHEMA_VERSION = 13
 """Schema version of the first release: no later one takes an older database."""
 

@@ -482,6 +482,13 @@ def _add_groups_and_rules_of_pools(operations: Operations) -> None:
     )
 
 
+def _add_oidc(operations: Operations) -> None:
+    for name in ("oidc_issuer", "oidc_subject"):
+        operations.add_column("users", Column(name, String))
+    # Made anew, with the columns that are watched since.
+    operations.execute("DROP TRIGGER IF EXISTS recorded_users")
+
+
 STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_files_media_and_documents,
     _add_backfill_and_waiting_trials,
@@ -490,6 +497,7 @@ STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_usage,
     _add_quotas_and_reservations,
     _add_groups_and_rules_of_pools,
+    _add_oidc,
 )
 
 

@@ -482,6 +482,10 @@ def _add_groups_and_rules_of_pools(operations: Operations) -> None:
     )
 
 
+def _add_interactive_hours(operations: Operations) -> None:
+    operations.add_column("pools", Column("interactive_first", String))
+
+
 STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_files_media_and_documents,
     _add_backfill_and_waiting_trials,
@@ -490,6 +494,7 @@ STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_usage,
     _add_quotas_and_reservations,
     _add_groups_and_rules_of_pools,
+    _add_interactive_hours,
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 from bench_cases import start_master
 from figures import Figure
+from scheduling_use import measure_use
 
 _NUM_WAITING = 1000
 _NUM_SLOTS = 500
@@ -340,5 +341,6 @@ async def _runner(host: str, port: int, token: str, number: int, counter: list[i
 
 NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {
     "scheduling": measure_scheduling,
+    "scheduling-use": measure_use,
     "idle-runners": measure_idle_runners,
 }

@@ -55,6 +55,7 @@ class Simulation:
         sharing: Weights, quotas and groups.
         leaving_s: How long an attempt that is asked to leave keeps its slots: its checkpoint.
         half_life_s: The half-life of past use; None is none.
+        after: Called each time after slots were given.
     """
 
     nodes: Sequence[NodeSlots]
@@ -69,6 +70,7 @@ class Simulation:
     began: dict[int, float] = field(default_factory=dict)
     ended: dict[int, float] = field(default_factory=dict)
     num_preempted: int = 0
+    after: Callable[[], None] = lambda: None
     useful_slot_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -97,7 +99,7 @@ class Simulation:
                 _, _, kind, what = heapq.heappop(self._events)
                 self._happen(kind, what)
             yield self.now
-            self._settle()
+            self.settle()
 
     def run(self) -> None:
         """Train everything to its end."""
@@ -173,7 +175,8 @@ class Simulation:
             self.running[attempt_id] = replace(one, is_leaving=True)
             self._push(self.now + self.leaving_s, "leave", attempt_id)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Give slots, and ask attempts to leave, as the rule says for now."""
         plan = self.rule(self.queue(), list(self.running.values()), self.nodes, self.shares())
         for one, _ in plan.preemptions:
             self.num_preempted += 1
@@ -191,6 +194,7 @@ class Simulation:
                 is_interactive=trial.is_interactive,
             )  # fmt: skip
             self._push(self.now + self.left_s[trial.trial_id], "end", attempt_id)
+        self.after()
 
 
 # ---- Determined's priority scheduler -----------------------------------------------------------

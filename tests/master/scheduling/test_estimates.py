@@ -108,7 +108,7 @@ def test_a_limit_of_the_pool_and_elastic_trials_leave_no_estimate() -> None:
     waiting = [elastic_one, replace(first, trial_id=3, num_slots=1)]
     simulation.add([Job(0.0, first, 9.0)])
     next(iter(simulation.steps()))
-    simulation._settle()
+    simulation.settle()
     holding = list(simulation.running.values())
     ends = {one.attempt_id: 9.0 for one in holding}
     limited = StartEstimates(holding, nodes, ends, pools)

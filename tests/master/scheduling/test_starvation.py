@@ -44,7 +44,7 @@ class World:
     num_changes: int = 0
     in_line: dict[int, set[int]] = field(default_factory=dict)
     # Starts of others since a trial is in line, by user, under fair shares.
-    starts: dict[int, Counter[str]] = field(default_factory=dict)
+    starts: dict[int, dict[str, int]] = field(default_factory=dict)
 
     @property
     def pools(self) -> dict[str, PoolSettings]:
@@ -257,7 +257,7 @@ def check_line(world: World, results: list[SchedulingResult]) -> None:
     running = {simulation.trial_of[n].trial_id: one for n, one in simulation.running.items()}
     groups = simulation.sharing.groups
     for result in results:
-        if result.reason is None and not result.is_filler and policy is FAIR_SHARE:
+        if policy is FAIR_SHARE and (result.preempts or result.slots and not result.is_filler):
             note_turn(world, result.waiting)
     before: list[Waiting] = []
     started: list[Waiting] = []
@@ -282,7 +282,7 @@ def check_line(world: World, results: list[SchedulingResult]) -> None:
             present = set(running) | {one.trial_id for one in before}
             if trial.trial_id not in world.in_line:
                 world.in_line[trial.trial_id] = set(present)
-                world.starts[trial.trial_id] = Counter()
+                world.starts[trial.trial_id] = {}
             known = world.in_line[trial.trial_id]
             others = [*before, *running.values()]
             allowed = bool(known & present) or result.reason is Reason.PREEMPTING
@@ -298,9 +298,8 @@ def check_line(world: World, results: list[SchedulingResult]) -> None:
 def note_turn(world: World, started: Waiting) -> None:
     """Let those in line wait for one trial of each user that had its turn."""
     for trial_id, starts in world.starts.items():
-        starts[started.user] += 1
-        if starts[started.user] == 1 and trial_id in world.in_line:
-            world.in_line[trial_id].add(started.trial_id)
+        if trial_id in world.in_line:
+            world.in_line[trial_id].add(starts.setdefault(started.user, started.trial_id))
 
 
 def can_ever_start(world: World, trial: Waiting, nodes: list[NodeSlots]) -> bool:

@@ -65,12 +65,13 @@ class QuotaUse:
         self._quotas = quotas = sharing.quotas
         self._groups = sharing.groups
         self._used: Counter[str | int] = Counter()
+        self._known: dict[tuple[str, int], _Quotas] = {}
         for one in holding if quotas else ():
             self.add(one, one.num_slots)
 
     def add(self, one: Waiting | Holding, num_slots: int) -> None:
         """Count slots for a trial's user, group and project."""
-        for owner in self._owners(one):
+        for owner, *_ in self._quotas_of(one):
             self._used[owner] += num_slots
 
     def group_of(self, user: str) -> str | None:
@@ -79,8 +80,8 @@ class QuotaUse:
 
     def reached(self, trial: Waiting) -> QuotaLimits | None:
         """Return the quota that keeps a trial waiting, if one does."""
-        for left, quota in self._left(trial):
-            if quota.spent is not None or left < trial.num_slots:
+        for owner, most, quota in self._quotas_of(trial):
+            if quota.spent is not None or most - self._used[owner] < trial.num_slots:
                 return quota
         return None
 
@@ -90,29 +91,33 @@ class QuotaUse:
         Its user's own quota comes first, then those that it shares with others: nothing of these is
         kept while the one before lets it wait.
         """
-        known = [(one, quota) for one in self._owners(trial) if (quota := self._quotas.get(one))]
-        most = (quota.max_slots for _, quota in known if quota.max_slots is not None)
-        if min(most, default=math.inf) < trial.num_slots or any(one.spent for _, one in known):
+        known = self._quotas_of(trial)
+        if any(quota.spent or most < trial.num_slots for _, most, quota in known):
             return
-        for owner, quota in known:
+        for owner, most, _ in known:
             self._used[owner] += trial.num_slots
-            if quota.max_slots is not None and self._used[owner] > quota.max_slots:
+            if self._used[owner] > most:
                 return
 
     def room(self, trial: Waiting) -> float:
         """Return how many slots a trial may get."""
-        return min((left for left, _ in self._left(trial)), default=math.inf)
+        left = (most - self._used[owner] for owner, most, _ in self._quotas_of(trial))
+        return min(left, default=math.inf)
 
-    def _left(self, trial: Waiting) -> Iterator[tuple[float, QuotaLimits]]:
-        for owner in self._owners(trial) if self._quotas else ():
-            quota = self._quotas.get(owner)
-            if quota is not None:
-                most = math.inf if quota.max_slots is None else quota.max_slots
-                yield most - self._used[owner], quota
+    def _quotas_of(self, one: Waiting | Holding) -> "_Quotas":
+        key = (one.user, one.project)
+        if (found := self._known.get(key)) is None:
+            owners = (one.user, self._groups.get(one.user), one.project)
+            quotas = [(owner, self._quotas[owner]) for owner in owners if owner in self._quotas]
+            found = self._known[key] = [
+                (owner, math.inf if quota.max_slots is None else quota.max_slots, quota)
+                for owner, quota in quotas
+                if owner is not None
+            ]
+        return found
 
-    def _owners(self, one: Waiting | Holding) -> tuple[str | int, ...]:
-        group = self._groups.get(one.user)
-        return (one.user, one.project) if group is None else (one.user, group, one.project)
+
+_Quotas = list[tuple[str | int, float, QuotaLimits]]
 
 
 def moved(

@@ -464,7 +464,7 @@ class FreeSlots:
     @contextmanager
     def without(self, node_ids: Iterable[int]) -> Iterator[None]:
         """Hide some nodes within the context: they have no free slots."""
-        hidden = {node_id: self._free[node_id] for node_id in node_ids if node_id in self._free}
+        hidden = {node_id: free for node_id in node_ids if (free := self._free.get(node_id))}
         for node_id in hidden:
             self._set(node_id, [])
         try:

@@ -255,6 +255,7 @@ class _PoolSchedule:
         if any(node.is_pausing for node in nodes):
             self._all_now = _undrained([node for node in nodes if not node.is_pausing])
         self._reserved = [node for node in nodes if node.reserved_for is not None or node.is_owners]
+        self._closed_to: dict[str, frozenset[int]] = {}
         self._nodes = nodes
         self._known = frozenset(node.node_id for node in nodes)
         # Sizes for which all nodes, if they were free, are found to be too small or large enough;
@@ -303,9 +304,7 @@ class _PoolSchedule:
             trial.user, self._quota_use.group_of(trial.user), trial.project
         ):
             return SchedulingResult(waiting=trial, reason=Reason.CLOSED_POOL, place=place)
-        reserved = trial.excluded & self._known | frozenset(
-            node.node_id for node in self._reserved if node.is_closed_to(trial.user)
-        )
+        reserved = self._nodes_closed_to(trial)
         reason = self._obstacle(trial, reserved)
         if (quota := self._quota_use.reached(trial)) is not None:
             if reason in (None, Reason.BEHIND_OTHERS):
@@ -344,6 +343,14 @@ class _PoolSchedule:
         return SchedulingResult(
             waiting=trial, reason=Reason.PREEMPTING, place=place, preempts=preempts
         )
+
+    def _nodes_closed_to(self, trial: Waiting) -> frozenset[int]:
+        closed = self._closed_to.get(trial.user)
+        if closed is None:
+            closed = self._closed_to[trial.user] = frozenset(
+                node.node_id for node in self._reserved if node.is_closed_to(trial.user)
+            )
+        return trial.excluded & self._known | closed if trial.excluded else closed
 
     def _judge_filler(
         self, trial: Waiting, place: int, reserved: frozenset[int]
@@ -435,6 +442,9 @@ class _PoolSchedule:
     @contextmanager
     def _without(self, avoided: frozenset[int]) -> Iterator[None]:
         """Hide some nodes within the context: they offer no usable slots."""
+        if not avoided:
+            yield
+            return
         usable = self._usable
         self._usable = {one: slots for one, slots in usable.items() if one not in avoided}
         try:

@@ -77,7 +77,8 @@ def use_of(rule: Rule, jobs: list[Job]) -> tuple[float, float, float, int]:
         nonlocal running, wanted
         held = simulation.running.values()
         running = sum(one.num_slots for one in held if not one.is_leaving)
-        wanted = sum(one.num_slots for one in (*held, *simulation.waiting.values()))
+        wanted = sum(one.num_slots for one in held)
+        wanted += sum(one.num_slots for one in simulation.waiting.values())
 
     simulation.after = look
     for now in simulation.steps():

@@ -107,12 +107,12 @@ class QuotaUse:
     def _quotas_of(self, one: Waiting | Holding) -> "_Quotas":
         key = (one.user, one.project)
         if (found := self._known.get(key)) is None:
-            owners = (one.user, self._groups.get(one.user), one.project)
+            group = self._groups.get(one.user)
+            owners = (one.user, one.project) if group is None else (one.user, group, one.project)
             quotas = [(owner, self._quotas[owner]) for owner in owners if owner in self._quotas]
             found = self._known[key] = [
                 (owner, math.inf if quota.max_slots is None else quota.max_slots, quota)
                 for owner, quota in quotas
-                if owner is not None
             ]
         return found
 

@@ -1471,3 +1471,41 @@ def test_a_large_trial_says_that_the_node_for_it_is_away(
     text = told()
     assert "no node has more than 3" in text
     assert "Away, perhaps for a moment: large." in text
+
+
+def test_a_reservation_of_a_lost_node_keeps_nobody_and_counts_again_when_it_is_back(
+    master: Any, join: Callable[..., FakeRunner], add: Callable[..., httpx2.Client]
+) -> None:
+    """A clock that jumps beyond it, and back, changes nothing of it either."""
+    add("ada")
+    box = join("box", 2)
+    now = time.time()
+    body = {"user": "ada", "begins_at": now - 60, "ends_at": now + 3600}
+    assert master.http.post("/nodes/box/reservations", json=body).status_code == 201
+    single = {"name": "single", "metric": "loss"}
+    master.create(searcher=single, hyperparameters={}, resources={"slots_per_trial": 2})
+
+    def told() -> tuple[str, str]:
+        [waiting] = master.http.get("/queue").json()
+        return waiting["reason"], waiting["detail"]
+
+    assert told()[0] == "reserved"
+    with master.core.database.read() as connection:
+        for moment, is_closed in ((now, True), (now + 86400, False), (now, True), (0.0, False)):
+            cluster = master.core.reconciler.cluster(connection, moment)
+            [node] = [one for one in cluster.nodes if one.node_id == box.session["node_id"]]
+            assert node.is_closed_to("admin") is is_closed, moment
+    master.core.nodes.presence.leases.advance(LEASE_S + 1)
+    reason, detail = told()
+    assert reason == "too_large"
+    assert "Away, perhaps for a moment: box." in detail
+    # Another node serves it, while the reserved one is gone.
+    other = join("other", 2)
+    run(master)
+    assert other.take() == [1]
+    master.create(searcher=single, hyperparameters={}, resources={"slots_per_trial": 2})
+    assert box.register().status_code == 200
+    box.work()
+    run(master)
+    assert len(attempts(master)) == 1
+    assert told()[0] == "slots_in_use"

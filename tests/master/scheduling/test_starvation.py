@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_simulation import Job, Simulation, ours
 
@@ -313,7 +313,6 @@ def can_ever_start(world: World, trial: Waiting, nodes: list[NodeSlots]) -> bool
 @pytest.mark.parametrize("policy", PolicyName)
 @pytest.mark.parametrize("backfill", [False, True])
 @given(st.integers(0, 10**9), st.booleans())
-@settings(max_examples=60)
 def test_each_trial_starts_after_those_that_came_before_and_waits_for_a_reason_that_holds(
     policy: PolicyName, backfill: bool, seed: int, changes: bool
 ) -> None:

@@ -117,7 +117,7 @@ def _is_loopback(address: str) -> bool:
     return address in LOOPBACK_HOSTS or address.startswith("127.")
 
 
-_NUMBERS = re.compile(r"(\d+)\.(\d+)(?![0-9])")
+_VERSION = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})(?![0-9])[A-Za-z0-9.+_-]{0,60}")
 
 
 def version_problem(facts: NodeFacts) -> str:
@@ -125,14 +125,16 @@ def version_problem(facts: NodeFacts) -> str:
 
     It may be one minor version behind, so that a master is upgraded first, and its runners then.
     """
-    mine, found = paceline.__version__, _NUMBERS.match(facts.version)
-    text = f"version: the runner has Paceline {facts.version} (protocol {facts.protocol})"
+    mine, found = paceline.__version__, _VERSION.fullmatch(facts.version)
+    # A stranger's text.
+    theirs_text = facts.version if found else repr(facts.version)[:60]
+    text = f"version: the runner has Paceline {theirs_text} (protocol {facts.protocol})"
     update = f"pip install paceline=={mine} there, and start it again"
     if facts.protocol != PROTOCOL:
         return f"{text}, but the master {mine} speaks protocol {PROTOCOL}. Hint: {update}"
     if facts.version == mine:
         return ""
-    if found is None or (known := _NUMBERS.match(mine)) is None:
+    if found is None or (known := _VERSION.fullmatch(mine)) is None:
         return f"{text}, but must have the version of the master, {mine}. Hint: {update}"
     theirs, own = (tuple(int(number) for number in one.groups()) for one in (found, known))
     if theirs > own:

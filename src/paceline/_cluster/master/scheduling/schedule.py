@@ -169,10 +169,11 @@ def decide(
 
     The trials of one pool come in the order in which they get slots. A trial that does not fit
     holds up the trials of its pool behind it, so that a large one is never starved by small ones;
-    a trial that only a quota, or its experiment's own limit, holds back does not, and neither does
-    a trial too large for all nodes of its pool (which may have shrunk). A trial that waits for
-    another node than that of its failure holds up one node. In a pool with backfill, those behind
-    get free slots as fillers, which leave once the one in front has room with theirs.
+    a trial that only a quota, or its experiment's own limit, holds back does not, but keeps its
+    part of the quota from those behind it. Neither does a trial too large for all nodes of its pool
+    (which may have shrunk). A trial that waits for another node than that of its failure holds up
+    one node. In a pool with backfill, those behind get free slots as fillers, which leave once the
+    one in front has room with theirs.
     """
     holding = list(holding)
     used_by: Counter[int] = Counter()

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 from bench_cases import start_master
 from figures import Figure
+from scheduling_use import measure_use
 
 _NUM_WAITING = 1000
 _NUM_SLOTS = 500
@@ -104,7 +105,7 @@ def _measure_groups() -> list[Figure]:
 
 
 def _measure_lab() -> list[Figure]:
-    """200 users with past use and quotas, 5,000 waiting trials, and 50 nodes of 8 slots."""
+    """200 users in 20 groups, with past use and quotas, 5,000 waiting trials, 400 slots."""
     from paceline._cluster.master.scheduling.pool_policies import Sharing
     from paceline._cluster.master.scheduling.pools import (
         Holding,
@@ -128,7 +129,8 @@ def _measure_lab() -> list[Figure]:
     waiting = [
         Waiting(
             trial_id=n, experiment_id=n % 1000, num_slots=1 + n % 4, max_slots=None,
-            user=users[n % 200],
+            user=users[n % 200], queue_place=float(n), priority=10 + n % 5,
+            is_interactive=n % 50 == 0,
         )
         for n in range(5000)
     ]  # fmt: skip
@@ -136,24 +138,57 @@ def _measure_lab() -> list[Figure]:
     held = [
         Holding(
             experiment_id=n % 1000, slots=(n % 8,), node_id=n // 8, attempt_id=n,
-            user=users[n // 2 if n % 8 else 0],
+            user=users[n // 2 if n % 8 else 0], priority=30, queue_place=float(5000 + n),
+            is_filler=n % 10 == 0,
         )
         for n in range(400)
     ]  # fmt: skip
+    # Each fifth user has no group.
+    groups = {user: f"@group-{n % 20}" for n, user in enumerate(users) if n % 5}
+    owners = [*users, *sorted({*groups.values()})]
     sharing = Sharing(
-        weights={user: 1.0 + n % 3 for n, user in enumerate(users)},
-        past={"default": {user: float(n * 37 % 101) for n, user in enumerate(users)}},
-        quotas={user: QuotaLimits(whose=user, max_slots=4) for user in users},
+        weights={owner: 1.0 + n % 3 for n, owner in enumerate(owners)},
+        past={"default": {owner: float(n * 37 % 101) for n, owner in enumerate(owners)}},
+        served={"default": {owner: float(n * 53 % 211) for n, owner in enumerate(owners)}},
+        quotas={
+            owner: QuotaLimits(whose=owner, max_slots=24 if owner[0] == "@" else 4)
+            for owner in owners
+        },
+        groups=groups,
     )
+    cases: list[tuple[PolicyName, str, list[Holding], bool]] = [
+        (policy, what, holding, False)
+        for policy in PolicyName
+        for what, holding in (("all slots in use", held), ("all slots free", []))
+    ]
+    cases += [(PolicyName.FAIR_SHARE, "all slots free, interactive first", [], True)]
     figures = []
-    for policy in (PolicyName.FIFO, PolicyName.FAIR_SHARE):
-        pools = {"default": PoolSettings(policy=policy, backfill=True)}
-        for what, holding in (("all slots in use", held), ("all slots free", [])):
-            decision = partial(schedule, waiting, holding, nodes, pools, sharing)
-            values = [_milliseconds(decision) for _ in range(_ROUNDS)]
-            text = f"5,000 waiting, 200 users, 400 slots, 50 nodes, {policy.value}, {what}"
-            figures.append(Figure(what=text, unit="ms", values=values, bar=50))
+    for policy, what, holding, is_interactive in cases:
+        settings = PoolSettings(policy=policy, backfill=True, is_interactive_now=is_interactive)
+        pools = {"default": settings}
+        text = f"5,000 waiting, 200 users, 400 slots, 50 nodes, {policy.value}, {what}"
+        decision = partial(schedule, waiting, holding, nodes, pools, sharing)
+        values = [_milliseconds(decision) for _ in range(_ROUNDS)]
+        figures.append(Figure(what=text, unit="ms", values=values, bar=50))
+        if policy is PolicyName.FAIR_SHARE and not is_interactive:
+            queue = partial(_whole_queue, waiting, holding, nodes, pools, sharing)
+            values = [_milliseconds(queue) for _ in range(_ROUNDS)]
+            what = f"all reasons and estimated starts of them, {what}"
+            figures.append(Figure(what=what, unit="ms", values=values, bar=None))
     return figures
+
+
+def _whole_queue(
+    waiting: Any, holding: list[Any], nodes: list[Any], pools: Any, sharing: Any
+) -> None:
+    """Do what the list of the queue does with all trials: results and estimates."""
+    from paceline._cluster.master.scheduling.pools import StartEstimates
+    from paceline._cluster.master.scheduling.schedule import decide
+
+    ends = {one.attempt_id: 1000.0 + one.attempt_id for one in holding}
+    starts = StartEstimates(holding, nodes, ends, pools)
+    for result in decide(waiting, holding, nodes, pools, sharing):
+        starts.note(result)
 
 
 def _measure_ticks() -> list[Figure]:
@@ -306,5 +341,6 @@ async def _runner(host: str, port: int, token: str, number: int, counter: list[i
 
 NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {
     "scheduling": measure_scheduling,
+    "scheduling-use": measure_use,
     "idle-runners": measure_idle_runners,
 }

@@ -67,6 +67,7 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
             "priority": None,
             "weight": 1.0,
             "allow_uneven": False,
+            "interactive": False,
             "start_timeout": 300.0,
         },
         "max_restarts": 5,

@@ -169,14 +169,70 @@ def test_a_master_without_slots_is_no_node(master: Any) -> None:
     assert master.http.get("/nodes?include_local=true").json() == []
 
 
-@pytest.mark.parametrize("wrong", [{"version": "0.0.9"}, {"protocol": PROTOCOL + 1}])
+@pytest.mark.parametrize(
+    ("mine", "wrong", "told"),
+    [
+        ("2.5.1", {"version": "2.3.9"}, "at most one minor version behind the master, 2.5.1"),
+        ("2.5.1", {"version": "2.6.0"}, "newer than the master, 2.5.1. Hint: upgrade the master"),
+        ("2.0.0", {"version": "1.9.0"}, "at most one minor version behind"),
+        ("2.5.1", {"version": "somewhat"}, "must have the version of the master"),
+        ("2.5.1", {"version": "2.5.1\x1b[31m"}, "must have the version of the master"),
+        ("2.5.1", {"version": f"2.{'5' * 9999}"}, "must have the version of the master"),
+        ("2.5.1", {"version": "2.5.1", "protocol": PROTOCOL + 1}, f"speaks protocol {PROTOCOL}"),
+    ],
+)
 def test_a_runner_of_another_version_is_refused_by_a_message_that_says_which(
-    master: Any, wrong: dict[str, Any]
+    master: Any, monkeypatch: pytest.MonkeyPatch, mine: str, wrong: dict[str, Any], told: str
 ) -> None:
-    told = refused(FakeRunner(master, "box").register(**wrong), 409, "other_version")
-    assert paceline.__version__ in told
-    assert str(next(iter(wrong.values()))) in told
+    monkeypatch.setattr(paceline, "__version__", mine, raising=False)
+    found = refused(FakeRunner(master, "box").register(**wrong), 409, "other_version")
+    assert told in found
+    assert wrong["version"][:5] in found
+    assert "\x1b" not in found
+    assert len(found) < 999
+    assert f"pip install paceline=={mine}" in found
     assert nodes(master) == {}
+
+
+@pytest.mark.parametrize("version", ["2.4.0", "2.4.9.dev3", "2.5.0", "2.5.2"])
+def test_a_runner_one_minor_version_behind_works(
+    master: Any, monkeypatch: pytest.MonkeyPatch, join: Callable[..., FakeRunner], version: str
+) -> None:
+    monkeypatch.setattr(paceline, "__version__", "2.5.1", raising=False)
+    box = join("box", version=version)
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    run(master)
+    assert box.take() == [1]
+
+
+def test_a_runner_that_is_too_old_after_an_upgrade_of_the_master_finishes_and_gets_no_more(
+    master: Any, monkeypatch: pytest.MonkeyPatch, join: Callable[..., FakeRunner]
+) -> None:
+    """It is drained with a reason that says what to do, also when it has to register again."""
+    box = join("box", 2)
+    for _ in range(2):
+        master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    run(master)
+    assert box.take() == [1, 2]
+    monkeypatch.setattr(paceline, "__version__", "0.9.0", raising=False)
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    for step in (box.work, box.register, box.work):
+        step()
+        run(master)
+        assert [one.state for one in attempts(master)] == ["PENDING"] * 2
+    assert box.session["session"] == 2
+    [waiting] = master.http.get("/queue").json()
+    assert waiting["reason"] == "pausing"
+    assert "one minor version behind the master, 0.9.0. Hint: pip install" in waiting["detail"]
+    assert "version: the runner has Paceline 0.1.0" in nodes(master)["box"]["problem"]
+    # One without work is refused, and so is another machine by this name.
+    refused(FakeRunner(master, "idle", version="0.1.0").register(), 409, "other_version")
+    refused(FakeRunner(master, "box", version="0.1.0", key="k").register(), 409, "other_version")
+    # The upgraded runner is another session of the same node, and gets work at once.
+    assert box.register(version="0.9.0").status_code == 200
+    box.work()
+    run(master)
+    assert nodes(master)["box"]["problem"] == ""
 
 
 @pytest.mark.parametrize(
@@ -1389,3 +1445,71 @@ def test_a_node_is_a_users_own_by_its_token_and_its_unix_user(
     # The node leaves with its user.
     assert master.http.delete("/users/ada").status_code == 204
     assert own.ask().status_code in (401, 403)
+
+
+def test_a_large_trial_says_that_the_node_for_it_is_away(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    """While its runner is cut off, and once it is lost; the others do not make up for it."""
+    large = join("large", 4)
+    join("three", 3), join("one", 1)
+    master.create(
+        searcher={"name": "single", "metric": "loss"}, hyperparameters={},
+        resources={"slots_per_trial": 4},
+    )  # fmt: skip
+    registry = master.core.nodes
+    poll = NodePoll(
+        key=large.facts["key"], session=large.session["session"], number=large.number,
+        attempts=[], alive=[],
+    )  # fmt: skip
+    registry.presence.note_cut_off(large.session["node_id"], poll)
+
+    def told() -> str:
+        [waiting] = master.http.get("/queue").json()
+        assert waiting["estimated_start"] is None
+        return str(waiting["detail"])
+
+    assert told().endswith("Away, perhaps for a moment: large."), told()
+    registry.presence.leases.advance(LEASE_S + 1)
+    join("three", 3), join("one", 1)
+    text = told()
+    assert "no node has more than 3" in text
+    assert "Away, perhaps for a moment: large." in text
+
+
+def test_a_reservation_of_a_lost_node_keeps_nobody_and_counts_again_when_it_is_back(
+    master: Any, join: Callable[..., FakeRunner], add: Callable[..., httpx2.Client]
+) -> None:
+    """A clock that jumps beyond it, and back, changes nothing of it either."""
+    add("ada")
+    box = join("box", 2)
+    now = time.time()
+    body = {"user": "ada", "begins_at": now - 60, "ends_at": now + 3600}
+    assert master.http.post("/nodes/box/reservations", json=body).status_code == 201
+    single = {"name": "single", "metric": "loss"}
+    master.create(searcher=single, hyperparameters={}, resources={"slots_per_trial": 2})
+
+    def told() -> tuple[str, str]:
+        [waiting] = master.http.get("/queue").json()
+        return waiting["reason"], waiting["detail"]
+
+    assert told()[0] == "reserved"
+    with master.core.database.read() as connection:
+        for moment, is_closed in ((now, True), (now + 86400, False), (now, True), (0.0, False)):
+            cluster = master.core.reconciler.cluster(connection, moment)
+            [node] = [one for one in cluster.nodes if one.node_id == box.session["node_id"]]
+            assert node.is_closed_to("admin") is is_closed, moment
+    master.core.nodes.presence.leases.advance(LEASE_S + 1)
+    reason, detail = told()
+    assert reason == "too_large"
+    assert "Away, perhaps for a moment: box." in detail
+    # Another node serves it, while the reserved one is gone.
+    other = join("other", 2)
+    run(master)
+    assert other.take() == [1]
+    master.create(searcher=single, hyperparameters={}, resources={"slots_per_trial": 2})
+    assert box.register().status_code == 200
+    box.work()
+    run(master)
+    assert len(attempts(master)) == 1
+    assert told()[0] == "slots_in_use"

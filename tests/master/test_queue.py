@@ -438,3 +438,37 @@ def test_a_job_with_a_tiny_progress_gives_others_no_time_that_no_clock_has(
     master.core.database.write(lambda job: job.connection.execute(tiny)).result()
     found = entries(master)[ids[1]]["estimated_start"]
     assert found is None, f"{found=}"
+
+
+def test_interactive_trials_come_first_in_the_hours_of_a_pool(
+    make_master: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue says so; the hours are kept over a restart, and a clock that jumps changes both."""
+    master = make_master(2)
+    hours = "09:00-18:00 mon-fri Europe/Berlin"
+    for wrong in ("9 to 5", "09:00-18:00 Nowhere/Else"):
+        told = refused(
+            master.http.put("/pools/default", json={"interactive_first": wrong}),
+            422, "invalid_request",
+        )  # fmt: skip
+        assert told.startswith("`interactive_first` must"), told
+    put = master.http.put("/pools/default", json={"interactive_first": hours})
+    assert put.status_code == 204, put.text
+    again = make_master(2)
+    [pool] = again.http.get("/pools").json()
+    assert pool["interactive_first"] == hours
+    master = again
+    # A Wednesday at 11:00 there, and the evening.
+    now = 1796205600.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    create(master)
+    master.schedule()
+    create(master, slots_per_trial=2)
+    mine = create(master, slots_per_trial=2, interactive=True)
+    queue = [(one["experiment_id"], one["detail"]) for one in master.http.get("/queue").json()]
+    assert [one for one, _ in queue][:2] == [mine, 2]
+    assert queue[1][1].endswith(f"Interactive trials come first: {hours}.")
+    now += 8 * 3600
+    queue = [(one["experiment_id"], one["detail"]) for one in master.http.get("/queue").json()]
+    assert [one for one, _ in queue][:2] == [2, mine]
+    assert "Interactive" not in queue[1][1]

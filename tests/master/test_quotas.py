@@ -1,15 +1,18 @@
 """Quotas, shares with past use and reservations, through the API, while trials run."""
 
 import time
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
-from sqlalchemy import insert, select, update
+from sqlalchemy import delete, insert, select, update
 
+from paceline._cluster.master.scheduling.pool_policies import DEFAULT_HALF_LIFE_S, faded
 from paceline._cluster.master.store import quotas as quotas_module
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.quotas import note_use_of_month
+from paceline._cluster.master.store.quotas import note_use, note_use_of_month
 from paceline._cluster.master.upkeep.home_backup import Backup
 from paceline._cluster.master.upkeep.home_restore import restore
 
@@ -437,3 +440,48 @@ def test_nobody_changes_what_runs_as_somebody_else(master: Any, add: Any) -> Non
     assert eve.post(f"{one}/continue", json={}).status_code == 200
     assert eve.post(f"{one}/kill").json()["state"] == "CANCELED"
     assert ada.post(f"{one}/continue", json=given).status_code == 200
+
+
+def test_of_equal_users_the_one_is_next_who_had_slots_longest_ago(
+    make_master: Any, add_to: Any
+) -> None:
+    """Not the one whose experiments are older; a clock that was set back changes nothing."""
+    master = make_master(1)
+    assert master.http.put("/pools/default", json={"policy": "fair_share"}).status_code == 204
+    ada, bob = add_to(master, "ada"), add_to(master, "bob")
+    single = {"searcher": {"name": "single", "metric": "loss"}}
+    first, older, other = start(ada, **single), start(ada, **single), start(bob, **single)
+    master.schedule()
+    assert running(master) == [first]
+    end(master, 1, time.time())
+    with master.core.database.read() as connection:
+        sharing = master.core.reconciler.cluster(connection, time.time()).sharing
+        assert set(sharing.served["default"]) == {"ada"}
+        # To a clock of before, that was no turn.
+        assert master.core.reconciler.cluster(connection, 1.0).sharing.served["default"] == {}
+    master.schedule()
+    assert running(master) == [other]
+    end(master, 2, time.time())
+    master.schedule()
+    assert running(master) == [older]
+
+
+def test_slots_in_a_gap_are_no_turn_but_count_as_use(master: Any) -> None:
+    """The use is the same at any later time, and the last turn is that of before."""
+    owner = SimpleNamespace(owner="ada", project_id=1)
+    now = time.time()
+
+    def fill(transaction: Any, *, is_filler: bool) -> Any:
+        connection = transaction.connection
+        connection.execute(delete(tables.slot_use))
+        note_use(connection, owner, None, 2, now - 500, now - 400, is_filler=False)
+        note_use(connection, owner, None, 3, now - 300, now - 20, is_filler=is_filler)
+        return connection.execute(select(tables.slot_use)).one()
+
+    plain, filler = (
+        master.core.database.write(partial(fill, is_filler=one)).result() for one in (False, True)
+    )
+    assert (plain.at, filler.at) == (pytest.approx(now - 20), pytest.approx(now - 400))
+    assert plain.slot_s == pytest.approx(filler.slot_s) == pytest.approx(2 * 100 + 3 * 280)
+    later = [faded(one.recent_s, one.at, now + 1e5, DEFAULT_HALF_LIFE_S) for one in (plain, filler)]
+    assert later[0] == pytest.approx(later[1], rel=1e-9)

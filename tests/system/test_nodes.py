@@ -373,3 +373,30 @@ def test_a_node_that_is_idle_because_of_its_check_does_not_leave(
     waits.unlink()
     assert experiment.wait().value == "COMPLETED"
     wait_until(lambda: [one.state for one in client.nodes()] == ["left"])
+
+
+def with_version(directory: Path, version: str) -> dict[str, str]:
+    """Return the variables of a runner that is installed as another version."""
+    info = directory / version / f"paceline-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: paceline\nVersion: {version}\n")
+    return {"PYTHONPATH": f"{info.parent}:{os.environ['PYTHONPATH']}"}
+
+
+def test_a_runner_one_minor_version_behind_trains_and_a_newer_one_is_told_what_to_do(
+    master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
+    wait_until: Callable[..., None], tmp_path: Path,
+) -> None:  # fmt: skip
+    """As during an upgrade: the master first, then its runners."""
+    newer = make_node("newer", "--slots", "1").start(**with_version(tmp_path, "0.2.0"))
+    older = make_node("older", "--slots", "1").start(**with_version(tmp_path, "0.0.9"))
+    open_gate(older)
+    wait_until(lambda: master.client().nodes())
+    experiment = submit(1)
+    assert experiment.wait().value == "COMPLETED"
+    [node] = master.client().nodes()
+    assert (node.name, node.version, node.problem) == ("older", "0.0.9", "")
+    assert newer.process.wait(60) != 0
+    log = newer.log_path.read_text()
+    assert "has Paceline 0.2.0" in log, f"{log=}"
+    assert "Hint: upgrade the master first" in log, f"{log=}"

@@ -412,6 +412,7 @@ def _rules_text(pool: "Pool") -> str:
         (f"open to {', '.join(pool.open_to)}", pool.open_to),
         (f"best priority {pool.best_priority}", pool.best_priority),
         ("own runners", pool.own_runners),
+        (f"interactive first {pool.interactive_first}", pool.interactive_first),
         (f"silent after {pool.silent_after_s or 0:g} s", pool.silent_after_s),
         (f"unused after {pool.unused_after_s or 0:g} s", pool.unused_after_s),
         (f"pause after {pool.pause_after_s or 0:g} s", pool.pause_after_s),
@@ -494,6 +495,14 @@ def set_pool(
     own_runners: Annotated[
         bool, typer.Option("--own-runners", help="Start trials only on runners of their user.")
     ] = False,
+    interactive_first: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOURS",
+            help="Hours in which interactive trials come first, such as '09:00-18:00 mon-fri"
+            " Europe/Berlin'. Default days: all; default time zone: UTC.",
+        ),
+    ] = None,
 ) -> None:
     """Set all settings of a pool. Options not given get their defaults."""
 
@@ -513,6 +522,7 @@ def set_pool(
             open_to=open_to or [],
             best_priority=best_priority,
             own_runners=own_runners,
+            interactive_first=interactive_first,
         )
         gaps = ", and its gaps are filled" if backfill else ""
         _print_pool(client, name, f"The pool {name} has the policy {policy}{gaps}.")

@@ -260,7 +260,8 @@ class ClusterClient:
                 it, its experiment is paused. `open_to`: users, groups (`@NAME`) and projects
                 (`project:NAME`) whose trials it takes. `best_priority`: the best one that only
                 administrators of a project exceed. `own_runners`: whether trials start only on
-                runners of their user.
+                runners of their user. `interactive_first`: hours in which interactive trials come
+                first, such as `09:00-18:00 mon-fri Europe/Berlin`.
 
         Raises:
             ApiError: One of them is not possible.

@@ -234,6 +234,11 @@ class Resources(Section):
         default=False,
         description="Whether a trial on several nodes may have more slots on one than on another.",
     )
+    interactive: bool = Field(
+        default=False,
+        description="Whether somebody works with the trials while they run; pools may put such "
+        "trials first in some hours.",
+    )
     start_timeout: PositiveSeconds = Field(
         default=300.0,
         description="Seconds in which all nodes of a trial must have begun; otherwise it gives its "

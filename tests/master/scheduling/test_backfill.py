@@ -149,3 +149,18 @@ def test_a_long_queue_is_not_read_to_its_end_for_a_gap() -> None:
     pools = {"default": PoolSettings(backfill=True)}
     assert not schedule(waiting(), [holder], [NodeSlots(slots=(0, 1, 2))], pools).assignments
     assert len(read) < 1000
+
+
+def test_fillers_leave_for_a_trial_on_several_nodes_if_the_one_large_node_is_not_for_it() -> None:
+    """It is another user's own, or rests: the trial does not wait for it."""
+    pools = {"default": PoolSettings(backfill=True)}
+    filler = Holding(
+        experiment_id=3, slots=(0,), node_id=3, attempt_id=2, queue_place=3, is_filler=True
+    )
+    for large in (
+        NodeSlots(node_id=2, slots=(0, 1, 2), can_join=True, is_owners=True, owner="eve"),
+        NodeSlots(node_id=2, slots=(0, 1, 2), can_join=True, is_pausing=True),
+    ):
+        nodes = [NodeSlots(node_id=n, slots=(0,), can_join=True) for n in (1, 3)] + [large]
+        [result] = decide([trial(2, 2)], [filler], nodes, pools)
+        assert (result.reason, result.preempts) == (Reason.PREEMPTING, (filler,))

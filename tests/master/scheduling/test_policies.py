@@ -627,9 +627,9 @@ def test_a_start_is_estimated_from_the_ends_of_those_that_run() -> None:
         Waiting(trial_id=n, experiment_id=9, num_slots=size, max_slots=None)
         for n, size in enumerate([2, 1, 1, 1, 1])
     ]
-    starts = StartEstimates(holding, nodes, ends)
+    starts = StartEstimates(holding, nodes, ends, {})
     results = list(decide(waiting, holding, nodes))
     # One slot is free, and another one at 100; two more at 200; the end of the third is unknown.
     assert [starts.note(one) for one in results] == [100.0, 200.0, 200.0, None, None]
-    none = StartEstimates(holding, nodes, {})
+    none = StartEstimates(holding, nodes, {}, {})
     assert [none.note(one) for one in results] == [None] * 5

@@ -4004,6 +4004,8 @@ export interface components {
              * @default false
              */
             own_runners?: boolean;
+            /** Interactive First */
+            interactive_first?: string | null;
         };
         /**
          * PreviewRow
@@ -4577,7 +4579,8 @@ export interface components {
          *     Only administrators of a project choose a priority before `best_priority`. Only trials of users,
          *     groups (`@NAME`) and projects (`project:NAME`) in `open_to` get slots, if any is named. With
          *     `own_runners`, trials start only on runners whose token is for their user, and whose Unix user
-         *     has that name.
+         *     has that name. In the hours of `interactive_first`, such as `09:00-18:00 mon-fri Europe/Berlin`,
+         *     trials whose config says `resources: {interactive: true}` come before all others.
          */
         SetPool: {
             /**
@@ -4614,6 +4617,8 @@ export interface components {
              * @default false
              */
             own_runners?: boolean;
+            /** Interactive First */
+            interactive_first?: string | null;
         };
         /**
          * SetQuota

@@ -209,6 +209,7 @@ class Pool(Message):
     best_priority: int | None = None
     open_to: list[str] = Field(default_factory=list)
     own_runners: bool = False
+    interactive_first: str | None = None
 
 
 class NotifyChannel(Message):
@@ -243,7 +244,8 @@ class SetPool(Request):
     Only administrators of a project choose a priority before `best_priority`. Only trials of users,
     groups (`@NAME`) and projects (`project:NAME`) in `open_to` get slots, if any is named. With
     `own_runners`, trials start only on runners whose token is for their user, and whose Unix user
-    has that name.
+    has that name. In the hours of `interactive_first`, such as `09:00-18:00 mon-fri Europe/Berlin`,
+    trials whose config says `resources: {interactive: true}` come before all others.
     """
 
     policy: Policy = "fifo"
@@ -259,6 +261,7 @@ class SetPool(Request):
         default_factory=list, max_length=200
     )
     own_runners: bool = False
+    interactive_first: Annotated[str, Field(min_length=1, max_length=100)] | None = None
 
 
 class MoveExperiment(Request):

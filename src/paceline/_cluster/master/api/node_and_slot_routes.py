@@ -420,7 +420,7 @@ def _node_view(
         pool=node.facts.pool,
         registered_at=node.registered_at,
         seen_at=master.nodes.seen_at(node.id),
-        problem=master.nodes.presence.problem(node.id),
+        problem=master.nodes.problem(node),
     )
 
 

@@ -32,6 +32,7 @@ from paceline._cluster.master.experiments.scheduler_input import (
     read_pools,
 )
 from paceline._cluster.master.master import Master
+from paceline._cluster.master.scheduling.interactive_hours import parse_hours
 from paceline._cluster.master.scheduling.pools import (
     NodeSlots,
     PolicyName,
@@ -40,6 +41,7 @@ from paceline._cluster.master.scheduling.pools import (
     SchedulingResult,
     StartEstimates,
     Waiting,
+    fits_nodes,
     needs_node,
 )
 from paceline._cluster.master.scheduling.schedule import decide
@@ -89,6 +91,7 @@ def list_pools(master: MasterOf) -> list[Pool]:
                 best_priority=settings.best_priority,
                 open_to=sorted({names.get(one, str(one)) for one in settings.open_to}),
                 own_runners=settings.own_runners,
+                interactive_first=getattr(settings.interactive_first, "text", None),
                 num_nodes=len(nodes),
                 num_slots=sum(sizes.values()),
                 num_slots_used=sum(len(slots) for _, slots in held),
@@ -119,6 +122,10 @@ async def set_pool(name: Name, wanted: SetPool, master: MasterOf) -> None:
             master.users.project_id(one.removeprefix(PROJECT_PREFIX))
         elif not (master.users.has_group(one[1:]) if one[0] == "@" else master.users.reach(one)):
             raise ApiError(404, "not_found", f"There is no user or group {one!r}.")
+    try:
+        parse_hours(wanted.interactive_first or "00:00-24:00")
+    except ValueError as error:
+        raise ApiError(422, "invalid_request", f"`interactive_first` {error}") from error
 
     def job(transaction: Transaction) -> None:
         _forget(transaction, name)
@@ -229,7 +236,7 @@ def list_queue(
     with master.database.read(everything=True) as connection:
         cluster = master.reconciler.cluster(connection, now)
         ends = estimated_ends(connection, now)
-        starts = StartEstimates(cluster.holding, cluster.nodes, ends)
+        starts = StartEstimates(cluster.holding, cluster.nodes, ends, cluster.pools)
         found = (
             (one, start)
             for one in _queue_results(connection, cluster)
@@ -380,13 +387,13 @@ def _queue_detail(
         case Reason.SLOTS_IN_USE:
             where = " on one node" * (len(of_pool) > 1 and waiting.num_slots <= largest)
             are = "is" if waiting.num_slots == 1 else "are"
-            return f"It waits until {waiting.num_slots} of {_slots_text(total)} {are} free{where}."
+            text = f"It waits until {waiting.num_slots} of {_slots_text(total)} {are} free{where}."
+            there = [node for node in cluster.nodes if node.is_open and _may_use(node, result)]
+            fits = fits_nodes(there, waiting.num_slots, allow_uneven=waiting.allow_uneven)
+            return text if fits else text + _away_in_queue(cluster, waiting, addresses)
         case Reason.BEHIND_OTHERS:
             assert behind is not None
-            return (
-                f"Trial {behind.trial_id} of experiment {behind.experiment_id} comes before it and"
-                f" waits for {_slots_text(behind.num_slots)}."
-            )
+            return _behind_in_queue(settings, waiting, behind)
         case Reason.MAX_SLOTS | Reason.MAX_TRIALS | Reason.POOL_LIMIT | Reason.QUOTA:
             return _limit_in_queue(settings, result)
         case Reason.CLOSED_POOL:
@@ -405,6 +412,26 @@ def _queue_detail(
             return f"It needs {_slots_text(waiting.num_slots)}, but there are only {total}."
         case _:
             return _too_large_for_queue(cluster, result, total, largest, addresses)
+
+
+def _behind_in_queue(settings: PoolSettings, waiting: Waiting, behind: Waiting) -> str:
+    text = (
+        f"Trial {behind.trial_id} of experiment {behind.experiment_id} comes before it and"
+        f" waits for {_slots_text(behind.num_slots)}."
+    )
+    hours = settings.interactive_first
+    if hours is not None and settings.is_interactive_now and behind.is_interactive:
+        text += f" Interactive trials come first: {hours.text}." * (not waiting.is_interactive)
+    return text
+
+
+def _away_in_queue(cluster: Cluster, waiting: Waiting, addresses: Mapping[int, str]) -> str:
+    away = [
+        addresses[node.node_id].partition(" ")[0]
+        for node in cluster.returning
+        if node.pool == waiting.pool and not node.problem and node.node_id in addresses
+    ]
+    return f" Away, perhaps for a moment: {', '.join(away[:3])}." if away else ""
 
 
 def _limit_in_queue(settings: PoolSettings, result: SchedulingResult) -> str:
@@ -439,20 +466,15 @@ def _too_large_for_queue(
     if total < waiting.num_slots:
         num_drained = sum(len(node.drained) for node in cluster.nodes if node.pool == waiting.pool)
         drained = f" ({num_drained} more {'are' if num_drained > 1 else 'is'} drained)"
-        away = [
-            addresses[node.node_id].partition(" ")[0]
-            for node in cluster.returning
-            if node.pool == waiting.pool and not node.problem and node.node_id in addresses
-        ]
         return (
             f"{needed} the pool {waiting.pool!r} has {total or 'none'} now"
-            f"{drained if num_drained else ''}."
-            + (f" Away, perhaps for a moment: {', '.join(away[:3])}." if away else "")
+            f"{drained if num_drained else ''}.{_away_in_queue(cluster, waiting, addresses)}"
         )
     text = (
         f"{needed} in the pool {waiting.pool!r} no node has more than {largest}, and no nodes that"
         f" reach each other have so many"
         f" together{', equally many on each' * (not waiting.allow_uneven)}."
+        f"{_away_in_queue(cluster, waiting, addresses)}"
     )
     cut_off = [
         addresses[node.node_id]

@@ -102,7 +102,7 @@ def end_attempt(
     config = config_of(experiment)
     note_use(
         connection, experiment, config.resources.pool, num_slots_of(attempt), attempt.created_at,
-        end.time,
+        end.time, is_filler=attempt.is_filler,
     )  # fmt: skip
     facts = _end_facts(changes, transaction, trial, attempt, config, end, error)
     _note_node(changes, transaction, attempt, facts)

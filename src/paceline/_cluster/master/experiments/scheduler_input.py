@@ -16,6 +16,7 @@ from paceline._cluster.master.experiments.failures import (
     trials_in_start_delay,
 )
 from paceline._cluster.master.experiments.state_decisions import RefusedError
+from paceline._cluster.master.scheduling.interactive_hours import parse_hours
 from paceline._cluster.master.scheduling.pool_policies import Sharing
 from paceline._cluster.master.scheduling.pools import (
     DEFAULT_PRIORITY,
@@ -140,6 +141,9 @@ def read_cluster(
         failing: Nodes on which several trials failed, and until when they would rest.
     """
     pools, drained = read_pools(connection), drained_slots(connection)
+    for name, one in pools.items():
+        if one.interactive_first is not None:
+            pools[name] = replace(one, is_interactive_now=one.interactive_first.has(now))
     lacking = nodes_in_start_delay(connection, now)
     placed, returning = in_pools(nodes, pools), in_pools(returning, pools)
     failing = resting_nodes(failing, placed, returning)
@@ -160,7 +164,8 @@ def read_cluster(
     is_reserved = any(node.reserved_for is not None for node in known)
     is_ranked = any(one.policy is not PolicyName.FIFO for one in pools.values())
     is_limited = any(one.open_to or one.own_runners for one in pools.values())
-    is_owned = is_ranked or is_reserved or is_limited or bool(quotas)
+    is_interactive = any(one.is_interactive_now for one in pools.values())
+    is_owned = is_ranked or is_reserved or is_limited or is_interactive or bool(quotas)
     holding = _slot_holdings(connection, is_ranked=is_owned)
     return Cluster(
         nodes=known,
@@ -199,6 +204,7 @@ def read_pools(connection: Connection) -> dict[str, PoolSettings]:
             best_priority=row.best_priority,
             open_to=frozenset(ids.get(one, one) for one in row.open_to or ()),
             own_runners=row.own_runners,
+            interactive_first=parse_hours(row.interactive_first) if row.interactive_first else None,
         )
         for row in rows
     }
@@ -362,11 +368,12 @@ class _QueueRanks:
         self._served |= {row[0]: row[1] for row in self._connection.execute(query)}
 
     def of(self, experiment_id: int) -> dict[str, Any]:
-        """Return priority, weight, user and project of an experiment, as fields."""
+        """Return priority, weight, user, project and kind of an experiment, as fields."""
         row, config = self._known[experiment_id]
         priority, weight = rank_of(row, config)
         owner = {"user": row.owner, "project": row.project_id}
-        return {"priority": priority, "weight": weight, **owner}
+        kind = {"is_interactive": is_interactive(config)}
+        return {"priority": priority, "weight": weight, **owner, **kind}
 
     def waiting(self, experiment_id: int) -> Callable[..., Waiting] | None:
         """Return a factory of `Waiting` for an experiment; None without its search method.
@@ -395,6 +402,11 @@ class _QueueRanks:
             most_slots=wanted.most_slots,
             allow_uneven=wanted.allow_uneven,
         )
+
+
+def is_interactive(config: ExperimentConfig) -> bool:
+    """Return whether somebody works with the trials of an experiment while they run."""
+    return config.resources.interactive
 
 
 def _max_slots_of(experiment: Row[Any], config: ExperimentConfig) -> int | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -116,21 +117,41 @@ def _is_loopback(address: str) -> bool:
     return address in LOOPBACK_HOSTS or address.startswith("127.")
 
 
+_VERSION = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})(?![0-9])[A-Za-z0-9.+_-]{0,60}")
+
+
+def version_problem(facts: NodeFacts) -> str:
+    """Return why a runner gets no attempts by its version; empty if it gets some.
+
+    It may be one minor version behind, so that a master is upgraded first, and its runners then.
+    """
+    mine, found = paceline.__version__, _VERSION.fullmatch(facts.version)
+    # A stranger's text.
+    theirs_text = facts.version if found else repr(facts.version)[:60]
+    text = f"version: the runner has Paceline {theirs_text} (protocol {facts.protocol})"
+    update = f"pip install paceline=={mine} there, and start it again"
+    if facts.protocol != PROTOCOL:
+        return f"{text}, but the master {mine} speaks protocol {PROTOCOL}. Hint: {update}"
+    if facts.version == mine:
+        return ""
+    if found is None or (known := _VERSION.fullmatch(mine)) is None:
+        return f"{text}, but must have the version of the master, {mine}. Hint: {update}"
+    theirs, own = (tuple(int(number) for number in one.groups()) for one in (found, known))
+    if theirs > own:
+        return f"{text}, newer than the master, {mine}. Hint: upgrade the master first, or {update}"
+    if theirs in (own, (own[0], own[1] - 1)):
+        return ""
+    return f"{text}, but may be at most one minor version behind the master, {mine}. Hint: {update}"
+
+
 def check_node_version(facts: NodeFacts) -> None:
-    """Refuse a runner of another version.
+    """Refuse a runner of a version that does not fit.
 
     Raises:
-        NodeRefusedError: It has another one.
+        NodeRefusedError: It has such a one.
     """
-    mine = paceline.__version__
-    if facts.version == mine and facts.protocol == PROTOCOL:
-        return
-    raise NodeRefusedError(
-        "other_version",
-        f"The runner must have Paceline {mine} (protocol {PROTOCOL}) as this master, but has"
-        f" {facts.version} (protocol {facts.protocol}). Hint: pip install paceline=={mine} on"
-        f" {facts.name!r}.",
-    )
+    if problem := version_problem(facts):
+        raise NodeRefusedError("other_version", f"The node {facts.name!r} is refused. {problem}.")
 
 
 def stored_node(row: Row[Any]) -> RegisteredNode:
@@ -348,7 +369,6 @@ class Nodes(Machines):
             facts: The facts of the node's runner.
             token_id: The token of the runner; None is the home's own.
         """
-        check_node_version(facts)
         token = self._token(token_id)
         check_token_node(token, facts)
 
@@ -359,6 +379,14 @@ class Nodes(Machines):
                 select(tables.nodes).where(tables.nodes.c.name == facts.name)
             ).first()
             known = None if row is None else stored_node(row)
+            # With attempts at work it comes back, lets them finish, and gets no others.
+            if (
+                known is None
+                or facts.protocol != PROTOCOL
+                or not is_as_before(known.facts, facts)
+                or not _is_at_work(connection, known.id)
+            ):
+                check_node_version(facts)
             self._check_name(known, facts, token_id)
             self._check_pools(connection, known, facts, token)
             node = _stored_registration(connection, known, facts, token_id)
@@ -473,7 +501,7 @@ class Nodes(Machines):
                     is_open=self.presence.is_ready(node.id) and not node.is_draining,
                     only_pool=self.only_pool(node),
                     is_drained=node.is_draining,
-                    problem=self.presence.problem(node.id),
+                    problem=self.problem(node),
                     owner=self.owner(node),
                 )
                 for node in present
@@ -508,6 +536,10 @@ class Nodes(Machines):
         """Return the user of a node, by its token and by the name of its Unix user; or nobody."""
         token = self.token(node)
         return node.facts.unix_user if token and token.user == node.facts.unix_user else ""
+
+    def problem(self, node: RegisteredNode) -> str:
+        """Return why a node rests: its version, or what its last check found; empty if it works."""
+        return version_problem(node.facts) or self.presence.problem(node.id)
 
     def token(self, node: RegisteredNode) -> StoredToken | None:
         """Return a node's token, None if deleted or the home's own."""

@@ -4,7 +4,7 @@ import heapq
 import math
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,12 +43,14 @@ class Sharing:
     Attributes:
         weights: Weights of users and groups; 1 for those not listed.
         past: Recent use of users and groups as slots, by pool.
+        served: When users and groups last had slots, by pool, in seconds since the epoch.
         quotas: Limits by name of a user or group, or id of a project.
         groups: The groups of users that are in one; their names begin with `@`.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
     past: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    served: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     quotas: Mapping[str | int, QuotaLimits] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
 
@@ -63,12 +65,13 @@ class QuotaUse:
         self._quotas = quotas = sharing.quotas
         self._groups = sharing.groups
         self._used: Counter[str | int] = Counter()
+        self._known: dict[tuple[str, int], _Quotas] = {}
         for one in holding if quotas else ():
             self.add(one, one.num_slots)
 
     def add(self, one: Waiting | Holding, num_slots: int) -> None:
         """Count slots for a trial's user, group and project."""
-        for owner in self._owners(one):
+        for owner, *_ in self._quotas_of(one):
             self._used[owner] += num_slots
 
     def group_of(self, user: str) -> str | None:
@@ -77,25 +80,44 @@ class QuotaUse:
 
     def reached(self, trial: Waiting) -> QuotaLimits | None:
         """Return the quota that keeps a trial waiting, if one does."""
-        for left, quota in self._left(trial):
-            if quota.spent is not None or left < trial.num_slots:
+        for owner, most, quota in self._quotas_of(trial):
+            if quota.spent is not None or most - self._used[owner] < trial.num_slots:
                 return quota
         return None
 
+    def claim(self, trial: Waiting) -> None:
+        """Keep slots of quotas for a trial that waits for them, so that none behind it takes them.
+
+        Its user's own quota comes first, then those that it shares with others: nothing of these is
+        kept while the one before lets it wait.
+        """
+        known = self._quotas_of(trial)
+        if any(quota.spent or most < trial.num_slots for _, most, quota in known):
+            return
+        for owner, most, _ in known:
+            self._used[owner] += trial.num_slots
+            if self._used[owner] > most:
+                return
+
     def room(self, trial: Waiting) -> float:
         """Return how many slots a trial may get."""
-        return min((left for left, _ in self._left(trial)), default=math.inf)
+        left = (most - self._used[owner] for owner, most, _ in self._quotas_of(trial))
+        return min(left, default=math.inf)
 
-    def _left(self, trial: Waiting) -> Iterator[tuple[float, QuotaLimits]]:
-        for owner in self._owners(trial) if self._quotas else ():
-            quota = self._quotas.get(owner)
-            if quota is not None:
-                most = math.inf if quota.max_slots is None else quota.max_slots
-                yield most - self._used[owner], quota
+    def _quotas_of(self, one: Waiting | Holding) -> "_Quotas":
+        key = (one.user, one.project)
+        if (found := self._known.get(key)) is None:
+            group = self._groups.get(one.user)
+            owners = (one.user, one.project) if group is None else (one.user, group, one.project)
+            quotas = [(owner, self._quotas[owner]) for owner in owners if owner in self._quotas]
+            found = self._known[key] = [
+                (owner, math.inf if quota.max_slots is None else quota.max_slots, quota)
+                for owner, quota in quotas
+            ]
+        return found
 
-    def _owners(self, one: Waiting | Holding) -> tuple[str | int, ...]:
-        group = self._groups.get(one.user)
-        return (one.user, one.project) if group is None else (one.user, group, one.project)
+
+_Quotas = list[tuple[str | int, float, QuotaLimits]]
 
 
 def moved(
@@ -143,6 +165,7 @@ class Policy(ABC):
         weights: Weights of users and groups; 1 for those not listed.
         past: Recent use of users and groups, as slots.
         groups: The groups of users that are in one.
+        served: When users and groups last had slots.
     """
 
     def __init__(
@@ -151,8 +174,10 @@ class Policy(ABC):
         weights: Mapping[str, float] = _NONE,
         past: Mapping[str, float] = _NONE,
         groups: Mapping[str, str] = _NO_GROUPS,
+        served: Mapping[str, float] = _NONE,
     ) -> None:
         self._weights, self._past, self._groups = weights, past, groups
+        self._served = served
         self._staying = [one for one in holding if not one.is_leaving]
 
     @abstractmethod
@@ -167,6 +192,10 @@ class Policy(ABC):
         """
         del trial
         return iter(())
+
+    def is_overtaken(self, trial: Waiting, filler: Holding) -> bool:
+        """Return whether a filler took slots in front of a trial, and so leaves for it."""
+        return filler.queue_place > trial.queue_place
 
     def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
         """Record slots granted to a trial, at once or after leaving attempts have left."""
@@ -227,10 +256,20 @@ class FairSharePolicy(Policy):
         self._used: dict[int, int] = defaultdict(int)
         self._used_by: dict[str, int] = defaultdict(int)
         self._of: dict[int, list[Holding]] = defaultdict(list)
+        self._experiments: dict[str, set[int]] = defaultdict(set)
+        # Slots in gaps by experiment, user and group. They do not count in the order of the queue:
+        # a user's own small trials in the gap in front of a large one would put others before it.
+        self._in_gaps: Counter[int | str] = Counter()
+        # Ended experiments and such that got nothing yet say nothing of when a user had slots.
+        self._last: dict[str, float] = dict(self._served)
         for one in sorted(self._staying, key=lambda one: one.attempt_id):
             self._used[one.experiment_id] += one.num_slots
             self._count(one.user, one.num_slots)
             self._of[one.experiment_id].append(one)
+            self._experiments[one.user].add(one.experiment_id)
+            for owner in {one.user, self._top(one.user)} if not one.is_filler else ():
+                self._last[owner] = max(self._last.get(owner, 0.0), one.since)
+            self._note_filler(one, 1)
 
     def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
         """Yield trials, always from the user and the experiment with the smallest share."""
@@ -264,15 +303,22 @@ class FairSharePolicy(Policy):
                 turn = (self._share(queue[-1]), last_served, position, experiment_id)
                 heapq.heappush(mine, turn)
             if mine:
-                share = self._share_of(user, self._used_by[user])
+                share = self._ordinary_share(user)
                 heapq.heappush(turns, (share, last_served_user, place, user))
             if turns:
-                share = self._share_of(top, self._used_by[top])
+                share = self._ordinary_share(top)
                 heapq.heappush(tops, (share, last_served_top, place_top, top))
 
     def candidates(self, trial: Waiting) -> Iterator[_Level]:
         """Yield the youngest attempts of users and experiments with more than their share."""
         yield self._surplus(trial)
+
+    def is_overtaken(self, trial: Waiting, filler: Holding) -> bool:
+        """Return whether a filler came later, or took slots since the trial's experiment did.
+
+        The order is not that of arrival: early trials of others would fill each gap in front of it.
+        """
+        return super().is_overtaken(trial, filler) or filler.since > trial.last_served
 
     def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
         """Count the slots gained by the trial's experiment and lost by the preempted ones."""
@@ -281,12 +327,23 @@ class FairSharePolicy(Policy):
         for one in preempted:
             self._used[one.experiment_id] -= one.num_slots
             self._count(one.user, -one.num_slots)
+            self._note_filler(one, -1)
             own = self._of[one.experiment_id]
             # Nearly always the youngest.
             del own[next(i for i in reversed(range(len(own))) if own[i] is one)]
 
     def _share(self, trial: Waiting) -> float:
-        return self._used[trial.experiment_id] / trial.weight
+        used = self._used[trial.experiment_id] - self._in_gaps[trial.experiment_id]
+        return used / trial.weight
+
+    def _ordinary_share(self, owner: str) -> float:
+        """Return the share of a user or a group without slots in gaps."""
+        return self._share_of(owner, self._used_by[owner] - self._in_gaps[owner])
+
+    def _note_filler(self, one: Holding, sign: int) -> None:
+        if one.is_filler:
+            owners: set[int | str] = {one.experiment_id, one.user, self._top(one.user)}
+            self._in_gaps.update(dict.fromkeys(owners, sign * one.num_slots))
 
     def _top(self, user: str) -> str:
         """Return the group of a user, or the user without one."""
@@ -299,10 +356,9 @@ class FairSharePolicy(Policy):
     def _turn(
         self, owner: str, turns: Iterable[tuple[float, float, int, Any]]
     ) -> tuple[float, float, int, str]:
-        """Return the turn of a user or a group: its share, when it last got slots, its place."""
-        turns = list(turns)
-        last_served = max(last for _, last, _, _ in turns)
-        return self._share_of(owner, self._used_by[owner]), last_served, min(turns)[2], owner
+        """Return the turn of a user or a group: its share, when it last had slots, its place."""
+        place = min(turns)[2]
+        return self._ordinary_share(owner), self._last.get(owner, 0.0), place, owner
 
     def _held_share(self, owner: str, num_slots: int) -> float:
         return num_slots / self._weights.get(owner, 1.0)
@@ -313,49 +369,101 @@ class FairSharePolicy(Policy):
         return past + self._held_share(owner, num_slots)
 
     def _surplus(self, trial: Waiting) -> Iterator[Holding]:
-        top = self._top(trial.user)
-        least = (self._used[trial.experiment_id] + trial.num_slots) / trial.weight
-        gained = {one: self._used_by[one] + trial.num_slots for one in (top, trial.user)}
-        used, used_by = dict(self._used), dict(self._used_by)
-        # The shares that remain without one more attempt; the largest one first.
-        kept: list[tuple[float, float, int, int, int]] = []
-
-        def rival(user: str) -> tuple[str, str]:
-            """Return who are compared: the groups, or of one group its users."""
-            other = self._top(user)
-            return (other, top) if other != top else (user, trial.user)
-
-        def offer(experiment_id: int, index: int) -> None:
-            if index < 0 or experiment_id == trial.experiment_id:
+        rivals: dict[str, list[str]] = defaultdict(list)
+        for user in self._experiments:
+            rivals[self._rivals(user, trial.user)[0]].append(user)
+        # Owners with the largest share that one may keep: few of them are looked into.
+        owners = [
+            (-self._share_of(owner, self._used_by[owner] - 1), owner)
+            for owner in rivals
+            if self._may_have_more(trial, owner, self._used_by[owner] - 1)
+        ]
+        heapq.heapify(owners)
+        known: dict[str, _Surplus] = {}
+        # The next attempt of each owner by the share that it leaves, the largest one first.
+        kept: list[tuple[float, float, int, str]] = []
+        while True:
+            while owners and (not kept or owners[0][0] <= kept[0][0]):
+                owner = heapq.heappop(owners)[1]
+                experiments = (one for user in rivals[owner] for one in self._experiments[user])
+                attempts = {one: self._of[one] for one in experiments if one != trial.experiment_id}
+                known[owner] = _Surplus(attempts, self._used, self._used_by[owner])
+                self._offer(trial, owner, known[owner], kept)
+            if not kept:
                 return
-            one = self._of[experiment_id][index]
-            left = (used[experiment_id] - one.num_slots) / one.weight
-            owner, own = rival(one.user)
-            held = used_by[owner] - one.num_slots
-            share = self._share_of(owner, held)
-            if one.user == trial.user:
-                is_more = left >= least
-            else:
-                is_more = self._held_share(owner, held) >= self._held_share(own, gained[own])
-                is_more = is_more and share >= self._share_of(own, gained[own])
-            if is_more:
-                heapq.heappush(kept, (-share, -left, -one.attempt_id, experiment_id, index))
+            owner = heapq.heappop(kept)[3]
+            yield known[owner].take()
+            self._offer(trial, owner, known[owner], kept)
 
-        for experiment_id, attempts in self._of.items():
-            offer(experiment_id, len(attempts) - 1)
-        while kept:
-            share, _, _, experiment_id, index = heapq.heappop(kept)
-            one = self._of[experiment_id][index]
-            owner = rival(one.user)[0]
-            if -share != self._share_of(owner, used_by[owner] - one.num_slots):
-                # Outdated: another attempt of its owner was yielded meanwhile.
-                offer(experiment_id, index)
-                continue
-            used[experiment_id] -= one.num_slots
-            for known in {one.user, self._top(one.user)}:
-                used_by[known] -= one.num_slots
-            yield one
-            offer(experiment_id, index - 1)
+    def _offer(
+        self,
+        trial: Waiting,
+        owner: str,
+        surplus: "_Surplus",
+        kept: list[tuple[float, float, int, str]],
+    ) -> None:
+        """Add the next attempt of an owner that has more than its share, if there is one."""
+        least = (self._used[trial.experiment_id] + trial.num_slots) / trial.weight
+        while surplus.next:
+            num_slots, left, attempt_id, *_ = surplus.next[0]
+            held = surplus.num_used - num_slots
+            is_more = -left >= least if owner == trial.user else False
+            if is_more or (owner != trial.user and self._may_have_more(trial, owner, held)):
+                share = self._share_of(owner, held)
+                heapq.heappush(kept, (-share, left, attempt_id, owner))
+                return
+            heapq.heappop(surplus.next)
+
+    def _rivals(self, user: str, gaining: str) -> tuple[str, str]:
+        """Return who are compared: the groups of two users, or of one group the users."""
+        other, top = self._top(user), self._top(gaining)
+        return (other, top) if other != top else (user, gaining)
+
+    def _may_have_more(self, trial: Waiting, owner: str, held: int) -> bool:
+        """Return whether an owner that keeps some slots has as much as the trial's one then has."""
+        if owner == trial.user:
+            return True
+        own = self._top(trial.user)
+        if self._groups.get(owner, "") == own or owner == own:
+            own = trial.user
+        gained = self._used_by[own] + trial.num_slots
+        if self._held_share(owner, held) < self._held_share(own, gained):
+            return False
+        return self._share_of(owner, held) >= self._share_of(own, gained)
+
+
+class _Surplus:
+    """Attempts of an owner in the order in which they leave: of small ones, and large experiments.
+
+    Attributes:
+        num_used: The slots of the owner that are left.
+        next: A heap of the youngest attempt of each experiment: its slots, the share that its
+            experiment keeps and its id, both negated, and its experiment and index there.
+    """
+
+    def __init__(
+        self, attempts: Mapping[int, Sequence[Holding]], used: Mapping[int, int], num_used: int
+    ) -> None:
+        self._attempts, self.num_used = attempts, num_used
+        self._used = {one: used[one] for one in attempts}
+        self.next: list[tuple[int, float, int, int, int]] = []
+        for experiment_id, found in attempts.items():
+            self._push(experiment_id, len(found) - 1)
+
+    def take(self) -> Holding:
+        """Remove and return the next attempt."""
+        num_slots, _, _, experiment_id, index = heapq.heappop(self.next)
+        self._used[experiment_id] -= num_slots
+        self.num_used -= num_slots
+        self._push(experiment_id, index - 1)
+        return self._attempts[experiment_id][index]
+
+    def _push(self, experiment_id: int, index: int) -> None:
+        if index >= 0:
+            one = self._attempts[experiment_id][index]
+            left = (self._used[experiment_id] - one.num_slots) / one.weight
+            turn = (one.num_slots, -left, -one.attempt_id, experiment_id, index)
+            heapq.heappush(self.next, turn)
 
 
 POLICIES: dict[PolicyName, type[Policy]] = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from paceline._cluster.master.scheduling.interactive_hours import InteractiveHours
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL, LOCAL_NODE
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class PoolSettings:
     trials run in the gap in front of one that needs more slots than are free, until it has room.
     Under `fair_share`, use of the past counts by half for each `half_life_s`; None is not at all.
     It is `open_to` users, groups (`@NAME`) and projects (ids), if any are named. With
-    `own_runners`, trials start only on runners of their user.
+    `own_runners`, trials start only on runners of their user. In the hours of `interactive_first`,
+    interactive trials come before the others; `is_interactive_now` says that it is such an hour.
     """
 
     policy: PolicyName = PolicyName.FIFO
@@ -75,6 +77,8 @@ class PoolSettings:
     best_priority: int | None = None
     open_to: frozenset[str | int] = frozenset()
     own_runners: bool = False
+    interactive_first: InteractiveHours | None = None
+    is_interactive_now: bool = False
 
     def is_open_to(self, user: str, group: str | None, project: int) -> bool:
         """Return whether the pool takes trials of a user in a project."""
@@ -136,6 +140,7 @@ class Waiting:
         user: The owner of its experiment.
         project: The id of its project.
         excluded: Nodes on which it never starts.
+        is_interactive: Somebody works with it, and waits for it.
     """
 
     trial_id: int
@@ -155,6 +160,7 @@ class Waiting:
     user: str = ""
     project: int = 0
     excluded: frozenset[int] = frozenset()
+    is_interactive: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +185,7 @@ class Holding:
     user: str = ""
     project: int = 0
     since: float = 0.0
+    is_interactive: bool = False
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -309,43 +316,84 @@ def needs_of(
 class StartEstimates:
     """Estimates of when waiting trials start, from those of when attempts end.
 
-    Slots of a pool are counted, on whatever nodes they are. Trials that come later are not known.
+    Each waiting trial takes, in its turn, slots that are free or come free, on nodes as a schedule
+    would choose them, and keeps them: how long it takes is not known. Nor are trials that come
+    later, and so pools with a limit have no estimates.
 
     Args:
         holding: The attempts that hold slots.
         nodes: The nodes in their pools.
         ends: When attempts end, as far as that can be said.
+        pools: The settings of the pools.
     """
 
     def __init__(
-        self, holding: Iterable[Holding], nodes: Iterable[NodeSlots], ends: Mapping[int, float]
+        self,
+        holding: Iterable[Holding],
+        nodes: Iterable[NodeSlots],
+        ends: Mapping[int, float],
+        pools: Mapping[str, PoolSettings],
     ) -> None:
-        self._free: Counter[str] = Counter()
-        self._coming: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        nodes = list(nodes)
+        pool_of = {node.node_id: node.pool for node in nodes}
+        self._closable = [one for one in nodes if one.is_owners or one.reserved_for is not None]
+        self._usable = {
+            node.node_id: frozenset(node.slots) - node.drained
+            for node in nodes
+            if node.is_open and not node.is_pausing
+        }
+        self._free: dict[str, FreeSlots] = defaultdict(FreeSlots)
+        self._coming: dict[str, list[tuple[float, int, Holding]]] = defaultdict(list)
         self._at: dict[str, float] = defaultdict(float)
-        pool_of_node = {}
-        for node in nodes:
-            pool_of_node[node.node_id] = node.pool
-            if node.is_open and not node.is_pausing:
-                self._free[node.pool] += len(set(node.slots) - node.drained)
+        self._unknown = {name for name, one in pools.items() if one.max_slots is not None}
+        taken: dict[int, set[int]] = defaultdict(set)
         for one in holding:
-            pool = pool_of_node.get(one.node_id, "")
-            self._free[pool] -= one.num_slots
-            self._coming[pool].append((ends.get(one.attempt_id, math.inf), one.num_slots))
+            for node_id, slots in one.parts:
+                taken[node_id].update(slots)
+            end = 0.0 if one.is_leaving else ends.get(one.attempt_id, math.inf)
+            pool = pool_of.get(one.node_id, "")
+            self._coming[pool].append((end, one.attempt_id, one))
+        for node in nodes:
+            free = self._usable.get(node.node_id, frozenset()) - taken[node.node_id]
+            self._free[node.pool].add(node.node_id, free, can_join=node.can_join)
         for coming in self._coming.values():
-            coming.sort(reverse=True)
+            heapq.heapify(coming)
 
     def note(self, result: SchedulingResult) -> float | None:
         """Return when a trial starts, None if unknown; trials come in the order of the queue."""
-        if result.reason not in (Reason.SLOTS_IN_USE, Reason.BEHIND_OTHERS):
+        trial = result.waiting
+        free, coming = self._free[trial.pool], self._coming[trial.pool]
+        for part in ((result.node_id, result.slots), *result.others) if result.slots else ():
+            free.remove(*part)
+        is_next = result.reason in (Reason.SLOTS_IN_USE, Reason.BEHIND_OTHERS, Reason.PREEMPTING)
+        if not is_next or trial.pool in self._unknown:
             return None
-        pool = result.waiting.pool
-        self._free[pool] -= result.waiting.num_slots
-        while self._free[pool] < 0 and self._coming[pool]:
-            self._at[pool], num_slots = self._coming[pool].pop()
-            self._free[pool] += num_slots
-        is_known = self._free[pool] >= 0 and 0 < self._at[pool] < math.inf
-        return self._at[pool] if is_known else None
+        # Fillers behind it leave once it has room with their slots.
+        gone = {one.attempt_id for one in result.preempts} | {
+            id_ for _, id_, one in coming if one.is_filler and one.queue_place > trial.queue_place
+        }
+        if gone:
+            coming[:] = [(0.0 if id_ in gone else end, id_, one) for end, id_, one in coming]
+            heapq.heapify(coming)
+        closed = trial.excluded | {
+            node.node_id for node in self._closable if node.is_closed_to(trial.user)
+        }
+        while True:
+            with free.without(closed):
+                parts = free.take(trial.num_slots, allow_uneven=trial.allow_uneven)
+            if parts is not None or not coming or coming[0][0] == math.inf:
+                break
+            end, _, one = heapq.heappop(coming)
+            gone |= {one.attempt_id} if one.is_leaving else set()
+            self._at[trial.pool] = max(self._at[trial.pool], end)
+            for node_id, slots in one.parts:
+                free.add(node_id, self._usable.get(node_id, frozenset()) & set(slots))
+        # Those behind are not before it; who leaves waits again, perhaps before them; and nobody
+        # knows how many slots an elastic trial takes.
+        if parts is None or gone or trial.most_slots > trial.num_slots:
+            self._unknown.add(trial.pool)
+        is_known = parts is not None and result.reason is not Reason.PREEMPTING
+        return self._at[trial.pool] or None if is_known else None
 
 
 def _is_beyond(limit: int | None, number: int) -> bool:
@@ -373,7 +421,9 @@ def in_pools(nodes: Iterable[NodeSlots], pools: Mapping[str, PoolSettings]) -> l
 
 def _in_pool(node: NodeSlots, pool: str, pools: Mapping[str, PoolSettings]) -> NodeSlots:
     if node.only_pool not in (None, pool):
-        return replace(node, pool=node.only_pool, is_open=False)
+        # Drained as well: a trial that only this node could take must hold up no others.
+        drained = frozenset(node.slots)
+        return replace(node, pool=node.only_pool, is_open=False, drained=drained)
     is_owners = pool in pools and pools[pool].own_runners
     if (node.pool, node.is_owners) == (pool, is_owners):
         return node
@@ -414,7 +464,7 @@ class FreeSlots:
     @contextmanager
     def without(self, node_ids: Iterable[int]) -> Iterator[None]:
         """Hide some nodes within the context: they have no free slots."""
-        hidden = {node_id: self._free[node_id] for node_id in node_ids if node_id in self._free}
+        hidden = {node_id: free for node_id in node_ids if (free := self._free.get(node_id))}
         for node_id in hidden:
             self._set(node_id, [])
         try:
@@ -459,6 +509,11 @@ class FreeSlots:
         for node_id, free in passed_over:
             self._set(node_id, free)
         return parts
+
+    @property
+    def can_join(self) -> bool:
+        """Whether several nodes may give slots to one trial."""
+        return len(self._can_join) > 1
 
     def fits(self, num_slots: int, *, allow_uneven: bool = False) -> bool:
         """Return whether `take` would find so many slots."""

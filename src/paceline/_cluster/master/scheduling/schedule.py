@@ -169,10 +169,11 @@ def decide(
 
     The trials of one pool come in the order in which they get slots. A trial that does not fit
     holds up the trials of its pool behind it, so that a large one is never starved by small ones;
-    a trial that only a quota, or its experiment's own limit, holds back does not, and neither does
-    a trial too large for all nodes of its pool (which may have shrunk). A trial that waits for
-    another node than that of its failure holds up one node. In a pool with backfill, those behind
-    get free slots as fillers, which leave once the one in front has room with theirs.
+    a trial that only a quota, or its experiment's own limit, holds back does not, but keeps its
+    part of the quota from those behind it. Neither does a trial too large for all nodes of its pool
+    (which may have shrunk). A trial that waits for another node than that of its failure holds up
+    one node. In a pool with backfill, those behind get free slots as fillers, which leave once the
+    one in front has room with theirs.
     """
     holding = list(holding)
     used_by: Counter[int] = Counter()
@@ -192,13 +193,12 @@ def decide(
             settings = pools.get(trial.pool) if own else None
             mine = holding_of.get(trial.pool, [])
             settings = settings or PoolSettings()
-            policy = POLICIES[settings.policy](
-                mine, sharing.weights, sharing.past.get(trial.pool, {}), sharing.groups
-            )
+            past, served = (one.get(trial.pool, {}) for one in (sharing.past, sharing.served))
+            policy = POLICIES[settings.policy](mine, sharing.weights, past, sharing.groups, served)
             queue = queues[trial.pool] = _PoolSchedule(
                 settings, policy, mine, own, used_by, trials_of, quota_use
             )
-        if queue.is_fifo:
+        if queue.is_by_arrival:
             yield queue.judge(trial)
         else:
             collected[trial.pool].append(trial)
@@ -234,11 +234,12 @@ class _PoolSchedule:
         quota_use: QuotaUse,
     ) -> None:
         self._settings = settings
-        self.is_fifo = settings.policy is PolicyName.FIFO
+        is_fifo = settings.policy is PolicyName.FIFO
+        self.is_by_arrival = is_fifo and not settings.is_interactive_now
         self._policy = policy
         self._quota_use = quota_use
         self._backfill = settings.backfill
-        self._preempts = settings.backfill or not self.is_fifo
+        self._preempts = settings.backfill or not is_fifo
         self._fillers = sorted(
             (one for one in holding if one.is_filler and not one.is_leaving),
             key=lambda one: -one.attempt_id,
@@ -255,6 +256,7 @@ class _PoolSchedule:
         if any(node.is_pausing for node in nodes):
             self._all_now = _undrained([node for node in nodes if not node.is_pausing])
         self._reserved = [node for node in nodes if node.reserved_for is not None or node.is_owners]
+        self._closed_to: dict[str, frozenset[int]] = {}
         self._nodes = nodes
         self._known = frozenset(node.node_id for node in nodes)
         # Sizes for which all nodes, if they were free, are found to be too small or large enough;
@@ -285,9 +287,15 @@ class _PoolSchedule:
                     self._free_later(one)
 
     def judge_all(self, waiting: Sequence[Waiting]) -> Iterator[SchedulingResult]:
-        """Yield each trial's result, in the order of the pool's policy."""
-        for trial in self._policy.order(waiting):
-            yield self.judge(trial)
+        """Yield each trial's result, in the order of the pool's policy; interactive ones first."""
+        first = [one for one in waiting if self._comes_first(one)]
+        rest = [one for one in waiting if not self._comes_first(one)] if first else waiting
+        for trials in (first, rest):
+            for trial in self._policy.order(trials):
+                yield self.judge(trial)
+
+    def _comes_first(self, one: Waiting | Holding) -> bool:
+        return self._settings.is_interactive_now and one.is_interactive
 
     def judge(self, trial: Waiting) -> SchedulingResult:
         """Return the result for the next trial."""
@@ -297,12 +305,12 @@ class _PoolSchedule:
             trial.user, self._quota_use.group_of(trial.user), trial.project
         ):
             return SchedulingResult(waiting=trial, reason=Reason.CLOSED_POOL, place=place)
-        if (quota := self._quota_use.reached(trial)) is not None:
-            return SchedulingResult(waiting=trial, reason=Reason.QUOTA, place=place, quota=quota)
-        reserved = trial.excluded & self._known | frozenset(
-            node.node_id for node in self._reserved if node.is_closed_to(trial.user)
-        )
+        reserved = self._nodes_closed_to(trial)
         reason = self._obstacle(trial, reserved)
+        if (quota := self._quota_use.reached(trial)) is not None:
+            if reason in (None, Reason.BEHIND_OTHERS):
+                self._quota_use.claim(trial)
+            return SchedulingResult(waiting=trial, reason=Reason.QUOTA, place=place, quota=quota)
         if reason is Reason.BEHIND_OTHERS and self._backfill:
             return self._judge_filler(trial, place, reserved)
         if reason is not None:
@@ -324,8 +332,10 @@ class _PoolSchedule:
             is_full = not self._has_room(self._num_used, trial.num_slots)
             if avoided and not is_full:
                 self._keep_node(trial, avoided | reserved)
+                self._count_use(trial)
                 return SchedulingResult(waiting=trial, reason=Reason.ELSEWHERE, place=place)
             self._behind = trial
+            self._count_use(trial)
             reason = Reason.POOL_LIMIT if is_full else Reason.SLOTS_IN_USE
             return SchedulingResult(
                 waiting=trial, reason=reason, place=place, ends_pool=not self._can_fill()
@@ -334,6 +344,14 @@ class _PoolSchedule:
         return SchedulingResult(
             waiting=trial, reason=Reason.PREEMPTING, place=place, preempts=preempts
         )
+
+    def _nodes_closed_to(self, trial: Waiting) -> frozenset[int]:
+        closed = self._closed_to.get(trial.user)
+        if closed is None:
+            closed = self._closed_to[trial.user] = frozenset(
+                node.node_id for node in self._reserved if node.is_closed_to(trial.user)
+            )
+        return trial.excluded & self._known | closed if trial.excluded else closed
 
     def _judge_filler(
         self, trial: Waiting, place: int, reserved: frozenset[int]
@@ -374,11 +392,23 @@ class _PoolSchedule:
 
     def _candidates(self, trial: Waiting) -> Iterator[Iterable[Holding]]:
         """Yield attempts that may leave for a trial: fillers behind it, then by the policy."""
-        behind = [one for one in self._fillers if one.queue_place > trial.queue_place]
+        is_first = self._comes_first(trial)
+        behind = {
+            one.attempt_id: one
+            for one in self._fillers
+            if (is_first and not self._comes_first(one))
+            or (is_first >= self._comes_first(one) and self._policy.is_overtaken(trial, one))
+        }
         if behind:
-            yield behind
+            yield behind.values()
+        # Interactive attempts stay: they would come first again at once.
+        others = self._settings.is_interactive_now and not is_first
         for level in self._policy.candidates(trial):
-            yield (one for one in level if one not in behind) if behind else level
+            yield (
+                one
+                for one in level
+                if one.attempt_id not in behind and not (others and one.is_interactive)
+            )
 
     def _obstacle(self, trial: Waiting, reserved: frozenset[int]) -> Reason | None:
         """Return why a trial gets nothing, whatever is free."""
@@ -391,6 +421,8 @@ class _PoolSchedule:
             and self._trials_of[trial.experiment_id] >= trial.max_trials
         ):
             return Reason.MAX_TRIALS
+        if self._max_slots is not None and trial.num_slots > self._max_slots:
+            return Reason.POOL_LIMIT
         size = (trial.num_slots, trial.allow_uneven, reserved)
         if size not in self._obstacles:
             self._obstacles[size] = self._size_obstacle(*size)
@@ -411,6 +443,9 @@ class _PoolSchedule:
     @contextmanager
     def _without(self, avoided: frozenset[int]) -> Iterator[None]:
         """Hide some nodes within the context: they offer no usable slots."""
+        if not avoided:
+            yield
+            return
         usable = self._usable
         self._usable = {one: slots for one, slots in usable.items() if one not in avoided}
         try:
@@ -467,11 +502,13 @@ class _PoolSchedule:
         has_room = self._has_room(self._num_staying, num_slots)
         if has_room and self._future.fits(num_slots, allow_uneven=trial.allow_uneven):
             return ()
+        preempts = None
         if has_room and self._all.fits_one(num_slots):
             preempts = choose_victims(
                 self._candidates(trial), self._future, num_slots, self._usable_of
             )
-        else:
+        # The one node that is large enough may be another's, or held by those that stay.
+        if preempts is None and (self._future.can_join or not has_room):
             preempts = choose_victims_until(
                 self._candidates(trial), lambda chosen: self._suffices(trial, chosen)
             )
@@ -496,12 +533,19 @@ class _PoolSchedule:
         return is_enough
 
     def _note_placement(self, trial: Waiting, preempts: tuple[Holding, ...]) -> None:
-        self._used_by[trial.experiment_id] += trial.num_slots
-        self._trials_of[trial.experiment_id] += 1
-        self._quota_use.add(trial, trial.num_slots)
+        self._count_use(trial)
         self._num_used += trial.num_slots
         self._num_staying += trial.num_slots
         self._policy.note_given(trial, preempts)
+
+    def _count_use(self, trial: Waiting) -> None:
+        """Count a trial that has slots, or is next to get some, in what limits it and others.
+
+        Those behind it, as fillers and in other pools, would else keep its limits used up for ever.
+        """
+        self._used_by[trial.experiment_id] += trial.num_slots
+        self._trials_of[trial.experiment_id] += 1
+        self._quota_use.add(trial, trial.num_slots)
 
     def _has_room(self, num_used: int, num_slots: int) -> bool:
         return self._max_slots is None or num_used + num_slots <= self._max_slots

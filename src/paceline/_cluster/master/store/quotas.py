@@ -177,6 +177,8 @@ def note_use(
     num_slots: int,
     begin: float,
     end: float,
+    *,
+    is_filler: bool,
 ) -> None:
     """Count the slots of an attempt that ends for its user, project and pool."""
     now, pool = time.time(), pool or DEFAULT_POOL
@@ -190,12 +192,16 @@ def note_use(
     place = [use.c[name] == value for name, value in zip(_KEYS, key, strict=True)]
     slot_s = num_slots * max(end - max(begin, beginning_of(month)), 0.0)
     recent_s = recent_use(num_slots, begin, end, half_life_s)
-    before = connection.execute(select(use).where(*place)).first()
+    before, at = connection.execute(select(use).where(*place)).first(), end
     if before is not None:
         slot_s += before.slot_s
-        recent_s += faded(before.recent_s, before.at, end, half_life_s)
+        if is_filler and before.at <= end:
+            # Slots in a gap are no turn of the user: `at` stays, and the use is that of then.
+            at = before.at
+            recent_s *= 2 ** ((end - at) / half_life_s)
+        recent_s += faded(before.recent_s, before.at, at, half_life_s)
         connection.execute(delete(use).where(*place))
-    values = {"slot_s": slot_s, "recent_s": recent_s, "at": end}
+    values = {"slot_s": slot_s, "recent_s": recent_s, "at": at}
     connection.execute(insert(use).values(**dict(zip(_KEYS, key, strict=True)), **values))
 
 
@@ -215,7 +221,8 @@ def note_use_of_month(connection: Connection) -> None:
         .order_by(attempts.c.ended_at)
     )
     for row in connection.execute(query).all():
-        note_use(connection, row, row.pool, num_slots_of(row), row.created_at, row.ended_at)
+        note_use(connection, row, row.pool, num_slots_of(row), row.created_at, row.ended_at,
+                 is_filler=row.is_filler)  # fmt: skip
 
 
 def read_quotas(connection: Connection) -> Sequence[Row[Any]]:
@@ -250,6 +257,7 @@ def read_sharing(
     }
     groups = read_groups(connection)
     past = _past_use(connection, half_lives, holding, nodes, now) if half_lives else {}
+    fair = [name for name, one in pools.items() if one.policy is PolicyName.FAIR_SHARE]
     for known in past.values():
         for user, use in list(known.items()):
             if user in groups:
@@ -257,6 +265,7 @@ def read_sharing(
     return Sharing(
         weights={row.user: row.weight for row in rows if row.user},
         past=past,
+        served=_last_served(connection, fair, groups, now) if fair else {},
         quotas=_limits(connection, rows, holding, groups, now),
         groups=groups,
     )
@@ -282,6 +291,21 @@ def _past_use(
             recent_s = recent_use(one.num_slots, one.since, now, half_lives[pool])
             past[pool][one.user] += as_slots(recent_s, half_lives[pool])
     return past
+
+
+def _last_served(
+    connection: Connection, pools: Sequence[str], groups: Mapping[str, str], now: float
+) -> dict[str, dict[str, float]]:
+    """Return by pool when users and groups last had slots that they have given back."""
+    use = tables.slot_use.c
+    # Not those of a clock that was set back: such users would come last until it is there again.
+    is_past = use.at <= now
+    query = select(use.pool, use.user, func.max(use.at)).where(use.pool.in_(pools), is_past)
+    found: dict[str, dict[str, float]] = {name: {} for name in pools}
+    for pool, user, at in connection.execute(query.group_by(use.pool, use.user)):
+        for owner in (user, groups[user]) if user in groups else (user,):
+            found[pool][owner] = max(found[pool].get(owner, 0.0), at)
+    return found
 
 
 def _limits(

@@ -339,7 +339,7 @@ reservations = Table(
     sqlite_autoincrement=True,
 )
 
-SCHEMA_VERSION = 21
+SCHEMA_VERSION = 22
 FIRST_SCHEMA_VERSION = 13
 """Schema version of the first release: no later one takes an older database."""
 
@@ -636,6 +636,8 @@ pools = Table(
     Column("open_to", JSON),
     # Trials start only on runners of their user.
     Column("own_runners", Boolean, nullable=False, default=False, server_default=false()),
+    # Hours in which interactive trials come first, as a text.
+    Column("interactive_first", String),
 )
 
 # Slots that get no attempts; the node 0 is the master's own machine.

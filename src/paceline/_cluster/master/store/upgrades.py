@@ -489,6 +489,10 @@ def _add_oidc(operations: Operations) -> None:
     operations.execute("DROP TRIGGER IF EXISTS recorded_users")
 
 
+def _add_interactive_hours(operations: Operations) -> None:
+    operations.add_column("pools", Column("interactive_first", String))
+
+
 STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_files_media_and_documents,
     _add_backfill_and_waiting_trials,
@@ -498,6 +502,7 @@ STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_quotas_and_reservations,
     _add_groups_and_rules_of_pools,
     _add_oidc,
+    _add_interactive_hours,
 )
 
 

@@ -351,6 +351,15 @@ def list_members(name: ProjectName) -> None:
     print_list(members, ["User", "Role"], [(one.user, one.role.value) for one in members])
 
 
+@project_app.command("delete")
+def delete_project(name: ProjectName) -> None:
+    """Delete an empty project, with its roles, quota, templates and policies."""
+
+    with connect() as client:
+        client.delete_project(name)
+    print_answer({"project": name}, f"The project {name} is deleted.")
+
+
 _USAGE_KEYS = ("month", "user", "project", "pool")
 
 

@@ -501,6 +501,62 @@ class NewRole(Request):
     role: Role | None
 
 
+class ConfigRule(Message):
+    """Template or policy for configs: of a project, or of all projects if it has none.
+
+    `content` has the fields of a config that a template fills in, or the conditions of a policy. It
+    `applies` to what the sender creates, a template only by its name or as `default`.
+    """
+
+    kind: Literal["template", "policy"]
+    name: str
+    project: str | None
+    content: dict[str, Any]
+    revision: int
+    changed_by: str
+    changed_at: float
+    applies: bool
+
+
+class SetConfigRule(Request):
+    """Content of a template or policy; `revision` is 0 if there is none yet."""
+
+    content: dict[str, Any]
+    revision: Annotated[int, Field(ge=0, le=2**31 - 2)] = 0
+
+
+class StorageUse(Message):
+    """Bytes of the checkpoints of a project, user or experiment in a storage."""
+
+    name: str
+    num_bytes: int
+    experiment_id: int | None = None
+
+
+class Storage(Message):
+    """Storage of checkpoints in use: its health, and what the projects that the sender sees have.
+
+    The master writes, reads and deletes a small file every five minutes, which took `latency_s`.
+    `is_reachable` is None if it has not yet, or the directory is not made yet. `num_failed_writes`
+    are those that trials and the master met since the master started. `by_experiment` has the ten
+    with most bytes.
+    """
+
+    storage: str
+    is_reachable: bool | None
+    checked_at: float | None
+    latency_s: float | None
+    failing_since: float | None
+    reason: str | None
+    num_failed_writes: int
+    free_bytes: int | None
+    total_bytes: int | None
+    num_bytes: int
+    by_project: list[StorageUse]
+    by_user: list[StorageUse]
+    by_experiment: list[StorageUse]
+
+
 class UsageKey(str, Enum):
     """What tells the rows of used slots apart."""
 

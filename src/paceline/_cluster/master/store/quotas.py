@@ -30,6 +30,8 @@ from paceline._cluster.messages.master_models import Quota, Reservation, Usage, 
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL, LOCAL_NAME, LOCAL_NODE
 from paceline._cluster.messages.states import CheckpointState
 
+DELETED_PROJECT = "deleted-project"
+"""Kind of the documents with the names of deleted projects, by their ids."""
 _AMOUNTS = ("slot_s", "wait_s", "num_trials")
 _Key = tuple[str, str, int, str]
 _Amounts = tuple[float, float, int]
@@ -66,6 +68,9 @@ def read_usage(
     found = [(tuple(row[:4]), tuple(row[4:])) for row in connection.execute(chosen)]
     found += _used_by_attempts(connection, beginning_of(since), beginning_of(next_month(until)))
     names = {row.id: row.name for row in connection.execute(select(projects.id, projects.name))}
+    documents = tables.documents.c
+    gone = select(documents.name, documents.content).where(documents.kind == DELETED_PROJECT)
+    names |= {int(number): content["name"] for number, content in connection.execute(gone)}
     wanted = set(by)
     sums: defaultdict[tuple[str | None, ...], list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
     for (month, user, project, pool), amounts in found:

@@ -462,8 +462,8 @@ class Client(ClusterClient, BulkClient, ProjectClient, RegistryClient):
             project: the project, or else
             group: the group.
             revision: The revision that the change began from; 0 if there is no quota yet.
-            limits: `weight`, `max_slots`, `slot_hours` a month and `checkpoint_bytes`; those not
-                given get their defaults: 1, and no limit.
+            limits: `weight`, `max_slots`, `slot_hours` a month, `checkpoint_bytes` and
+                `media_bytes`; those not given get their defaults: 1, and no limit.
 
         Raises:
             ApiError: `quota_changed` if it was changed since `revision`.

@@ -52,7 +52,7 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
               "open_to": ["ada", "@lab"], "own_runners": True}
              for name in ("big", "gone")]  # fmt: skip
     quota = {"user": "eve", "project_id": 0, "weight": 2.0, "max_slots": 3, "slot_hours": 1.5,
-             "checkpoint_bytes": None, "revision": 4}  # fmt: skip
+             "checkpoint_bytes": None, "media_bytes": None, "revision": 4}  # fmt: skip
     reservation = {"id": 1, "node": "box", "user": "eve", "begins_at": 1.0, "ends_at": 2.0}
     slots = [{"node_id": 0, "slot": 1}, {"node_id": 4, "slot": 0}, {"node_id": 4, "slot": 2}]
     token = {"id": 3, "name": "box", "scope": "runner", "digest": "d", "created_at": 1.0,

@@ -4198,8 +4198,8 @@ export interface components {
          * Quota
          * @description Share and limits of a user, a group or a project, and what counts; None is no limit.
          *
-         *     `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC. A
-         *     change names the `revision` that it began from.
+         *     `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC,
+         *     `media_bytes` those of media and other files. A change names the `revision` that it began from.
          */
         Quota: {
             /** User */
@@ -4224,6 +4224,13 @@ export interface components {
             slot_hours_used: number;
             /** Checkpoint Bytes Used */
             checkpoint_bytes_used: number;
+            /** Media Bytes */
+            media_bytes?: number | null;
+            /**
+             * Media Bytes Used
+             * @default 0
+             */
+            media_bytes_used?: number;
         };
         /**
          * Relative
@@ -4701,6 +4708,8 @@ export interface components {
             slot_hours?: number | null;
             /** Checkpoint Bytes */
             checkpoint_bytes?: number | null;
+            /** Media Bytes */
+            media_bytes?: number | null;
             /**
              * Revision
              * @default 0
@@ -5106,7 +5115,10 @@ export interface components {
          * Usage
          * @description Slots that trials used, and how long these waited for their first start.
          *
-         *     Fields that were not asked for are null. Months are of UTC, such as `2026-11`.
+         *     Fields that were not asked for are null. Months are of UTC, such as `2026-11`. `gpu_hours` are
+         *     those of slots that are GPUs. Of `known_hours`, those of ended attempts whose trainers told of
+         *     their time, `training_hours` are steps that were kept, and `lost_hours` work after the last
+         *     checkpoint before a stop.
          */
         Usage: {
             /** Month */
@@ -5123,6 +5135,14 @@ export interface components {
             wait_hours: number;
             /** Num Trials */
             num_trials: number;
+            /** Gpu Hours */
+            gpu_hours: number;
+            /** Training Hours */
+            training_hours: number;
+            /** Lost Hours */
+            lost_hours: number;
+            /** Known Hours */
+            known_hours: number;
         };
         /**
          * UsageKey

@@ -569,7 +569,10 @@ class UsageKey(str, Enum):
 class Usage(Message):
     """Slots that trials used, and how long these waited for their first start.
 
-    Fields that were not asked for are null. Months are of UTC, such as `2026-11`.
+    Fields that were not asked for are null. Months are of UTC, such as `2026-11`. `gpu_hours` are
+    those of slots that are GPUs. Of `known_hours`, those of ended attempts whose trainers told of
+    their time, `training_hours` are steps that were kept, and `lost_hours` work after the last
+    checkpoint before a stop.
     """
 
     month: str | None
@@ -579,13 +582,17 @@ class Usage(Message):
     slot_hours: float
     wait_hours: float
     num_trials: int
+    gpu_hours: float
+    training_hours: float
+    lost_hours: float
+    known_hours: float
 
 
 class Quota(Message):
     """Share and limits of a user, a group or a project, and what counts; None is no limit.
 
-    `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC. A
-    change names the `revision` that it began from.
+    `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC,
+    `media_bytes` those of media and other files. A change names the `revision` that it began from.
     """
 
     user: str | None
@@ -599,6 +606,8 @@ class Quota(Message):
     num_slots_used: int
     slot_hours_used: float
     checkpoint_bytes_used: int
+    media_bytes: int | None = None
+    media_bytes_used: int = 0
 
 
 class SetQuota(Request):
@@ -608,6 +617,7 @@ class SetQuota(Request):
     max_slots: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     slot_hours: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)] | None = None
     checkpoint_bytes: Annotated[int, Field(ge=0, le=2**62)] | None = None
+    media_bytes: Annotated[int, Field(ge=0, le=2**62)] | None = None
     revision: Annotated[int, Field(ge=0, le=2**31 - 2)] = 0
 
 

@@ -1,10 +1,14 @@
 """Templates and policies for configs: who sets them, and all ways to configs that meet them."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
+from paceline._cluster.master.upkeep.home_backup import Backup
+from paceline._cluster.master.upkeep.home_restore import restore
 from paceline.client import Client
 from paceline.config import ConfigError
 
@@ -285,6 +289,43 @@ def test_a_client_and_a_check_tell_what_a_config_becomes(lab: Any) -> None:
             given, project="lab", overrides=["labels=[b]", "resources.max_slots=1"]
         )
         assert stored(lab, again.id)["max_restarts"] == 7
+
+
+def test_a_backup_that_is_restored_elsewhere_keeps_who_may_do_what(
+    lab: Any, add: Any, make_master: Any, tmp_path: Path
+) -> None:
+    """Users, groups, roles, quotas, projects and rules; of tokens only those of runners' nodes."""
+    ada = add("ada", role=None)
+    put_lab = lab.http.put
+    assert lab.http.patch("/users/ada", json={"group": "team"}).status_code == 204
+    assert put_lab("/projects/lab/members/@team", json={"role": "editor"}).status_code == 204
+    assert put_lab("/quotas/group/team", json={"max_slots": 3}).status_code == 204
+    assert put_lab("/quotas/project/lab", json={"media_bytes": 5}).status_code == 204
+    assert put(lab.http, "template", "default", {"max_restarts": 7}).status_code == 204
+    number = created(ada, MEETS)
+    seen = {
+        path: lab.http.get(path).json()
+        for path in ("/config-rules", "/projects", "/projects/lab/members", "/quotas")
+    }
+    backup = Backup(lab.home.path, tmp_path / "backup")
+    with backup.hold():
+        backup.make()
+    restore(tmp_path / "backup", tmp_path / "elsewhere")
+    other = make_master(name="elsewhere")
+    assert {path: other.http.get(path).json() for path in seen} == seen
+    users = [(one["name"], one["group"]) for one in other.http.get("/users").json()]
+    assert users == [("ada", "team"), ("admin", None)]
+    assert other.http.get(f"/experiments/{number}").json()["owner"] == "ada"
+    # The token of before opens nothing there, and a new one acts as its user within the rules.
+    url = f"http://127.0.0.1:{other.port}/api/v1/experiments"
+    known = httpx2.get(url, headers=dict(ada.headers), verify=False)
+    assert known.status_code == 401
+    body = {"name": "again", "scope": "admin", "user": "ada"}
+    secret = other.http.post("/tokens", json=body).json()["secret"]
+    headers = {"Authorization": f"Bearer {secret}"}
+    with httpx2.Client(base_url=other.url, headers=headers, verify=False, timeout=60) as again:
+        refused(create(again, CONFIG), "`labels` must be given by the policy 'cost'")
+        assert stored(other, created(again, MEETS))["max_restarts"] == 7
 
 
 def test_a_project_is_deleted_when_it_is_empty(lab: Any, add: Any) -> None:

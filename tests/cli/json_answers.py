@@ -34,6 +34,7 @@ from paceline._cluster.messages.experiment_models import (
 )
 from paceline._cluster.messages.master_models import (
     AuditEntry,
+    ConfigRule,
     CreatedToken,
     MasterStatus,
     Member,
@@ -46,6 +47,7 @@ from paceline._cluster.messages.master_models import (
     Quota,
     Reservation,
     Slot,
+    Storage,
     Token,
     Usage,
     User,
@@ -140,7 +142,10 @@ IMPORTED = record(
 )  # fmt: skip
 PATH = record("WrittenPath", path=str)
 FORK = record("ForkDryRun", config=dict[str, Any])
-DRY = record("CreateDryRun", config=dict[str, Any], num_trials=int, num_files=int, num_bytes=int)
+DRY = record(
+    "CreateDryRun", config=dict[str, Any], filled=dict[str, str], num_trials=int, num_files=int,
+    num_bytes=int,
+)  # fmt: skip
 FINDING = record("MachineFinding", name=str, detail=str, level=str, hint=str)
 COLUMN = {"name": str, "state": str, "settings": dict[str, Any], "metrics": dict[str, Any]}
 BULK: Any = TypedDict(  # type: ignore[operator]
@@ -164,6 +169,7 @@ FILE = record("File", path=str, size=int)
 COPIED_FILES = record("CopiedFiles", path=str, files=list[str])
 HOME_CHECK = record("HomeCheck", home=str, master_runs=bool, findings=list[Finding])
 
+RULES = ("template", "policy")
 # JSON of each command. Commands in `LINES` print one such object per line.
 COMMANDS: dict[str, Any] = {
     "up": record(
@@ -189,6 +195,14 @@ COMMANDS: dict[str, Any] = {
     "project create": Project,
     "project list": list[Project],
     "project members": list[Member],
+    "project delete": record("DeletedProject", project=str),
+    **{f"{kind} {verb}": ConfigRule for kind in RULES for verb in ("set", "show")},
+    **{f"{kind} list": list[ConfigRule] for kind in RULES},
+    **{
+        f"{kind} delete": record("DeletedRule", kind=str, name=str, project=str | None)
+        for kind in RULES
+    },
+    "storage list": list[Storage],
     "quota list": list[Quota],
     "quota set": Quota,
     "quota delete": record(

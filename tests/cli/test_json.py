@@ -171,6 +171,16 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("user role", "ada", "viewer", "--project", "vision")["role"] == "viewer"
     assert run("project members", "vision") == [{"user": "ada", "role": "viewer"}]
     assert [one["name"] for one in run("project list")] == ["Default", "vision"]
+    rule = code / "rule.yaml"
+    rule.write_text("max_restarts: 1\n")
+    for kind in ("template", "policy"):
+        assert run(f"{kind} set", "one", rule, "--project", "vision")["revision"] == 1
+        assert [one["name"] for one in run(f"{kind} list")] == ["one"]
+        assert run(f"{kind} show", "one", "--project", "vision")["kind"] == kind
+        assert run(f"{kind} delete", "one", "--project", "vision")["name"] == "one"
+        rule.write_text("required: [labels]\n")
+    assert run("project delete", "vision") == {"project": "vision"}
+    assert [one["num_failed_writes"] for one in run("storage list")] == [0]
     assert run("user group", "ada", "lab") == {"user": "ada", "group": "lab"}
     assert run("user link", "ada", "none") == {"user": "ada", "subject": None}
     assert run("quota set", "--group", "lab", "--weight", 3)["group"] == "lab"

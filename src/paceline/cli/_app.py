@@ -34,6 +34,7 @@ from paceline.cli._options_and_errors import (
     report_error,
     trust,
 )
+from paceline.cli._rule_commands import policy_app, storage_app, template_app
 from paceline.cli._run_command import run
 from paceline.cli._runner_and_pool_commands import pool_app, runner_app
 from paceline.cli._runs_commands import runs_app, sync
@@ -199,7 +200,10 @@ for _name, _short, _group in (
     ("token", None, token_app),
     ("user", None, user_app),
     ("project", None, project_app),
+    ("template", None, template_app),
+    ("policy", None, policy_app),
     ("quota", None, quota_app),
+    ("storage", None, storage_app),
     ("home", None, home_app),
 ):
     _help = str(_group.info.help).removesuffix(".")

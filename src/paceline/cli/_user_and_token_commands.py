@@ -408,6 +408,15 @@ def list_members(name: ProjectName) -> None:
     print_list(members, ["User", "Role"], [(one.user, one.role.value) for one in members])
 
 
+@project_app.command("delete")
+def delete_project(name: ProjectName) -> None:
+    """Delete an empty project, with its roles, quota, templates and policies."""
+
+    with connect() as client:
+        client.delete_project(name)
+    print_answer({"project": name}, f"The project {name} is deleted.")
+
+
 _USAGE_KEYS = ("month", "user", "project", "pool")
 
 
@@ -423,7 +432,7 @@ def usage(
         typer.Option(metavar="WHAT", help="Sum up by month, user, project or pool. Repeatable."),
     ] = None,
 ) -> None:
-    """List slot hours by month, user, project and pool."""
+    """List slot hours, GPU hours, lost work and goodput by month, user, project and pool."""
 
     for option, given in (("--month", month), ("--since", since)):
         if given is not None and not re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])", given):
@@ -433,7 +442,7 @@ def usage(
         raise CommandError(f"`--by` must be one of {', '.join(_USAGE_KEYS)}, but got {keys!r}.")
     with connect() as client:
         rows = client.usage(since=since or month, until=month, by=by)
-    numbers = ["Trials", "Slot hours", "Hours waited"]
+    numbers = ["Trials", "Slot hours", "GPU hours", "Hours waited", "Hours lost", "Goodput"]
     print_list(
         rows,
         [*(key.capitalize() for key in keys), *numbers],
@@ -442,7 +451,10 @@ def usage(
                 *(getattr(row, key) for key in keys),
                 row.num_trials,
                 f"{row.slot_hours:.2f}",
+                f"{row.gpu_hours:.2f}",
                 f"{row.wait_hours:.2f}",
+                f"{row.lost_hours:.2f}",
+                f"{row.training_hours / row.known_hours:.1%}" if row.known_hours else None,
             )
             for row in rows
         ],

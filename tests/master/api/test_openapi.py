@@ -88,6 +88,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "DELETE /pools/{name}": {"name": "small"},
     "POST /nodes/{name}/reservations": {"name": "local"},
     "DELETE /nodes/{name}/reservations/{reservation_id}": {"name": "local", "reservation_id": 1},
+    "PUT /config-rules/{kind}/{name}": {"kind": "template", "name": "new"},
+    "DELETE /config-rules/{kind}/{name}": {"kind": "template", "name": "old"},
+    "DELETE /projects/{project}": {"project": "empty"},
     "PUT /quotas/{kind}/{name}": {"kind": "user", "name": "admin"},
     "DELETE /quotas/{kind}/{name}": {"kind": "project", "name": "Default"},
     # Its trial has ended by then.
@@ -100,6 +103,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 PIECES = "/attempts/{attempt_id}/checkpoints/{uuid}/pieces"
 FILE = {"digest": hashlib.sha256(b"x").hexdigest(), "media_type": "text/plain", "is_known": False}
 QUERIES: dict[str, dict[str, Any]] = {
+    "DELETE /config-rules/{kind}/{name}": {"revision": 1},
     "DELETE /quotas/{kind}/{name}": {"revision": 1},
     "DELETE /views/{view_id}": {"version": 1},
     "GET /runs": {"link": "experiments/1/runs/r1"},
@@ -155,6 +159,7 @@ BODIES: dict[str, Any] = {
     "POST /nodes/{name}/slots/{slot}/drain": {"finish": False},
     "PUT /pools/{name}": {"policy": "priority", "max_slots": 4, "labels": {"gpu": "a100"}},
     "POST /nodes/{name}/reservations": {"user": "admin", "begins_at": 1, "ends_at": 2**33},
+    "PUT /config-rules/{kind}/{name}": {"content": {"max_restarts": 1}, "revision": 0},
     "PUT /quotas/{kind}/{name}": {"max_slots": 4, "revision": 0},
     "POST /queue/move": {"experiment_id": 1, "to": "front"},
     "POST /views": {"name": "mine", "search": "x=time"},
@@ -214,6 +219,9 @@ def master(
     served.http.post("/nodes", json=NODE | {"name": "drained"})
     assert served.http.put("/pools/small", json={}).status_code == 204
     assert served.http.put("/quotas/project/Default", json={}).status_code == 204
+    rule = served.http.put("/config-rules/template/old", json={"content": {}})
+    assert rule.status_code == 204, rule.text
+    assert served.http.post("/projects", json={"name": "empty"}).status_code == 201
     # Reservations end with their user, and `admin` may be removed before they are.
     assert served.http.post("/users", json={"name": "reserver"}).status_code == 201
     body = {"user": "reserver", "begins_at": 1, "ends_at": 2**33}

@@ -20,6 +20,7 @@ ROLES = ("admin", "manager", "editor", "viewer", "stranger", "removed")
 SEE, CHANGE, MANAGE = ROLES[:4], ROLES[:3], ROLES[:2]
 # The bodies and queries name objects of the project, besides those of the paths.
 QUERIES = {
+    "DELETE /config-rules/{kind}/{name}": "revision=1",
     "GET /bulk-preview": "action=archive",
     "GET /checkpoint-preview": "query=created > -1d",
     "GET /checkpoints": f"prefix={UUID}",
@@ -44,6 +45,7 @@ BODIES: dict[str, Any] = {
     "POST /projects": {"name": "lab"},
     "POST /queue/move": {"experiment_id": 1, "to": "front"},
     "PUT /projects/{project}/members/{name}": {"role": "viewer"},
+    "PUT /config-rules/{kind}/{name}": {"content": {}},
     "PUT /quotas/{kind}/{name}": {"max_slots": 1},
 }
 # For whom each route answers with what it was asked for. What strangers get of a list is empty.
@@ -51,10 +53,11 @@ ALL = (*SEE, "stranger")
 NOT_FOUND, FORBIDDEN = 404, 403
 ANYONE = [
     "GET /bulk-preview", "GET /checkpoint-preview",
-    "GET /checkpoints", "GET /config-schema", "GET /docs", "GET /experiment-columns",
+    "GET /checkpoints", "GET /config-rules", "GET /config-schema", "GET /docs",
+    "GET /experiment-columns",
     "GET /experiments", "GET /master", "GET /metrics", "GET /nodes", "GET /notify-channels",
     "GET /openapi.json", "GET /pools", "GET /projects", "GET /query-completions",
-    "GET /queue", "GET /quotas", "GET /slots", "GET /status",
+    "GET /queue", "GET /quotas", "GET /slots", "GET /status", "GET /storages",
     "GET /tokens", "GET /trials", "GET /usage", "GET /users", "GET /views", "HEAD /openapi.json",
     "POST /check-config",
     "POST /metric-groups", "POST /metric-names", "POST /metric-series", "POST /preview-search",
@@ -106,6 +109,9 @@ ADMINS = [
     "PUT /home-token", "POST /master/shutdown",
     "DELETE /nodes/{name}/reservations/{reservation_id}", "POST /nodes/{name}/reservations",
     "DELETE /quotas/{kind}/{name}", "PUT /quotas/{kind}/{name}",
+    # Those of all projects; a project's own are for its administrators.
+    "DELETE /config-rules/{kind}/{name}", "PUT /config-rules/{kind}/{name}",
+    "DELETE /projects/{project}",
     "POST /nodes", "POST /nodes/{node_id}/poll",
     "DELETE /attempts/{attempt_id}/checkpoints/{uuid}",
     "GET /attempts/{attempt_id}/checkpoints/{uuid}",
@@ -209,6 +215,8 @@ def sent(lab: Any, role: str, route: str, **more: Any) -> httpx2.Response:
         "slot": "0", "node_id": "1", "attempt_id": "1", "kind": "user", "reservation_id": "1",
         "ask_id": "none",
     }  # fmt: skip
+    if path.startswith("/config-rules/"):
+        given["kind"] = "template"
     if path == "/projects/{project}/members/{name}":
         given["name"] = "viewer"
     filled = re.sub(r"{(.+?)}", lambda match: given[match[1]], path)

@@ -751,6 +751,49 @@ export interface paths {
         patch: operations["change_user_api_v1_users__name__patch"];
         trace?: never;
     };
+    "/api/v1/usage": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Usage
+         * @description List the slot hours that trials used, most first; of this month by default.
+         *
+         *     Without `by` there is a row for each month, user, project and pool. Of the projects that the
+         *     sender sees.
+         */
+        get: operations["list_usage_api_v1_usage_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/audit": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Audit
+         * @description List who changed what, the newest first.
+         */
+        get: operations["list_audit_api_v1_audit_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/projects": {
         parameters: {
             query?: never;
@@ -815,7 +858,27 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/api/v1/usage": {
+    "/api/v1/projects/{project}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        post?: never;
+        /**
+         * Delete Project
+         * @description Delete a project without experiments and models; its roles, quota and rules go with it.
+         */
+        delete: operations["delete_project_api_v1_projects__project__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/config-rules": {
         parameters: {
             query?: never;
             header?: never;
@@ -823,13 +886,10 @@ export interface paths {
             cookie?: never;
         };
         /**
-         * List Usage
-         * @description List the slot hours that trials used, most first; of this month by default.
-         *
-         *     Without `by` there is a row for each month, user, project and pool. Of the projects that the
-         *     sender sees.
+         * List Config Rules
+         * @description List the templates and policies of all projects and of those that the sender sees.
          */
-        get: operations["list_usage_api_v1_usage_get"];
+        get: operations["list_config_rules_api_v1_config_rules_get"];
         put?: never;
         post?: never;
         delete?: never;
@@ -838,21 +898,25 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/api/v1/audit": {
+    "/api/v1/config-rules/{kind}/{name}": {
         parameters: {
             query?: never;
             header?: never;
             path?: never;
             cookie?: never;
         };
+        get?: never;
         /**
-         * List Audit
-         * @description List who changed what, the newest first.
+         * Set Config Rule
+         * @description Set a template or policy, unless it was changed since `revision`.
          */
-        get: operations["list_audit_api_v1_audit_get"];
-        put?: never;
+        put: operations["set_config_rule_api_v1_config_rules__kind___name__put"];
         post?: never;
-        delete?: never;
+        /**
+         * Delete Config Rule
+         * @description Delete a template or policy, unless it was changed since `revision`.
+         */
+        delete: operations["delete_config_rule_api_v1_config_rules__kind___name__delete"];
         options?: never;
         head?: never;
         patch?: never;
@@ -1331,6 +1395,9 @@ export interface paths {
         /**
          * Check Config
          * @description Parse and check a configuration without creating anything; its problems are the answer.
+         *
+         *     It is checked as one for an experiment of the project: with what it gets from templates, and for
+         *     the policies.
          */
         post: operations["check_config_api_v1_check_config_post"];
         delete?: never;
@@ -2085,6 +2152,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/storages": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Storages
+         * @description List the storages in use by projects that the sender sees, those that fail first.
+         */
+        get: operations["list_storages_api_v1_storages_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/checkpoints/{uuid}": {
         parameters: {
             query?: never;
@@ -2556,6 +2643,9 @@ export interface components {
         /**
          * CheckedConfig
          * @description Configuration parsed from a text, or None, and the problems found, possibly none.
+         *
+         *     `filled` are the fields that it gets from templates and policies, each with their name, and
+         *     `resolved` is the whole configuration with them, if it is valid.
          */
         CheckedConfig: {
             /** Config */
@@ -2569,6 +2659,17 @@ export interface components {
              * @default []
              */
             warnings?: string[];
+            /**
+             * Filled
+             * @default {}
+             */
+            filled?: {
+                [key: string]: string;
+            };
+            /** Resolved */
+            resolved?: {
+                [key: string]: unknown;
+            } | null;
         };
         /**
          * Checkpoint
@@ -2674,12 +2775,46 @@ export interface components {
             line?: number | null;
         };
         /**
+         * ConfigRule
+         * @description Template or policy for configs: of a project, or of all projects if it has none.
+         *
+         *     `content` has the fields of a config that a template fills in, or the conditions of a policy. It
+         *     `applies` to what the sender creates, a template only by its name or as `default`.
+         */
+        ConfigRule: {
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "template" | "policy";
+            /** Name */
+            name: string;
+            /** Project */
+            project: string | null;
+            /** Content */
+            content: {
+                [key: string]: unknown;
+            };
+            /** Revision */
+            revision: number;
+            /** Changed By */
+            changed_by: string;
+            /** Changed At */
+            changed_at: number;
+            /** Applies */
+            applies: boolean;
+        };
+        /**
          * ConfigText
-         * @description A configuration as YAML, to be checked.
+         * @description A configuration as YAML, to be checked for an experiment of a project with a template.
          */
         ConfigText: {
             /** Text */
             text: string;
+            /** Project */
+            project?: string | null;
+            /** Template */
+            template?: string | null;
         };
         /**
          * ConfigView
@@ -2752,7 +2887,8 @@ export interface components {
          * @description Request for a new experiment; `context_digest` names a previously uploaded context.
          *
          *     `source` is where the context was taken from. `project` None takes `Default`, or else the first
-         *     project in which the sender is an editor.
+         *     project in which the sender is an editor. Fields that `config` leaves open are taken from
+         *     `template`, from the templates `default`, and from what policies fix.
          */
         CreateExperiment: {
             /** Config */
@@ -2771,6 +2907,8 @@ export interface components {
             source?: components["schemas"]["Source"] | null;
             /** Project */
             project?: string | null;
+            /** Template */
+            template?: string | null;
         };
         /**
          * CreatedToken
@@ -4142,8 +4280,8 @@ export interface components {
          * Quota
          * @description Share and limits of a user, a group or a project, and what counts; None is no limit.
          *
-         *     `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC. A
-         *     change names the `revision` that it began from.
+         *     `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC,
+         *     `media_bytes` those of media and other files. A change names the `revision` that it began from.
          */
         Quota: {
             /** User */
@@ -4168,6 +4306,13 @@ export interface components {
             slot_hours_used: number;
             /** Checkpoint Bytes Used */
             checkpoint_bytes_used: number;
+            /** Media Bytes */
+            media_bytes?: number | null;
+            /**
+             * Media Bytes Used
+             * @default 0
+             */
+            media_bytes_used?: number;
         };
         /**
          * Relative
@@ -4571,6 +4716,21 @@ export interface components {
             oidc?: string | null;
         };
         /**
+         * SetConfigRule
+         * @description Content of a template or policy; `revision` is 0 if there is none yet.
+         */
+        SetConfigRule: {
+            /** Content */
+            content: {
+                [key: string]: unknown;
+            };
+            /**
+             * Revision
+             * @default 0
+             */
+            revision?: number;
+        };
+        /**
          * SetPool
          * @description Complete settings of a pool; omitted fields get their defaults.
          *
@@ -4636,6 +4796,8 @@ export interface components {
             slot_hours?: number | null;
             /** Checkpoint Bytes */
             checkpoint_bytes?: number | null;
+            /** Media Bytes */
+            media_bytes?: number | null;
             /**
              * Revision
              * @default 0
@@ -4743,6 +4905,55 @@ export interface components {
             num_untracked_files?: number;
             /** Diff */
             diff?: string | null;
+        };
+        /**
+         * Storage
+         * @description Storage of checkpoints in use: its health, and what the projects that the sender sees have.
+         *
+         *     The master writes, reads and deletes a small file every five minutes, which took `latency_s`.
+         *     `is_reachable` is None if it has not yet, or the directory is not made yet. `num_failed_writes`
+         *     are those that trials and the master met since the master started. `by_experiment` has the ten
+         *     with most bytes.
+         */
+        Storage: {
+            /** Storage */
+            storage: string;
+            /** Is Reachable */
+            is_reachable: boolean | null;
+            /** Checked At */
+            checked_at: number | null;
+            /** Latency S */
+            latency_s: number | null;
+            /** Failing Since */
+            failing_since: number | null;
+            /** Reason */
+            reason: string | null;
+            /** Num Failed Writes */
+            num_failed_writes: number;
+            /** Free Bytes */
+            free_bytes: number | null;
+            /** Total Bytes */
+            total_bytes: number | null;
+            /** Num Bytes */
+            num_bytes: number;
+            /** By Project */
+            by_project: components["schemas"]["StorageUse"][];
+            /** By User */
+            by_user: components["schemas"]["StorageUse"][];
+            /** By Experiment */
+            by_experiment: components["schemas"]["StorageUse"][];
+        };
+        /**
+         * StorageUse
+         * @description Bytes of the checkpoints of a project, user or experiment in a storage.
+         */
+        StorageUse: {
+            /** Name */
+            name: string;
+            /** Num Bytes */
+            num_bytes: number;
+            /** Experiment Id */
+            experiment_id?: number | null;
         };
         /**
          * Token
@@ -4992,7 +5203,10 @@ export interface components {
          * Usage
          * @description Slots that trials used, and how long these waited for their first start.
          *
-         *     Fields that were not asked for are null. Months are of UTC, such as `2026-11`.
+         *     Fields that were not asked for are null. Months are of UTC, such as `2026-11`. `gpu_hours` are
+         *     those of slots that are GPUs. Of `known_hours`, those of ended attempts whose trainers told of
+         *     their time, `training_hours` are steps that were kept, and `lost_hours` work after the last
+         *     checkpoint before a stop.
          */
         Usage: {
             /** Month */
@@ -5009,6 +5223,14 @@ export interface components {
             wait_hours: number;
             /** Num Trials */
             num_trials: number;
+            /** Gpu Hours */
+            gpu_hours: number;
+            /** Training Hours */
+            training_hours: number;
+            /** Lost Hours */
+            lost_hours: number;
+            /** Known Hours */
+            known_hours: number;
         };
         /**
          * UsageKey
@@ -6481,6 +6703,76 @@ export interface operations {
             };
         };
     };
+    list_usage_api_v1_usage_get: {
+        parameters: {
+            query?: {
+                /** @description In UTC. */
+                since?: string | null;
+                /** @description In UTC. */
+                until?: string | null;
+                by?: components["schemas"]["UsageKey"][] | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Usage"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_audit_api_v1_audit_get: {
+        parameters: {
+            query?: {
+                /** @description At most so many items. */
+                limit?: number;
+                /** @description Only older ones. */
+                before?: number | null;
+                user?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AuditEntry"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     list_projects_api_v1_projects_get: {
         parameters: {
             query?: never;
@@ -6608,14 +6900,40 @@ export interface operations {
             };
         };
     };
-    list_usage_api_v1_usage_get: {
+    delete_project_api_v1_projects__project__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                project: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_config_rules_api_v1_config_rules_get: {
         parameters: {
             query?: {
-                /** @description In UTC. */
-                since?: string | null;
-                /** @description In UTC. */
-                until?: string | null;
-                by?: components["schemas"]["UsageKey"][] | null;
+                /** @description Tell what applies in this one; by default, the sender's. */
+                project?: string | null;
             };
             header?: never;
             path?: never;
@@ -6629,7 +6947,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Usage"][];
+                    "application/json": components["schemas"]["ConfigRule"][];
                 };
             };
             /** @description What was wrong, with a `code`. */
@@ -6643,29 +6961,65 @@ export interface operations {
             };
         };
     };
-    list_audit_api_v1_audit_get: {
+    set_config_rule_api_v1_config_rules__kind___name__put: {
         parameters: {
             query?: {
-                /** @description At most so many items. */
-                limit?: number;
-                /** @description Only older ones. */
-                before?: number | null;
-                user?: string | null;
+                /** @description Of this project; by default of all projects. */
+                project?: string | null;
             };
             header?: never;
-            path?: never;
+            path: {
+                kind: "template" | "policy";
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["SetConfigRule"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    delete_config_rule_api_v1_config_rules__kind___name__delete: {
+        parameters: {
+            query: {
+                revision: number;
+                /** @description Of this project; by default of all projects. */
+                project?: string | null;
+            };
+            header?: never;
+            path: {
+                kind: "template" | "policy";
+                name: string;
+            };
             cookie?: never;
         };
         requestBody?: never;
         responses: {
             /** @description Successful Response */
-            200: {
+            204: {
                 headers: {
                     [name: string]: unknown;
                 };
-                content: {
-                    "application/json": components["schemas"]["AuditEntry"][];
-                };
+                content?: never;
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {
@@ -8948,6 +9302,35 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Checkpoint"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_storages_api_v1_storages_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Storage"][];
                 };
             };
             /** @description What was wrong, with a `code`. */

@@ -37,6 +37,7 @@ from paceline._cluster.master.experiments.sampler_answers import SamplerAnswers
 from paceline._cluster.master.experiments.search_limits import SearchClock
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StorageMarks, in_own_thread
+from paceline._cluster.master.experiments.storage_health import StorageHealth
 from paceline._cluster.master.experiments.stored_searches import (
     Searches,
     SearchViews,
@@ -294,6 +295,7 @@ class Master:
         self.file_removal = FileRemoval(
             self.database, self.changes, self.logs, self.secrets, home.attempts_path
         )
+        self.storage_health = StorageHealth(self.database, self.changes)
         self.retention = Retention(self.database, self.changes, self.files)
         self._watchers: list[RunsWatcher | TensorboardWatcher] = []
         if runs is not None:
@@ -350,6 +352,7 @@ class Master:
         self.recorder.start()
         self.reconciler.start()
         self.retention.start()
+        self.storage_health.start()
         # A storage may hang.
         in_own_thread(self.file_removal.finish)
         self.pool_runners.start()
@@ -370,6 +373,7 @@ class Master:
         self.pool_runners.close()
         self.reconciler.close()
         self.retention.close()
+        self.storage_health.close()
         for watcher in self._watchers:
             watcher.close()
         self.recorder.close()

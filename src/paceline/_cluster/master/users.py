@@ -12,9 +12,9 @@ from paceline._cluster.master.experiments.state_decisions import NotFoundError, 
 from paceline._cluster.master.oidc_provider import OidcError, OidcPerson, OidcSettings
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
-from paceline._cluster.master.store.quotas import group_owner
+from paceline._cluster.master.store.quotas import DELETED_PROJECT, group_owner
 from paceline._cluster.master.store.reach import DEFAULT_PROJECT, FIRST_USER, Reach
-from paceline._cluster.master.store.row_ids_and_counts import new_id
+from paceline._cluster.master.store.row_ids_and_counts import insert_document, keep_ids, new_id
 from paceline._cluster.messages.master_models import AuditEntry, Member, Project, Role, User
 
 DEFAULT_NAME = "Default"
@@ -315,6 +315,33 @@ class Users:
 
         return self._database.write(job)
 
+    def delete_project(self, name: str) -> "Future[None]":
+        """Delete a project in which nothing is left but roles, a quota, templates and policies.
+
+        The future raises `RefusedError` if there is more, or if it is the project `Default`.
+        """
+
+        def job(transaction: Transaction) -> None:
+            connection, number = transaction.connection, self.project_id(name)
+            documents = tables.documents
+            if left := _left_in_project(connection, number, name):
+                raise RefusedError(
+                    "project_in_use", f"A project to be deleted must be empty, but {name!r} {left}"
+                )
+            keep_ids(connection, _projects)
+            for table in (_members, tables.quotas):
+                connection.execute(delete(table).where(table.c.project_id == number))
+            of_rules = (documents.c.project_id == number, documents.c.kind.in_(_RULES))
+            connection.execute(delete(documents).where(*of_rules))
+            connection.execute(delete(_projects).where(_projects.c.id == number))
+            # What was used there is still told by its name.
+            insert_document(
+                connection, DELETED_PROJECT, "", str(number), {"name": name}, project_id=number
+            )
+            self._finish(transaction)
+
+        return self._database.write(job)
+
     def set_role(self, project: str, user: str, role: Role | None) -> "Future[None]":
         """Give a user, or a group as `@NAME`, a role in a project, or none."""
         number = self.project_id(project)
@@ -440,6 +467,35 @@ def _find_linked(connection: Connection, issuer: str, subject: str) -> Row[Any] 
 def _set_link(connection: Connection, name: str, issuer: str, subject: str | None) -> None:
     values = {"oidc_issuer": subject and issuer, "oidc_subject": subject}
     connection.execute(update(_users).where(_users.c.name == name).values(**values))
+
+
+_RULES = ("template", "policy")
+# Files of deleted experiments that are still to be removed.
+_DELETION = "deletion"
+
+
+def _left_in_project(connection: Connection, number: int, name: str) -> str:
+    """Return what keeps a project from being deleted; empty for nothing."""
+    if number == DEFAULT_PROJECT:
+        return "is the one for what names no project."
+    experiments, documents = tables.experiments.c, tables.documents.c
+    of_project = select(func.count()).where(experiments.project_id == number)
+    if num_experiments := connection.scalar(of_project):
+        return (
+            f"has {num_experiments} experiments. Hint: `paceline e move --query 'project ="
+            f' "{name}"\' --to OTHER` moves them, with those that run.'
+        )
+    others = select(func.count()).where(
+        documents.project_id == number,
+        documents.experiment_id.is_(None),
+        documents.kind.not_in([*_RULES, _DELETION]),
+    )
+    if connection.scalar(others):
+        return "has models, or projects of W&B or MLflow. Hint: delete these first."
+    for pool, open_to in connection.execute(select(tables.pools.c.name, tables.pools.c.open_to)):
+        if f"project:{name}" in (open_to or ()):
+            return f"has the pool {pool!r} open to it. Hint: `paceline pool set` closes that."
+    return ""
 
 
 def _find_active(connection: Connection, name: str) -> None:

@@ -524,6 +524,62 @@ class NewRole(Request):
     role: Role | None
 
 
+class ConfigRule(Message):
+    """Template or policy for configs: of a project, or of all projects if it has none.
+
+    `content` has the fields of a config that a template fills in, or the conditions of a policy. It
+    `applies` to what the sender creates, a template only by its name or as `default`.
+    """
+
+    kind: Literal["template", "policy"]
+    name: str
+    project: str | None
+    content: dict[str, Any]
+    revision: int
+    changed_by: str
+    changed_at: float
+    applies: bool
+
+
+class SetConfigRule(Request):
+    """Content of a template or policy; `revision` is 0 if there is none yet."""
+
+    content: dict[str, Any]
+    revision: Annotated[int, Field(ge=0, le=2**31 - 2)] = 0
+
+
+class StorageUse(Message):
+    """Bytes of the checkpoints of a project, user or experiment in a storage."""
+
+    name: str
+    num_bytes: int
+    experiment_id: int | None = None
+
+
+class Storage(Message):
+    """Storage of checkpoints in use: its health, and what the projects that the sender sees have.
+
+    The master writes, reads and deletes a small file every five minutes, which took `latency_s`.
+    `is_reachable` is None if it has not yet, or the directory is not made yet. `num_failed_writes`
+    are those that trials and the master met since the master started. `by_experiment` has the ten
+    with most bytes.
+    """
+
+    storage: str
+    is_reachable: bool | None
+    checked_at: float | None
+    latency_s: float | None
+    failing_since: float | None
+    reason: str | None
+    num_failed_writes: int
+    free_bytes: int | None
+    total_bytes: int | None
+    num_bytes: int
+    by_project: list[StorageUse]
+    by_user: list[StorageUse]
+    by_experiment: list[StorageUse]
+
+
 class UsageKey(str, Enum):
     """What tells the rows of used slots apart."""
 
@@ -536,7 +592,10 @@ class UsageKey(str, Enum):
 class Usage(Message):
     """Slots that trials used, and how long these waited for their first start.
 
-    Fields that were not asked for are null. Months are of UTC, such as `2026-11`.
+    Fields that were not asked for are null. Months are of UTC, such as `2026-11`. `gpu_hours` are
+    those of slots that are GPUs. Of `known_hours`, those of ended attempts whose trainers told of
+    their time, `training_hours` are steps that were kept, and `lost_hours` work after the last
+    checkpoint before a stop.
     """
 
     month: str | None
@@ -546,13 +605,17 @@ class Usage(Message):
     slot_hours: float
     wait_hours: float
     num_trials: int
+    gpu_hours: float
+    training_hours: float
+    lost_hours: float
+    known_hours: float
 
 
 class Quota(Message):
     """Share and limits of a user, a group or a project, and what counts; None is no limit.
 
-    `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC. A
-    change names the `revision` that it began from.
+    `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC,
+    `media_bytes` those of media and other files. A change names the `revision` that it began from.
     """
 
     user: str | None
@@ -566,6 +629,8 @@ class Quota(Message):
     num_slots_used: int
     slot_hours_used: float
     checkpoint_bytes_used: int
+    media_bytes: int | None = None
+    media_bytes_used: int = 0
 
 
 class SetQuota(Request):
@@ -575,6 +640,7 @@ class SetQuota(Request):
     max_slots: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     slot_hours: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)] | None = None
     checkpoint_bytes: Annotated[int, Field(ge=0, le=2**62)] | None = None
+    media_bytes: Annotated[int, Field(ge=0, le=2**62)] | None = None
     revision: Annotated[int, Field(ge=0, le=2**31 - 2)] = 0
 
 

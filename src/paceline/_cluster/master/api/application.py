@@ -50,6 +50,7 @@ from paceline._cluster.master.api.master_routes import (
 from paceline._cluster.master.api.node_and_slot_routes import node_router, slot_router
 from paceline._cluster.master.api.oidc_routes import oidc_router
 from paceline._cluster.master.api.pool_and_queue_routes import pool_router, queue_router
+from paceline._cluster.master.api.project_and_rule_routes import project_router
 from paceline._cluster.master.api.proposal_and_tree_routes import proposal_router
 from paceline._cluster.master.api.readers import NUM_THREADS, Readers
 from paceline._cluster.master.api.request_limits import BodyLimits, RequestCounting
@@ -169,6 +170,7 @@ _ROUTERS = (
     oidc_router,
     token_router,
     user_router,
+    project_router,
     status_and_prometheus_router,
     master_router,
     slot_router,

@@ -42,14 +42,10 @@ from paceline._cluster.messages.master_models import (
     HomeToken,
     Login,
     LoginForToken,
-    Member,
     NewPassword,
-    NewProject,
     NewReservation,
-    NewRole,
     NewToken,
     NewUser,
-    Project,
     Quota,
     Reservation,
     Session,
@@ -371,47 +367,6 @@ async def remove_user(name: UserName, master: MasterOf) -> None:
     """Remove a user: tokens and sign-ins end, experiments and their trials stay."""
     await asyncio.wrap_future(master.users.remove(name))
     master.links.forget(name)
-    master.events.notify()
-
-
-@user_router.get("/projects")
-async def list_projects(master: MasterOf, identity: IdentityOf) -> list[Project]:
-    """List the projects that the sender sees, with the sender's role."""
-    assert identity is not None
-    return master.users.projects(identity.reach)
-
-
-@user_router.post("/projects", status_code=201)
-async def create_project(request: NewProject, master: MasterOf) -> Project:
-    """Create a project without members; administrators see it."""
-    return await asyncio.wrap_future(master.users.create_project(request.name))
-
-
-ProjectName = Annotated[str, Path(min_length=1, max_length=64)]
-MemberName = Annotated[str, Path(pattern="^@?[A-Za-z0-9_.-]{1,64}$")]
-
-
-@user_router.get("/projects/{project}/members")
-async def list_members(project: ProjectName, master: MasterOf) -> list[Member]:
-    """List the members of a project by name; administrators of the master are none."""
-    return master.users.members(project)
-
-
-@user_router.put("/projects/{project}/members/{name}", status_code=204)
-async def set_role(
-    project: ProjectName, name: MemberName, request: NewRole, master: MasterOf, identity: IdentityOf
-) -> None:
-    """Give a user, or a group as `@NAME`, a role in a project; for the project's administrators."""
-    assert identity is not None
-    administers = None if identity.reach is None else identity.reach.administers
-    if administers is not None and master.users.project_id(project) not in administers:
-        raise ApiError(
-            403,
-            "role_too_low",
-            f"The user must have the role 'admin' in the project {project!r} to choose its members,"
-            f" but {identity.owner!r} has not.",
-        )
-    await asyncio.wrap_future(master.users.set_role(project, name, request.role))
     master.events.notify()
 
 

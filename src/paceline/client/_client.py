@@ -20,6 +20,7 @@ from paceline.client._http_session import (
     checked_key,
     home_directory,
 )
+from paceline.client._interactive_streams import InteractiveClient
 from paceline.client._model_registry import Checkpoint, RegistryClient
 
 if TYPE_CHECKING:
@@ -313,7 +314,7 @@ class ClusterClient:
         self._session.send("POST", path, body=models.DrainNode(finish=finish))
 
 
-class Client(ClusterClient, BulkClient, RegistryClient):
+class Client(ClusterClient, BulkClient, RegistryClient, InteractiveClient):
     """Connection to a master.
 
     Args:

@@ -98,6 +98,7 @@ class RegisteredNode:
             only_pool=only_pool,
             problem=problem,
             owner=owner,
+            packages=None if (own := self.facts.packages) is None else frozenset(own),
         )
 
 

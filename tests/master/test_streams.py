@@ -149,7 +149,8 @@ def test_stream_without_a_sign_of_a_side_is_dropped(monkeypatch: pytest.MonkeyPa
         await streams.poll(7, "/", is_ready=True, after=-1, wait_s=0)
         left.asked_at[module.TO_USER] -= module.SILENT_S + 1
         _, names = await streams.poll(7, "/", is_ready=True, after=-1, wait_s=0)
-        assert names == ["b"] and streams.find("b") is kept
+        assert names == ["b"]
+        assert streams.find("b") is kept
         with pytest.raises(StreamOverError):
             await left.pipes[module.TO_TASK].read(0, 0)
 

@@ -120,9 +120,7 @@ class Tunnel:
             if not is_own_connection(address[1], self.port):
                 near.close()
                 continue
-            threading.Thread(
-                target=self._pass_on, args=(near,), name="stream", daemon=True
-            ).start()
+            threading.Thread(target=self._pass_on, args=(near,), name="stream", daemon=True).start()
 
     def _pass_on(self, near: socket.socket) -> None:
         with self._lock:

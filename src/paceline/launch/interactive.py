@@ -4,15 +4,18 @@ It listens on the socket `task.sock` in the run directory, which only its own Un
 The runner passes the bytes of the task's owner on to it.
 """
 
+import atexit
 import fcntl
 import os
 import pty
 import pwd
 import select
+import shutil
 import signal
 import socket
 import struct
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Mapping, Sequence
@@ -83,31 +86,45 @@ def missing_text(kind: str) -> str:
     )
 
 
-def serve_tensorboard(
-    places: Sequence[str], *, socket_place: str = "", port: int | None = None
-) -> int:
+def serve_tensorboard(places: Sequence[str], *, socket_place: str = "", port: int = 0) -> int:
     """Serve TensorBoard until it is ended.
 
     Args:
         places: The log directories, as NAME=PATH.
         socket_place: The Unix socket to listen on; without one, a port of loopback.
-        port: The port; None for a free one.
+        port: The port; 0 for a free one.
     """
     # Its modules take seconds to load.
     from tensorboard import default, program
 
     class Server(program.WerkzeugServer):  # type: ignore[misc] # without types
         def get_url(self) -> str:
-            return str(super().get_url()) if port is not None else "the socket of the task"
+            return str(super().get_url()) if not socket_place else "the socket of the task"
 
     board = program.TensorBoard(default.get_plugins(), server_class=Server)
-    spec = ",".join(place.replace("=", ":", 1) for place in places)
     host = f"unix://{socket_place}" if socket_place else "127.0.0.1"
-    number = ["--port", str(port)] if port is not None else []
-    board.configure(
-        ["tensorboard", "--logdir_spec", spec, "--host", host, "--load_fast=false", *number]
-    )
-    return int(board.main() or 0)
+    options = ["--host", host, "--port", str(port), "--load_fast=false"]
+    board.configure(["tensorboard", *_log_options(places), *options])
+    try:
+        print(f"TensorBoard answers at {board.launch()}", flush=True)
+    except program.TensorBoardServerException as error:
+        print(error.msg, file=sys.stderr)
+        return 1
+    while True:
+        signal.pause()
+
+
+def _log_options(places: Sequence[str]) -> list[str]:
+    """Return the options that name log directories, or URLs of buckets, to TensorBoard."""
+    named = dict(place.split("=", 1) for place in places)
+    if any("://" in place for place in named.values()):
+        return ["--logdir_spec", ",".join(f"{name}:{place}" for name, place in named.items())]
+    # Names of directories become names of runs as they are.
+    directory = tempfile.mkdtemp(prefix="tensorboard-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    for name, place in named.items():
+        os.symlink(place, os.path.join(directory, os.path.basename(name)))
+    return ["--logdir", directory]
 
 
 class Shell:

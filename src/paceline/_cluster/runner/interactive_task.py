@@ -46,6 +46,9 @@ _ANSWER_S = 5.0
 _MAX_ANSWER_BYTES = 2**20
 # How long the task may take to end by itself.
 _END_S = 10.0
+# A program that does not listen by then never will.
+_START_S = 600.0
+_LAST_WORDS_S = 3.0
 
 
 class InteractiveTask:
@@ -67,7 +70,7 @@ class InteractiveTask:
         self.token = secrets.token_urlsafe(24)
         self._is_ready = False
         self._is_over = threading.Event()
-        self._served: set[str] = set()
+        self._served: dict[str, threading.Thread] = {}
         self._used_at = time.monotonic()
         self._signs: Any = None
         self.end_reason: str | None = None
@@ -87,15 +90,21 @@ class InteractiveTask:
         threading.Thread(target=self._watch, args=(stop,), name="idle", daemon=True).start()
 
     def close(self) -> None:
-        """Serve no more."""
+        """Serve no more, once the last words of the program are with the master."""
         self._is_over.set()
+        until = time.monotonic() + _LAST_WORDS_S
+        for thread in self._served.copy().values():
+            thread.join(max(0.0, until - time.monotonic()))
 
     # ---- streams -------------------------------------------------------------------------
 
     def _serve(self) -> None:
         version, backoff = -1, MasterBackoff()
         while not self._is_over.is_set():
-            self._is_ready = self._is_ready or self._listens()
+            if not self._is_ready and self._listens():
+                # Nobody could use it before.
+                self._note_use()
+                self._is_ready = True
             try:
                 found = self._ask(version)
                 backoff.reset()
@@ -109,13 +118,14 @@ class InteractiveTask:
                 self._is_over.wait(backoff.next_s())
                 continue
             version = found.version
-            self._served &= {*found.names}
+            self._served = {name: one for name, one in self._served.items() if name in found.names}
             for name in found.names if self._is_ready else ():
                 if name not in self._served:
-                    self._served.add(name)
-                    threading.Thread(
+                    thread = threading.Thread(
                         target=self._pass_on, args=(name,), name="stream", daemon=True
-                    ).start()
+                    )
+                    self._served[name] = thread
+                    thread.start()
             if not self._is_ready:
                 self._is_over.wait(_READY_POLL_S)
 
@@ -158,8 +168,11 @@ class InteractiveTask:
             if is_busy or signs != self._signs:
                 self._signs = signs
                 self._note_use()
-            if time.monotonic() - self._used_at > self._idle_timeout_s:
-                self.end_reason = f"idle for {format_duration(self._idle_timeout_s)}"
+            limit_s, what = self._idle_timeout_s, "idle for"
+            if not self._is_ready:
+                limit_s, what = max(limit_s, _START_S), "not ready after"
+            if time.monotonic() - self._used_at > limit_s:
+                self.end_reason = f"{what} {format_duration(limit_s)}"
                 logger.info("The task ends: %s.", self.end_reason)
                 stop(_END_S)
                 return

@@ -17,6 +17,7 @@ from paceline._cluster.master.api.requests_and_answers import (
     experiment_row,
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.attempts import read_attempt
 from paceline._cluster.master.experiments.state_decisions import RefusedError
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
@@ -24,7 +25,7 @@ from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.streams import TO_TASK, TO_USER, Stream, StreamOverError
 from paceline._cluster.messages.master_models import InteractiveLink
 from paceline._cluster.messages.runner_messages import StreamMark, StreamNames, StreamPoll
-from paceline._cluster.messages.states import LIVE_ATTEMPTS
+from paceline._cluster.messages.states import LIVE_ATTEMPTS, AttemptState
 
 stream_router = ApiRouter(tags=["interactive"])
 
@@ -183,6 +184,11 @@ async def _of_user(
     return found
 
 
+def _has_ended(master: Master, attempt_id: int) -> bool:
+    with master.database.read(everything=True) as connection:
+        return read_attempt(connection, attempt_id).state == AttemptState.ENDED.value
+
+
 def _of_task(master: Master, attempt_id: int, name: str) -> Stream:
     found = master.streams.find(name)
     if found is None or found.attempt_id != attempt_id:
@@ -201,6 +207,9 @@ async def _read(
             master.streams.drop(name)
         raise _over() from None
     stream.asked_at[direction] = time.monotonic()
+    if not data and await asyncio.to_thread(_has_ended, master, stream.attempt_id):
+        # A runner that was lost has closed nothing.
+        stream.end()
     return Response(data, media_type="application/octet-stream")
 
 

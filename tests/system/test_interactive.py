@@ -36,9 +36,18 @@ pytest.importorskip("jupyterlab")
 
 
 @pytest.fixture
-def master(make_master: Callable[..., MasterProcess], free_port: int) -> MasterProcess:
-    """Return a running master with two slots, which comes back at the same address."""
-    return make_master(2, "home", "--port", str(free_port)).start()
+def num_slots() -> int:
+    """Return how many slots the master's own machine has."""
+    return 2
+
+
+@pytest.fixture
+def master(
+    make_master: Callable[..., MasterProcess], free_port: int, num_slots: int
+) -> MasterProcess:
+    """Return a running master, which comes back at the same address."""
+    options = ("--port", str(free_port), "--runner-timeout", "10")
+    return make_master(num_slots, "home", *options).start()
 
 
 @pytest.fixture
@@ -449,3 +458,77 @@ def test_wrong_pieces_are_refused(
     with pytest.raises(ApiError) as refused:
         master.client().interactive_link(experiment.id)
     assert (refused.value.status, refused.value.code) == (409, "not_interactive")
+
+
+@pytest.mark.parametrize("num_slots", [0])
+def test_task_on_a_node_is_opened_and_lost_with_it(
+    master: MasterProcess, start: Callable[..., Any], make_node: Callable[..., Any]
+) -> None:
+    node = make_node("box").start()
+    client = master.client()
+    deadline = time.monotonic() + 60
+    while not client.nodes():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    experiment = start("shell")
+    ready(client, experiment)
+    with client.connect_to_task(experiment.id) as stream:
+        stream.sendall(typed("echo there-$((6*7))\n"))
+        assert b"there-42" in frames(stream, lambda out, _: b"there-42" in out)[0]
+        # As if its power went: nobody says a last word.
+        node.close()
+        experiment.wait(120)
+        assert frames(stream, lambda *_: False)[1] == []
+    assert experiment.data.state.value == "ERROR"
+    assert "The task was lost" in trial_of(experiment).data.error
+    assert len(trial_of(experiment).data.attempts) == 1
+
+
+def test_quota_holds_for_tasks(master: MasterProcess, start: Callable[..., Any]) -> None:
+    client = master.client()
+    client.set_quota(user="admin", max_slots=1)
+    first, second = start("shell"), start("shell")
+    ready(client, first)
+    (waiting,) = client.queue()
+    assert waiting.experiment_id == second.id
+    assert "quota" in waiting.detail
+    command = [sys.executable, "-m", "paceline.cli", "open", str(first.id), "--json"]
+    environment = {**os.environ, "PACELINE_HOME": str(master.home)}
+    # Without a terminal the shell reads what is sent, and its end.
+    used = subprocess.run(
+        command, env=environment, input="exit 4\n", capture_output=True, text=True, check=False
+    )
+    assert used.returncode == 4, used.stderr
+    told = {"experiment_id": first.id, "kind": "shell", "url": None, "exit_code": 4}
+    assert json.loads(used.stdout) == told
+    # Its slot is the next one's.
+    ready(client, second)
+    second.kill()
+    second.wait(60)
+
+
+@pytest.mark.parametrize("num_slots", [0])
+def test_notebook_is_refused_where_no_node_has_jupyterlab(
+    master: MasterProcess, start: Callable[..., Any]
+) -> None:
+    facts = {
+        "name": "bare", "key": "k", "version": client_version(), "protocol": 1,
+        "python": "python3", "python_version": "3.11.7", "devices": ["cpu"], "device_kind": "CPU",
+        "num_cores": 1, "memory_bytes": 1, "packages": ["tensorboard"],
+    }  # fmt: skip
+    client = master.client()
+    client._session.send("POST", "nodes", content=json.dumps(facts).encode())
+    with pytest.raises(ApiError, match="pip install jupyterlab") as refused:
+        start("notebook")
+    assert refused.value.code == "not_installed"
+    # One with an interpreter of its own may have it.
+    start("notebook", environment={"python": "/usr/bin/python3"}).kill()
+    start("tensorboard").kill()
+    with pytest.raises(ApiError, match="must be at most 1 for a shell"):
+        start("shell", resources={"slots_per_trial": 2})
+
+
+def client_version() -> str:
+    import paceline
+
+    return paceline.__version__

@@ -233,30 +233,19 @@ def list_experiments(
         filters = {"labels": labels or (), "where": where, "owner": owner, "project": project}
         filters["query"] = query
         found = _listed(client, state, limit, "only" if archived else "no", filters)
-    # Lists of training alone, as most are, need no word for it.
-    has_kinds = any(e.kind != "training" for e in found)
     print_list(
         found,
-        [
-            "ID",
-            "Name",
-            *(["Kind"] if has_kinds else []),
-            "State",
-            "Progress",
-            "Trials",
-            "Best metric",
-            "Created",
-        ],
+        ["ID", "Name", "State", "Progress", "Trials", "Best metric", "Created", "Kind"],
         [
             (
                 e.id,
                 e.name,
-                *([e.kind] if has_kinds else []),
                 state_text(experiment_word(e)),
                 progress_text(e),
                 e.num_trials,
                 e.best_metric,
                 Age(e.created_at),
+                e.kind,
             )
             for e in found
         ],

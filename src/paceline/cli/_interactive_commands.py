@@ -189,9 +189,14 @@ def _start(wish: _Wish, *, is_detached: bool, port: int = 0) -> None:
 
 
 def _print_task(
-    experiment: "Experiment", kind: str, url: str | None, text: str, code: int | None = None
+    experiment: "Experiment | None",
+    kind: str,
+    url: str | None,
+    text: str,
+    code: int | None = None,
 ) -> None:
-    document = {"experiment_id": experiment.id, "kind": kind, "url": url, "exit_code": code}
+    number = None if experiment is None else experiment.id
+    document = {"experiment_id": number, "kind": kind, "url": url, "exit_code": code}
     print_answer(document, text)
 
 
@@ -445,4 +450,8 @@ def _serve_here(places: dict[str, str], port: int) -> None:
             " is not there. Hint: trials write them with `tensorboard_mode`; `--slots 1` shows what"
             " a runner sees."
         )
-    raise typer.Exit(serve_tensorboard(seen, port=port))
+
+    def tell(url: str) -> None:
+        _print_task(None, "tensorboard", url, f"Open {url}\nCtrl-C ends it.")
+
+    raise typer.Exit(serve_tensorboard(seen, port=port, tell=tell))

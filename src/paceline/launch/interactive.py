@@ -18,7 +18,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,13 +86,20 @@ def missing_text(kind: str) -> str:
     )
 
 
-def serve_tensorboard(places: Sequence[str], *, socket_place: str = "", port: int = 0) -> int:
+def serve_tensorboard(
+    places: Sequence[str],
+    *,
+    socket_place: str = "",
+    port: int = 0,
+    tell: Callable[[str], object] = print,
+) -> int:
     """Serve TensorBoard until it is ended.
 
     Args:
         places: The log directories, as NAME=PATH.
         socket_place: The Unix socket to listen on; without one, a port of loopback.
         port: The port; 0 for a free one.
+        tell: Gets its URL.
     """
     # Its modules take seconds to load.
     from tensorboard import default, program
@@ -106,7 +113,8 @@ def serve_tensorboard(places: Sequence[str], *, socket_place: str = "", port: in
     options = ["--host", host, "--port", str(port), "--load_fast=false"]
     board.configure(["tensorboard", *_log_options(places), *options])
     try:
-        print(f"TensorBoard answers at {board.launch()}", flush=True)
+        tell(board.launch())
+        sys.stdout.flush()
     except program.TensorBoardServerException as error:
         print(error.msg, file=sys.stderr)
         return 1

@@ -309,7 +309,8 @@ class AttemptRun:
 
     def _end(self, exit_: WorkerExit, kill_reason: ExitReason | None) -> AttemptEnd:
         if self._task is not None and self._task.end_reason is not None and kill_reason is None:
-            return make_attempt_end(ExitReason.EXITED, code=0, detail=self._task.end_reason)
+            code = 0 if self._task.is_ready else 1
+            return make_attempt_end(ExitReason.EXITED, code=code, detail=self._task.end_reason)
         if exit_.signal == signal.SIGTERM or (kill_reason is not None and _is_ours(exit_)):
             finish = read_attempt_finish(self._directory.run)
             if finish is not None and finish.outcome in _OUTCOMES_THAT_COUNT[kill_reason]:

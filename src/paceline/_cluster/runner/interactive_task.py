@@ -68,7 +68,7 @@ class InteractiveTask:
         self._socket_path = run.path / SOCKET_NAME
         self._link = link
         self.token = secrets.token_urlsafe(24)
-        self._is_ready = False
+        self.is_ready = False
         self._is_over = threading.Event()
         self._served: dict[str, threading.Thread] = {}
         self._used_at = time.monotonic()
@@ -101,10 +101,10 @@ class InteractiveTask:
     def _serve(self) -> None:
         version, backoff = -1, MasterBackoff()
         while not self._is_over.is_set():
-            if not self._is_ready and self._listens():
+            if not self.is_ready and self._listens():
                 # Nobody could use it before.
                 self._note_use()
-                self._is_ready = True
+                self.is_ready = True
             try:
                 found = self._ask(version)
                 backoff.reset()
@@ -119,21 +119,21 @@ class InteractiveTask:
                 continue
             version = found.version
             self._served = {name: one for name, one in self._served.items() if name in found.names}
-            for name in found.names if self._is_ready else ():
+            for name in found.names if self.is_ready else ():
                 if name not in self._served:
                     thread = threading.Thread(
                         target=self._pass_on, args=(name,), name="stream", daemon=True
                     )
                     self._served[name] = thread
                     thread.start()
-            if not self._is_ready:
+            if not self.is_ready:
                 self._is_over.wait(_READY_POLL_S)
 
     def _ask(self, version: int) -> StreamNames:
         link = f"/lab?token={self.token}" if self._kind == "notebook" else "/"
-        wait_s = _WAIT_S if self._is_ready else 0.0
-        after = version if self._is_ready else -1
-        poll = StreamPoll(link=link, is_ready=self._is_ready, after=after, wait_s=wait_s)
+        wait_s = _WAIT_S if self.is_ready else 0.0
+        after = version if self.is_ready else -1
+        poll = StreamPoll(link=link, is_ready=self.is_ready, after=after, wait_s=wait_s)
         reply = self._link.post(self._path, encode(poll), timeout_s=wait_s + _SLACK_S)
         return msgspec.json.decode(reply, type=StreamNames)
 
@@ -169,8 +169,8 @@ class InteractiveTask:
                 self._signs = signs
                 self._note_use()
             limit_s, what = self._idle_timeout_s, "idle for"
-            if not self._is_ready:
-                limit_s, what = max(limit_s, _START_S), "not ready after"
+            if not self.is_ready:
+                limit_s, what = max(limit_s, _START_S), "it did not listen within"
             if time.monotonic() - self._used_at > limit_s:
                 self.end_reason = f"{what} {format_duration(limit_s)}"
                 logger.info("The task ends: %s.", self.end_reason)

@@ -118,6 +118,9 @@ FOREIGN = record(
     detail=str,
 )  # fmt: skip
 RANK = record("RankDifferences", num_differences=int, first_difference=FOREIGN | None)
+TASK = record(
+    "InteractiveTask", experiment_id=int | None, kind=str, url=str | None, exit_code=int | None
+)
 ROW = record("PreviewRow", num_trials=int, length=int | None)
 BRACKET = record("PreviewBracket", num_trials=int, rungs=list[int])
 PREVIEW = record(
@@ -218,6 +221,7 @@ COMMANDS: dict[str, Any] = {
     "user role": record(
         "UserRole", user=str, project=str, role=str | None, is_admin=bool | None
     ),
+    **dict.fromkeys(("notebook", "open", "shell", "tensorboard"), TASK),
     "sync": list[SYNCED],
     "import": record(
         "Import", kind=str, into=str, runs=list[IMPORTED], problems=list[str]
@@ -401,6 +405,7 @@ WORDS = {
         ("Trials", "num_trials", "data.num_trials", "Trials"),
         ("Best metric", "best_metric", "best_metric", "Best"),
         ("Created", "created_at", "data.created_at", "Created"),
+        ("Kind", "kind", "data.kind", "-"),
     ],
     "trial": [
         ("Trial", "id", "id", "Trial"),

@@ -202,8 +202,11 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("status")["num_slots"] == 2
     assert not run("up", "--detach")["is_new"]
     assert run("notify list") == []
-    # Its test has a receiver.
-    seen |= {"notify test", "runner drain", "runner resume", "sync"}
+    for kind in ("notebook", "shell"):
+        assert run(kind, "--detach")["kind"] == kind
+    assert run("tensorboard", one, "--slots", 1, "--detach")["url"] is None
+    # Their tests have a receiver, and a task that runs.
+    seen |= {"notify test", "open", "runner drain", "runner resume", "sync"}
     assert seen == ALL - OFFLINE
     for words, thing in (
         (("e", "list"), "experiment"),

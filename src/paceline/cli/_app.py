@@ -17,6 +17,7 @@ from paceline.cli._console_output import print_answer, print_list
 from paceline.cli._create_command import init, preview_search, simulate_search
 from paceline.cli._experiment_commands import experiment_app
 from paceline.cli._export_commands import export_runs, import_store
+from paceline.cli._interactive_commands import notebook, open_task, shell, tensorboard
 from paceline.cli._master_commands import down, status, up
 from paceline.cli._mcp_command import mcp
 from paceline.cli._model_commands import model_app
@@ -166,6 +167,10 @@ app.command("login")(login)
 app.command("down")(down)
 app.command("preview-search")(preview_search)
 app.command("simulate-search")(simulate_search)
+app.command("notebook")(notebook)
+app.command("shell")(shell)
+app.command("tensorboard")(tensorboard)
+app.command("open")(open_task)
 app.command("sync")(sync)
 app.command("import")(import_store)
 app.command("export")(export_runs)

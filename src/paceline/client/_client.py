@@ -20,6 +20,7 @@ from paceline.client._http_session import (
     checked_key,
     home_directory,
 )
+from paceline.client._interactive_streams import InteractiveClient
 from paceline.client._model_registry import Checkpoint, RegistryClient
 from paceline.client._projects_and_rules import ProjectClient, load_given_config
 
@@ -315,7 +316,7 @@ class ClusterClient:
         self._session.send("POST", path, body=models.DrainNode(finish=finish))
 
 
-class Client(ClusterClient, BulkClient, ProjectClient, RegistryClient):
+class Client(ClusterClient, BulkClient, ProjectClient, RegistryClient, InteractiveClient):
     """Connection to a master.
 
     Args:

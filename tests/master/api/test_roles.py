@@ -97,6 +97,11 @@ CHANGED = [
     "POST /trials/{trial_id}/kill", "POST /trials/{trial_id}/stop", "PUT /runs/{run_id}",
     "PUT /runs/{run_id}/files/{path:path}", "POST /runs/{run_id}/records",
     "DELETE /checkpoints/{uuid}", "DELETE /experiments/{experiment_id}",
+    # Beyond this role, only the owner opens a task.
+    "POST /experiments/{experiment_id}/link",
+    "DELETE /experiments/{experiment_id}/streams/{stream}",
+    "GET /experiments/{experiment_id}/streams/{stream}",
+    "PUT /experiments/{experiment_id}/streams/{stream}",
 ]  # fmt: skip
 # A viewer may, but has no project for the copy.
 COPIED = ["POST /experiments/{experiment_id}/fork", "POST /trials/{trial_id}/continue"]
@@ -121,6 +126,8 @@ ADMINS = [
     "POST /attempts/{attempt_id}/logs", "POST /attempts/{attempt_id}/records",
     "PUT /attempts/{attempt_id}/checkpoints/{uuid}/pieces",
     "PUT /attempts/{attempt_id}/files/{path:path}",
+    "DELETE /attempts/{attempt_id}/streams/{stream}", "GET /attempts/{attempt_id}/streams/{stream}",
+    "POST /attempts/{attempt_id}/streams", "PUT /attempts/{attempt_id}/streams/{stream}",
 ]  # fmt: skip
 # Of other users: only administrators.
 OTHERS = ["DELETE /tokens/{token_id}", "PUT /users/{name}/password"]
@@ -213,7 +220,7 @@ def sent(lab: Any, role: str, route: str, **more: Any) -> httpx2.Response:
         "experiment_id": "1", "trial_id": "1", "uuid": UUID, "digest": DIGEST, "run_id": RUN,
         "path:path": "f", "action": "pause", "token_id": "1", "project": "lab", "name": "admin",
         "slot": "0", "node_id": "1", "attempt_id": "1", "kind": "user", "reservation_id": "1",
-        "ask_id": "none",
+        "ask_id": "none", "stream": "ab" * 16,
     }  # fmt: skip
     if path.startswith("/config-rules/"):
         given["kind"] = "template"

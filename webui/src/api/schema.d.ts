@@ -160,6 +160,102 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/experiments/{experiment_id}/link": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Ask For Link
+         * @description Return what opens an interactive task of the sender; waits until the task listens.
+         */
+        post: operations["ask_for_link_api_v1_experiments__experiment_id__link_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/experiments/{experiment_id}/streams/{stream}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Stream
+         * @description Read what an interactive task sends; the first request opens the stream.
+         */
+        get: operations["read_stream_api_v1_experiments__experiment_id__streams__stream__get"];
+        /**
+         * Write Stream
+         * @description Send bytes to an interactive task; the answer says how many were taken altogether.
+         */
+        put: operations["write_stream_api_v1_experiments__experiment_id__streams__stream__put"];
+        post?: never;
+        /**
+         * Close Stream
+         * @description Close a stream to an interactive task.
+         */
+        delete: operations["close_stream_api_v1_experiments__experiment_id__streams__stream__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/attempts/{attempt_id}/streams": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Poll Streams
+         * @description List the streams that the runner of an interactive task is to serve; waits for news.
+         */
+        post: operations["poll_streams_api_v1_attempts__attempt_id__streams_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/attempts/{attempt_id}/streams/{stream}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Stream At Task
+         * @description Read what the user of an interactive task sends.
+         */
+        get: operations["read_stream_at_task_api_v1_attempts__attempt_id__streams__stream__get"];
+        /**
+         * Write Stream At Task
+         * @description Send bytes to the user of an interactive task.
+         */
+        put: operations["write_stream_at_task_api_v1_attempts__attempt_id__streams__stream__put"];
+        post?: never;
+        /**
+         * Close Stream At Task
+         * @description Close a stream, as the task did.
+         */
+        delete: operations["close_stream_at_task_api_v1_attempts__attempt_id__streams__stream__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/nodes": {
         parameters: {
             query?: never;
@@ -3042,7 +3138,8 @@ export interface components {
          *     `values` has the columns that a list was asked for, `notes`, `notes_version` and `limits` for a
          *     single experiment only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says
          *     whether its search has rungs to show. `is_unmeasured` says that its search has ended because no
-         *     trial reported a finite value of the searched metric.
+         *     trial reported a finite value of the searched metric. `kind` is that of an interactive task, or
+         *     `training`.
          */
         Experiment: {
             /** Id */
@@ -3060,6 +3157,11 @@ export interface components {
             created_at: number;
             /** Ended At */
             ended_at: number | null;
+            /**
+             * Kind
+             * @default training
+             */
+            kind?: string;
             /** Searcher */
             searcher: string;
             /** Metric */
@@ -3382,6 +3484,18 @@ export interface components {
             num_trials: number;
             /** Is Sampled */
             is_sampled: boolean;
+        };
+        /**
+         * InteractiveLink
+         * @description What opens an interactive task; `path` is null until the task listens.
+         *
+         *     The path has the secret of the task, for its owner alone.
+         */
+        InteractiveLink: {
+            /** Kind */
+            kind: string;
+            /** Path */
+            path: string | null;
         };
         /**
          * LinkTarget
@@ -5665,6 +5779,294 @@ export interface operations {
                 content: {
                     "application/json": unknown;
                 };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    ask_for_link_api_v1_experiments__experiment_id__link_post: {
+        parameters: {
+            query?: {
+                wait_s?: number;
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["InteractiveLink"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_stream_api_v1_experiments__experiment_id__streams__stream__get: {
+        parameters: {
+            query: {
+                /** @description How many bytes came before. */
+                offset: number;
+                wait_s?: number;
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+                /** @description Chosen by the user's side. */
+                stream: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    write_stream_api_v1_experiments__experiment_id__streams__stream__put: {
+        parameters: {
+            query: {
+                /** @description How many bytes came before. */
+                offset: number;
+                wait_s?: number;
+                is_end?: boolean;
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+                /** @description Chosen by the user's side. */
+                stream: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/octet-stream": unknown;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    close_stream_api_v1_experiments__experiment_id__streams__stream__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+                /** @description Chosen by the user's side. */
+                stream: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    poll_streams_api_v1_attempts__attempt_id__streams_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                attempt_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/json": Record<string, never>;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_stream_at_task_api_v1_attempts__attempt_id__streams__stream__get: {
+        parameters: {
+            query: {
+                /** @description How many bytes came before. */
+                offset: number;
+                wait_s?: number;
+            };
+            header?: never;
+            path: {
+                attempt_id: number;
+                /** @description Chosen by the user's side. */
+                stream: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    write_stream_at_task_api_v1_attempts__attempt_id__streams__stream__put: {
+        parameters: {
+            query: {
+                /** @description How many bytes came before. */
+                offset: number;
+                wait_s?: number;
+                is_end?: boolean;
+            };
+            header?: never;
+            path: {
+                attempt_id: number;
+                /** @description Chosen by the user's side. */
+                stream: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/octet-stream": unknown;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    close_stream_at_task_api_v1_attempts__attempt_id__streams__stream__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                attempt_id: number;
+                /** @description Chosen by the user's side. */
+                stream: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {

@@ -59,6 +59,7 @@ from paceline._cluster.master.store.experiment_list import EncodingCache, NameCa
 from paceline._cluster.master.store.quotas import note_use_of_month
 from paceline._cluster.master.store.run_files import FileContents
 from paceline._cluster.master.store.trial_logs import LogStore
+from paceline._cluster.master.streams import Streams
 from paceline._cluster.master.upkeep.recovery_records import Recorder
 from paceline._cluster.master.users import AuditLog, Users
 from paceline._cluster.master.waiting import WaitingRequests, Wakeups
@@ -312,6 +313,7 @@ class Master:
             address,
         )
         self.database.on_commit(self._on_commit)
+        self.streams = Streams()
         self.is_closing = False
 
     def _launch_sources(self) -> LaunchSources:

@@ -482,6 +482,7 @@ class _Server(uvicorn.Server):
         self._master.controls.notify_all()
         self._master.nodes.presence.polls.notify_all()
         self._master.sampler_answers.waiting.notify_all()
+        self._master.streams.close()
         self.should_exit = True
 
 

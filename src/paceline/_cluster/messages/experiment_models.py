@@ -382,7 +382,8 @@ class Experiment(Message):
     `values` has the columns that a list was asked for, `notes`, `notes_version` and `limits` for a
     single experiment only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says
     whether its search has rungs to show. `is_unmeasured` says that its search has ended because no
-    trial reported a finite value of the searched metric.
+    trial reported a finite value of the searched metric. `kind` is that of an interactive task, or
+    `training`.
     """
 
     id: int
@@ -393,6 +394,7 @@ class Experiment(Message):
     progress: float
     created_at: float
     ended_at: float | None
+    kind: str = "training"
     searcher: str
     metric: str
     smaller_is_better: bool

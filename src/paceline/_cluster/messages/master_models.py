@@ -37,6 +37,16 @@ class MasterInfo(Message):
     events_after: int | None = None
 
 
+class InteractiveLink(Message):
+    """What opens an interactive task; `path` is null until the task listens.
+
+    The path has the secret of the task, for its owner alone.
+    """
+
+    kind: str
+    path: str | None
+
+
 # A runner that still holds on so long after the order to kill is killed itself; a master that
 # stops waits so long for them.
 RUNNER_GRACE_S = 30.0

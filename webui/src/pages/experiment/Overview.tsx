@@ -20,7 +20,13 @@ import { lineStyle, scaleColor } from "../../charts/palette";
 import { chartable, chosenX, lastStep, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
 import { flatten } from "../../lib/flatten";
 import { formatNumber, formatValue, plural, toNumber } from "../../lib/numbers";
-import { isTerminal, shownMetric, shownProgress } from "../../lib/states";
+import {
+  interactiveKind,
+  isTerminal,
+  shownMetric,
+  shownProgress,
+  workWord,
+} from "../../lib/states";
 import { TrialTable } from "./TrialTable";
 
 const MOST_CURVES = 100;
@@ -87,7 +93,14 @@ function Summary({ experiment, trials, total }: PartsProps) {
               ? `${plural(experiment.num_trials, "trial")}, ${experiment.num_running} running`
               : plural(experiment.num_trials, "trial"),
           ],
-          ...(experiment.is_unmanaged ? [] : [["Search", experiment.searcher] as const]),
+          ...(experiment.is_unmanaged
+            ? []
+            : [
+                [
+                  interactiveKind(experiment) === null ? "Search" : "Kind",
+                  workWord(experiment, ""),
+                ] as const,
+              ]),
           ...(experiment.limits ?? []).map(
             (limit) => [LIMITS[limit.name] ?? limit.name, usedOf(limit)] as const,
           ),

@@ -60,6 +60,7 @@ from paceline._cluster.master.api.requests_and_answers import (
     sending_security_headers,
 )
 from paceline._cluster.master.api.route_scopes import PREFIX, ApiRouter, Scopes
+from paceline._cluster.master.api.stream_routes import stream_router
 from paceline._cluster.master.api.trial_and_series_routes import (
     series_csv_router,
     series_router,
@@ -161,6 +162,7 @@ _ROUTERS = (
     # Runners ask most, and a route is looked for from the first one on.
     attempt_router,
     transfer_router,
+    stream_router,
     node_router,
     pool_router,
     queue_router,

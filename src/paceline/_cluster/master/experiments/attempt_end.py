@@ -213,6 +213,8 @@ def _end_facts(
         has_stored=_has_stored(transaction, attempt),
         text=describe_attempt_end(end, error),
         no_retry=log_hit(attempt, "no_retry"),
+        is_interactive=config.interactive is not None,
+        detail=end.detail,
     )
 
 

@@ -130,6 +130,15 @@ def test_copies_meet_the_policy_of_the_project_they_come_into(lab: Any, add: Any
     whole = {"config": {**MEETS, "labels": []}, "replaces_config": True}
     refused(ada.post(fork, json=whole), "`labels`")
     assert ada.post(fork, json={"config": {}}).status_code == 201
+    # Whoever may change the project copies within it, also an administrator with others.
+    refused(lab.http.post(fork, json={"config": {"resources": {"max_slots": 8}}}), "at most 4")
+    copied = lab.http.post(fork, json={"config": {}}).json()
+    assert (copied["project"], copied["owner"]) == ("lab", "admin")
+    # A viewer's copy is in a project of the viewer's, under its policies.
+    bob = add("bob", role="editor")
+    lab.http.put("/projects/lab/members/bob", json={"role": "viewer"})
+    taken = bob.post(fork, json={"config": {"resources": {"max_slots": 8}}}).json()
+    assert (taken["project"], taken["owner"]) == ("Default", "bob")
     trial = lab.http.get(f"/experiments/{number}/trials").json()["items"][0]["id"]
     body = {"config": {"resources": {"priority": 1, "max_slots": 2}}}
     refused(ada.post(f"/trials/{trial}/continue", json=body), "`resources.priority`")
@@ -337,7 +346,7 @@ def test_a_project_is_deleted_when_it_is_empty(lab: Any, add: Any) -> None:
     assert lab.attempt(1, "records", batches=[]).status_code == 200
     reply = lab.http.delete("/projects/lab")
     assert (reply.status_code, reply.json()["code"]) == (409, "project_in_use")
-    assert "has 1 experiments. Hint: `paceline e move" in reply.json()["detail"]
+    assert "has 1 experiment. Hint: `paceline e move" in reply.json()["detail"]
     # Its trial runs on, also while it moves.
     assert lab.http.get(f"/experiments/{number}").json()["shown_state"] == "RUNNING"
     assert lab.http.delete("/projects/Default").status_code == 409

@@ -147,7 +147,8 @@ def _preview_lines(action: str, preview: "BulkPreview") -> list[str]:
     if action == "delete":
         num = preview.num_checkpoints
         size = format_bytes(preview.checkpoint_bytes)
-        freed += f" and {num} checkpoint{'s' * (num != 1)} ({size} freed)"
+        files = f" and {format_bytes(preview.file_bytes)} of files" if preview.file_bytes else ""
+        freed += f" and {num} checkpoint{'s' * (num != 1)} ({size}{files} freed)"
     lines = [f"{action}: {_number_text(number)}{freed}."]
     if number:
         shown = zip(preview.names, preview.experiment_ids[:_NAMED], strict=False)

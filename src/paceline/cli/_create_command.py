@@ -18,7 +18,6 @@ from paceline.cli._console_output import (
     num_trials_text,
     print_answer,
     print_json,
-    print_note,
     print_table,
     print_warning,
 )
@@ -34,6 +33,7 @@ from paceline.cli._options_and_errors import (
     RequestKey,
     connect,
 )
+from paceline.cli._rule_commands import check_early, code_directory, resolve_dry_run
 
 if TYPE_CHECKING:
     from paceline.client._experiment_and_trial import Experiment
@@ -95,14 +95,14 @@ def create(
 
     _check_local_options(is_local=local, is_test=test, is_resumed=resume is not None)
     if dry_run:
-        checked, filled = _resolve_dry_run(config, overrides, project, template)
-        _print_dry_run(checked, filled, _code_directory(checked, config, directory))
+        checked, filled = resolve_dry_run(config, overrides, project, template)
+        _print_dry_run(checked, filled, code_directory(checked, config, directory))
         return
     if local:
         checked = load_config(config, overrides)
         for warning in checked.warnings:
             print_warning(warning)
-        directory = _code_directory(checked, config, directory)
+        directory = code_directory(checked, config, directory)
         from paceline.cli._run_command import run_locally
 
         given = {"--paused": paused, "--json": json, "--start-master": start_master, "--key": key,
@@ -114,58 +114,19 @@ def create(
         command = ["paceline", "e", "create", *words]
         raise typer.Exit(run_locally(checked, place, command, resume=resume, is_test=test))
 
-    _check_early(config, overrides)
+    check_early(config, overrides)
     with connect() as client:
         with _master_to_submit_to(start_master):
             checked = client.resolve_config(config, overrides, project=project, template=template)
             for warning in checked.warnings:
                 print_warning(warning)
-            directory = _code_directory(checked, config, directory)
+            directory = code_directory(checked, config, directory)
             submitted = config.read_text(encoding="utf-8")
             before = newest_before(client, key)
             send = partial(client.create_experiment, key=key, project=project, template=template)
             experiment = _submit_experiment(send, checked, submitted, directory, paused)
         text = f"{created_text(experiment, before)}."
         print_created(experiment, client, text, is_followed=follow, all_logs=logs)
-
-
-def _check_early(config: Path, overrides: Sequence[str]) -> None:
-    """Refuse a wrong config before a master is asked, which may have what is missing in it."""
-    from paceline.config._fields_and_problems import MISSING, ConfigError
-    from paceline.config._validate_config import load_config
-
-    try:
-        load_config(config, overrides)
-    except ConfigError as error:
-        if any(problem.value is not MISSING for problem in error.problems):
-            raise
-
-
-def _code_directory(
-    checked: "ExperimentConfig", config: Path, directory: Path | None
-) -> Path | None:
-    if directory is None and checked.environment.working_dir is None:
-        return config.parent
-    return directory
-
-
-def _resolve_dry_run(
-    config: Path, overrides: Sequence[str], project: str | None, template: str | None
-) -> "tuple[ExperimentConfig, dict[str, str]]":
-    """Return a config as the master would have it, and what it fills in; alone without a master."""
-    from paceline.client._http_session import MasterUnreachableError
-    from paceline.config._validate_config import load_config
-
-    try:
-        with connect() as client:
-            of = {"project": project, "template": template}
-            checked = client.resolve_config(config, overrides, **of)
-            return checked, client.filled_fields(config, overrides, **of)
-    except MasterUnreachableError:
-        if project is not None or template is not None:
-            raise
-        print_note("No master was asked: its templates and policies are not in this.")
-    return load_config(config, overrides), {}
 
 
 def _check_local_options(*, is_local: bool, is_test: bool, is_resumed: bool) -> None:

@@ -1,16 +1,24 @@
-"""Commands `paceline template`, `policy` and `storage`: rules for configs, and storages."""
+"""Commands `paceline template`, `policy` and `storage`, and configs under these rules."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli._console_output import format_bytes, format_moment, print_answer, print_list
+from paceline.cli._console_output import (
+    format_bytes,
+    format_moment,
+    print_answer,
+    print_list,
+    print_note,
+)
 from paceline.cli._options_and_errors import CommandError, CommandGroup, connect
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.master_models import ConfigRule, Storage
     from paceline.client._client import Client
+    from paceline.config._experiment_config import ExperimentConfig
 
 template_app = CommandGroup(help="Manage templates: fields that configs of experiments leave open.")
 policy_app = CommandGroup(help="Manage policies: conditions that configs of experiments must meet.")
@@ -154,6 +162,46 @@ def _rule(client: "Client", kind: Kind, name: str, project: str | None) -> "Conf
             " list` shows those that are."
         )
     return found
+
+
+def check_early(config: Path, overrides: Sequence[str]) -> None:
+    """Refuse a wrong config before a master is asked, which may have what is missing in it."""
+    from paceline.config._fields_and_problems import MISSING, ConfigError
+    from paceline.config._validate_config import load_config
+
+    try:
+        load_config(config, overrides)
+    except ConfigError as error:
+        if any(problem.value is not MISSING for problem in error.problems):
+            raise
+
+
+def code_directory(
+    checked: "ExperimentConfig", config: Path, directory: Path | None
+) -> Path | None:
+    """Return the directory of the code: that of the config if nothing names another place."""
+    if directory is None and checked.environment.working_dir is None:
+        return config.parent
+    return directory
+
+
+def resolve_dry_run(
+    config: Path, overrides: Sequence[str], project: str | None, template: str | None
+) -> "tuple[ExperimentConfig, dict[str, str]]":
+    """Return a config as the master would have it, and what it fills in; alone without a master."""
+    from paceline.client._http_session import MasterUnreachableError
+    from paceline.config._validate_config import load_config
+
+    try:
+        with connect() as client:
+            of = {"project": project, "template": template}
+            checked = client.resolve_config(config, overrides, **of)
+            return checked, client.filled_fields(config, overrides, **of)
+    except MasterUnreachableError:
+        if project is not None or template is not None:
+            raise
+        print_note("No master was asked: its templates and policies are not in this.")
+    return load_config(config, overrides), {}
 
 
 storage_app = CommandGroup(help="Show the storages of checkpoints.")

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from sqlalchemy import select
+from sqlalchemy import insert, select
 
 from paceline._cluster.master.experiments import deletions
 from paceline._cluster.master.store import tables
@@ -62,10 +62,14 @@ def preview(master: Any, **asked: Any) -> Any:
 
 
 def test_a_preview_tells_what_an_action_changes_frees_and_leaves(ended: Any) -> None:
+    row = {"trial_id": 1, "path": "f", "experiment_id": 1, "digest": "d", "size": 70,
+           "media_type": "text/plain", "created_at": 1.0}  # fmt: skip
+    stored = insert(tables.run_files).values(**row)
+    ended.core.database.write(lambda job: job.connection.execute(stored)).result()
     found = preview(ended, action="delete", query="created > -1d")
     assert found == {
         "num_matching": 4, "experiment_ids": [1], "names": ["old"], "num_trials": 2,
-        "num_checkpoints": 3, "checkpoint_bytes": 15, "num_unchanged": 0,
+        "num_checkpoints": 3, "checkpoint_bytes": 15, "num_unchanged": 0, "file_bytes": 70,
         "refused": [{"reason": "it must have ended", "number": 3, "experiment_ids": [4, 3, 2]}],
     }  # fmt: skip
     assert preview(ended, action="kill", query="name:o or name:b")["experiment_ids"] == [2]

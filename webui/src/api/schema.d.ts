@@ -2694,7 +2694,7 @@ export interface components {
          * @description Preview of an action on matching experiments; counts are of the changed ones.
          *
          *     `experiment_ids` are all of these, newest first, `names` those of the first 50. `num_unchanged`
-         *     are as the action would have them already.
+         *     are as the action would have them already. `file_bytes` are those of media and other files.
          */
         BulkPreview: {
             /** Num Matching */
@@ -2713,6 +2713,11 @@ export interface components {
             num_unchanged: number;
             /** Refused */
             refused: components["schemas"]["BulkRefusal"][];
+            /**
+             * File Bytes
+             * @default 0
+             */
+            file_bytes?: number;
         };
         /**
          * BulkRefusal

@@ -250,5 +250,6 @@ function namesOf({ names, experiment_ids: ids }: BulkPreview): string {
 
 function lossOf(shown: BulkPreview): string {
   const checkpoints = plural(shown.num_checkpoints, "checkpoint");
-  return `${plural(shown.num_trials, "trial")} and ${checkpoints} (${formatBytes(shown.checkpoint_bytes)}) in all`;
+  const files = shown.file_bytes ? `, ${formatBytes(shown.file_bytes)} of files` : "";
+  return `${plural(shown.num_trials, "trial")} and ${checkpoints} (${formatBytes(shown.checkpoint_bytes)})${files} in all`;
 }

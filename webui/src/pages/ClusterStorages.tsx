@@ -47,8 +47,8 @@ export function Storages() {
           <tbody>
             {storages.map((one) => (
               <tr key={one.storage}>
-                <td className="setting wrap-anywhere">{one.storage}</td>
-                <td className="wrap-anywhere">
+                <td className="setting wrap-anywhere" style={{ minWidth: "12rem" }}>{one.storage}</td>
+                <td className="wrap-anywhere" style={{ minWidth: "8rem" }}>
                   <State storage={one} />
                 </td>
                 <td className="number">

@@ -481,8 +481,9 @@ def _left_in_project(connection: Connection, number: int, name: str) -> str:
     experiments, documents = tables.experiments.c, tables.documents.c
     of_project = select(func.count()).where(experiments.project_id == number)
     if num_experiments := connection.scalar(of_project):
+        told = f"{num_experiments} experiment{'s' * (num_experiments != 1)}"
         return (
-            f"has {num_experiments} experiments. Hint: `paceline e move --query 'project ="
+            f"has {told}. Hint: `paceline e move --query 'project ="
             f' "{name}"\' --to OTHER` moves them, with those that run.'
         )
     others = select(func.count()).where(

@@ -641,7 +641,7 @@ class BulkPreview(Message):
     """Preview of an action on matching experiments; counts are of the changed ones.
 
     `experiment_ids` are all of these, newest first, `names` those of the first 50. `num_unchanged`
-    are as the action would have them already.
+    are as the action would have them already. `file_bytes` are those of media and other files.
     """
 
     num_matching: int
@@ -652,6 +652,7 @@ class BulkPreview(Message):
     checkpoint_bytes: int
     num_unchanged: int
     refused: list[BulkRefusal]
+    file_bytes: int = 0
 
 
 class CheckpointPreview(Message):

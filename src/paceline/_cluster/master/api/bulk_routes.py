@@ -45,7 +45,7 @@ from paceline._cluster.master.store.reach import (
     current_reach,
     note_object,
 )
-from paceline._cluster.master.store.row_ids_and_counts import experiment_counts
+from paceline._cluster.master.store.row_ids_and_counts import experiment_counts, file_bytes
 from paceline._cluster.messages.experiment_models import (
     BulkAction,
     BulkPreview,
@@ -121,6 +121,7 @@ def preview_action(
         checkpoint_bytes=sum(one.checkpoint_bytes for one in counts),
         num_unchanged=num_unchanged,
         refused=_told_refusals(refused),
+        file_bytes=file_bytes(connection, [row.id for row in changed]),
     )
 
 

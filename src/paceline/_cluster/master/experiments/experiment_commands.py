@@ -40,7 +40,12 @@ from paceline._cluster.master.home_directory import SecretStore, text_to_store
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.reach import check_object, current_project, note_object
+from paceline._cluster.master.store.reach import (
+    check_object,
+    copying_from,
+    current_project,
+    note_object,
+)
 from paceline._cluster.master.store.row_ids_and_counts import (
     insert_row,
     update_experiment,
@@ -331,16 +336,17 @@ class Commands:
         trial = self._changes.trial(connection, trial_id)
         parent = self._managed(transaction, trial.experiment_id)
         merged = continued_trial_config(parent, trial, overrides)
-        return self.create(
-            transaction,
-            merged,
-            submitted_config=None,
-            context_digest=context_digest or parent.context_digest,
-            activate=activate,
-            parent_trial_id=trial_id,
-            secrets_from=parent.id,
-            source=parent.source if context_digest is None else source,
-        )
+        with copying_from(parent.project_id):
+            return self.create(
+                transaction,
+                merged,
+                submitted_config=None,
+                context_digest=context_digest or parent.context_digest,
+                activate=activate,
+                parent_trial_id=trial_id,
+                secrets_from=parent.id,
+                source=parent.source if context_digest is None else source,
+            )
 
     def fork(
         self,
@@ -366,20 +372,21 @@ class Commands:
         """
         check_object(transaction.connection, "experiment_id", experiment_id)
         row = self._managed(transaction, experiment_id)
-        if replaces_config:
-            config = fill_new_config(transaction.connection, current_project(), config)
-        else:
-            config = merge_configs({**row.config, "name": f"{row.name} (fork)"}, config)
-        return self.create(
-            transaction,
-            validate_config(config),
-            submitted_config=submitted_config,
-            context_digest=context_digest or row.context_digest,
-            activate=activate,
-            forked_from=experiment_id,
-            secrets_from=experiment_id,
-            source=row.source if context_digest is None else source,
-        )
+        with copying_from(row.project_id):
+            if replaces_config:
+                config = fill_new_config(transaction.connection, current_project(), config)
+            else:
+                config = merge_configs({**row.config, "name": f"{row.name} (fork)"}, config)
+            return self.create(
+                transaction,
+                validate_config(config),
+                submitted_config=submitted_config,
+                context_digest=context_digest or row.context_digest,
+                activate=activate,
+                forked_from=experiment_id,
+                secrets_from=experiment_id,
+                source=row.source if context_digest is None else source,
+            )
 
     def continue_experiment(
         self,

@@ -17,7 +17,11 @@ from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StoragePendingError
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.store.row_ids_and_counts import CHECKPOINTS
+from paceline._cluster.master.store.row_ids_and_counts import (
+    CHECKPOINTS,
+    ids_parameter,
+    many_ids,
+)
 from paceline._cluster.messages.master_models import Storage, StorageUse
 from paceline._cluster.messages.states import CheckpointState, ExperimentState
 from paceline.config._checkpoint_storage_section import storage_root
@@ -73,6 +77,7 @@ class StorageHealth:
         self._changes = changes
         self._health: dict[str, _Health] = {}
         self._pending: set[str] = set()
+        self._places: dict[int, str] = {}
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="storage-health", daemon=True)
 
@@ -160,7 +165,6 @@ class StorageHealth:
 
     def _uses(self, connection: Connection) -> list[_Use]:
         experiments, counts, projects = tables.experiments.c, tables.counts.c, tables.projects.c
-        section = experiments.config["checkpoint_storage"].as_string().label("section")
         num_bytes = func.coalesce(func.sum(counts.num_bytes), 0).label("num_bytes")
         of_experiment = and_(
             counts.experiment_id == experiments.id,
@@ -169,7 +173,7 @@ class StorageHealth:
         )
         query = (
             select(
-                section, experiments.id, experiments.name, experiments.owner,
+                experiments.id, experiments.name, experiments.owner,
                 projects.name.label("project"), num_bytes,
             )
             .join(tables.projects, projects.id == experiments.project_id)
@@ -178,14 +182,17 @@ class StorageHealth:
             .group_by(experiments.id)
             .having(or_(num_bytes > 0, experiments.state.not_in(_OVER)))
         )  # fmt: skip
-        default = self._changes.default_storage
-        return [
-            _Use(
-                _place(row.section) or _canonical(default),
-                *(row.id, row.name, row.owner, row.project, row.num_bytes),
-            )
-            for row in connection.execute(query)
-        ]
+        rows = connection.execute(query).all()
+        self._learn_places(connection, [row.id for row in rows if row.id not in self._places])
+        return [_Use(self._places[row.id], *row) for row in rows if row.id in self._places]
+
+    def _learn_places(self, connection: Connection, ids: list[int]) -> None:
+        """Keep where experiments store: it never changes, and configs are slow to read."""
+        experiments, default = tables.experiments.c, _canonical(self._changes.default_storage)
+        section = experiments.config["checkpoint_storage"].as_string()
+        query = select(experiments.id, section).where(experiments.id.in_(many_ids()))
+        for number, text in connection.execute(query, ids_parameter(ids)):
+            self._places[number] = _place(text) or default
 
 
 def _probe(storage: str, *, has_checkpoints: bool) -> _Health:

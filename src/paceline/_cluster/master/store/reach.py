@@ -79,6 +79,18 @@ def creating_in(project: int | None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def copying_from(project: int) -> Iterator[None]:
+    """Have the code inside create where an experiment is, if the sender may change it there.
+
+    Its code and config are of that project, and so are the policies that they must meet.
+    """
+    reach = REACH.get()
+    may_change = reach is None or reach.changes is None or project in reach.changes
+    with creating_in(project if may_change else None):
+        yield
+
+
 def current_reach() -> Reach | None:
     """Return the reach of the request at work; None for the master's own threads."""
     return REACH.get()

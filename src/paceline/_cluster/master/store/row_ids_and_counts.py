@@ -317,6 +317,15 @@ def checkpoint_sizes(connection: Connection, ids: Iterable[int]) -> dict[int, tu
     return {row[0]: (row[1], row[2]) for row in connection.execute(query).all()}
 
 
+def file_bytes(connection: Connection, ids: Iterable[int]) -> int:
+    """Return the bytes of media and other files of some experiments."""
+    counts = tables.counts.c
+    query = select(func.coalesce(func.sum(counts.num_bytes), 0)).where(
+        counts.kind == FILES, counts.experiment_id.in_(many_ids())
+    )
+    return int(connection.execute(query, ids_parameter(ids)).scalar_one())
+
+
 class ExperimentCounts(NamedTuple):
     """Counts of an experiment's rows; deleted checkpoints do not count."""
 

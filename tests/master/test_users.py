@@ -69,6 +69,24 @@ def test_a_role_counts_from_the_moment_it_is_changed(master: Any, add: Any) -> N
     assert ada.get("/experiments").json() == {"items": [], "next_cursor": None, "total": 0}
 
 
+def test_status_says_who_asks_and_a_refusal_who_could_help(master: Any, add: Any) -> None:
+    reader = add("ada", "admin")
+
+    def told(client: Any) -> tuple[int, str, bool]:
+        found = client.get("/status").json()
+        return found["num_users"], found["user"], found["is_admin"]
+
+    assert told(master.http) == (2, "admin", True)
+    assert told(reader) == (2, "ada", False)
+    refused = reader.get("/audit")
+    assert refused.status_code == 403
+    # A token of another scope would not help.
+    assert "--scope" not in refused.text
+    assert "paceline user role ada --admin" in refused.json()["detail"]
+    master.http.delete("/users/ada")
+    assert told(master.http) == (1, "admin", True)
+
+
 def test_the_last_administrator_stays(master: Any, add: Any) -> None:
     for send in (
         lambda: master.http.delete("/users/admin"),

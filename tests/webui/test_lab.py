@@ -366,6 +366,26 @@ def test_the_cluster_shows_storages_and_whose_bytes_they_have(lab: Any, open_as:
     expect(row).to_contain_text("admin")
 
 
+def test_ones_own_experiments_are_shown_first(lab: Any, open_as: Any) -> None:
+    """The list begins with those of whoever looks; a switch shows all, and the address has it."""
+    token = lab.client.create_token("lists-of-ann", "admin", user="ann").secret
+    with Client(lab.url, token) as ann:
+        config = {"name": "of ann", "entrypoint": "x", "checkpoint_storage": "/tmp/none"}
+        searcher = {"name": "single", "metric": "loss"}
+        made = ann.create_experiment(config | {"searcher": searcher}, activate=False)
+    page = open_as("admin", "/experiments")
+    expect(page.get_by_role("link", name="trained")).to_be_visible()
+    expect(page.get_by_role("link", name="of ann")).to_have_count(0)
+    page.get_by_role("switch", name="Mine").uncheck()
+    expect(page.get_by_role("link", name="of ann")).to_be_visible()
+    page.reload()
+    expect(page.get_by_role("link", name="of ann")).to_be_visible()
+    page = open_as("ann", "/experiments")
+    expect(page.get_by_role("link", name="of ann")).to_be_visible()
+    expect(page.get_by_role("link", name="trained")).to_have_count(0)
+    lab.paceline("e", "kill", made.id)
+
+
 def test_a_token_of_a_user_cannot_do_what_the_pages_do_not_offer(lab: Any) -> None:
     """Routes behind the buttons, asked without them."""
     token = lab.client.create_token("of-bob", "admin", user="bob").secret

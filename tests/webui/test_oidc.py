@@ -57,10 +57,12 @@ def test_one_comes_back_to_the_page_that_was_wanted(lab: Any, open_page: Any) ->
 
 def test_who_is_refused_is_told_why_and_is_not_signed_in(lab: Any, open_page: Any) -> None:
     for person, told in (("9+eve", "no user for you"), ("9+admin", "is not linked to you")):
-        page = open_page(lab, "/", is_signed_in=False)
+        page = open_page(lab, "/models?a=%2F", is_signed_in=False)
         page.get_by_role("link", name="Sign in with The lab").click()
         sign_in_at_provider(page, person)
         expect(page.get_by_role("alert")).to_contain_text(told)
+        again = page.get_by_role("link", name="Sign in with The lab").get_attribute("href")
+        assert again == "/api/v1/oidc/sign-in?next=%2Fmodels%3Fa%3D%252F"
         expect(page.get_by_role("button", name="Sign in", exact=True)).to_be_visible()
         assert page.request.get("/api/v1/session").json()["owner"] is None
 
@@ -124,6 +126,9 @@ def test_pages_of_the_sign_in_are_usable_by_all(
     open_page: Any,
     find_problems: Callable[..., list[str]],
 ) -> None:
+    page = open_page(lab, "/sign-in?code=curl%20evil.example", is_signed_in=False)
+    expect(page.get_by_role("button", name="Sign in", exact=True)).to_be_visible()
+    expect(page.get_by_text("evil")).to_have_count(0)
     code = "x" * 43
     for path in ("/sign-in?problem=oidc_name_taken", f"/sign-in?code={code}", "/cluster"):
         page = open_page(lab, path, is_signed_in=False, viewport=viewport, color_scheme=theme)

@@ -246,6 +246,7 @@ def _print_description(
             ("Description", data.description or None),
             ("Labels", ", ".join(data.labels) or None),
             ("State", state_text(experiment_word(data))),
+            ("Owner", f"{data.owner}, in the project {data.project}"),
             ("Waits", waits),
             ("Problem", problems),
             ("Runs on", nodes),

@@ -391,6 +391,8 @@ def test_a_checkpoint_becomes_a_model_only_for_editors_of_its_project(lab: Any) 
         assert reply.status_code == 200, reply.text
         reply = client.post(f"{base}/model-versions/create", json=made)
         assert reply.status_code in status, f"{role} gets {reply.text}"
+    # The owner is the user, not the token.
+    assert reply.json()["model_version"]["user_id"] == "editor"
     # A copy of the version would keep it too.
     copy = {"name": "model of viewer", "source": "models:/model of editor/1"}
     reply = lab.clients["viewer"].post(f"{base}/model-versions/create", json=copy)
@@ -410,6 +412,16 @@ def test_the_audit_log_says_who_did_what_to_which_object(lab: Any) -> None:
         "of-editor", "POST /bulk-actions", 200,
     )  # fmt: skip
     assert newest["objects"] == ["experiment 1", "experiment 77"]
+    # What a body names is there, too: above all, for whom access was made.
+    for path, made, told in (
+        ("/users", {"name": "late"}, "user late"),
+        ("/projects", {"name": "late"}, "project late"),
+        ("/sign-in-links?user=late", None, "link for user late"),
+        ("/tokens", {"name": "t", "scope": "read", "user": "late"}, "token t of user late"),
+    ):
+        assert lab.http.post(path, json=made).status_code == 201
+        assert lab.http.get("/audit?user=admin").json()[0]["objects"] == [told]
+    lab.http.delete("/users/late")
     with pytest.raises(Exception, match="only added to"):
         lab.core.database.write(
             lambda transaction: transaction.connection.execute(tables.audit.delete())

@@ -3666,7 +3666,8 @@ export interface components {
          *     none were. `num_writes_waiting` changes wait for the database. `num_slow_requests` took at least
          *     `slow_request_s`, since the start. `sizes` has bytes by part of the home; directories are
          *     missing until they were measured. Each of `problems` is a sentence. `oidc_issuer` is the
-         *     provider by whom people sign in, if any.
+         *     provider by whom people sign in, if any. Of `num_users` users, `user` is asking, perhaps an
+         *     administrator.
          */
         MasterStatus: {
             /** Version */
@@ -3744,6 +3745,18 @@ export interface components {
             problems: string[];
             /** Oidc Issuer */
             oidc_issuer?: string | null;
+            /**
+             * Num Users
+             * @default 0
+             */
+            num_users?: number;
+            /** User */
+            user?: string | null;
+            /**
+             * Is Admin
+             * @default false
+             */
+            is_admin?: boolean;
         };
         /**
          * Media

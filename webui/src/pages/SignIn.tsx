@@ -120,7 +120,8 @@ export function SignInPage() {
   const navigate = useNavigate();
   const { next, problem, code } = useSearch({ from: "/sign-in" });
   const wanted = next?.startsWith("/") === true && !next.startsWith("//") ? next : "/";
-  if (code)
+  // Nobody must have a page of ours show what others want pasted into terminals.
+  if (code && /^[\w-]{43}$/.test(code))
     return (
       <Alone>
         <Text mb="xs">You are signed in. Copy this code to the terminal that asks for it:</Text>

@@ -71,7 +71,8 @@ class MasterStatus(MasterInfo):
     none were. `num_writes_waiting` changes wait for the database. `num_slow_requests` took at least
     `slow_request_s`, since the start. `sizes` has bytes by part of the home; directories are
     missing until they were measured. Each of `problems` is a sentence. `oidc_issuer` is the
-    provider by whom people sign in, if any.
+    provider by whom people sign in, if any. Of `num_users` users, `user` is asking, perhaps an
+    administrator.
     """
 
     experiments: dict[str, int]
@@ -92,6 +93,9 @@ class MasterStatus(MasterInfo):
     free_bytes: int
     problems: list[str]
     oidc_issuer: str | None = None
+    num_users: int = 0
+    user: str | None = None
+    is_admin: bool = False
 
 
 NodeState: TypeAlias = Literal["ready", "away", "left", "lost", "draining", "drained"]

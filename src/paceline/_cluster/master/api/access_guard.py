@@ -510,6 +510,14 @@ def _refuse_role(
 
 
 def _forbidden(identity: AccessIdentity, wanted: RouteScope) -> Response:
+    if (wanted, identity.scope) == (RouteScope.ADMIN, RouteScope.USER):
+        return problem(
+            403,
+            "scope_too_low",
+            f"The user must be an administrator of the master for that, but {identity.owner!r} is"
+            f" not. Hint: one can ask for it, or make you one: `paceline user role {identity.owner}"
+            " --admin`.",
+        )
     return problem(
         403,
         "scope_too_low",

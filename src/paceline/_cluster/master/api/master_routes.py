@@ -44,6 +44,7 @@ from paceline._cluster.master.master import (
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import num_slots_of, slots_by_node
+from paceline._cluster.master.store.reach import current_user
 from paceline._cluster.master.store.row_ids_and_counts import (
     ATTEMPTS,
     CHECKPOINTS,
@@ -380,6 +381,9 @@ def read_status(request: Request, master: MasterOf) -> MasterStatus:
         free_bytes=master.sizes.free_bytes(),
         problems=_status_problems(master, found),
         oidc_issuer=None if master.oidc is None else master.oidc.settings.issuer,
+        num_users=sum(one.is_active for one in master.users.all()),
+        user=current_user(),
+        is_admin=master.users.is_admin(current_user()),
     )
 
 

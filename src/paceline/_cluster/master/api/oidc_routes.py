@@ -6,7 +6,7 @@ import hmac
 import logging
 import re
 from typing import Annotated, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from fastapi import Query, Request, Response
 from fastapi.responses import PlainTextResponse, RedirectResponse
@@ -79,7 +79,7 @@ async def begin_oidc_sign_in(
     try:
         url, flow, sealed = await provider.begin(f"{base}{_CALLBACK}", path, challenge)
     except OidcError as error:
-        return _refusal(request, error, base)
+        return _refusal(request, error, base, path)
     reply, options = RedirectResponse(url, 303), _cookie_options(base)
     begun = re.findall(rf"{cookie_name(master)}_oidc_\w+".encode(), cookies_of(request))
     for name in begun if len(begun) >= _MAX_BEGUN else ():
@@ -101,11 +101,11 @@ async def finish_oidc_sign_in(
     provider = _provider_of(master)
     name = _flow_cookie(master, state)
     sealed = find_cookie(cookies_of(request), name.encode())
-    base = (provider.settings.url or "").rstrip("/")
+    base, wanted = (provider.settings.url or "").rstrip("/"), "/"
     person: OidcPerson | None = None
     try:
         flow = provider.take_flow(state, sealed or "")
-        base = flow.redirect_uri.removesuffix(_CALLBACK)
+        base, wanted = flow.redirect_uri.removesuffix(_CALLBACK), flow.next
         person = await provider.finish(flow, {"code": code, "error": error, "iss": iss})
         user = await _admit(master, provider, person)
     except OidcError as refusal:
@@ -113,7 +113,7 @@ async def finish_oidc_sign_in(
             objects = [f"user {person.name[:64]}", f"subject {person.subject}"]
             master.audit.add(_NOBODY, None, f"refused: {refusal.code}", objects, refusal.status)
         logger.warning("A sign-in by OpenID Connect was refused: %s", refusal)
-        reply = _refusal(request, refusal, base)
+        reply = _refusal(request, refusal, base, wanted)
     else:
         reply = await asyncio.to_thread(_welcome, master, provider, user, flow, base)
     reply.delete_cookie(name, **_cookie_options(base))
@@ -167,8 +167,9 @@ async def redeem_oidc_code(request: OidcCode, master: MasterOf) -> CreatedToken:
     return await make_token(master, NewToken.model_validate(fields), user)
 
 
-def _refusal(request: Request, error: OidcError, base: str) -> Response:
+def _refusal(request: Request, error: OidcError, base: str, wanted: str) -> Response:
     """Return an answer to a refused sign-in; a page gets no text from an address."""
     if "text/html" in request.headers.get("accept", ""):
-        return RedirectResponse(f"{base}/sign-in?problem={quote(error.code)}", 303)
+        query = urlencode({"problem": error.code} | ({} if wanted == "/" else {"next": wanted}))
+        return RedirectResponse(f"{base}/sign-in?{query}", 303)
     raise ApiError(error.status, error.code, str(error))

@@ -42,6 +42,7 @@ async def list_projects(master: MasterOf, identity: IdentityOf) -> list[Project]
 @project_router.post("/projects", status_code=201)
 async def create_project(request: NewProject, master: MasterOf) -> Project:
     """Create a project without members; administrators see it."""
+    note_object(f"project {request.name}")
     return await asyncio.wrap_future(master.users.create_project(request.name))
 
 

@@ -119,6 +119,7 @@ async def create_token(request: NewToken, master: MasterOf, identity: IdentityOf
 
 async def make_token(master: Master, request: NewToken, user: str) -> CreatedToken:
     """Make a token that acts as a user."""
+    note_object(f"token {request.name} of user {user}")
     made = master.tokens.create(
         request.name, request.scope, request.expires_in_s, node=request.node, pool=request.pool,
         user=user,
@@ -269,6 +270,7 @@ def create_sign_in_link(
     check_own(identity, user)
     if master.users.reach(user) is None:
         raise NotFoundError(f"There is no user {user!r}.")
+    note_object(f"link for user {user}")
     token, expires_at = master.links.make(user)
     url = f"{request.url.scheme}://{request.headers['host']}{_SIGN_IN_PATH}?token={token}"
     return SignInLink(url=url, expires_at=expires_at)
@@ -332,6 +334,7 @@ async def list_users(master: MasterOf) -> list[User]:
 @user_router.post("/users", status_code=201)
 async def add_user(request: NewUser, master: MasterOf) -> User:
     """Add a user, without a password; one that was removed before comes back."""
+    note_object(f"user {request.name}")
     return await asyncio.wrap_future(
         master.users.add(
             request.name,

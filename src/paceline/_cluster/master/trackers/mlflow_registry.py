@@ -204,7 +204,7 @@ def _create_version(call: Call) -> dict[str, Any]:
     content = {
         "creation_timestamp": now,
         "last_updated_timestamp": now,
-        "user_id": call.identity.user,
+        "user_id": call.identity.owner,
         "current_stage": "None",
         "description": given.text_or_none("description") or "",
         "source": source,

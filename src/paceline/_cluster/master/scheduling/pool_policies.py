@@ -3,7 +3,7 @@
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +64,7 @@ class QuotaUse:
     def __init__(self, sharing: Sharing = NO_SHARING, holding: Iterable[Holding] = ()) -> None:
         self._quotas = quotas = sharing.quotas
         self._groups = sharing.groups
-        self._used: Counter[str | int] = Counter()
+        self._used: dict[str | int, int] = defaultdict(int)
         self._known: dict[tuple[str, int], _Quotas] = {}
         for one in holding if quotas else ():
             self.add(one, one.num_slots)
@@ -85,16 +85,21 @@ class QuotaUse:
                 return quota
         return None
 
+    def can_claim(self, trial: Waiting) -> bool:
+        """Return whether `claim` keeps anything: none before has claimed it, and it may suffice."""
+        known = self._quotas_of(trial)
+        owner, most, _ = known[0]
+        return self._used[owner] <= most and all(
+            quota.spent is None and trial.num_slots <= most for _, most, quota in known
+        )
+
     def claim(self, trial: Waiting) -> None:
         """Keep slots of quotas for a trial that waits for them, so that none behind it takes them.
 
         Its user's own quota comes first, then those that it shares with others: nothing of these is
         kept while the one before lets it wait.
         """
-        known = self._quotas_of(trial)
-        if any(quota.spent or most < trial.num_slots for _, most, quota in known):
-            return
-        for owner, most, _ in known:
+        for owner, most, _ in self._quotas_of(trial):
             self._used[owner] += trial.num_slots
             if self._used[owner] > most:
                 return
@@ -259,7 +264,7 @@ class FairSharePolicy(Policy):
         self._experiments: dict[str, set[int]] = defaultdict(set)
         # Slots in gaps by experiment, user and group. They do not count in the order of the queue:
         # a user's own small trials in the gap in front of a large one would put others before it.
-        self._in_gaps: Counter[int | str] = Counter()
+        self._in_gaps: dict[int | str, int] = defaultdict(int)
         # Ended experiments and such that got nothing yet say nothing of when a user had slots.
         self._last: dict[str, float] = dict(self._served)
         for one in sorted(self._staying, key=lambda one: one.attempt_id):
@@ -343,7 +348,8 @@ class FairSharePolicy(Policy):
     def _note_filler(self, one: Holding, sign: int) -> None:
         if one.is_filler:
             owners: set[int | str] = {one.experiment_id, one.user, self._top(one.user)}
-            self._in_gaps.update(dict.fromkeys(owners, sign * one.num_slots))
+            for owner in owners:
+                self._in_gaps[owner] += sign * one.num_slots
 
     def _top(self, user: str) -> str:
         """Return the group of a user, or the user without one."""

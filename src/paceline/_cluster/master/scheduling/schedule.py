@@ -305,12 +305,12 @@ class _PoolSchedule:
             trial.user, self._quota_use.group_of(trial.user), trial.project
         ):
             return SchedulingResult(waiting=trial, reason=Reason.CLOSED_POOL, place=place)
+        if (quota := self._quota_use.reached(trial)) is not None:
+            if self._behind is None and self._quota_use.can_claim(trial):
+                self._claim_quota(trial)
+            return SchedulingResult(waiting=trial, reason=Reason.QUOTA, place=place, quota=quota)
         reserved = self._nodes_closed_to(trial)
         reason = self._obstacle(trial, reserved)
-        if (quota := self._quota_use.reached(trial)) is not None:
-            if reason in (None, Reason.BEHIND_OTHERS):
-                self._quota_use.claim(trial)
-            return SchedulingResult(waiting=trial, reason=Reason.QUOTA, place=place, quota=quota)
         if reason is Reason.BEHIND_OTHERS and self._backfill:
             return self._judge_filler(trial, place, reserved)
         if reason is not None:
@@ -344,6 +344,10 @@ class _PoolSchedule:
         return SchedulingResult(
             waiting=trial, reason=Reason.PREEMPTING, place=place, preempts=preempts
         )
+
+    def _claim_quota(self, trial: Waiting) -> None:
+        if self._obstacle(trial, self._nodes_closed_to(trial)) is None:
+            self._quota_use.claim(trial)
 
     def _nodes_closed_to(self, trial: Waiting) -> frozenset[int]:
         closed = self._closed_to.get(trial.user)

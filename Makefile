@@ -97,7 +97,13 @@ TEST_PROCESSES ?= 6
 # or of load to be found.
 MOST_REPEATED ?= 3
 
-test: $(VENV)/.installed-dev test-ui browser
+# A provider to sign in by, which runs with Node; its tests skip, and say so, where none can be had.
+oidc: | $(BIN)/python
+	@[ -d build/oidc/node_modules ] || { mkdir -p build/oidc && { $(NODE); } && $(NPM) install \
+	  --prefix $(abspath build/oidc) --no-audit --no-fund --loglevel=error oidc-provider@9.13.3; } \
+	  || echo "NOT TESTED: sign-in by OpenID Connect, as no provider can be installed here." >&2
+
+test: $(VENV)/.installed-dev test-ui browser oidc
 	$(COMPILE)
 	@export PYTHONPATH=$(abspath tests/quick_start) status=0; \
 	$(BIN)/python -m pytest -q -m "not slow" --cache-clear -n $(TEST_PROCESSES) $(ONE_FILE_EACH) \
@@ -112,7 +118,7 @@ test: $(VENV)/.installed-dev test-ui browser
 test-fast: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -m "not slow" $(FAST_TESTS)
 
-test-all: $(VENV)/.installed-dev test-ui browser
+test-all: $(VENV)/.installed-dev test-ui browser oidc
 	$(COMPILE)
 	PACELINE_TEST_FULL=1 $(BIN)/python -m pytest -q --hypothesis-profile=random
 

@@ -609,6 +609,27 @@ def azure(azure_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"az://checkpoints/{uuid.uuid4()}"
 
 
+@pytest.fixture(scope="session")
+def oidc_issuer() -> Iterator[str]:
+    """Return the address of a certified provider of OpenID Connect, see `oidc_provider.mjs`."""
+    tests = Path(__file__).parent
+    folder = tests.parent / "build" / "oidc" / "node_modules" / "oidc-provider"
+    node = shutil.which("node")
+    if node is None or not folder.is_dir():
+        pytest.skip("NOT TESTED: no provider of OpenID Connect is installed. Hint: make oidc")
+    process = subprocess.Popen(
+        [node, tests / "master" / "oidc_provider.mjs", folder, str(free_ports(1))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    issuer = process.stdout.readline().strip()
+    assert issuer, "The provider did not start."
+    yield issuer
+    process.communicate()
+
+
 @pytest.fixture(scope="module")
 def two_workers() -> Iterator[Any]:
     """Return a trainer of two workers, which stay from test to test."""

@@ -31,7 +31,8 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
             *("cli.md", "web-ui.md"),
         ],
         "Operation": [
-            *("operations.md", "lab.md", "messages.md", "security.md", "SECURITY.md", "plugins.md"),
+            *("operations.md", "lab.md", "interactive.md", "messages.md", "security.md"),
+            *("SECURITY.md", "plugins.md"),
         ],
         "Examples": ["examples/*"],
     },

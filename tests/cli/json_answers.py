@@ -34,6 +34,7 @@ from paceline._cluster.messages.experiment_models import (
 )
 from paceline._cluster.messages.master_models import (
     AuditEntry,
+    ConfigRule,
     CreatedToken,
     MasterStatus,
     Member,
@@ -46,6 +47,7 @@ from paceline._cluster.messages.master_models import (
     Quota,
     Reservation,
     Slot,
+    Storage,
     Token,
     Usage,
     User,
@@ -116,6 +118,9 @@ FOREIGN = record(
     detail=str,
 )  # fmt: skip
 RANK = record("RankDifferences", num_differences=int, first_difference=FOREIGN | None)
+TASK = record(
+    "InteractiveTask", experiment_id=int | None, kind=str, url=str | None, exit_code=int | None
+)
 ROW = record("PreviewRow", num_trials=int, length=int | None)
 BRACKET = record("PreviewBracket", num_trials=int, rungs=list[int])
 PREVIEW = record(
@@ -140,7 +145,10 @@ IMPORTED = record(
 )  # fmt: skip
 PATH = record("WrittenPath", path=str)
 FORK = record("ForkDryRun", config=dict[str, Any])
-DRY = record("CreateDryRun", config=dict[str, Any], num_trials=int, num_files=int, num_bytes=int)
+DRY = record(
+    "CreateDryRun", config=dict[str, Any], filled=dict[str, str], num_trials=int, num_files=int,
+    num_bytes=int,
+)  # fmt: skip
 FINDING = record("MachineFinding", name=str, detail=str, level=str, hint=str)
 COLUMN = {"name": str, "state": str, "settings": dict[str, Any], "metrics": dict[str, Any]}
 BULK: Any = TypedDict(  # type: ignore[operator]
@@ -164,6 +172,7 @@ FILE = record("File", path=str, size=int)
 COPIED_FILES = record("CopiedFiles", path=str, files=list[str])
 HOME_CHECK = record("HomeCheck", home=str, master_runs=bool, findings=list[Finding])
 
+RULES = ("template", "policy")
 # JSON of each command. Commands in `LINES` print one such object per line.
 COMMANDS: dict[str, Any] = {
     "up": record(
@@ -189,6 +198,14 @@ COMMANDS: dict[str, Any] = {
     "project create": Project,
     "project list": list[Project],
     "project members": list[Member],
+    "project delete": record("DeletedProject", project=str),
+    **{f"{kind} {verb}": ConfigRule for kind in RULES for verb in ("set", "show")},
+    **{f"{kind} list": list[ConfigRule] for kind in RULES},
+    **{
+        f"{kind} delete": record("DeletedRule", kind=str, name=str, project=str | None)
+        for kind in RULES
+    },
+    "storage list": list[Storage],
     "quota list": list[Quota],
     "quota set": Quota,
     "quota delete": record(
@@ -200,9 +217,11 @@ COMMANDS: dict[str, Any] = {
     "user list": list[User],
     "user remove": record("RemovedUser", user=str),
     "user group": record("UserGroup", user=str, group=str | None),
+    "user link": record("UserLink", user=str, subject=str | None),
     "user role": record(
         "UserRole", user=str, project=str, role=str | None, is_admin=bool | None
     ),
+    **dict.fromkeys(("notebook", "open", "shell", "tensorboard"), TASK),
     "sync": list[SYNCED],
     "import": record(
         "Import", kind=str, into=str, runs=list[IMPORTED], problems=list[str]
@@ -386,6 +405,7 @@ WORDS = {
         ("Trials", "num_trials", "data.num_trials", "Trials"),
         ("Best metric", "best_metric", "best_metric", "Best"),
         ("Created", "created_at", "data.created_at", "Created"),
+        ("Kind", "kind", "data.kind", "-"),
     ],
     "trial": [
         ("Trial", "id", "id", "Trial"),

@@ -171,7 +171,18 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("user role", "ada", "viewer", "--project", "vision")["role"] == "viewer"
     assert run("project members", "vision") == [{"user": "ada", "role": "viewer"}]
     assert [one["name"] for one in run("project list")] == ["Default", "vision"]
+    rule = code / "rule.yaml"
+    rule.write_text("max_restarts: 1\n")
+    for kind in ("template", "policy"):
+        assert run(f"{kind} set", "one", rule, "--project", "vision")["revision"] == 1
+        assert [one["name"] for one in run(f"{kind} list")] == ["one"]
+        assert run(f"{kind} show", "one", "--project", "vision")["kind"] == kind
+        assert run(f"{kind} delete", "one", "--project", "vision")["name"] == "one"
+        rule.write_text("required: [labels]\n")
+    assert run("project delete", "vision") == {"project": "vision"}
+    assert [one["num_failed_writes"] for one in run("storage list")] == [0]
     assert run("user group", "ada", "lab") == {"user": "ada", "group": "lab"}
+    assert run("user link", "ada", "none") == {"user": "ada", "subject": None}
     assert run("quota set", "--group", "lab", "--weight", 3)["group"] == "lab"
     assert run("quota delete", "--group", "lab")["group"] == "lab"
     assert run("quota set", "--user", "ada", "--slots", 3)["revision"] == 1
@@ -191,8 +202,11 @@ def test_every_command_of_a_master_prints_its_json(
     assert run("status")["num_slots"] == 2
     assert not run("up", "--detach")["is_new"]
     assert run("notify list") == []
-    # Its test has a receiver.
-    seen |= {"notify test", "runner drain", "runner resume", "sync"}
+    for kind in ("notebook", "shell"):
+        assert run(kind, "--detach")["kind"] == kind
+    assert run("tensorboard", one, "--slots", 1, "--detach")["url"] is None
+    # Their tests have a receiver, and a task that runs.
+    seen |= {"notify test", "open", "runner drain", "runner resume", "sync"}
     assert seen == ALL - OFFLINE
     for words, thing in (
         (("e", "list"), "experiment"),

@@ -329,6 +329,39 @@ def test_restarts_of_workers_are_told_with_the_last_cause(mastered: Any, code: P
     )
 
 
+# Killed at its ninth batch, without a checkpoint; then it ends after its fifth.
+BEGINS_ANEW = """
+import os, signal
+from paceline import core
+
+with core.init() as context:
+    first = not os.path.exists(os.environ["MARK"])
+    for step in range(1, 10 if first else 6):
+        context.train.report_validation_metrics(step, {"loss": 1 / step})
+    if first:
+        open(os.environ["MARK"], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_trial_that_began_again_tells_what_it_lost(
+    mastered: Any, code: Path, tmp_path: Path
+) -> None:
+    (code / "train.py").write_text(BEGINS_ANEW)
+    more = {
+        "max_restarts": 1,
+        "environment": {"environment_variables": {"MARK": str(tmp_path / "mark")}},
+    }
+    config = code / "config.yaml"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **more}))
+    told = mastered("e", "create", config, code, "-f").stdout
+    found = re.search(r"Created experiment (\d+)", told)
+    assert found is not None
+    [trial] = json.loads(mastered("e", "lt", found[1], "--json").stdout)
+    described = mastered("t", "describe", trial["id"]).stdout
+    assert re.search(r"Batches +5 in attempt 2; 9 before it were lost\n", described)
+
+
 def test_lost_records_are_told_and_end_with_3(mastered: Any, code: Path) -> None:
     (code / "train.py").write_text(LOSE)
     result = mastered("e", "create", code / "config.yaml", code, "-f", code=3)

@@ -104,7 +104,10 @@ def test_a_length_has_a_number_and_a_unit(
         ("adaptive", "use adaptive_asha."),
         ("adaptive_simple", "use adaptive_asha."),
         ("sync_halving", "use async_halving."),
-        ("custom", "use another search method, or write one: see docs/search-methods.md."),
+        (
+            "custom",
+            "use `random` with `sampler: external`, as in examples/own_search, or a plug-in.",
+        ),
         ("adaptive-asha", "did you mean `adaptive_asha`?"),
     ],
 )

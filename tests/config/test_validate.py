@@ -98,6 +98,7 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
             "gpu_idle_after": None,
         },
         "idle": {"silent_after": None, "unused_after": None, "pause_after": None},
+        "interactive": None,
         "log_policies": [],
         "preemption_timeout": 600.0,
         "debug": False,
@@ -280,6 +281,32 @@ def test_fields_of_the_predecessor_have_a_hint_with_what_replaces_them(
     make: Make, problems_of: Collect, fields: dict[str, Any], path: str, hint: str
 ) -> None:
     assert hint in problems_of(make(**fields))[path].hint
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "message"),
+    [
+        ({"max_restarts": 1}, "max_restarts", "must be 0 with `interactive`"),
+        (
+            {"searcher": {"name": "random", "metric": "m", "max_trials": 2}},
+            "searcher.name",
+            "must be `single` with `interactive`",
+        ),
+    ],
+)
+def test_interactive_work_is_one_trial_that_is_not_started_again(
+    make: Make, problems_of: Collect, fields: dict[str, Any], path: str, message: str
+) -> None:
+    right = {
+        "interactive": {"kind": "shell", "idle_timeout": "2h"},
+        "searcher": {"name": "single", "metric": "m"},
+        "max_restarts": 0,
+        "hyperparameters": {},
+    }
+    section = validate_config(make(**right)).interactive
+    assert section is not None
+    assert section.idle_timeout == 7200
+    assert problems_of(make(**(right | fields)))[path].message == message
 
 
 def test_a_pool_may_be_named_as_the_predecessor_names_it(make: Make) -> None:

@@ -513,6 +513,30 @@ with core.DistributedContext.from_torch_distributed(timeout_s=30) as distributed
     assert [exit_code for exit_code, _, _ in results] == [0, 0], results
 
 
+def test_a_failed_chief_does_not_wait_for_a_rank_that_was_killed(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
+) -> None:
+    # A wait for it would last longer than this test may.
+    code = """
+import os, signal
+from paceline import core
+from paceline.core import _key_value_store
+_key_value_store._LEAVE_AFTER_FAILURE_S = _key_value_store._LEAVE_S = 3600
+distributed = core.DistributedContext.from_torch_distributed(timeout_s=30)
+distributed.allgather(0)
+if distributed.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    distributed.allgather(1)
+except core.DistributedPeerError as error:
+    distributed.fail(error)
+    print("has left", flush=True)
+    os._exit(0)
+"""
+    (code, out, _), (killed, _, _) = finish_ranks(start_ranks(code, size=2))
+    assert (code, out.strip(), killed) == (0, "has left", -9)
+
+
 def test_contexts_may_follow_each_other_in_the_same_processes(
     start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
 ) -> None:

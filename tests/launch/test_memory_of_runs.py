@@ -1,11 +1,13 @@
 """States in memory of the launcher: its workers go on from there, and nothing is left of them."""
 
 import os
+import random
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,12 @@ _memory_checkpoints._MAX_STRIDE = 1
 
 
 def before_batch(distributed, batch_idx):
+    if "PIDS" in os.environ:
+        path = Path(f"pid-{distributed.rank}")
+        path.with_suffix(".part").write_text(str(os.getpid()))
+        path.with_suffix(".part").rename(path)
+        time.sleep(0.02)
+        return
     memory = trainer._training.checkpoints.memory
     while memory is not None and (memory._saver.is_storing or memory._parts.num_pending):
         time.sleep(0.001)
@@ -57,7 +65,7 @@ with pytorch.init(hparams={"global_batch_size": 12}, seed=3, name=os.environ["NA
         optimizer.register_step_post_hook(lambda *_: in_step(context.distributed))
     trainer = pytorch.Trainer(trial, context)
     trainer.fit(
-        max_length=pytorch.Batch(20),
+        max_length=pytorch.Batch(int(os.environ.get("LENGTH", "20"))),
         reporting_period=pytorch.Batch(1),
         memory_checkpoints=float(os.environ.get("EVERY", "0.99")),
     )
@@ -122,6 +130,44 @@ def test_a_survivor_saves_the_state_before_the_interrupted_step(
     assert not lost, (starts, result.stderr)
     # A rank that was lost within its optimizer step: the state in memory before that is taken.
     assert 6 <= starts[2] <= 9
+    assert not [*memory.iterdir()]
+
+
+def kill_at_random(
+    launcher: "subprocess.Popen[str]", root: Path, draw: random.Random, num_kills: int
+) -> None:
+    """Kill ranks one after another, each a random time after the first batch of its process."""
+    while num_kills and launcher.poll() is None:
+        path = root / f"pid-{draw.randrange(3)}"
+        wait_until(lambda path=path: path.exists() or launcher.poll() is not None)  # type: ignore[misc]
+        time.sleep(draw.uniform(0.0, 0.6))
+        with suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+            num_kills -= 1
+        for each in root.glob("pid-?"):
+            each.unlink()
+
+
+@pytest.mark.parametrize("seed", range(10 if "PACELINE_TEST_FULL" in os.environ else 2))
+@pytest.mark.timeout(300)
+def test_kills_at_random_moments_end_in_the_same_bits(
+    start_launcher: Callable[..., "subprocess.Popen[str]"],
+    script: Script,
+    tmp_path: Path,
+    dropout_trial: str,
+    memory: Path,
+    seed: int,
+) -> None:
+    options = ["--nproc-per-node=3", "--max-restarts=20", script(dropout_trial + TRAIN)]
+    variables = {"PACELINE_MEMORY_DIR": str(memory), "PIDS": "1", "LENGTH": "60"}
+    for name, num_kills in (("straight", 0), ("killed", 6)):
+        launcher = start_launcher(*options, NAME=name, **variables)
+        kill_at_random(launcher, tmp_path, random.Random(seed), num_kills)
+        _, errors = launcher.communicate(timeout=200)
+        assert launcher.returncode == 0, errors
+    straight, killed = (read_run_facts(run_named(tmp_path, n)) for n in ("straight", "killed"))
+    assert compare_runs(straight, killed) == []
+    assert len(killed.attempts) > 3
     assert not [*memory.iterdir()]
 
 

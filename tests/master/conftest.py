@@ -20,6 +20,7 @@ from paceline._cluster.master.experiments.attempts import read_attempt
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.notify.notices import NOTIFY_FILE, read_notify_file
+from paceline._cluster.master.oidc_provider import OIDC_FILE, read_oidc_file
 from paceline._cluster.master.server import _listen_for_master, _Server
 from paceline._cluster.master.store import log_files as _log_file
 from paceline.storage._checkpoint_files import origin_of
@@ -37,7 +38,8 @@ class ServedMaster:
         self.home = Home(home)
         self.home.prepare()
         notify = read_notify_file(home / NOTIFY_FILE)
-        self.core = Master(self.home, ["cpu"] * num_slots, notify=notify)
+        oidc = read_oidc_file(home / OIDC_FILE)
+        self.core = Master(self.home, ["cpu"] * num_slots, notify=notify, oidc=oidc)
         self._listener = _listen_for_master("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/api/v1"

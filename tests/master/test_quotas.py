@@ -1,5 +1,6 @@
 """Quotas, shares with past use and reservations, through the API, while trials run."""
 
+import hashlib
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -109,6 +110,31 @@ def test_slot_hours_of_the_month_hold_until_the_next_one(
     assert [reason for reason, _ in waits(master)][:1] == ["starting"]
     now -= 20 * DAY_S
     assert master.http.get("/quotas").json()[0]["slot_hours_used"] == pytest.approx(8)
+
+
+def test_media_beyond_a_quota_hold_until_their_experiment_is_deleted(master: Any) -> None:
+    number = start(master.http)
+    master.schedule()
+    digest = hashlib.sha256(b"x" * 100).hexdigest()
+    for path in ("a", "b", "a"):
+        query = f"digest={digest}&media_type=text/plain"
+        put = master.http.put(f"/attempts/1/files/{path}?{query}", content=b"x" * 100)
+        assert put.status_code == 204, put.text
+    set_quota(master, "project/Default", media_bytes=201)
+    [shown] = master.http.get("/quotas").json()
+    assert (shown["media_bytes_used"], shown["media_bytes"]) == (200, 201)
+    start(master.http)
+    assert {reason for reason, _ in waits(master)} != {"quota"}
+    set_quota(master, "project/Default", media_bytes=200, revision=1)
+    assert {reason for reason, _ in waits(master)} == {"quota"}
+    assert "GiB of media and files, until experiments" in waits(master)[0][1]
+    master.http.post(f"/experiments/{number}/kill")
+    for attempt_id in (1, 2):
+        end(master, attempt_id, time.time())
+    master.schedule()
+    assert master.http.delete(f"/experiments/{number}").status_code == 200
+    assert master.http.get("/quotas").json()[0]["media_bytes_used"] == 0
+    assert "quota" not in {reason for reason, _ in waits(master)}
 
 
 def test_what_ended_before_an_upgrade_counts_in_its_month(master: Any) -> None:

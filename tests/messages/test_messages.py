@@ -34,8 +34,8 @@ REQUESTS = {
     "DrainNode", "EditExperiment", "EditView", "ForkExperiment", "GroupedName", "GroupsRequest",
     "Login", "LoginForToken", "MetricNamesRequest", "MoveExperiment", "NewPassword",
     "NewProject", "NewProposal", "NewReservation", "NewRole", "NewToken", "NewUser", "NewView",
-    "PreviewSearch", "SeriesOf", "SeriesRequest", "SetPool", "SetQuota", "Shutdown", "Source",
-    "UserChange",
+    "OidcCode", "PreviewSearch", "SeriesOf", "SeriesRequest", "SetConfigRule", "SetPool",
+    "SetQuota", "Shutdown", "Source", "UserChange",
 }  # fmt: skip
 NEEDED = {
     "config": {}, "password": "long enough", "commit": "0123abc", "action": "pause",
@@ -43,7 +43,7 @@ NEEDED = {
     "hparams": {"lr": 1}, "group": "training", "trial_ids": [1], "groups": [[1]], "role": None,
     "series": [{"trial_id": 1, "group": "a", "name": "b"}], "search": "x=time", "version": 1,
     "is_admin": False, "metrics": [{"group": "a", "name": "b"}],
-    "user": "a", "begins_at": 1, "ends_at": 2,
+    "content": {}, "user": "a", "begins_at": 1, "ends_at": 2, "code": "c", "verifier": "v" * 43,
 }  # fmt: skip
 MODELS = {
     name: model

@@ -302,6 +302,19 @@ def test_bars_and_box_plots_show_one_number_of_each_run(
     page.get_by_role("switch", name="As tables").click()
     chart = page.get_by_role("img", name="last height: box plots of 2 rows")
     expect(chart.locator("canvas")).to_be_visible()
+    files = {}
+    for kind in ("CSV, each run", "SVG, as drawn", "PNG, as drawn"):
+        page.get_by_role("button", name="Download last height").click()
+        with page.expect_download() as caught:
+            page.get_by_role("menuitem", name=kind).click()
+        files[kind[:3]] = caught.value.path().read_bytes()
+    lines = files["CSV"].decode().split("\r\n")
+    assert lines[0] == "Run or group,Run,last height"
+    assert sum(line.startswith("lr 0.5,") for line in lines) == 3
+    # The boxes and the names of their groups, in light colours on white.
+    assert {"lr 0.5", "last height"} <= set(re.findall(r">([^<>]+)</text>", files["SVG"].decode()))
+    assert "#ffffff" in files["SVG"].decode()
+    assert files["PNG"].startswith(b"\x89PNG")
     page.reload()
     expect(chart.locator("canvas")).to_be_visible()
     for viewport in ({"width": 390, "height": 844}, {"width": 1440, "height": 900}):
@@ -327,3 +340,18 @@ def test_trials_chosen_on_an_axis_are_in_the_address(
     expect(page).to_have_url(re.compile(r"brush=.*lr"))
     other = open_page(master, page.url.removeprefix(master.url))
     expect(other.get_by_text("3 of 6 shown trials chosen")).to_be_visible()
+
+
+def test_curves_that_come_late_are_no_empty_chart(master: Any, sweep: Any, open_page: Any) -> None:
+    """A chart says that it loads, for as long as a slow master has not answered."""
+    page = open_page(master, "/")
+    held: list[Any] = []
+    page.route("**/api/v1/metric-series", lambda route: held.append(route))
+    page.goto(f"/experiments/{sweep.id}")
+    chart = page.get_by_role("region", name=re.compile("Learning curves"))
+    expect(chart.get_by_text("Loading …")).to_be_visible()
+    expect(page.get_by_text("No points yet")).to_have_count(0)
+    page.route("**/api/v1/metric-series", lambda route: route.continue_())
+    for route in held:
+        route.continue_()
+    expect(chart.locator("canvas").first).to_be_visible()

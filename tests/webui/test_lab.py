@@ -71,7 +71,10 @@ def test_usage_is_shown_by_what_one_asks_for_and_saved_as_csv(lab: Any, open_as:
     with page.expect_download() as saved:
         page.get_by_role("button", name="Download CSV").click()
     head, first, *_ = Path(saved.value.path()).read_text().splitlines()
-    assert head == "user,project,slot_hours,wait_hours,num_trials"
+    amounts = "num_trials,gpu_hours,training_hours,lost_hours,known_hours"
+    assert head == f"user,project,slot_hours,wait_hours,{amounts}"
+    for name in ("GPU hours", "Hours lost", "Goodput"):
+        expect(page.get_by_role("columnheader", name=name)).to_be_visible()
     told = lab.client.usage(by=["user", "project"])[0]
     assert first.split(",")[:2] == ["admin", "Default"]
     assert float(first.split(",")[2]) == pytest.approx(told.slot_hours)
@@ -225,10 +228,18 @@ def filled(lab: Any) -> Iterator[None]:
     [checkpoint] = lab.experiment.checkpoints()
     lab.client.register_model("axe", checkpoint.uuid, alias="champion", notes="a note")
     lab.client.set_quota(user="ann", max_slots=3, slot_hours=10, checkpoint_bytes=2**30)
+    lab.client.set_config_rule("template", "default", {"max_restarts": 1})
+    lab.client.set_config_rule("template", "gpu", {"max_restarts": 2})
+    limits = {"resources.max_slots": {"max": 8}}
+    lab.client.set_config_rule("policy", "cost", {"limits": limits}, project="Default")
     begins = time.time() + 86_400
     reserved = lab.client.reserve_node("local", user="ann", begins_at=begins, ends_at=begins + 60)
     yield
     lab.client.end_reservation("local", reserved.id)
+    for kind, name, project in (
+        ("template", "default", None), ("template", "gpu", None), ("policy", "cost", "Default"),
+    ):  # fmt: skip
+        lab.client.delete_config_rule(kind, name, project=project, revision=1)
     lab.client.delete_quota(user="ann", revision=1)
     lab.client.delete_model("axe")
 
@@ -242,6 +253,11 @@ def test_axe_finds_nothing_on_the_pages_of_a_lab(
         "/usage": (), "/usage?by=[%22month%22,%22user%22,%22project%22,%22pool%22]": (),
         "/quotas": ("Set a quota", "Edit the quota of user ann", "Delete the quota of user ann"),
         "/users": (), "/models": (),
+        "/rules": (
+            "New template", "New policy", "Edit the policy cost of Default",
+            "Delete the template default of all projects",
+        ),
+        "/new": (),
         "/models/axe": (
             "Set alias: version 1", "Files: version 1", "Notes: version 1", "Delete: version 1",
         ),
@@ -286,6 +302,68 @@ def test_many_are_moved_into_a_project_of_a_shared_master(lab: Any, open_as: Any
     dialog.get_by_role("button", name="Move them").click()
     expect(page.get_by_role("dialog")).to_have_count(0)
     assert lab.experiment.reload().data.project == "vision"
+
+
+def test_a_policy_is_set_in_the_page_and_told_where_an_experiment_is_made(
+    lab: Any, open_as: Any
+) -> None:
+    """Set, seen by others, changed by two, told at the config, and deleted."""
+    page = open_as("admin", "/rules")
+    expect(page.get_by_text("No templates or policies")).to_be_visible()
+    page.get_by_role("button", name="New policy").click()
+    dialog = page.get_by_role("dialog", name="New policy")
+    dialog.get_by_role("textbox", name="Name").fill("cost")
+    editor = dialog.get_by_role("textbox", name="The policy in YAML")
+    editor.fill("required: [label]")
+    dialog.get_by_role("button", name="Save").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("must name fields of experiment configs")
+    editor.fill("required: [labels]")
+    dialog.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("row").filter(has_text="cost")).to_contain_text("required")
+    page.get_by_role("button", name="New template").click()
+    dialog = page.get_by_role("dialog", name="New template")
+    dialog.get_by_role("textbox", name="The template in YAML").fill("max_restarts: 3")
+    dialog.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+
+    of_ann = open_as("ann", "/rules")
+    expect(of_ann.get_by_role("button", name="New policy")).to_have_count(0)
+    of_ann.get_by_role("button", name="Show the policy cost of all projects").click()
+    expect(of_ann.get_by_role("dialog")).to_contain_text("labels")
+    of_ann.goto("/new")
+    expect(of_ann.get_by_text("must be given by the policy 'cost' of all projects")).to_be_visible()
+    editor = of_ann.get_by_role("textbox", name="Config in YAML")
+    editor.fill(
+        "entrypoint: python3 t.py\nlabels: [a]\nsearcher: {name: single, metric: loss}\n"
+        "environment: {working_dir: /tmp}\n"
+    )
+    told = of_ann.get_by_text("max_restarts comes from the template 'default' of all projects")
+    expect(told).to_be_visible()
+
+    page.get_by_role("button", name="Edit the policy cost of all projects").click()
+    dialog = page.get_by_role("dialog")
+    lab.client.set_config_rule("policy", "cost", {"required": ["name"]}, revision=1)
+    dialog.get_by_role("button", name="Save").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("must begin from its newest revision")
+    dialog.get_by_role("button", name="Keep as it is").click()
+    for name in ("policy cost", "template default"):
+        page.get_by_role("button", name=f"Delete the {name} of all projects").click()
+        page.get_by_role("button", name="Delete it").click()
+        expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(page.get_by_text("No templates or policies")).to_be_visible()
+
+
+def test_the_cluster_shows_storages_and_whose_bytes_they_have(lab: Any, open_as: Any) -> None:
+    """The master's own storage, where the experiment has its checkpoint."""
+    page = open_as("admin", "/cluster")
+    region = page.get_by_role("region", name="Storages")
+    row = region.get_by_role("row").nth(1)
+    expect(row).to_contain_text("checkpoints")
+    expect(row).to_contain_text("answers", timeout=30_000)
+    expect(row).to_contain_text("ms")
+    page.get_by_role("combobox", name="Divide the bytes by").click()
+    page.get_by_role("option", name="Users").click()
+    expect(row).to_contain_text("admin")
 
 
 def test_a_token_of_a_user_cannot_do_what_the_pages_do_not_offer(lab: Any) -> None:

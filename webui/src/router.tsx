@@ -235,6 +235,12 @@ const quotas = createRoute({
   component: lazyPage(() => import("./pages/Quotas"), "Quotas"),
 });
 
+const rules = createRoute({
+  getParentRoute: () => root,
+  path: "/rules",
+  component: lazyPage(() => import("./pages/Rules"), "Rules"),
+});
+
 // The code of all pages is loaded in this order: what is large comes last.
 const newExperiment = createRoute({
   getParentRoute: () => root,
@@ -297,6 +303,7 @@ const routeTree = root.addChildren([
   users,
   usage,
   quotas,
+  rules,
 ]);
 
 /** Read the runs of a comparison, and at once the names of their metrics. */

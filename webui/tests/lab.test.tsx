@@ -11,7 +11,7 @@ import { usageSearch } from "../src/lib/search";
 import { Reservations } from "../src/pages/ClusterReservations";
 import { downloadCommand, Models } from "../src/pages/Models";
 import { Quotas } from "../src/pages/Quotas";
-import { monthOf, usageCsv } from "../src/pages/Usage";
+import { goodputOf, monthOf, usageCsv } from "../src/pages/Usage";
 
 const state = vi.hoisted(() => ({
   scope: "admin",
@@ -133,9 +133,13 @@ it("writes usage as CSV that no table program takes for formulas", () => {
   const row = {
     month: "2026-11", user: "ann", project: '=1+1,"x"', pool: "default",
     slot_hours: 1 / 3, wait_hours: 0, num_trials: 2,
+    gpu_hours: 0.25, training_hours: 0.1, lost_hours: 0.05, known_hours: 0.2,
   }; // prettier-ignore
+  expect(goodputOf(row)).toBe("50.0 %");
+  expect(goodputOf({ ...row, known_hours: 0 })).toBe("–");
   expect(usageCsv([row], ["user", "project"])).toBe(
-    'user,project,slot_hours,wait_hours,num_trials\r\nann,"\'=1+1,""x""",0.3333333333333333,0,2\r\n',
+    "user,project,slot_hours,wait_hours,num_trials,gpu_hours,training_hours,lost_hours,known_hours\r\n" +
+      'ann,"\'=1+1,""x""",0.3333333333333333,0,2,0.25,0.1,0.05,0.2\r\n',
   );
   expect(csvOf([[null, "@a"]])).toBe(",'@a\r\n");
   expect(monthOf(Date.UTC(2026, 0, 31), 1)).toBe("2025-12");

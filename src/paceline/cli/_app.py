@@ -17,6 +17,7 @@ from paceline.cli._console_output import print_answer, print_list
 from paceline.cli._create_command import init, preview_search, simulate_search
 from paceline.cli._experiment_commands import experiment_app
 from paceline.cli._export_commands import export_runs, import_store
+from paceline.cli._interactive_commands import notebook, open_task, shell, tensorboard
 from paceline.cli._master_commands import down, status, up
 from paceline.cli._mcp_command import mcp
 from paceline.cli._model_commands import model_app
@@ -34,6 +35,7 @@ from paceline.cli._options_and_errors import (
     report_error,
     trust,
 )
+from paceline.cli._rule_commands import policy_app, storage_app, template_app
 from paceline.cli._run_command import run
 from paceline.cli._runner_and_pool_commands import pool_app, runner_app
 from paceline.cli._runs_commands import runs_app, sync
@@ -165,6 +167,10 @@ app.command("login")(login)
 app.command("down")(down)
 app.command("preview-search")(preview_search)
 app.command("simulate-search")(simulate_search)
+app.command("notebook")(notebook)
+app.command("shell")(shell)
+app.command("tensorboard")(tensorboard)
+app.command("open")(open_task)
 app.command("sync")(sync)
 app.command("import")(import_store)
 app.command("export")(export_runs)
@@ -199,7 +205,10 @@ for _name, _short, _group in (
     ("token", None, token_app),
     ("user", None, user_app),
     ("project", None, project_app),
+    ("template", None, template_app),
+    ("policy", None, policy_app),
     ("quota", None, quota_app),
+    ("storage", None, storage_app),
     ("home", None, home_app),
 ):
     _help = str(_group.info.help).removesuffix(".")

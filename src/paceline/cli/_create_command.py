@@ -18,6 +18,7 @@ from paceline.cli._console_output import (
     num_trials_text,
     print_answer,
     print_json,
+    print_note,
     print_table,
     print_warning,
 )
@@ -82,26 +83,30 @@ def create(
     project: Annotated[
         str | None, typer.Option(metavar="NAME", help="Project. Default: your first one.")
     ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Template for what the config leaves open."),
+    ] = None,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Create an experiment from a config and code."""
     from paceline.config._validate_config import load_config
 
-    checked = load_config(config, overrides)
-    for warning in checked.warnings:
-        print_warning(warning)
     _check_local_options(is_local=local, is_test=test, is_resumed=resume is not None)
-    if directory is None and checked.environment.working_dir is None:
-        directory = config.parent
     if dry_run:
-        _print_dry_run(checked, directory)
+        checked, filled = _resolve_dry_run(config, overrides, project, template)
+        _print_dry_run(checked, filled, _code_directory(checked, config, directory))
         return
     if local:
+        checked = load_config(config, overrides)
+        for warning in checked.warnings:
+            print_warning(warning)
+        directory = _code_directory(checked, config, directory)
         from paceline.cli._run_command import run_locally
 
         given = {"--paused": paused, "--json": json, "--start-master": start_master, "--key": key,
-                 "--project": project}  # fmt: skip
+                 "--project": project, "--template": template}  # fmt: skip
         _refuse_with_local(given)
         place = directory or Path()
         words = [str(config), str(place), "--local", *(["--test"] if test else [])]
@@ -109,14 +114,58 @@ def create(
         command = ["paceline", "e", "create", *words]
         raise typer.Exit(run_locally(checked, place, command, resume=resume, is_test=test))
 
+    _check_early(config, overrides)
     with connect() as client:
         with _master_to_submit_to(start_master):
+            checked = client.resolve_config(config, overrides, project=project, template=template)
+            for warning in checked.warnings:
+                print_warning(warning)
+            directory = _code_directory(checked, config, directory)
             submitted = config.read_text(encoding="utf-8")
             before = newest_before(client, key)
-            send = partial(client.create_experiment, key=key, project=project)
+            send = partial(client.create_experiment, key=key, project=project, template=template)
             experiment = _submit_experiment(send, checked, submitted, directory, paused)
         text = f"{created_text(experiment, before)}."
         print_created(experiment, client, text, is_followed=follow, all_logs=logs)
+
+
+def _check_early(config: Path, overrides: Sequence[str]) -> None:
+    """Refuse a wrong config before a master is asked, which may have what is missing in it."""
+    from paceline.config._fields_and_problems import MISSING, ConfigError
+    from paceline.config._validate_config import load_config
+
+    try:
+        load_config(config, overrides)
+    except ConfigError as error:
+        if any(problem.value is not MISSING for problem in error.problems):
+            raise
+
+
+def _code_directory(
+    checked: "ExperimentConfig", config: Path, directory: Path | None
+) -> Path | None:
+    if directory is None and checked.environment.working_dir is None:
+        return config.parent
+    return directory
+
+
+def _resolve_dry_run(
+    config: Path, overrides: Sequence[str], project: str | None, template: str | None
+) -> "tuple[ExperimentConfig, dict[str, str]]":
+    """Return a config as the master would have it, and what it fills in; alone without a master."""
+    from paceline.client._http_session import MasterUnreachableError
+    from paceline.config._validate_config import load_config
+
+    try:
+        with connect() as client:
+            of = {"project": project, "template": template}
+            checked = client.resolve_config(config, overrides, **of)
+            return checked, client.filled_fields(config, overrides, **of)
+    except MasterUnreachableError:
+        if project is not None or template is not None:
+            raise
+        print_note("No master was asked: its templates and policies are not in this.")
+    return load_config(config, overrides), {}
 
 
 def _check_local_options(*, is_local: bool, is_test: bool, is_resumed: bool) -> None:
@@ -172,7 +221,9 @@ def _files_text(num_files: int, num_bytes: int) -> str:
     return f"{num_files} file{'s' * (num_files != 1)} ({format_bytes(num_bytes)})"
 
 
-def _print_dry_run(config: "ExperimentConfig", directory: Path | None) -> None:
+def _print_dry_run(
+    config: "ExperimentConfig", filled: Mapping[str, str], directory: Path | None
+) -> None:
     """Print the experiment that `create` would make, and the size of its code."""
     from paceline.search._preview_and_simulation import preview
 
@@ -180,11 +231,14 @@ def _print_dry_run(config: "ExperimentConfig", directory: Path | None) -> None:
     rows = preview(config.search_config(), config.hyperparameters).rows
     num_trials = sum(row.trials for row in rows)
     facts = {"num_trials": num_trials, "num_files": num_files, "num_bytes": num_bytes}
+    for warning in config.warnings:
+        print_warning(warning)
+    told = "".join(f"\nFrom {whose}: {path}" for path, whose in filled.items())
     print_answer(
-        {"config": config.to_json(), **facts},
+        {"config": config.to_json(), "filled": dict(filled), **facts},
         f"Dry run: the config is valid. Experiment {config.name} would have"
         f" {num_trials_text(num_trials)} ({config.searcher.name}), and"
-        f" {_files_text(num_files, num_bytes)} of code would be sent. Nothing was created.",
+        f" {_files_text(num_files, num_bytes)} of code would be sent. Nothing was created.{told}",
     )
 
 

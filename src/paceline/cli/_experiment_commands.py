@@ -218,6 +218,10 @@ def list_experiments(
     project: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show only those in this project.")
     ] = None,
+    kind: Annotated[
+        Literal["training", "notebook", "shell", "tensorboard"] | None,
+        typer.Option("--kind", help="Show only this kind."),
+    ] = None,
     query: QueryText = None,
 ) -> None:
     """List experiments, newest first. One fits a query if one of its trials does."""
@@ -225,12 +229,13 @@ def list_experiments(
     with connect() as client:
         where: list[tuple[str, str, Any]] = [] if name is None else [("name", "contains", name)]
         where += [] if since is None else [("created_at", ">=", _moment(since))]
+        where += [] if kind is None else [("kind", "=", kind)]
         filters = {"labels": labels or (), "where": where, "owner": owner, "project": project}
         filters["query"] = query
         found = _listed(client, state, limit, "only" if archived else "no", filters)
     print_list(
         found,
-        ["ID", "Name", "State", "Progress", "Trials", "Best metric", "Created"],
+        ["ID", "Name", "State", "Progress", "Trials", "Best metric", "Created", "Kind"],
         [
             (
                 e.id,
@@ -240,6 +245,7 @@ def list_experiments(
                 e.num_trials,
                 e.best_metric,
                 Age(e.created_at),
+                e.kind,
             )
             for e in found
         ],

@@ -84,7 +84,7 @@ def describe(
             return
         several = _objectives_of(found.data)
         best = None if several else _best_trial(client, found.data)
-        waits = _waits_for(client, found.data)
+        waits = waits_for(client, found.data)
         nodes, problems = _nodes_of(client, found.data), _problems_of(client, found.data)
         told = _repeats_text(repeats)
         _print_description(found.data, best, waits, end_note(found), nodes, problems, told)
@@ -178,7 +178,7 @@ def _best_trial(client: "Client", data: "ExperimentData") -> "Trial | None":
     return None if data.best_trial_id is None else client.get_trial(data.best_trial_id)
 
 
-def _waits_for(client: "Client", data: "ExperimentData") -> str | None:
+def waits_for(client: "Client", data: "ExperimentData") -> str | None:
     """Return the slots a queued experiment waits for and their holders; None if not queued."""
 
     if experiment_word(data) != "QUEUED" or data.is_unmanaged:

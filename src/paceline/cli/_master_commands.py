@@ -451,5 +451,6 @@ def _status_facts(info: "MasterStatus") -> list[tuple[str, Any]]:
         ("Connections", info.num_connections),
         ("Memory", format_bytes(info.memory_bytes)),
         ("Disk", f"{', '.join(sizes)}; {format_bytes(info.free_bytes)} free"),
+        *([("Sign-in by OIDC", info.oidc_issuer)] if info.oidc_issuer else ()),
         ("Problems", "\n".join(info.problems) or "none"),
     ]

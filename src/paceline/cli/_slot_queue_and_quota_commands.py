@@ -245,7 +245,17 @@ def list_quotas() -> None:
         quotas = client.quotas()
     print_list(
         quotas,
-        ["User", "Group", "Project", "Weight", "Slots", "Slot hours", "Checkpoints", "Revision"],
+        [
+            "User",
+            "Group",
+            "Project",
+            "Weight",
+            "Slots",
+            "Slot hours",
+            "Checkpoints",
+            "Media",
+            "Revision",
+        ],
         [
             (
                 one.user,
@@ -258,11 +268,15 @@ def list_quotas() -> None:
                     format_bytes(one.checkpoint_bytes_used),
                     None if one.checkpoint_bytes is None else format_bytes(one.checkpoint_bytes),
                 ),
+                _used(
+                    format_bytes(one.media_bytes_used),
+                    None if one.media_bytes is None else format_bytes(one.media_bytes),
+                ),
                 one.revision,
             )
             for one in quotas
         ],
-        right=["Weight", "Slots", "Slot hours", "Checkpoints", "Revision"],
+        right=["Weight", "Slots", "Slot hours", "Checkpoints", "Media", "Revision"],
         empty="There are no quotas that you see.",
     )
 
@@ -291,6 +305,9 @@ def set_quota(
     checkpoint_gib: Annotated[
         str | None, typer.Option(metavar="GIB", help="GiB of checkpoints, or none.")
     ] = None,
+    media_gib: Annotated[
+        str | None, typer.Option(metavar="GIB", help="GiB of media and other files, or none.")
+    ] = None,
     revision: _Revision = None,
 ) -> None:
     """Set limits. Those not given stay. Trials that run go on, others wait and say why."""
@@ -305,11 +322,13 @@ def set_quota(
             "max_slots": None if before is None else before.max_slots,
             "slot_hours": None if before is None else before.slot_hours,
             "checkpoint_bytes": None if before is None else before.checkpoint_bytes,
+            "media_bytes": None if before is None else before.media_bytes,
         }
         for name, option, text, scale in (
             ("max_slots", "--slots", slots, 1),
             ("slot_hours", "--slot-hours", slot_hours, 1),
             ("checkpoint_bytes", "--checkpoint-gib", checkpoint_gib, 2**30),
+            ("media_bytes", "--media-gib", media_gib, 2**30),
         ):
             if text is not None:
                 limits[name] = _limit(option, text, scale, is_whole=name != "slot_hours")

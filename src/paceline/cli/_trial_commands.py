@@ -132,7 +132,7 @@ def _print_trial_facts(data: "TrialData", state: str, decisions: "TrialDecisions
             ("Search", "\n".join(map(_rung_text, decisions.rungs)) or None),
             ("Metadata", data.metadata and format_values(data.metadata)),
             ("Seed", data.seed),
-            ("Batches", data.steps_completed),
+            ("Batches", _batches_text(data)),
             ("Best metric", best),
             ("Latest checkpoint", data.latest_checkpoint),
             ("Restarts", data.restarts),
@@ -141,6 +141,20 @@ def _print_trial_facts(data: "TrialData", state: str, decisions: "TrialDecisions
             ("Started", format_age(data.started_at)),
         ]
     )
+
+
+def _batches_text(data: "TrialData") -> str:
+    """Return how many batches are trained; where an attempt began again, what is lost as well."""
+    reached, [*_, newest] = data.steps_completed, data.attempts or [None]
+    is_anew = len(data.attempts) > 1 and newest is not None and newest.resumed_steps <= 0
+    if not is_anew or data.latest_checkpoint is not None:
+        return str(reached)
+    assert newest is not None
+    steps = (one.last_step for metrics in data.summary.values() for one in metrics.values())
+    now = max(steps, default=0)
+    if now >= reached:
+        return str(reached)
+    return f"{now} in attempt {newest.number}; {reached} before it were lost"
 
 
 def _proposal_text(decisions: "TrialDecisions") -> str | None:

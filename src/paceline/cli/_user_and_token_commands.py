@@ -1,7 +1,10 @@
 """Commands `paceline login`, `user` and `token`."""
 
+import base64
+import hashlib
 import platform
 import re
+import secrets
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -187,11 +190,18 @@ def login(
         str | None,
         typer.Option(metavar="TEXT", help="With `--user`: the password. Default: asks for it."),
     ] = None,
+    oidc: Annotated[
+        bool,
+        typer.Option("--oidc", help="Sign in by OpenID Connect in a browser, and print a token."),
+    ] = False,
 ) -> None:
     """Print a sign-in link for the web UI, which works once, or a token for a user."""
     from paceline.cli._master_process import NO_WEB_UI, sign_in_link
     from paceline.client._http_session import home_directory, read_master_file
 
+    if oidc:
+        _print_token_by_code()
+        return
     if user is not None:
         _print_token_of(user, password or _ask_password(is_new=False))
         return
@@ -206,13 +216,38 @@ def login(
 def _print_token_of(user: str, password: str) -> None:
     from paceline.client._client import Client
 
-    words = (user, platform.node()[:20], time.strftime("%Y%m%d-%H%M%S"))
-    name = re.sub("[^A-Za-z0-9_.-]", "-", ".".join(words))[-64:]
+    name = _token_name(user)
     # The password opens the route: a home with a token is on the master's machine only.
     with Client(chosen_master.get(), "none") as client:
         token = client.log_in(user, password, name=name)
     print_answer(token, token.secret)
     typer.echo(f"The token {token.name} acts as {user}. {_USE}", err=True)
+
+
+def _token_name(user: str) -> str:
+    words = (user, platform.node()[:20], time.strftime("%Y%m%d-%H%M%S"))
+    return re.sub("[^A-Za-z0-9_.-]", "-", ".".join(words))[-64:]
+
+
+def _print_token_by_code() -> None:
+    """Print a link, ask for the code that its page shows, and print a token for it."""
+    from paceline.client._client import Client
+
+    if is_agent() or not sys.stdin.isatty():
+        raise CommandError(
+            "`--oidc` must be used at a terminal, to ask for the code that the browser shows."
+        )
+    # RFC 7636: who sees the link or the code alone gets no token.
+    verifier = secrets.token_urlsafe(32)
+    digest = hashlib.sha256(verifier.encode()).digest()
+    challenge = base64.urlsafe_b64encode(digest).decode().rstrip("=")
+    with Client(chosen_master.get(), "none") as client:
+        link = f"{client.url}/api/v1/oidc/sign-in?challenge={challenge}"
+        typer.echo(f"Sign in, in a browser on any machine: {link}", err=True)
+        code = str(typer.prompt("Code that the page shows", err=True)).strip()
+        token = client.log_in_by_code(code, verifier, name=_token_name("oidc"))
+    print_answer(token, token.secret)
+    typer.echo(f"The token {token.name} is made. {_USE}", err=True)
 
 
 def _ask_password(*, is_new: bool) -> str:
@@ -255,13 +290,14 @@ def list_users() -> None:
         users = client.list_users()
     print_list(
         users,
-        ["Name", "Group", "Rights", "Password", "State"],
+        ["Name", "Group", "Rights", "Password", "OIDC", "State"],
         [
             (
                 one.name,
                 one.group,
                 "administrator" if one.is_admin else "by project",
                 "yes" if one.has_password else "no",
+                one.oidc,
                 "removed" if not one.is_active else "service" if one.is_service else "active",
             )
             for one in users
@@ -289,6 +325,27 @@ def set_group(
         client.set_group(name, None if group == "none" else group)
     text = f"The user {name} is in {'no group' if group == 'none' else f'the group {group}'}."
     print_answer({"user": name, "group": None if group == "none" else group}, text)
+
+
+@user_app.command("link")
+def link_user(
+    name: UserName,
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="SUBJECT",
+            help="Id of the person at the provider, none to end the link, or * for the first person"
+            " of the name who signs in.",
+        ),
+    ] = "*",
+) -> None:
+    """Link a user to a person who signs in by OpenID Connect. Sign-ins of the user end."""
+
+    with connect() as client:
+        client.link_user(name, None if subject == "none" else subject)
+    who = {"none": "nobody", "*": f"the first {name}"}.get(subject, f"the person {subject}")
+    text = f"The user {name} is linked to {who} at the provider."
+    print_answer({"user": name, "subject": None if subject == "none" else subject}, text)
 
 
 @user_app.command("role")
@@ -351,6 +408,15 @@ def list_members(name: ProjectName) -> None:
     print_list(members, ["User", "Role"], [(one.user, one.role.value) for one in members])
 
 
+@project_app.command("delete")
+def delete_project(name: ProjectName) -> None:
+    """Delete an empty project, with its roles, quota, templates and policies."""
+
+    with connect() as client:
+        client.delete_project(name)
+    print_answer({"project": name}, f"The project {name} is deleted.")
+
+
 _USAGE_KEYS = ("month", "user", "project", "pool")
 
 
@@ -366,7 +432,7 @@ def usage(
         typer.Option(metavar="WHAT", help="Sum up by month, user, project or pool. Repeatable."),
     ] = None,
 ) -> None:
-    """List slot hours by month, user, project and pool."""
+    """List slot hours, GPU hours, lost work and goodput by month, user, project and pool."""
 
     for option, given in (("--month", month), ("--since", since)):
         if given is not None and not re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])", given):
@@ -376,7 +442,7 @@ def usage(
         raise CommandError(f"`--by` must be one of {', '.join(_USAGE_KEYS)}, but got {keys!r}.")
     with connect() as client:
         rows = client.usage(since=since or month, until=month, by=by)
-    numbers = ["Trials", "Slot hours", "Hours waited"]
+    numbers = ["Trials", "Slot hours", "GPU hours", "Hours waited", "Hours lost", "Goodput"]
     print_list(
         rows,
         [*(key.capitalize() for key in keys), *numbers],
@@ -385,7 +451,10 @@ def usage(
                 *(getattr(row, key) for key in keys),
                 row.num_trials,
                 f"{row.slot_hours:.2f}",
+                f"{row.gpu_hours:.2f}",
                 f"{row.wait_hours:.2f}",
+                f"{row.lost_hours:.2f}",
+                f"{row.training_hours / row.known_hours:.1%}" if row.known_hours else None,
             )
             for row in rows
         ],

@@ -20,7 +20,9 @@ from paceline.client._http_session import (
     checked_key,
     home_directory,
 )
+from paceline.client._interactive_streams import InteractiveClient
 from paceline.client._model_registry import Checkpoint, RegistryClient
+from paceline.client._projects_and_rules import ProjectClient, load_given_config
 
 if TYPE_CHECKING:
     from paceline._cluster.messages.experiment_models import BulkWord
@@ -314,7 +316,7 @@ class ClusterClient:
         self._session.send("POST", path, body=models.DrainNode(finish=finish))
 
 
-class Client(ClusterClient, BulkClient, RegistryClient):
+class Client(ClusterClient, BulkClient, ProjectClient, RegistryClient, InteractiveClient):
     """Connection to a master.
 
     Args:
@@ -425,6 +427,20 @@ class Client(ClusterClient, BulkClient, RegistryClient):
         body = json.dumps({"group": group or ""}).encode()
         self._session.send("PATCH", f"users/{quote(name, safe='')}", content=body)
 
+    def link_user(self, name: str, subject: str | None) -> None:
+        """Link a user to a person at the master's provider of OpenID Connect.
+
+        Args:
+            name: The user.
+            subject: The provider's id of the person (``sub``); ``*`` for the first one of the
+                user's name who signs in; None to end the link.
+
+        Raises:
+            ApiError: The master refused; `subject_taken` if the person is another user.
+        """
+        body = json.dumps({"oidc_subject": subject or ""}).encode()
+        self._session.send("PATCH", f"users/{quote(name, safe='')}", content=body)
+
     def set_role(
         self,
         name: str,
@@ -436,21 +452,10 @@ class Client(ClusterClient, BulkClient, RegistryClient):
         path = f"projects/{quote(project, safe='')}/members/{quote(name, safe='')}"
         self._session.send("PUT", path, content=json.dumps({"role": role}).encode())
 
-    def create_project(self, name: str) -> "models.Project":
-        """Create a project without members."""
+    def storages(self) -> "list[models.Storage]":
+        """Return the storages of checkpoints in use: health, and bytes by project and user."""
 
-        body = models.NewProject.model_validate({"name": name})
-        return self._session.call("POST", "projects", models.Project, body=body)
-
-    def list_projects(self) -> "list[models.Project]":
-        """Return the projects that the user sees, with the user's roles."""
-
-        return self._session.get("projects", list[models.Project])
-
-    def list_members(self, project: str) -> "list[models.Member]":
-        """Return the members of a project and their roles, by name."""
-
-        return self._session.get(f"projects/{quote(project, safe='')}/members", list[models.Member])
+        return self._session.get("storages", list[models.Storage])
 
     def quotas(self) -> "list[models.Quota]":
         """Return quotas and what counts against them: one's own, and those of seen projects."""
@@ -473,8 +478,8 @@ class Client(ClusterClient, BulkClient, RegistryClient):
             project: the project, or else
             group: the group.
             revision: The revision that the change began from; 0 if there is no quota yet.
-            limits: `weight`, `max_slots`, `slot_hours` a month and `checkpoint_bytes`; those not
-                given get their defaults: 1, and no limit.
+            limits: `weight`, `max_slots`, `slot_hours` a month, `checkpoint_bytes` and
+                `media_bytes`; those not given get their defaults: 1, and no limit.
 
         Raises:
             ApiError: `quota_changed` if it was changed since `revision`.
@@ -542,6 +547,22 @@ class Client(ClusterClient, BulkClient, RegistryClient):
 
         body = models.LoginForToken(user=user, password=password, name=name)
         return self._session.call("POST", "login-token", models.CreatedToken, body=body)
+
+    def log_in_by_code(self, code: str, verifier: str, *, name: str) -> "models.CreatedToken":
+        """Make a token for all that a user may do, by a code that a browser was shown.
+
+        Args:
+            code: The code.
+            verifier: The text from which the `challenge` in the browser's address was made.
+            name: The token's name.
+
+        Raises:
+            ValueError: The code or the verifier is too long or too short.
+            ApiError: The code is not valid.
+        """
+
+        body = models.OidcCode(code=code, verifier=verifier, name=name)
+        return self._session.call("POST", "oidc/token", models.CreatedToken, body=body)
 
     def set_password(self, password: str, *, user: str = "admin") -> None:
         """Give a user a password for the web UI and end the user's sign-ins.
@@ -630,8 +651,12 @@ class Client(ClusterClient, BulkClient, RegistryClient):
         submitted_config: str | None = None,
         key: str | None = None,
         project: str | None = None,
+        template: str | None = None,
     ) -> Experiment:
         """Check a configuration, send the code and create an experiment.
+
+        Fields that the configuration leaves open are taken from templates and policies, as
+        `resolve_config` tells.
 
         Args:
             config: The configuration, or the path of a YAML file that holds it.
@@ -643,15 +668,16 @@ class Client(ClusterClient, BulkClient, RegistryClient):
                 experiment of the first call.
             project: The project; by default `Default`, or else the first one in which the user is
                 an editor.
+            template: The template of the project, or of all projects, for fields that are open.
 
         Raises:
-            ConfigError: The configuration is wrong.
+            ConfigError: The configuration is wrong, or does not meet a policy.
             ContextError: The directory cannot be sent.
             ApiError: The master refused; `key_reused` if the key belongs to another request.
             MasterUnreachableError: No master answers.
         """
 
-        checked = _load_config(config, overrides)
+        checked = self.resolve_config(config, overrides, project=project, template=template)
         if checked.environment.uv:
             _check_lock(Path() if model_dir is None else Path(model_dir))
         body = models.CreateExperiment(
@@ -659,6 +685,7 @@ class Client(ClusterClient, BulkClient, RegistryClient):
             submitted_config=submitted_config or _submitted_text(config),
             activate=activate,
             project=project,
+            template=template,
             **upload_code(self._session, model_dir),
         )
         data = self._session.call(
@@ -674,7 +701,7 @@ class Client(ClusterClient, BulkClient, RegistryClient):
     ) -> "models.SearchPreview":
         """Return how many trials a configuration's search would train how long."""
 
-        body = models.PreviewSearch(config=_load_config(config, overrides).to_json())
+        body = models.PreviewSearch(config=load_given_config(config, overrides).to_json())
         return self._session.call("POST", "preview-search", models.SearchPreview, body=body)
 
     def get_experiment(self, experiment_id: int) -> Experiment:
@@ -766,17 +793,6 @@ class Client(ClusterClient, BulkClient, RegistryClient):
         """
         stream = EventStream(self._session, after=after, experiment_id=experiment_id)
         return (event for event in stream if event is not None)
-
-
-def _load_config(
-    config: "ExperimentConfig | dict[str, Any] | str | Path", overrides: Sequence[str]
-) -> "ExperimentConfig":
-    from paceline.config._experiment_config import ExperimentConfig
-    from paceline.config._validate_config import load_config
-
-    if isinstance(config, ExperimentConfig):
-        return load_config(config.to_json(), overrides) if overrides else config
-    return load_config(config, overrides)
 
 
 def _submitted_text(config: "ExperimentConfig | dict[str, Any] | str | Path") -> str | None:

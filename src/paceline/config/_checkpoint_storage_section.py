@@ -11,6 +11,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    TypeAdapter,
     ValidationInfo,
     field_validator,
 )
@@ -227,3 +228,9 @@ AnyStorage = Annotated[
     ],
     BeforeValidator(expand_location),
 ]
+_ADAPTER: TypeAdapter[CheckpointStorage] = TypeAdapter(AnyStorage)
+
+
+def storage_root(section: Any) -> str | None:
+    """Return the path or URL of a storage in a config, None for the default location."""
+    return None if section is None else _ADAPTER.validate_python(section).root

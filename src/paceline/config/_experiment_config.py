@@ -318,6 +318,18 @@ class Idle(Section):
         return self
 
 
+class Interactive(Section):
+    """Mark of a JupyterLab, a shell or a TensorBoard on slots; `paceline notebook` makes one."""
+
+    kind: Literal["notebook", "shell", "tensorboard"] = Field(
+        description="What runs: its owner opens it with `paceline open`."
+    )
+    idle_timeout: Age = Field(
+        default=3600.0,
+        description="Time without use, after which it ends; its slots are free then.",
+    )
+
+
 class Reproducibility(Section):
     """Settings repeated exactly when a search is run again."""
 
@@ -413,6 +425,9 @@ class ExperimentConfig(Section):
     log_policies: Annotated[list[LogPolicy], Field(max_length=20)] = Field(
         default=[], description="What follows from lines of the output, such as errors of a GPU."
     )
+    interactive: Interactive | None = Field(
+        default=None, description="For a notebook, a shell or a TensorBoard; null for training."
+    )
     preemption_timeout: PositiveSeconds = Field(
         default=600.0, description="Seconds that a preempted trial may take to save and end."
     )
@@ -479,6 +494,22 @@ class ExperimentConfig(Section):
                 hint="give `searcher.max_length`, for example {epochs: 8}.",
             )
         return value
+
+    @model_validator(mode="after")
+    def _check_interactive(self) -> "ExperimentConfig":
+        if self.interactive is None:
+            return self
+        problems = [
+            Problem(path=path, value=value, message=f"must be {wanted} with `interactive`")
+            for path, value, wanted, is_right in (
+                ("searcher.name", self.searcher.name, "`single`", self.searcher.name == "single"),
+                ("max_restarts", self.max_restarts, "0", self.max_restarts == 0),
+            )
+            if not is_right
+        ]
+        if problems:
+            raise refused_parts(problems)
+        return self
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ REMOVED_SEARCHERS = {
     "adaptive": "adaptive_asha",
     "adaptive_simple": "adaptive_asha",
     "sync_halving": "async_halving",
-    "custom": "another search method, or write one: see docs/search-methods.md",
+    "custom": "`random` with `sampler: external`, as in examples/own_search, or a plug-in",
 }
 """The predecessor's searchers that are gone, and their replacements."""
 

@@ -163,10 +163,15 @@ def commit_in_memory(
     if not journal.flush(_RECORD_PATIENCE_S):
         raise CheckpointWriteError(_cannot_be_recorded(journal, uuid))
     storage.commit(uuid, metadata, num_shards=num_shards)
+    delete_others(storage, uuid)
+    send_run_event("checkpoint", journal)
+
+
+def delete_others(storage: CheckpointStorage, uuid: str) -> None:
+    """Delete all states in memory but one."""
     for earlier in storage.list():
         if earlier != uuid:
             storage.delete(earlier)
-    send_run_event("checkpoint", journal)
 
 
 def _cannot_be_recorded(journal: JournalWriter, uuid: str) -> str:
@@ -218,7 +223,14 @@ class CheckpointParts:
         commit: Called on the chief, in any thread, with the UUID and the metadata of a checkpoint
             whose parts are all there.
         failures: What decides whether training continues; `StoreFailures` by default.
+        commits_for: The ranks whose parts this one waits for before it calls `commit`; by default
+            all on the chief, and none on others.
+
+    Attributes:
+        copy_s: The processor time of the last copies to other nodes, in seconds.
     """
+
+    copy_s = 0.0
 
     def __init__(
         self,
@@ -229,12 +241,16 @@ class CheckpointParts:
         world_size: int,
         commit: Callable[[str, dict[str, Any]], None],
         failures: StoreFailures | None = None,
+        commits_for: Sequence[int] | None = None,
     ) -> None:
         self._run = run
         self._storage = storage
         self._rank = rank
         self._world_size = world_size
         self._commit = commit
+        if commits_for is None:
+            commits_for = range(world_size) if rank == 0 else ()
+        self._commits_for = frozenset(commits_for)
         self._pending: list[tuple[str, dict[str, Any], int]] = []
         # Checkpoints in order: those before a committed one are lost, as no rank stores them now.
         self._begun: list[str] = []
@@ -283,12 +299,12 @@ class CheckpointParts:
         # The commit takes it back; leftovers of a killed group are for others to remove.
         if self._run is not None:
             self._run.note_checkpoint(uuid, self._storage.url, is_part=self._rank != 0)
-        if self._rank == 0:
+        if self._commits_for:
             with self._changed:
                 self._begun.append(uuid)
         with self._storage.store_shard(uuid, self._rank) as path:
             yield path, uuid
-        if self._rank == 0:
+        if self._commits_for:
             self._add(uuid, dict(metadata), num_parts or self._world_size)
 
     def store_whole(self, metadata: Mapping[str, Any], write: Callable[[Path], None]) -> None:
@@ -376,8 +392,7 @@ class CheckpointParts:
         try:
             if not self._await_parts():
                 return False
-            with self._changed:
-                self._commit_next()
+            self._commit_next()
         except CheckpointWriteError as error:
             with self._changed:
                 self._pending.pop(0)
@@ -398,13 +413,13 @@ class CheckpointParts:
                     self._thread = None
                     return False
                 (uuid, metadata, num_parts), *later = self._pending
-            missing = self._storage.missing_shards(uuid, num_parts)
+            missing = self._missing(uuid, num_parts)
             if not missing:
                 return True
             waited_s = time.monotonic() - began
             # Ranks store in order: a later checkpoint with all parts shows that this one is lost.
             is_lost = waited_s > _LOOK_LATER_S and not all(
-                self._storage.missing_shards(each, num_expected) for each, _, num_expected in later
+                self._missing(each, num_expected) for each, _, num_expected in later
             )
             if is_lost or waited_s > _LIMIT_S:
                 raise CheckpointWriteError(_lacking(metadata["steps_completed"], missing))
@@ -424,16 +439,22 @@ class CheckpointParts:
 
     def _commit_next(self) -> None:
         uuid, metadata, _ = self._pending[0]
+        # Without the lock, as it may take long: this thread alone removes pending checkpoints.
         self._commit(uuid, metadata)
-        self._forget(uuid)
-        self._pending.pop(0)
-        self._failures.note_stored()
-        while (lost := self._begun.pop(0)) != uuid:
-            # Files that cannot be removed now: a later sweep deletes them.
-            with suppress(CheckpointError):
-                self._storage.discard(lost)
-                self._forget(lost)
-        self._changed.notify_all()
+        with self._changed:
+            self._forget(uuid)
+            self._pending.pop(0)
+            self._failures.note_stored()
+            while (lost := self._begun.pop(0)) != uuid:
+                # Files that cannot be removed now: a later sweep deletes them.
+                with suppress(CheckpointError):
+                    self._storage.discard(lost)
+                    self._forget(lost)
+            self._changed.notify_all()
+
+    def _missing(self, uuid: str, num_parts: int) -> list[int]:
+        missing = self._storage.missing_shards(uuid, num_parts)
+        return [rank for rank in missing if rank in self._commits_for]
 
     def _forget(self, uuid: str) -> None:
         if self._run is not None:

@@ -29,6 +29,7 @@ from paceline.core._background_checkpoints import (
     delete_checkpoint,
 )
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._node_memory import NodeMemory, NodeParts
 from paceline.core._run_storage import (
     check_selector,
     check_shared_storage,
@@ -427,6 +428,10 @@ class CheckpointContext:
             failures: What decides whether training continues.
         """
         memory, size = self._memory, self._distributed.size
+        distributed = self._distributed
+        is_one = distributed.cross_size == 1
+        # Also without memory here, as other nodes may have some.
+        nodes = () if is_one else distributed.allgather(distributed.cross_rank)
         if memory is None:
             return None
 
@@ -434,7 +439,9 @@ class CheckpointContext:
             checked = _checked_metadata(metadata)
             commit_in_memory(memory, self._journal, uuid, checked, num_shards=size)
 
-        rank = self._distributed.rank
+        if isinstance(memory, NodeMemory):
+            return NodeParts(memory, distributed, nodes, commit, failures)
+        rank = distributed.rank
         return CheckpointParts(
             None, memory, rank=rank, world_size=size, commit=commit, failures=failures
         )

@@ -26,6 +26,7 @@ from paceline.core._attempt_journal import (
 )
 from paceline.core._checkpoint_context import CheckpointContext
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._node_memory import resumed_from_nodes, run_memory_storage
 from paceline.core._preemption_and_search import (
     ControlFile,
     PreemptContext,
@@ -41,7 +42,6 @@ from paceline.core._run_storage import (
     NodeStorage,
     check_given_storage,
     given_storage,
-    memory_storage,
 )
 from paceline.core._trackers_and_tensorboard import (
     TensorboardFiles,
@@ -300,6 +300,7 @@ def init(
         # The chief decides, and informs every rank.
         opened = distributed.broadcast(place() if distributed.rank == 0 else None)
         assert opened is not None
+        opened = resumed_from_nodes(opened, distributed)
         check_given_storage(checkpoint_storage, opened.info)
         apply_determinism()
         faults.reach("core.started")
@@ -388,7 +389,7 @@ def _open_core_context(
                 journal=journal,
                 distributed=distributed,
                 latest=opened.latest_checkpoint,
-                memory=memory_storage(opened.info.run_id),
+                memory=run_memory_storage(opened.info.run_id, distributed),
                 memory_state=opened.memory_state,
                 times=times,
                 on_committed=tensorboard.upload_quietly,

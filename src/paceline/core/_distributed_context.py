@@ -390,6 +390,10 @@ class DistributedContext:
         """Leave a value for another rank without waiting for its reader; safe in any thread."""
         self._open_transport().set(f"kept/{key}", value)
 
+    def is_kept(self, key: str) -> bool:
+        """Return whether a value that was left by `put` has not been taken yet."""
+        return self._open_transport().has([f"kept/{key}"])
+
     def take(self, key: str) -> bytes | None:
         """Remove and return a value left by another rank; None if there is none."""
         transport, key = self._open_transport(), f"kept/{key}"

@@ -221,7 +221,7 @@ class KeyValueStore:
                 return
             # The store ends with its host: the last calls of other ranks must come through first.
             deadline = time.monotonic() + (_LEAVE_AFTER_FAILURE_S if is_failure else _LEAVE_S)
-            while self._store.add("left", 0) < self._size and time.monotonic() < deadline:
+            while self._num_gone() < self._size and time.monotonic() < deadline:
                 if self._store.check([_FAILED_KEY]):
                     deadline = min(deadline, time.monotonic() + _LEAVE_AFTER_FAILURE_S)
                     time.sleep(_LONGEST_PAUSE_S)
@@ -229,6 +229,10 @@ class KeyValueStore:
         except RuntimeError:
             # The host has left already.
             return
+
+    def _num_gone(self) -> int:
+        """Return how many ranks have left the store, or ended without leaving it."""
+        return int(self._store.add("left", 0)) + len(self._peers.ended())
 
     def _call(self, function: Callable[[], Any]) -> Any:
         try:

@@ -528,7 +528,7 @@ def open_attempt_run(path: Path, seed: int | None) -> OpenedRun:
         latest_checkpoint=uuid,
         steps_completed=steps,
         completed_length=history.completed_length,
-        last_steps=_steps_up_to(history, steps),
+        last_steps=steps_up_to(history, steps),
         memory_state=state,
     )
 
@@ -584,7 +584,7 @@ def _place_resumed(
         latest_checkpoint=uuid,
         steps_completed=steps,
         completed_length=history.completed_length,
-        last_steps=_steps_up_to(history, steps),
+        last_steps=steps_up_to(history, steps),
         memory_state=state,
     )
 
@@ -636,7 +636,7 @@ def _run_generation(info: RunInfo) -> int:
     return int(text)
 
 
-def _steps_up_to(history: History, steps_completed: int) -> dict[str, int]:
+def steps_up_to(history: History, steps_completed: int) -> dict[str, int]:
     """Return the last valid step of each group for an attempt resuming from a step."""
     return {group: min(step, steps_completed) for group, step in history.last_steps.items()}
 

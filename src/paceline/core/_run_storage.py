@@ -100,10 +100,13 @@ class NodeStorage(DirectoryStorage):
     Args:
         root: The directory on this node.
         distributed: Where the ranks meet.
+        owner: The `owner` of `DirectoryStorage`.
     """
 
-    def __init__(self, root: Path, distributed: DistributedContext) -> None:
-        super().__init__(root)
+    def __init__(
+        self, root: Path, distributed: DistributedContext, owner: int | None = None
+    ) -> None:
+        super().__init__(root, owner=owner)
         self._distributed = distributed
 
     @contextmanager

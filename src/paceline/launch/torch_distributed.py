@@ -272,7 +272,7 @@ def _run_workers(
     workers = Workers(limits, make_pool, hint=LAUNCH_HINT)
     runner = LaunchRun(workers, policy, nodes)
     try:
-        with run_memory(is_wanted=restarts > 0 and nodes is None) as memory:
+        with run_memory(is_wanted=restarts > 0) as memory:
             variables |= memory
             runner.run(lambda: workers.pool.program)
     except (CollectiveMismatchError, WorkerFailedError) as error:

@@ -10,6 +10,7 @@ import shutil
 import struct
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BytesIO
@@ -406,6 +407,8 @@ class MemoryCheckpoints:
         """
         place = self._distributed.rank, self._distributed.size
         problem = "callbacks add to checkpoints" if has_hooks else survivors_problem(stepper)
+        if self._distributed.cross_size > 1:
+            problem = "the ranks are on several nodes"
         if problem and place[1] > 1:
             logger.info("Surviving ranks will not save their states: %s.", problem)
         elif place[1] > 1:
@@ -429,7 +432,8 @@ class MemoryCheckpoints:
     def _is_due(self) -> bool:
         interval_s = self._every
         if interval_s < 1:
-            cost_s = self._stall_s + self._saver.processor_s * self._processor_share
+            processor_s = self._saver.processor_s + self._parts.copy_s
+            cost_s = self._stall_s + processor_s * self._processor_share
             interval_s = max(_LEAST_INTERVAL_S, cost_s / interval_s)
         return time.monotonic() >= self._begun_s + interval_s
 
@@ -459,17 +463,24 @@ class MemoryCheckpoints:
     def _has_room(self, num_bytes: int) -> bool:
         if self._num_saves > 1:
             return True
-        wanted = _NUM_SLOTS * sum(self._distributed.allgather(num_bytes))
-        room = self._distributed.broadcast(_room(self._directory))
-        if wanted > room:
+        node, number = self._distributed.cross_rank, self._distributed.cross_size
+        by_rank = self._distributed.allgather((node, num_bytes, _room(self._directory)))
+        own = Counter[int]()
+        for each, size, _ in by_rank:
+            own[each] += size
+        # A node also holds the files of the node before it.
+        before = {each: own[(each - 1) % number] if number > 1 else 0 for each in own}
+        wanted = {each: _NUM_SLOTS * (own[each] + before[each]) for each in own}
+        short = [(wanted[each], room) for each, _, room in by_rank if wanted[each] > room]
+        for size, room in short[:1]:
             self._failures.note_lost(
                 OSError(
-                    f"{_NUM_SLOTS} states need {wanted / 1e6:.0f} MB in {str(memory_root())!r}, but"
+                    f"{_NUM_SLOTS} states need {size / 1e6:.0f} MB in {str(memory_root())!r}, but"
                     f" {max(room, 0) / 1e6:.0f} MB are free. Hint: make it larger, or name another"
                     f" directory by {MEMORY_DIRECTORY_VARIABLE}."
                 )
             )
-        return wanted <= room
+        return not short
 
     def drop(self) -> None:
         """Give the memory up; all ranks call it."""
@@ -522,7 +533,7 @@ class MemoryCheckpoints:
         self._parts.close()
 
     def _clear(self) -> None:
-        if self._distributed.rank == 0:
+        if self._distributed.local_rank == 0:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -555,7 +566,7 @@ def begin_memory(core: Context, every: float | None) -> MemoryCheckpoints | None
         if core.distributed.rank == 0:
             logger.warning(
                 "`memory_checkpoints` has no effect: memory for states must belong to a process"
-                " that starts lost workers of one node again. Hint: `python -m"
+                " that starts lost workers again, on each node. Hint: `python -m"
                 " paceline.launch.torch_distributed --max-restarts 3 ...`, or"
                 " `pytorch.launch(..., max_restarts=3)`; %s must be there.",
                 memory_root(),

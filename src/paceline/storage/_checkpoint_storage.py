@@ -34,6 +34,8 @@ from paceline.storage._uploads import FileSender
 UuidList: TypeAlias = list[str]
 RankList: TypeAlias = list[int]
 
+PROBE_BYTES = 4096
+"""Size of what a probe writes: a block of a file system."""
 UUID_FORM = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
 
 
@@ -86,6 +88,15 @@ class CheckpointStorage(ABC):
         Use it for work that is repeated later, and must not hold up other work.
         """
         return self
+
+    def probe(self) -> None:
+        """Write, read and delete something small; a storage that only offers reading reads.
+
+        Raises:
+            CheckpointError: The storage does not do so.
+            OSError: It does not do so.
+        """
+        self.exists("probe")
 
     @abstractmethod
     def store_path(self, uuid: str, *, rank: int = 0) -> AbstractContextManager[Path]:

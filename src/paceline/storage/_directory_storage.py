@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
+from uuid import uuid4
 
 from paceline import faults
 from paceline._base.files import (
@@ -18,6 +19,7 @@ from paceline._base.files import (
     opened_below,
     opened_directory,
     read_limited,
+    replacing_below,
     sync_directory,
 )
 from paceline.storage import _checkpoint_files as _durable_files
@@ -25,6 +27,7 @@ from paceline.storage._checkpoint_files import (
     MANIFEST_NAME,
     MAX_TEXT_BYTES,
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointNotFoundError,
     CheckpointWriteError,
     FileEntry,
@@ -45,6 +48,7 @@ from paceline.storage._checkpoint_files import (
 )
 from paceline.storage._checkpoint_storage import (
     OPEN_NAME,
+    PROBE_BYTES,
     UUID_FORM,
     CheckpointStorage,
     UuidList,
@@ -672,6 +676,20 @@ class DirectoryStorage(CheckpointStorage):
                 return Path(file.name).stat().st_mtime
         except OSError:
             return time.time()
+
+    def probe(self) -> None:
+        """Write, read and remove a file in the directory, which must be there."""
+        name, data = f".probe-{uuid4()}", bytes(PROBE_BYTES)
+        with opened_directory(self._root) as directory:
+            with replacing_below(directory, name) as file:
+                file.write(data)
+            try:
+                with open_regular_below(directory, name) as found:
+                    is_same = found.read(len(data)) == data
+            finally:
+                os.unlink(name, dir_fd=directory)
+        if not is_same:
+            raise CheckpointError(f"{self._root} must give back what was written, but does not.")
 
     def list(self) -> UuidList:
         """Return the names of the directories with a manifest."""

@@ -31,6 +31,7 @@ from paceline.storage._checkpoint_files import (
     failing_store_of,
 )
 from paceline.storage._checkpoint_storage import (
+    PROBE_BYTES,
     CheckpointStorage,
     UuidList,
     check_uuid,
@@ -478,6 +479,14 @@ class ObjectStorage(CheckpointStorage):
     def put_file(self, name: str, file: Path) -> None:
         """Upload a file outside of checkpoints."""
         self.put(name, file)
+
+    def probe(self) -> None:
+        """Put, read and remove an object that a sweep would remove as well."""
+        key, data = f"{_CLOCK_PREFIX}{uuid4()}", bytes(PROBE_BYTES)
+        self._put_data(key, data)
+        if self.read(key, 0, len(data)) != data:
+            raise CheckpointError(f"A store must give back what was put, but {key!r} is not that.")
+        self.remove([key])
 
     # ---- removing ------------------------------------------------------------------------
 

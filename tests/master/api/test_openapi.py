@@ -30,7 +30,9 @@ WEBUI = Path(__file__).parents[3] / "webui"
 # One stops the server, the other answers for as long as the client listens.
 # An answer needs an ask that is open, of an id that was drawn.
 ANSWER = "POST /experiments/{experiment_id}/asks/{ask_id}"
-LEFT_OUT = {"POST /master/shutdown", "GET /events", ANSWER}
+# Without a provider they say that there is none; `test_oidc.py` has one.
+OIDC = {"GET /oidc/callback", "GET /oidc/sign-in", "POST /oidc/token"}
+LEFT_OUT = {"POST /master/shutdown", "GET /events", ANSWER, *OIDC}
 PREFIX = "/api/v1"
 TIME_LIMIT_S = 30.0
 # What one operation makes another one finds: reading comes first, and deleting last.
@@ -66,10 +68,10 @@ DIGEST = hashlib.sha256(ARCHIVE).hexdigest()
 PARAMETERS: dict[str, Any] = {
     "experiment_id": 1, "trial_id": 1, "attempt_id": 1, "uuid": "u", "path": "f", "name": "admin",
     "digest": DIGEST, "token_id": 1, "run_id": "r1",
-    "node_id": 1, "view_id": 1, "project": "Default",
+    "node_id": 1, "view_id": 1, "project": "Default", "stream": "ab" * 16,
 }  # fmt: skip
 # The only search that has trials still to come.
-PROPOSED = 5
+PROPOSED = 6
 OTHERS: dict[str, dict[str, Any]] = {
     "POST /experiments/{experiment_id}/continue": {"experiment_id": 2},
     "POST /experiments/{experiment_id}/proposals": {"experiment_id": PROPOSED},
@@ -86,6 +88,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "DELETE /pools/{name}": {"name": "small"},
     "POST /nodes/{name}/reservations": {"name": "local"},
     "DELETE /nodes/{name}/reservations/{reservation_id}": {"name": "local", "reservation_id": 1},
+    "PUT /config-rules/{kind}/{name}": {"kind": "template", "name": "new"},
+    "DELETE /config-rules/{kind}/{name}": {"kind": "template", "name": "old"},
+    "DELETE /projects/{project}": {"project": "empty"},
     "PUT /quotas/{kind}/{name}": {"kind": "user", "name": "admin"},
     "DELETE /quotas/{kind}/{name}": {"kind": "project", "name": "Default"},
     # Its trial has ended by then.
@@ -95,9 +100,19 @@ OTHERS: dict[str, dict[str, Any]] = {
     "PUT /attempts/{attempt_id}/checkpoints/{uuid}/pieces": {"uuid": "w"},
     "DELETE /views/{view_id}": {"view_id": 2},
 }
+# A shell that runs.
+TASK, TASK_ATTEMPT = 5, 3
+TASK_STREAM = "/experiments/{experiment_id}/streams/{stream}"
+STREAM_AT_TASK = "/attempts/{attempt_id}/streams/{stream}"
+OTHERS |= {
+    "POST /experiments/{experiment_id}/link": {"experiment_id": TASK},
+    **{f"{method} {TASK_STREAM}": {"experiment_id": TASK} for method in ("GET", "PUT", "DELETE")},
+    **{f"{m} {STREAM_AT_TASK}": {"attempt_id": TASK_ATTEMPT} for m in ("GET", "PUT", "DELETE")},
+}
 PIECES = "/attempts/{attempt_id}/checkpoints/{uuid}/pieces"
 FILE = {"digest": hashlib.sha256(b"x").hexdigest(), "media_type": "text/plain", "is_known": False}
 QUERIES: dict[str, dict[str, Any]] = {
+    "DELETE /config-rules/{kind}/{name}": {"revision": 1},
     "DELETE /quotas/{kind}/{name}": {"revision": 1},
     "DELETE /views/{view_id}": {"version": 1},
     "GET /runs": {"link": "experiments/1/runs/r1"},
@@ -108,6 +123,11 @@ QUERIES: dict[str, dict[str, Any]] = {
     "POST /attempts/{attempt_id}/checkpoints/{uuid}/shards": {"member": 1},
     "GET /metric-series.csv": {"series": "1/validation/loss"},
     "GET /experiments/{experiment_id}/diff": {"since": 2},
+    **{
+        f"{method} {path}": {"offset": 0}
+        for method in ("GET", "PUT")
+        for path in (TASK_STREAM, STREAM_AT_TASK)
+    },
     "GET /experiments/{experiment_id}/hyperparameters": {"metric": "validation/loss"},
 }
 HEADERS = {f"PUT {PIECES}": {"x-paceline-digest": xxhash.xxh3_128_hexdigest(b"x")}}
@@ -126,6 +146,8 @@ BODIES: dict[str, Any] = {
     "PUT /runs/{run_id}/files/{path}": b"x",
     "POST /attempts/{attempt_id}/records": {"batches": []},
     "POST /attempts/{attempt_id}/logs": {"entries": []},
+    f"PUT {STREAM_AT_TASK}": b"x",
+    f"PUT {TASK_STREAM}": b"x",
     "POST /attempts/{attempt_id}/end": {"reason": "exited", "code": 0, "signal": None, "time": 1.0},
     "POST /login": {"user": "admin", "password": PASSWORD},
     "POST /login-token": {"user": "admin", "password": PASSWORD, "name": "laptop"},
@@ -153,6 +175,7 @@ BODIES: dict[str, Any] = {
     "POST /nodes/{name}/slots/{slot}/drain": {"finish": False},
     "PUT /pools/{name}": {"policy": "priority", "max_slots": 4, "labels": {"gpu": "a100"}},
     "POST /nodes/{name}/reservations": {"user": "admin", "begins_at": 1, "ends_at": 2**33},
+    "PUT /config-rules/{kind}/{name}": {"content": {"max_restarts": 1}, "revision": 0},
     "PUT /quotas/{kind}/{name}": {"max_slots": 4, "revision": 0},
     "POST /queue/move": {"experiment_id": 1, "to": "front"},
     "POST /views": {"name": "mine", "search": "x=time"},
@@ -170,7 +193,7 @@ def master(
     # Nobody listens there, which is an answer too.
     channel = {"webhook": "http://127.0.0.1:9", "secret": "whsec_" + "a" * 32}
     (home / "notify.yaml").write_text(json.dumps({"channels": {"admin": channel}}))
-    served = serve_master(home)
+    served = serve_master(home, 3)
     put = served.http.put(f"/contexts/{DIGEST}", content=ARCHIVE)
     assert put.status_code == 204, put.text
     body = {"config": CONFIG | {"searcher": {"name": "random", "metric": "loss", "max_trials": 2}}}
@@ -212,6 +235,16 @@ def master(
     served.http.post("/nodes", json=NODE | {"name": "drained"})
     assert served.http.put("/pools/small", json={}).status_code == 204
     assert served.http.put("/quotas/project/Default", json={}).status_code == 204
+    rule = served.http.put("/config-rules/template/old", json={"content": {}})
+    assert rule.status_code == 204, rule.text
+    assert served.http.post("/projects", json={"name": "empty"}).status_code == 201
+    shell = {"interactive": {"kind": "shell"}, "max_restarts": 0}
+    assert served.create(searcher=CONFIG["searcher"], **shell) == TASK
+    served.schedule()
+    opened = served.http.get(f"/experiments/{TASK}/streams/{'ab' * 16}", params={"offset": 0})
+    assert opened.status_code == 200, opened.text
+    seen = served.http.get(f"/attempts/{TASK_ATTEMPT}/streams/{'ab' * 16}", params={"offset": 0})
+    assert seen.status_code == 200, seen.text
     # Reservations end with their user, and `admin` may be removed before they are.
     assert served.http.post("/users", json={"name": "reserver"}).status_code == 201
     body = {"user": "reserver", "begins_at": 1, "ends_at": 2**33}
@@ -271,7 +304,7 @@ def test_no_request_that_the_description_allows_makes_the_server_fail(
         found = answers[name]
         if found.total() % 2 == 0:
             aim(case, name)
-        for waits in ("timeout_s", "wait"):
+        for waits in ("timeout_s", "wait", "wait_s"):
             if isinstance((case.query or {}).get(waits), int | float):
                 case.query[waits] = 0
         # One operation puts another token in the place of this one.

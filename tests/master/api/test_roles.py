@@ -20,6 +20,7 @@ ROLES = ("admin", "manager", "editor", "viewer", "stranger", "removed")
 SEE, CHANGE, MANAGE = ROLES[:4], ROLES[:3], ROLES[:2]
 # The bodies and queries name objects of the project, besides those of the paths.
 QUERIES = {
+    "DELETE /config-rules/{kind}/{name}": "revision=1",
     "GET /bulk-preview": "action=archive",
     "GET /checkpoint-preview": "query=created > -1d",
     "GET /checkpoints": f"prefix={UUID}",
@@ -44,6 +45,7 @@ BODIES: dict[str, Any] = {
     "POST /projects": {"name": "lab"},
     "POST /queue/move": {"experiment_id": 1, "to": "front"},
     "PUT /projects/{project}/members/{name}": {"role": "viewer"},
+    "PUT /config-rules/{kind}/{name}": {"content": {}},
     "PUT /quotas/{kind}/{name}": {"max_slots": 1},
 }
 # For whom each route answers with what it was asked for. What strangers get of a list is empty.
@@ -51,10 +53,11 @@ ALL = (*SEE, "stranger")
 NOT_FOUND, FORBIDDEN = 404, 403
 ANYONE = [
     "GET /bulk-preview", "GET /checkpoint-preview",
-    "GET /checkpoints", "GET /config-schema", "GET /docs", "GET /experiment-columns",
+    "GET /checkpoints", "GET /config-rules", "GET /config-schema", "GET /docs",
+    "GET /experiment-columns",
     "GET /experiments", "GET /master", "GET /metrics", "GET /nodes", "GET /notify-channels",
     "GET /openapi.json", "GET /pools", "GET /projects", "GET /query-completions",
-    "GET /queue", "GET /quotas", "GET /slots", "GET /status",
+    "GET /queue", "GET /quotas", "GET /slots", "GET /status", "GET /storages",
     "GET /tokens", "GET /trials", "GET /usage", "GET /users", "GET /views", "HEAD /openapi.json",
     "POST /check-config",
     "POST /metric-groups", "POST /metric-names", "POST /metric-series", "POST /preview-search",
@@ -62,7 +65,10 @@ ANYONE = [
     # Creates in a project of the sender's.
     "POST /experiments", "POST /bulk-actions",
 ]  # fmt: skip
-PUBLIC = ["GET /health", "GET /session", "GET /sign-in", "POST /login", "POST /login-token"]
+PUBLIC = [
+    "GET /health", "GET /oidc/callback", "GET /oidc/sign-in", "GET /session", "GET /sign-in",
+    "POST /login", "POST /login-token", "POST /oidc/token",
+]  # fmt: skip
 SEEN = [
     "GET /checkpoints/{uuid}", "GET /checkpoints/{uuid}/files/{path:path}",
     "GET /contexts/{digest}", "GET /experiments/{experiment_id}",
@@ -91,6 +97,11 @@ CHANGED = [
     "POST /trials/{trial_id}/kill", "POST /trials/{trial_id}/stop", "PUT /runs/{run_id}",
     "PUT /runs/{run_id}/files/{path:path}", "POST /runs/{run_id}/records",
     "DELETE /checkpoints/{uuid}", "DELETE /experiments/{experiment_id}",
+    # Beyond this role, only the owner opens a task.
+    "POST /experiments/{experiment_id}/link",
+    "DELETE /experiments/{experiment_id}/streams/{stream}",
+    "GET /experiments/{experiment_id}/streams/{stream}",
+    "PUT /experiments/{experiment_id}/streams/{stream}",
 ]  # fmt: skip
 # A viewer may, but has no project for the copy.
 COPIED = ["POST /experiments/{experiment_id}/fork", "POST /trials/{trial_id}/continue"]
@@ -103,6 +114,9 @@ ADMINS = [
     "PUT /home-token", "POST /master/shutdown",
     "DELETE /nodes/{name}/reservations/{reservation_id}", "POST /nodes/{name}/reservations",
     "DELETE /quotas/{kind}/{name}", "PUT /quotas/{kind}/{name}",
+    # Those of all projects; a project's own are for its administrators.
+    "DELETE /config-rules/{kind}/{name}", "PUT /config-rules/{kind}/{name}",
+    "DELETE /projects/{project}",
     "POST /nodes", "POST /nodes/{node_id}/poll",
     "DELETE /attempts/{attempt_id}/checkpoints/{uuid}",
     "GET /attempts/{attempt_id}/checkpoints/{uuid}",
@@ -112,6 +126,8 @@ ADMINS = [
     "POST /attempts/{attempt_id}/logs", "POST /attempts/{attempt_id}/records",
     "PUT /attempts/{attempt_id}/checkpoints/{uuid}/pieces",
     "PUT /attempts/{attempt_id}/files/{path:path}",
+    "DELETE /attempts/{attempt_id}/streams/{stream}", "GET /attempts/{attempt_id}/streams/{stream}",
+    "POST /attempts/{attempt_id}/streams", "PUT /attempts/{attempt_id}/streams/{stream}",
 ]  # fmt: skip
 # Of other users: only administrators.
 OTHERS = ["DELETE /tokens/{token_id}", "PUT /users/{name}/password"]
@@ -204,8 +220,10 @@ def sent(lab: Any, role: str, route: str, **more: Any) -> httpx2.Response:
         "experiment_id": "1", "trial_id": "1", "uuid": UUID, "digest": DIGEST, "run_id": RUN,
         "path:path": "f", "action": "pause", "token_id": "1", "project": "lab", "name": "admin",
         "slot": "0", "node_id": "1", "attempt_id": "1", "kind": "user", "reservation_id": "1",
-        "ask_id": "none",
+        "ask_id": "none", "stream": "ab" * 16,
     }  # fmt: skip
+    if path.startswith("/config-rules/"):
+        given["kind"] = "template"
     if path == "/projects/{project}/members/{name}":
         given["name"] = "viewer"
     filled = re.sub(r"{(.+?)}", lambda match: given[match[1]], path)

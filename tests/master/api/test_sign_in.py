@@ -43,6 +43,7 @@ def test_a_link_signs_in_once(master: Any, browse: Callable[[], httpx2.Client]) 
     browser = browse()
     assert browser.get("/session").json() == {
         "user": None, "owner": None, "has_password": False, "scope": None, "is_shared": False,
+        "oidc": None,
     }  # fmt: skip
     reply = browser.get(link)
     assert (reply.status_code, reply.headers["location"]) == (303, "/")
@@ -89,6 +90,7 @@ def test_a_password_signs_in_and_setting_it_signs_out(
     assert master.http.put("/users/admin/password", json=body).status_code == 204
     assert browser.get("/session").json() == {
         "user": None, "owner": None, "has_password": True, "scope": None, "is_shared": False,
+        "oidc": None,
     }  # fmt: skip
     wrong = browser.post("/login", json={"password": "correct house"})
     assert (wrong.status_code, wrong.json()["code"]) == (401, "wrong_password")
@@ -96,7 +98,7 @@ def test_a_password_signs_in_and_setting_it_signs_out(
     assert browser.get("/slots").status_code == 401
     assert browser.post("/login", json=body).json() == {
         "user": "admin", "owner": "admin", "has_password": True, "scope": "admin",
-        "is_shared": False,
+        "is_shared": False, "oidc": None,
     }  # fmt: skip
     assert browser.get("/slots").status_code == 200
 

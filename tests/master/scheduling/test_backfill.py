@@ -130,6 +130,37 @@ def test_fillers_leave_for_the_trial_in_front_and_for_no_other() -> None:
     assert not behind.slots
 
 
+def test_interactive_work_fills_no_gap_as_it_would_lose_its_state() -> None:
+    nodes = [NodeSlots(slots=(0, 1, 2))]
+    pools = {"default": PoolSettings(backfill=True)}
+    holder = Holding(experiment_id=1, slots=(0,), attempt_id=1, queue_place=1)
+    task = replace(trial(3, 1), is_task=True)
+    _, waits, fills = decide([trial(2, 3), task, trial(4, 1)], [holder], nodes, pools)
+    assert (waits.slots, waits.reason) == ((), Reason.BEHIND_OTHERS)
+    assert fills.is_filler
+
+
+def test_interactive_work_has_all_its_slots_on_one_node() -> None:
+    nodes = [NodeSlots(node_id=number, slots=tuple(range(4)), can_join=True) for number in (1, 2)]
+    held = [
+        Holding(experiment_id=9, slots=(0, 1), node_id=one, attempt_id=one, queue_place=one)
+        for one in (1, 2)
+    ]
+    [both] = decide([trial(3, 4)], held, nodes)
+    assert [both.node_id, *(node for node, _ in both.others)] == [1, 2]
+    task = replace(trial(3, 4), is_task=True)
+    [waits] = decide([task], held, nodes)
+    assert (waits.slots, waits.reason) == ((), Reason.SLOTS_IN_USE)
+    [starts] = decide([task], held[1:], nodes)
+    assert (starts.node_id, starts.slots, starts.others) == (1, (0, 1, 2, 3), ())
+    # A pool that preempts makes room on one node, and does not count halves of two.
+    pools = {"default": PoolSettings(policy=PolicyName.PRIORITY)}
+    urgent = replace(task, priority=1)
+    [preempts] = decide([urgent], held, nodes, pools)
+    assert preempts.reason is Reason.PREEMPTING
+    assert len(preempts.preempts) == 1
+
+
 def test_nothing_fills_a_gap_unless_the_pool_says_so() -> None:
     nodes = [NodeSlots(slots=(0, 1, 2))]
     holder = Holding(experiment_id=1, slots=(0,), attempt_id=1, queue_place=1)

@@ -248,3 +248,36 @@ def test_only_such_a_copy_is_put_in_the_place_of_a_database_and_only_without_a_m
         assert path.read_bytes() == before
     with Home(tmp_path).hold(), pytest.raises(HomeInUseError):
         restore_copy(copy)
+
+
+def test_files_stored_before_they_were_counted_are_counted_like_later_ones(tmp_path: Path) -> None:
+    path = tmp_path / "master.sqlite"
+    Database(path).close()
+    added = {"attempts": ["num_gpus", "spent"], "quotas": ["media_bytes"]}
+    added["usage"] = ["gpu_s", "training_s", "lost_s", "known_s"]
+    insert = "INSERT INTO run_files VALUES (1, ?, 7, 'd', ?, 'text/plain', 0.0)"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for number in (1, 2, 3):
+            connection.execute(f"DROP TRIGGER count_run_files_{number}")
+        # A watched column goes after its trigger.
+        for (name,) in connection.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'trigger' AND name LIKE 'recorded%'"
+        ).fetchall():
+            connection.execute(f"DROP TRIGGER {name}")
+        for table, columns in added.items():
+            for column in columns:
+                connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        connection.execute("UPDATE meta SET value = '20' WHERE key = 'schema_version'")
+        connection.execute(insert, ("a", 100))
+    Database(path).close()
+    Database(tmp_path / "new.sqlite").close()
+    assert schema(path) == schema(tmp_path / "new.sqlite")
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(insert, ("b", 20))
+        connection.execute(insert, ("c", 3))
+        connection.execute("UPDATE run_files SET size = 5 WHERE path = 'c'")
+        connection.execute("DELETE FROM run_files WHERE path = 'b'")
+        found = connection.execute(
+            "SELECT experiment_id, number, num_bytes FROM counts WHERE kind = 'run_files'"
+        )
+        assert sorted(found) == [(0, 2, 105), (7, 2, 105)]

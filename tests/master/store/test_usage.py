@@ -22,7 +22,9 @@ FEBRUARY = datetime(2026, 2, 1, tzinfo=timezone.utc).timestamp()
 def add(database: Database) -> Callable[..., int]:
     """Return a function that stores an experiment with one trial and its attempts."""
 
-    def make(*attempts: tuple[float, float | None, int], **fields: Any) -> int:
+    def make(*attempts: tuple[float, float | None, int], more: Any = (), **fields: Any) -> int:
+        more = dict(more)
+
         def job(transaction: Transaction) -> int:
             execute = transaction.connection.execute
             known = {"name": "e", "state": "COMPLETED", "config": {}, "warnings": [], "seed": 0}
@@ -37,7 +39,7 @@ def add(database: Database) -> Callable[..., int]:
                 execute(
                     insert(tables.attempts).values(
                         trial_id=number, experiment_id=number, number=place, state="ENDED",
-                        slots=list(range(slots)), created_at=begin, ended_at=end,
+                        slots=list(range(slots)), created_at=begin, ended_at=end, **more,
                     )
                 )  # fmt: skip
             return int(number)
@@ -77,6 +79,35 @@ def test_slots_count_in_the_month_in_which_they_were_held(database: Database, ad
         (None, "bob", None, None, 2.0, 1.0, 1),
     ]
     assert used(database, "2025-12", "2025-12") == []
+
+
+def test_gpus_and_lost_work_count_in_slot_hours_of_each_month(database: Database, add: Any) -> None:
+    spent = {"training_s": 3 * HOUR, "lost_s": HOUR}
+    told = {"num_gpus": 2, "spent": spent}
+    first = add((FEBRUARY - 2 * HOUR, FEBRUARY + 2 * HOUR, 4), owner="ada", more=told)
+    # A loop of its own tells nothing, so it is no loss; one that runs has its GPUs.
+    add((FEBRUARY, FEBRUARY + HOUR, 1), owner="ada", more={"num_gpus": 0})
+
+    def seen() -> list[tuple[float, ...]]:
+        return [
+            (u.slot_hours, u.gpu_hours, u.training_hours, u.lost_hours, u.known_hours)
+            for month in ("2026-01", "2026-02")
+            for u in used(database, month, month)
+        ]
+
+    before = [(8.0, 4.0, 6.0, 2.0, 8.0), (9.0, 4.0, 6.0, 2.0, 8.0)]
+    assert seen() == before
+
+    def job(transaction: Transaction) -> None:
+        keep_usage(transaction.connection, first)
+        for table in (tables.attempts, tables.trials):
+            transaction.connection.execute(delete(table).where(table.c.experiment_id == first))
+
+    database.write(job).result()
+    assert [tuple(map(sum, zip(*seen(), strict=True)))] == [
+        tuple(map(sum, zip(*before, strict=True)))
+    ]
+    assert seen() == before
 
 
 def test_an_attempt_that_runs_counts_until_now(database: Database, add: Any) -> None:

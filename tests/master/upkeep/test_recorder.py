@@ -52,13 +52,17 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
               "open_to": ["ada", "@lab"], "own_runners": True}
              for name in ("big", "gone")]  # fmt: skip
     quota = {"user": "eve", "project_id": 0, "weight": 2.0, "max_slots": 3, "slot_hours": 1.5,
-             "checkpoint_bytes": None, "revision": 4}  # fmt: skip
+             "checkpoint_bytes": None, "media_bytes": None, "revision": 4}  # fmt: skip
     reservation = {"id": 1, "node": "box", "user": "eve", "begins_at": 1.0, "ends_at": 2.0}
     slots = [{"node_id": 0, "slot": 1}, {"node_id": 4, "slot": 0}, {"node_id": 4, "slot": 2}]
     token = {"id": 3, "name": "box", "scope": "runner", "digest": "d", "created_at": 1.0,
              "expires_at": None, "revoked_at": None, "node": "box", "pool": "big",
              "user": "eve"}  # fmt: skip
+    rule = {"kind": "policy", "parent": "1", "name": "cost", "content": {"rule": {"required": []}},
+            "created_at": 1.0, "changed_at": 2.0, "experiment_id": None,
+            "project_id": 1}  # fmt: skip
     wanted = {
+        tables.documents: [rule],
         tables.tokens: [token],
         tables.nodes: [node | {"token_id": 3}],
         tables.pools: pools[:1],
@@ -74,12 +78,16 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
         connection.execute(insert(tables.pools), pools)
         connection.execute(insert(tables.drained_slots), slots)
         connection.execute(insert(tables.quotas).values(**quota))
+        for name in ("cost", "gone"):
+            connection.execute(insert(tables.documents).values(**rule | {"name": name}))
+        connection.execute(insert(tables.documents).values(**rule | {"kind": "notes"}))
         connection.execute(insert(tables.reservations).values(**reservation))
 
     def delete_some(transaction: Transaction) -> None:
         connection = transaction.connection
         connection.execute(delete(tables.pools).where(tables.pools.c.name == "gone"))
         connection.execute(delete(tables.drained_slots).where(tables.drained_slots.c.slot == 2))
+        connection.execute(delete(tables.documents).where(tables.documents.c.name == "gone"))
 
     try:
         for job in (change, delete_some):

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from paceline._cluster.master.authentication import Passwords, SignIns, Tokens
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.store import database as database_module
+from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.upkeep.backup_snapshots import BackupError
 from paceline._cluster.master.upkeep.home_backup import Backup
 from paceline._cluster.master.upkeep.home_restore import RestoreResult, restore
 from paceline._cluster.master.upkeep.recovery_records import Recorder
+from paceline._cluster.master.users import Users
 from paceline._cluster.messages.master_models import TokenScope
 
 
@@ -27,6 +30,7 @@ class Doors:
     """The ways into the home of a master: tokens by name, the password, and a browser."""
 
     def __init__(self, database: Database) -> None:
+        self.database = database
         self.tokens = Tokens(database)
         self.passwords = Passwords(database)
         self.sign_ins = SignIns(database)
@@ -147,6 +151,37 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_restored(
     with pytest.raises(BackupError, match="must have its database or its records"):
         lost.restore(old_home=tmp_path)
     assert not lost.home.exists()
+
+
+@pytest.mark.parametrize("damage", ["none", "no database"])
+def test_links_to_people_are_those_of_the_old_home(damage: str, tmp_path: Path) -> None:
+    """A backup does not bring back somebody whose link was taken away since."""
+    home, old, to = tmp_path / "home", tmp_path / "old", tmp_path / "backups"
+    issuer = "https://id.example.org"
+
+    def linked(home: Path) -> dict[str, tuple[str | None, str | None]]:
+        with at_work(home) as doors, doors.database.read() as connection:
+            columns = tables.users.c
+            query = select(columns.name, columns.oidc_issuer, columns.oidc_subject)
+            return {row[0]: (row[1], row[2]) for row in connection.execute(query)}
+
+    with at_work(home) as doors:
+        users = Users(doors.database, doors.tokens.load)
+        for name in ("ann", "bob"):
+            users.add(name, role=None, is_admin=False, is_service=False).result()
+            users.link(name, issuer, f"id of {name}".replace(" ", "-")).result()
+        backup = Backup(home, to)
+        with backup.hold():
+            backup.make()
+    with at_work(home) as doors:
+        Users(doors.database, doors.tokens.load).link("ann", issuer, "").result()
+    home.rename(old)
+    if damage != "none":
+        for path in old.glob("master.sqlite*"):
+            path.unlink()
+    restore(to, home, old_home=old)
+    assert linked(home)["ann"] == (None, None)
+    assert linked(home)["bob"] == (issuer, "id-of-bob")
 
 
 def test_the_command_tells_names_scopes_and_ages(lost: Lost) -> None:

@@ -4,7 +4,7 @@ import { type CodeFile, digestOf, packCode } from "../lib/packCode";
 import { api, unwrap } from "./client";
 import { problemFrom } from "./problem";
 import type { components } from "./schema";
-import type { BulkRequest, Experiment, Quota, Reservation, Role, View } from "./types";
+import type { BulkRequest, ConfigRule, Experiment, Quota, Reservation, Role, View } from "./types";
 
 type Schemas = components["schemas"];
 
@@ -49,12 +49,12 @@ export function setAdmin(name: string, isAdmin: boolean) {
 }
 
 export type QuotaLimits = Omit<Schemas["SetQuota"], "revision">;
-type Owner = Pick<Quota, "user" | "project">;
+export type Owner = Pick<Quota, "user" | "group" | "project">;
 
-/** Set share and limits of a user or a project; `revision` is the one that the change began from. */
+/** Set share and limits of a user, a group or a project; `revision` is the one that the change began from. */
 export function setQuota(of: Owner, wanted: QuotaLimits & { revision: number }) {
-  const { weight, max_slots, slot_hours, checkpoint_bytes, revision } = wanted;
-  const body = { weight, max_slots, slot_hours, checkpoint_bytes, revision };
+  const { weight, max_slots, slot_hours, checkpoint_bytes, media_bytes, revision } = wanted;
+  const body = { weight, max_slots, slot_hours, checkpoint_bytes, media_bytes, revision };
   const params = { path: quotaPath(of) };
   return unwrap(api.PUT("/api/v1/quotas/{kind}/{name}", { params, body }));
 }
@@ -64,9 +64,30 @@ export function deleteQuota(quota: Quota) {
   return unwrap(api.DELETE("/api/v1/quotas/{kind}/{name}", { params }));
 }
 
-function quotaPath({ user, project }: Owner) {
-  const kind = user === null ? ("project" as const) : ("user" as const);
-  return { kind, name: user ?? project ?? "" };
+function quotaPath({ user, group, project }: Owner) {
+  if (user !== null) return { kind: "user" as const, name: user };
+  if (group) return { kind: "group" as const, name: group };
+  return { kind: "project" as const, name: project ?? "" };
+}
+
+type RulePlace = Pick<ConfigRule, "kind" | "name" | "project">;
+
+/** Set a template or a policy; `revision` is the one that the change began from, 0 for a new one. */
+export function setRule(
+  { kind, name, project }: RulePlace,
+  content: Record<string, unknown>,
+  revision: number,
+) {
+  const params = { path: { kind, name }, query: project === null ? {} : { project } };
+  return unwrap(
+    api.PUT("/api/v1/config-rules/{kind}/{name}", { params, body: { content, revision } }),
+  );
+}
+
+export function deleteRule({ kind, name, project, revision }: ConfigRule) {
+  const query = project === null ? { revision } : { revision, project };
+  const params = { path: { kind, name }, query };
+  return unwrap(api.DELETE("/api/v1/config-rules/{kind}/{name}", { params }));
 }
 
 export function reserveNode(name: string, body: Schemas["NewReservation"]) {
@@ -123,8 +144,14 @@ export function forkExperiment(
   );
 }
 
-export function checkConfig(text: string) {
-  return unwrap(api.POST("/api/v1/check-config", { body: { text } }));
+/** Where a new experiment goes, and the template for what its config leaves open. */
+export interface Placement {
+  project?: string;
+  template?: string;
+}
+
+export function checkConfig(text: string, placement: Placement = {}) {
+  return unwrap(api.POST("/api/v1/check-config", { body: { text, ...placement } }));
 }
 
 export function actOnExperiment(id: number, action: ExperimentAction): Promise<Experiment> {
@@ -157,11 +184,12 @@ export async function createExperiment(
   submitted: string,
   activate: boolean,
   code: readonly CodeFile[] | null = null,
+  placement: Placement = {},
 ): Promise<Experiment> {
   const digest = code === null ? undefined : await uploadCode(code);
   return unwrap(
     api.POST("/api/v1/experiments", {
-      body: { config, submitted_config: submitted, activate, context_digest: digest },
+      body: { config, submitted_config: submitted, activate, context_digest: digest, ...placement },
     }),
   );
 }

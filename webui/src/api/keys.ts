@@ -7,6 +7,8 @@ export const keys = {
   users: () => ["users"] as const,
   projects: () => ["projects"] as const,
   quotas: () => ["quotas"] as const,
+  rules: (project?: string) => (project === undefined ? ["rules"] : ["rules", project]),
+  storages: () => ["storages"] as const,
   usage: (...of: readonly unknown[]) => ["usage", ...of] as const,
   link: (link: string) => ["link", link] as const,
   slots: () => ["slots"] as const,

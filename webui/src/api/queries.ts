@@ -48,6 +48,23 @@ export const quotasQuery = queryOptions({
   queryFn: () => unwrap(api.GET("/api/v1/quotas")),
 });
 
+/** Templates and policies; those that apply are told for a project. */
+export const rulesQuery = (project = "") =>
+  queryOptions({
+    queryKey: keys.rules(project),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/config-rules", {
+          params: { query: project === "" ? {} : { project } },
+        }),
+      ),
+  });
+
+export const storagesQuery = queryOptions({
+  queryKey: keys.storages(),
+  queryFn: () => unwrap(api.GET("/api/v1/storages")),
+});
+
 /** The slot hours of some months, with a row for each of what is named. */
 export const usageQuery = (since: string, until: string, by: readonly UsageKey[]) =>
   queryOptions({

@@ -160,6 +160,102 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/experiments/{experiment_id}/link": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Ask For Link
+         * @description Return what opens an interactive task of the sender; waits until the task listens.
+         */
+        post: operations["ask_for_link_api_v1_experiments__experiment_id__link_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/experiments/{experiment_id}/streams/{stream}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Stream
+         * @description Read what an interactive task sends; the first request opens the stream.
+         */
+        get: operations["read_stream_api_v1_experiments__experiment_id__streams__stream__get"];
+        /**
+         * Write Stream
+         * @description Send bytes to an interactive task; the answer says how many were taken altogether.
+         */
+        put: operations["write_stream_api_v1_experiments__experiment_id__streams__stream__put"];
+        post?: never;
+        /**
+         * Close Stream
+         * @description Close a stream to an interactive task.
+         */
+        delete: operations["close_stream_api_v1_experiments__experiment_id__streams__stream__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/attempts/{attempt_id}/streams": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Poll Streams
+         * @description List the streams that the runner of an interactive task is to serve; waits for news.
+         */
+        post: operations["poll_streams_api_v1_attempts__attempt_id__streams_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/attempts/{attempt_id}/streams/{stream}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Stream At Task
+         * @description Read what the user of an interactive task sends.
+         */
+        get: operations["read_stream_at_task_api_v1_attempts__attempt_id__streams__stream__get"];
+        /**
+         * Write Stream At Task
+         * @description Send bytes to the user of an interactive task.
+         */
+        put: operations["write_stream_at_task_api_v1_attempts__attempt_id__streams__stream__put"];
+        post?: never;
+        /**
+         * Close Stream At Task
+         * @description Close a stream, as the task did.
+         */
+        delete: operations["close_stream_at_task_api_v1_attempts__attempt_id__streams__stream__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/nodes": {
         parameters: {
             query?: never;
@@ -576,6 +672,66 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/oidc/sign-in": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Begin Oidc Sign In
+         * @description Redirect a browser to the provider; with `challenge`, it is shown a code for a token.
+         */
+        get: operations["begin_oidc_sign_in_api_v1_oidc_sign_in_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/oidc/callback": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Finish Oidc Sign In
+         * @description Take the provider's answer, and sign in the browser that began; then show the web UI.
+         */
+        get: operations["finish_oidc_sign_in_api_v1_oidc_callback_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/oidc/token": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Redeem Oidc Code
+         * @description Make a token for all that a user may do, by a code that a browser was shown.
+         */
+        post: operations["redeem_oidc_code_api_v1_oidc_token_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/tokens": {
         parameters: {
             query?: never;
@@ -686,9 +842,52 @@ export interface paths {
         head?: never;
         /**
          * Change User
-         * @description Make a user an administrator or take that right, and choose the user's group.
+         * @description Make a user an administrator or take that right; choose the group, and the link for OIDC.
          */
         patch: operations["change_user_api_v1_users__name__patch"];
+        trace?: never;
+    };
+    "/api/v1/usage": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Usage
+         * @description List the slot hours that trials used, most first; of this month by default.
+         *
+         *     Without `by` there is a row for each month, user, project and pool. Of the projects that the
+         *     sender sees.
+         */
+        get: operations["list_usage_api_v1_usage_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/audit": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Audit
+         * @description List who changed what, the newest first.
+         */
+        get: operations["list_audit_api_v1_audit_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
         trace?: never;
     };
     "/api/v1/projects": {
@@ -755,7 +954,27 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/api/v1/usage": {
+    "/api/v1/projects/{project}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        post?: never;
+        /**
+         * Delete Project
+         * @description Delete a project without experiments and models; its roles, quota and rules go with it.
+         */
+        delete: operations["delete_project_api_v1_projects__project__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/config-rules": {
         parameters: {
             query?: never;
             header?: never;
@@ -763,13 +982,10 @@ export interface paths {
             cookie?: never;
         };
         /**
-         * List Usage
-         * @description List the slot hours that trials used, most first; of this month by default.
-         *
-         *     Without `by` there is a row for each month, user, project and pool. Of the projects that the
-         *     sender sees.
+         * List Config Rules
+         * @description List the templates and policies of all projects and of those that the sender sees.
          */
-        get: operations["list_usage_api_v1_usage_get"];
+        get: operations["list_config_rules_api_v1_config_rules_get"];
         put?: never;
         post?: never;
         delete?: never;
@@ -778,21 +994,25 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/api/v1/audit": {
+    "/api/v1/config-rules/{kind}/{name}": {
         parameters: {
             query?: never;
             header?: never;
             path?: never;
             cookie?: never;
         };
+        get?: never;
         /**
-         * List Audit
-         * @description List who changed what, the newest first.
+         * Set Config Rule
+         * @description Set a template or policy, unless it was changed since `revision`.
          */
-        get: operations["list_audit_api_v1_audit_get"];
-        put?: never;
+        put: operations["set_config_rule_api_v1_config_rules__kind___name__put"];
         post?: never;
-        delete?: never;
+        /**
+         * Delete Config Rule
+         * @description Delete a template or policy, unless it was changed since `revision`.
+         */
+        delete: operations["delete_config_rule_api_v1_config_rules__kind___name__delete"];
         options?: never;
         head?: never;
         patch?: never;
@@ -1271,6 +1491,9 @@ export interface paths {
         /**
          * Check Config
          * @description Parse and check a configuration without creating anything; its problems are the answer.
+         *
+         *     It is checked as one for an experiment of the project: with what it gets from templates, and for
+         *     the policies.
          */
         post: operations["check_config_api_v1_check_config_post"];
         delete?: never;
@@ -2025,6 +2248,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/storages": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Storages
+         * @description List the storages in use by projects that the sender sees, those that fail first.
+         */
+        get: operations["list_storages_api_v1_storages_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/checkpoints/{uuid}": {
         parameters: {
             query?: never;
@@ -2496,6 +2739,9 @@ export interface components {
         /**
          * CheckedConfig
          * @description Configuration parsed from a text, or None, and the problems found, possibly none.
+         *
+         *     `filled` are the fields that it gets from templates and policies, each with their name, and
+         *     `resolved` is the whole configuration with them, if it is valid.
          */
         CheckedConfig: {
             /** Config */
@@ -2509,6 +2755,17 @@ export interface components {
              * @default []
              */
             warnings?: string[];
+            /**
+             * Filled
+             * @default {}
+             */
+            filled?: {
+                [key: string]: string;
+            };
+            /** Resolved */
+            resolved?: {
+                [key: string]: unknown;
+            } | null;
         };
         /**
          * Checkpoint
@@ -2614,12 +2871,46 @@ export interface components {
             line?: number | null;
         };
         /**
+         * ConfigRule
+         * @description Template or policy for configs: of a project, or of all projects if it has none.
+         *
+         *     `content` has the fields of a config that a template fills in, or the conditions of a policy. It
+         *     `applies` to what the sender creates, a template only by its name or as `default`.
+         */
+        ConfigRule: {
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "template" | "policy";
+            /** Name */
+            name: string;
+            /** Project */
+            project: string | null;
+            /** Content */
+            content: {
+                [key: string]: unknown;
+            };
+            /** Revision */
+            revision: number;
+            /** Changed By */
+            changed_by: string;
+            /** Changed At */
+            changed_at: number;
+            /** Applies */
+            applies: boolean;
+        };
+        /**
          * ConfigText
-         * @description A configuration as YAML, to be checked.
+         * @description A configuration as YAML, to be checked for an experiment of a project with a template.
          */
         ConfigText: {
             /** Text */
             text: string;
+            /** Project */
+            project?: string | null;
+            /** Template */
+            template?: string | null;
         };
         /**
          * ConfigView
@@ -2692,7 +2983,8 @@ export interface components {
          * @description Request for a new experiment; `context_digest` names a previously uploaded context.
          *
          *     `source` is where the context was taken from. `project` None takes `Default`, or else the first
-         *     project in which the sender is an editor.
+         *     project in which the sender is an editor. Fields that `config` leaves open are taken from
+         *     `template`, from the templates `default`, and from what policies fix.
          */
         CreateExperiment: {
             /** Config */
@@ -2711,6 +3003,8 @@ export interface components {
             source?: components["schemas"]["Source"] | null;
             /** Project */
             project?: string | null;
+            /** Template */
+            template?: string | null;
         };
         /**
          * CreatedToken
@@ -2844,7 +3138,8 @@ export interface components {
          *     `values` has the columns that a list was asked for, `notes`, `notes_version` and `limits` for a
          *     single experiment only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says
          *     whether its search has rungs to show. `is_unmeasured` says that its search has ended because no
-         *     trial reported a finite value of the searched metric.
+         *     trial reported a finite value of the searched metric. `kind` is that of an interactive task, or
+         *     `training`.
          */
         Experiment: {
             /** Id */
@@ -2862,6 +3157,11 @@ export interface components {
             created_at: number;
             /** Ended At */
             ended_at: number | null;
+            /**
+             * Kind
+             * @default training
+             */
+            kind?: string;
             /** Searcher */
             searcher: string;
             /** Metric */
@@ -3186,6 +3486,18 @@ export interface components {
             is_sampled: boolean;
         };
         /**
+         * InteractiveLink
+         * @description What opens an interactive task; `path` is null until the task listens.
+         *
+         *     The path has the secret of the task, for its owner alone.
+         */
+        InteractiveLink: {
+            /** Kind */
+            kind: string;
+            /** Path */
+            path: string | null;
+        };
+        /**
          * LinkTarget
          * @description What a link of another tracker's client leads to: an experiment, or all of a label.
          */
@@ -3348,7 +3660,8 @@ export interface components {
          *     slots. `ingest_lag_s` is how old the newest records were when they were stored last, None if
          *     none were. `num_writes_waiting` changes wait for the database. `num_slow_requests` took at least
          *     `slow_request_s`, since the start. `sizes` has bytes by part of the home; directories are
-         *     missing until they were measured. Each of `problems` is a sentence.
+         *     missing until they were measured. Each of `problems` is a sentence. `oidc_issuer` is the
+         *     provider by whom people sign in, if any.
          */
         MasterStatus: {
             /** Version */
@@ -3424,6 +3737,8 @@ export interface components {
             free_bytes: number;
             /** Problems */
             problems: string[];
+            /** Oidc Issuer */
+            oidc_issuer?: string | null;
         };
         /**
          * Media
@@ -3793,6 +4108,23 @@ export interface components {
             /** Failure */
             failure?: string | null;
         };
+        /**
+         * OidcCode
+         * @description A code shown after a sign-in by OpenID Connect, and what its link was made from.
+         */
+        OidcCode: {
+            /** Code */
+            code: string;
+            /** Verifier */
+            verifier: string;
+            /** Name */
+            name: string;
+            /**
+             * Expires In S
+             * @default 7776000
+             */
+            expires_in_s?: number;
+        };
         /** Page[Checkpoint] */
         Page_Checkpoint_: {
             /** Items */
@@ -4062,8 +4394,8 @@ export interface components {
          * Quota
          * @description Share and limits of a user, a group or a project, and what counts; None is no limit.
          *
-         *     `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC. A
-         *     change names the `revision` that it began from.
+         *     `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC,
+         *     `media_bytes` those of media and other files. A change names the `revision` that it began from.
          */
         Quota: {
             /** User */
@@ -4088,6 +4420,13 @@ export interface components {
             slot_hours_used: number;
             /** Checkpoint Bytes Used */
             checkpoint_bytes_used: number;
+            /** Media Bytes */
+            media_bytes?: number | null;
+            /**
+             * Media Bytes Used
+             * @default 0
+             */
+            media_bytes_used?: number;
         };
         /**
          * Relative
@@ -4471,6 +4810,7 @@ export interface components {
          *     `scope` is "read", "submit", "user" for all that a user may do who is no administrator, "admin",
          *     or "attempt" for the token of one attempt. `user` is the name of a token if one was sent, and
          *     `owner` the user for whom the sender acts. `is_shared` says that there are several users.
+         *     `oidc` is the name of the provider of OpenID Connect by whom one can sign in, if any.
          */
         Session: {
             /** User */
@@ -4486,6 +4826,23 @@ export interface components {
              * @default false
              */
             is_shared?: boolean;
+            /** Oidc */
+            oidc?: string | null;
+        };
+        /**
+         * SetConfigRule
+         * @description Content of a template or policy; `revision` is 0 if there is none yet.
+         */
+        SetConfigRule: {
+            /** Content */
+            content: {
+                [key: string]: unknown;
+            };
+            /**
+             * Revision
+             * @default 0
+             */
+            revision?: number;
         };
         /**
          * SetPool
@@ -4553,6 +4910,8 @@ export interface components {
             slot_hours?: number | null;
             /** Checkpoint Bytes */
             checkpoint_bytes?: number | null;
+            /** Media Bytes */
+            media_bytes?: number | null;
             /**
              * Revision
              * @default 0
@@ -4660,6 +5019,55 @@ export interface components {
             num_untracked_files?: number;
             /** Diff */
             diff?: string | null;
+        };
+        /**
+         * Storage
+         * @description Storage of checkpoints in use: its health, and what the projects that the sender sees have.
+         *
+         *     The master writes, reads and deletes a small file every five minutes, which took `latency_s`.
+         *     `is_reachable` is None if it has not yet, or the directory is not made yet. `num_failed_writes`
+         *     are those that trials and the master met since the master started. `by_experiment` has the ten
+         *     with most bytes.
+         */
+        Storage: {
+            /** Storage */
+            storage: string;
+            /** Is Reachable */
+            is_reachable: boolean | null;
+            /** Checked At */
+            checked_at: number | null;
+            /** Latency S */
+            latency_s: number | null;
+            /** Failing Since */
+            failing_since: number | null;
+            /** Reason */
+            reason: string | null;
+            /** Num Failed Writes */
+            num_failed_writes: number;
+            /** Free Bytes */
+            free_bytes: number | null;
+            /** Total Bytes */
+            total_bytes: number | null;
+            /** Num Bytes */
+            num_bytes: number;
+            /** By Project */
+            by_project: components["schemas"]["StorageUse"][];
+            /** By User */
+            by_user: components["schemas"]["StorageUse"][];
+            /** By Experiment */
+            by_experiment: components["schemas"]["StorageUse"][];
+        };
+        /**
+         * StorageUse
+         * @description Bytes of the checkpoints of a project, user or experiment in a storage.
+         */
+        StorageUse: {
+            /** Name */
+            name: string;
+            /** Num Bytes */
+            num_bytes: number;
+            /** Experiment Id */
+            experiment_id?: number | null;
         };
         /**
          * Token
@@ -4909,7 +5317,10 @@ export interface components {
          * Usage
          * @description Slots that trials used, and how long these waited for their first start.
          *
-         *     Fields that were not asked for are null. Months are of UTC, such as `2026-11`.
+         *     Fields that were not asked for are null. Months are of UTC, such as `2026-11`. `gpu_hours` are
+         *     those of slots that are GPUs. Of `known_hours`, those of ended attempts whose trainers told of
+         *     their time, `training_hours` are steps that were kept, and `lost_hours` work after the last
+         *     checkpoint before a stop.
          */
         Usage: {
             /** Month */
@@ -4926,6 +5337,14 @@ export interface components {
             wait_hours: number;
             /** Num Trials */
             num_trials: number;
+            /** Gpu Hours */
+            gpu_hours: number;
+            /** Training Hours */
+            training_hours: number;
+            /** Lost Hours */
+            lost_hours: number;
+            /** Known Hours */
+            known_hours: number;
         };
         /**
          * UsageKey
@@ -4937,7 +5356,8 @@ export interface components {
          * User
          * @description A user; one that was removed is not active, and stays the owner of experiments.
          *
-         *     An administrator sees and changes everything. `is_service` is a program's.
+         *     An administrator sees and changes everything. `is_service` is a program's. `oidc` says whether
+         *     a person at the provider of OpenID Connect is linked, or the first one of the name awaited.
          */
         User: {
             /** Name */
@@ -4952,16 +5372,23 @@ export interface components {
             has_password: boolean;
             /** Group */
             group?: string | null;
+            /** Oidc */
+            oidc?: ("linked" | "awaited") | null;
         };
         /**
          * UserChange
-         * @description Change of a user: whether an administrator, and the group; "" for no group.
+         * @description Change of a user: whether an administrator, the group, and the person at a provider.
+         *
+         *     "" stands for no group and for no person. A person is the provider's id (`sub`), or `*` for the
+         *     first one of the name who signs in.
          */
         UserChange: {
             /** Is Admin */
             is_admin?: boolean | null;
             /** Group */
             group?: string | null;
+            /** Oidc Subject */
+            oidc_subject?: string | null;
         };
         /**
          * View
@@ -5352,6 +5779,294 @@ export interface operations {
                 content: {
                     "application/json": unknown;
                 };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    ask_for_link_api_v1_experiments__experiment_id__link_post: {
+        parameters: {
+            query?: {
+                wait_s?: number;
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["InteractiveLink"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_stream_api_v1_experiments__experiment_id__streams__stream__get: {
+        parameters: {
+            query: {
+                /** @description How many bytes came before. */
+                offset: number;
+                wait_s?: number;
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+                /** @description Chosen by the user's side. */
+                stream: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    write_stream_api_v1_experiments__experiment_id__streams__stream__put: {
+        parameters: {
+            query: {
+                /** @description How many bytes came before. */
+                offset: number;
+                wait_s?: number;
+                is_end?: boolean;
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+                /** @description Chosen by the user's side. */
+                stream: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/octet-stream": unknown;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    close_stream_api_v1_experiments__experiment_id__streams__stream__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+                /** @description Chosen by the user's side. */
+                stream: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    poll_streams_api_v1_attempts__attempt_id__streams_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                attempt_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/json": Record<string, never>;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_stream_at_task_api_v1_attempts__attempt_id__streams__stream__get: {
+        parameters: {
+            query: {
+                /** @description How many bytes came before. */
+                offset: number;
+                wait_s?: number;
+            };
+            header?: never;
+            path: {
+                attempt_id: number;
+                /** @description Chosen by the user's side. */
+                stream: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    write_stream_at_task_api_v1_attempts__attempt_id__streams__stream__put: {
+        parameters: {
+            query: {
+                /** @description How many bytes came before. */
+                offset: number;
+                wait_s?: number;
+                is_end?: boolean;
+            };
+            header?: never;
+            path: {
+                attempt_id: number;
+                /** @description Chosen by the user's side. */
+                stream: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/octet-stream": unknown;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    close_stream_at_task_api_v1_attempts__attempt_id__streams__stream__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                attempt_id: number;
+                /** @description Chosen by the user's side. */
+                stream: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {
@@ -6049,6 +6764,103 @@ export interface operations {
             };
         };
     };
+    begin_oidc_sign_in_api_v1_oidc_sign_in_get: {
+        parameters: {
+            query?: {
+                /** @description A path of the web UI. */
+                next?: string;
+                /** @description SHA-256 for a code in place of a cookie */
+                challenge?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            303: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    finish_oidc_sign_in_api_v1_oidc_callback_get: {
+        parameters: {
+            query?: {
+                state?: string;
+                code?: string | null;
+                error?: string | null;
+                iss?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            303: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    redeem_oidc_code_api_v1_oidc_token_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["OidcCode"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CreatedToken"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     list_tokens_api_v1_tokens_get: {
         parameters: {
             query?: never;
@@ -6293,6 +7105,76 @@ export interface operations {
             };
         };
     };
+    list_usage_api_v1_usage_get: {
+        parameters: {
+            query?: {
+                /** @description In UTC. */
+                since?: string | null;
+                /** @description In UTC. */
+                until?: string | null;
+                by?: components["schemas"]["UsageKey"][] | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Usage"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_audit_api_v1_audit_get: {
+        parameters: {
+            query?: {
+                /** @description At most so many items. */
+                limit?: number;
+                /** @description Only older ones. */
+                before?: number | null;
+                user?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AuditEntry"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     list_projects_api_v1_projects_get: {
         parameters: {
             query?: never;
@@ -6420,14 +7302,40 @@ export interface operations {
             };
         };
     };
-    list_usage_api_v1_usage_get: {
+    delete_project_api_v1_projects__project__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                project: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_config_rules_api_v1_config_rules_get: {
         parameters: {
             query?: {
-                /** @description In UTC. */
-                since?: string | null;
-                /** @description In UTC. */
-                until?: string | null;
-                by?: components["schemas"]["UsageKey"][] | null;
+                /** @description Tell what applies in this one; by default, the sender's. */
+                project?: string | null;
             };
             header?: never;
             path?: never;
@@ -6441,7 +7349,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Usage"][];
+                    "application/json": components["schemas"]["ConfigRule"][];
                 };
             };
             /** @description What was wrong, with a `code`. */
@@ -6455,29 +7363,65 @@ export interface operations {
             };
         };
     };
-    list_audit_api_v1_audit_get: {
+    set_config_rule_api_v1_config_rules__kind___name__put: {
         parameters: {
             query?: {
-                /** @description At most so many items. */
-                limit?: number;
-                /** @description Only older ones. */
-                before?: number | null;
-                user?: string | null;
+                /** @description Of this project; by default of all projects. */
+                project?: string | null;
             };
             header?: never;
-            path?: never;
+            path: {
+                kind: "template" | "policy";
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["SetConfigRule"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    delete_config_rule_api_v1_config_rules__kind___name__delete: {
+        parameters: {
+            query: {
+                revision: number;
+                /** @description Of this project; by default of all projects. */
+                project?: string | null;
+            };
+            header?: never;
+            path: {
+                kind: "template" | "policy";
+                name: string;
+            };
             cookie?: never;
         };
         requestBody?: never;
         responses: {
             /** @description Successful Response */
-            200: {
+            204: {
                 headers: {
                     [name: string]: unknown;
                 };
-                content: {
-                    "application/json": components["schemas"]["AuditEntry"][];
-                };
+                content?: never;
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {
@@ -8760,6 +9704,35 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Checkpoint"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_storages_api_v1_storages_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Storage"][];
                 };
             };
             /** @description What was wrong, with a `code`. */

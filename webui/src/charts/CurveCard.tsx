@@ -1,18 +1,17 @@
 /** One chart with its title, legend, table and download. */
 
-import { ActionIcon, Group, Menu, Text, Title } from "@mantine/core";
-import { notifications } from "@mantine/notifications";
-import { IconDownload } from "@tabler/icons-react";
+import { Group, Text, Title } from "@mantine/core";
 import { type ReactNode, useMemo } from "react";
 
 import { csvAddress, type SeriesName } from "../api/series";
-import { download, downloadFrom } from "../lib/download";
+import { downloadFrom } from "../lib/download";
 import { formatNumber, plural } from "../lib/numbers";
 import { Scroll } from "../components/Scroll";
 import { formatDuration } from "../lib/times";
 import type { MetricsSearch } from "../lib/search";
 import { useSearchChange, zoomOf, zoomSearch } from "./ChartControls";
 import { type Curve, numClipped, type Range, withAverages } from "./curves";
+import { DownloadMenu } from "./DownloadMenu";
 import { LineChart } from "./LineChart";
 import type { Picture } from "./picture";
 
@@ -69,7 +68,12 @@ export function CurveCard(props: CurveCardProps) {
         </Title>
         <Group gap={2} wrap="nowrap">
           {actions}
-          <DownloadMenu title={title} csv={csvAddress(series, xName)} picture={picture} />
+          <DownloadMenu
+            title={title}
+            csvName="CSV, every point"
+            onCsv={() => downloadFrom(`${title}.csv`, csvAddress(series, xName))}
+            drawn={async () => (await import("./picture")).svgOf(picture)}
+          />
         </Group>
       </Group>
       {legendNote ? (
@@ -110,34 +114,6 @@ export function CurveCard(props: CurveCardProps) {
         />
       )}
     </section>
-  );
-}
-
-function DownloadMenu(props: { title: string; csv: string; picture: Picture }) {
-  const { title, csv, picture } = props;
-  const draw = async (kind: "svg" | "png") => {
-    try {
-      const { pngOf, svgOf } = await import("./picture");
-      if (kind === "svg") download(`${title}.svg`, svgOf(picture), "image/svg+xml");
-      else download(`${title}.png`, await pngOf(picture));
-    } catch (error) {
-      const message = `${String(error)}. Is the master there? Then try again.`;
-      notifications.show({ color: "red", title: "The picture could not be drawn", message });
-    }
-  };
-  return (
-    <Menu position="bottom-end">
-      <Menu.Target>
-        <ActionIcon variant="subtle" color="gray" aria-label={`Download ${title}`}>
-          <IconDownload size={18} />
-        </ActionIcon>
-      </Menu.Target>
-      <Menu.Dropdown>
-        <Menu.Item onClick={() => downloadFrom(`${title}.csv`, csv)}>CSV, every point</Menu.Item>
-        <Menu.Item onClick={() => void draw("svg")}>SVG, as drawn</Menu.Item>
-        <Menu.Item onClick={() => void draw("png")}>PNG, as drawn</Menu.Item>
-      </Menu.Dropdown>
-    </Menu>
   );
 }
 

@@ -1,6 +1,6 @@
-/** Curves as a picture for papers and slides: in light colours, whatever the page has. */
+/** Charts as pictures for papers and slides: in light colours, whatever the page has. */
 
-import { CustomChart, LineChart } from "echarts/charts";
+import { BarChart, BoxplotChart, CustomChart, LineChart, ScatterChart } from "echarts/charts";
 import { GridComponent, LegendComponent } from "echarts/components";
 import { init, use as register } from "echarts/core";
 import { SVGRenderer } from "echarts/renderers";
@@ -10,7 +10,16 @@ import { formatDuration } from "../lib/times";
 import { type Curve, type Range, xRange, yRange } from "./curves";
 import { lightColor } from "./palette";
 
-register([CustomChart, LineChart, GridComponent, LegendComponent, SVGRenderer]);
+register([
+  BarChart,
+  BoxplotChart,
+  CustomChart,
+  LineChart,
+  ScatterChart,
+  GridComponent,
+  LegendComponent,
+  SVGRenderer,
+]);
 
 export interface Picture {
   title: string;
@@ -31,20 +40,25 @@ const TEXT = "#1f2328";
 const GRID = "#e3e6ea";
 const FONT = "Helvetica, Arial, sans-serif";
 
-/** Return the picture as the text of an SVG file. */
+/** Return curves as the text of an SVG file. */
 export function svgOf(picture: Picture): string {
   const named = namedCurves(picture.curves);
   const height = PLOT_HEIGHT + LEGEND_ROW * Math.ceil(named.length / 2);
+  return svgOfOptions(optionsOf(picture, named), height);
+}
+
+/** Return a chart of ECharts as the text of an SVG file. */
+export function svgOfOptions(options: object, height = PLOT_HEIGHT): string {
   const chart = init(null, null, { renderer: "svg", ssr: true, width: WIDTH, height });
-  chart.setOption(optionsOf(picture, named));
+  chart.setOption({ backgroundColor: "#ffffff", ...options });
   const text = chart.renderToSVGString({ useViewBox: true });
   chart.dispose();
   return text;
 }
 
-/** Return the picture as a PNG file. */
-export async function pngOf(picture: Picture): Promise<Blob> {
-  const address = URL.createObjectURL(new Blob([svgOf(picture)], { type: "image/svg+xml" }));
+/** Return an SVG file as a PNG file. */
+export async function pngOf(svg: string): Promise<Blob> {
+  const address = URL.createObjectURL(new Blob([svg], { type: "image/svg+xml" }));
   try {
     const image = new Image();
     image.src = address;
@@ -79,7 +93,6 @@ function optionsOf(picture: Picture, named: readonly Curve[]): Record<string, un
   const label = { color: TEXT, fontFamily: FONT, fontSize: 12, showMinLabel: false };
   return {
     animation: false,
-    backgroundColor: "#ffffff",
     grid: { left: 76, right: 24, top: 20, height: PLOT_HEIGHT - 76 },
     legend: {
       top: PLOT_HEIGHT,

@@ -34,6 +34,8 @@ interface ValueOptions {
   as: "bars" | "box";
   isLog: boolean;
   isDark: boolean;
+  /** The name of the axis, for a picture that stands alone. */
+  axisName?: string;
 }
 
 interface Hovered {
@@ -44,7 +46,7 @@ interface Hovered {
 }
 
 /** Return the options of a chart with rows from top to bottom. */
-export function valueOptions({ rows, as, isLog, isDark }: ValueOptions): object {
+export function valueOptions({ rows, as, isLog, isDark, axisName }: ValueOptions): object {
   const { text, line } = ink(isDark);
   const names = rows.map(({ name }) => name);
   const isDrawn = (value: number) => !isLog || value > 0;
@@ -63,7 +65,7 @@ export function valueOptions({ rows, as, isLog, isDark }: ValueOptions): object 
   });
   return {
     animation: false,
-    grid: { left: 8, right: 16, top: 8, bottom: 8, containLabel: true },
+    grid: { left: 8, right: 16, top: 8, bottom: axisName ? 32 : 8, containLabel: true },
     tooltip: {
       confine: true,
       formatter: ({ name, dataIndex, seriesType, value }: Hovered) => {
@@ -75,6 +77,8 @@ export function valueOptions({ rows, as, isLog, isDark }: ValueOptions): object 
     },
     xAxis: {
       type: isLog ? "log" : "value",
+      ...(axisName && { name: axisName, nameLocation: "middle", nameGap: 30 }),
+      nameTextStyle: { color: text, fontSize: 14 },
       // Bars that do not begin at 0 lie.
       scale: as === "box",
       axisLabel: { color: text, hideOverlap: true, formatter: (v: number) => formatNumber(v, 4) },

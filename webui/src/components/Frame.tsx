@@ -148,7 +148,7 @@ function Navigation({ className, label }: { className: string | undefined; label
   // Trials belong to experiments.
   const isWithin = (to: string) =>
     (to === "/experiments" && /^\/(trials\/|new$)/.test(path)) ||
-    (to === lab.to && /^\/(users|usage|quotas)$/.test(path));
+    (to === lab.to && /^\/(users|usage|quotas|rules)$/.test(path));
   return (
     <nav aria-label={label} className={className}>
       {pages.map(({ to, label: name, Icon }) => (

@@ -61,6 +61,7 @@ export const signInSearch = (raw: Raw) =>
   optional({
     next: text(raw, "next"),
     problem: text(raw, "problem"),
+    code: text(raw, "code"),
   });
 
 export const experimentsSearch = (raw: Raw) =>

@@ -21,6 +21,17 @@ function isStopping(state: string): boolean {
   return state.startsWith("STOPPING_");
 }
 
+/** Return what runs on slots for its owner, such as "notebook"; null for training. */
+export function interactiveKind({ kind = "training" }: Experiment): string | null {
+  return kind === "training" ? null : kind;
+}
+
+/** Return what an experiment does in a word: its search, or the kind of interactive work. */
+export function workWord(experiment: Experiment, unmanaged: string): string {
+  if (experiment.is_unmanaged) return unmanaged;
+  return interactiveKind(experiment) ?? experiment.searcher;
+}
+
 /** Return the state to show: `shown_state`, worked out anew because events change `state`. */
 export function shownExperimentState(experiment: Experiment): ShownState {
   if (isStopping(experiment.state)) return "STOPPING";

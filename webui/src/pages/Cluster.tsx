@@ -22,6 +22,7 @@ import { useTitle } from "../lib/title";
 import { NodeCard } from "./ClusterNode";
 import { Queue } from "./ClusterQueue";
 import { Reservations } from "./ClusterReservations";
+import { Storages } from "./ClusterStorages";
 
 // Runners that come, go and fall silent send no events.
 const REFRESHED = { refetchInterval: 5000 } as const;
@@ -108,6 +109,7 @@ export function Cluster() {
           nodes={shown.map((node) => node.name)}
         />
         <Queue queue={queue} hasPools={hasPools} />
+        <Storages />
       </Stack>
     </>
   );

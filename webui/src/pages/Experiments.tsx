@@ -21,7 +21,7 @@ import { StateBadge } from "../components/StateBadge";
 import { formatNumber, formatValue, plural, toNumber } from "../lib/numbers";
 import type { Condition } from "../lib/conditions";
 import { EXPERIMENT_STATES } from "../lib/search";
-import { shownExperimentState, shownMetric, shownProgress } from "../lib/states";
+import { shownExperimentState, shownMetric, shownProgress, workWord } from "../lib/states";
 import { useTitle } from "../lib/title";
 import { ColumnChoice, columnTitle, ConditionChoice } from "./ExperimentColumns";
 
@@ -306,7 +306,7 @@ function columnsFor(
       title: "Search",
       width: 118,
       isSortable: true,
-      cell: (one) => (one.is_unmanaged ? "no master" : one.searcher),
+      cell: (one) => workWord(one, "no master"),
     },
   ];
   const chosen = extra.map((id): Column<Experiment> => ({

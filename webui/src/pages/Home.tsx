@@ -12,7 +12,7 @@ import { ProgressCell } from "../components/ProgressCell";
 import { StateBadge } from "../components/StateBadge";
 import { slotsInWords, usableSlots } from "../lib/cluster";
 import { formatNumber, formatPercent, plural, toNumber } from "../lib/numbers";
-import { shownExperimentState, shownMetric, shownProgress } from "../lib/states";
+import { shownExperimentState, shownMetric, shownProgress, workWord } from "../lib/states";
 import { useTitle } from "../lib/title";
 import { LoggedElsewhere } from "./NotFound";
 
@@ -165,7 +165,7 @@ function GoingCard({ experiment }: { experiment: Experiment }) {
       )}
       <Text size="xs" c="dimmed" mb="sm">
         Experiment {experiment.id} ·{" "}
-        {experiment.is_unmanaged ? "made without a master" : experiment.searcher} · created{" "}
+        {workWord(experiment, "made without a master")} · created{" "}
         <Ago time={experiment.created_at} />
       </Text>
       {progress !== null && (

@@ -10,6 +10,7 @@ import { TabLinks } from "../components/Tabs";
 const TABS = [
   { label: "Usage", to: "/usage" },
   { label: "Quotas", to: "/quotas" },
+  { label: "Templates and policies", to: "/rules" },
 ] as const;
 const USERS = { label: "Users", to: "/users" } as const;
 

@@ -1,4 +1,4 @@
-import { Alert, Button, Group, Stack, Switch, Text } from "@mantine/core";
+import { Alert, Button, Group, Select, Stack, Switch, Text } from "@mantine/core";
 import { useDebouncedValue } from "@mantine/hooks";
 import { useMutation, useQuery } from "@tanstack/react-query";
 import { useBlocker, useNavigate, useSearch } from "@tanstack/react-router";
@@ -10,9 +10,17 @@ import {
   continueTrial,
   createExperiment,
   forkExperiment,
+  type Placement,
   previewSearch,
 } from "../api/actions";
-import { configQuery, experimentQuery, schemaQuery, trialQuery } from "../api/queries";
+import {
+  configQuery,
+  experimentQuery,
+  projectsQuery,
+  rulesQuery,
+  schemaQuery,
+  trialQuery,
+} from "../api/queries";
 import type { Experiment } from "../api/types";
 import { CodeView } from "../components/CodeView";
 import { Command, ProblemView, Quoted, Waiting, Warnings } from "../components/Feedback";
@@ -52,6 +60,7 @@ interface Origin {
     text: string,
     activate: boolean,
     code: CodeFile[] | null,
+    placement: Placement,
   ) => Promise<Experiment>;
 }
 
@@ -136,6 +145,7 @@ function Editor({ origin, isPartial, takesCode, command }: EditorProps) {
   const [text, setText] = useState(origin.text);
   const [code, setCode] = useState<CodeFile[] | null>(null);
   const [isPaused, setPaused] = useState(false);
+  const [placement, setPlacement] = useState<Placement>({});
   const [checkedText] = useDebouncedValue(text, CHECK_DELAY_MS);
   const schema = useQuery(schemaQuery).data;
   const complete = useMemo(() => schema && completeConfig(schema as Schema), [schema]);
@@ -144,8 +154,8 @@ function Editor({ origin, isPartial, takesCode, command }: EditorProps) {
     if (files) setText(text.replace(PLACE, ""));
   };
   const check = useQuery({
-    queryKey: ["check", checkedText],
-    queryFn: () => checkConfig(checkedText),
+    queryKey: ["check", checkedText, placement],
+    queryFn: () => checkConfig(checkedText, placement),
     enabled: !isPartial,
     gcTime: 10_000,
   });
@@ -154,13 +164,13 @@ function Editor({ origin, isPartial, takesCode, command }: EditorProps) {
     () => (found ?? []).toSorted((a, b) => (a.line ?? 0) - (b.line ?? 0)),
     [found],
   );
-  const config = problems.length === 0 ? (check.data?.config ?? null) : null;
+  const config = problems.length === 0 ? (check.data?.resolved ?? null) : null;
   const create = useMutation({
     mutationFn: () => {
       const wanted: unknown = parse(text) ?? (isPartial ? {} : null);
       if (typeof wanted !== "object" || wanted === null)
         throw new Error("A config must be a mapping of names to values.");
-      return origin.create(wanted as Record<string, unknown>, text, !isPaused, code);
+      return origin.create(wanted as Record<string, unknown>, text, !isPaused, code, placement);
     },
     onSuccess: (created) => navigate({ to: "/experiments/$id", params: { id: created.id } }),
   });
@@ -175,6 +185,7 @@ function Editor({ origin, isPartial, takesCode, command }: EditorProps) {
       <Text size="sm" c="dimmed" component="div">
         {origin.hint} {command && <Command text={command} />}
       </Text>
+      {takesCode && <PlacementChoice placement={placement} onChange={setPlacement} />}
       {takesCode && <CodeChoice files={code} onChange={chooseCode} />}
       {!takesCode && !isPartial && <ValueForm text={text} onChange={setText} />}
       <CodeView
@@ -206,6 +217,7 @@ function Editor({ origin, isPartial, takesCode, command }: EditorProps) {
           </Alert>
         )}
         {config !== null && <Preview config={config} />}
+        {config !== null && <Filled fields={check.data?.filled ?? {}} />}
         <Warnings messages={check.data?.warnings ?? []} />
       </div>
       {create.isError && <ProblemView error={create.error} />}
@@ -224,6 +236,64 @@ function Editor({ origin, isPartial, takesCode, command }: EditorProps) {
         />
       </Group>
     </Stack>
+  );
+}
+
+interface PlacementChoiceProps {
+  placement: Placement;
+  onChange: (placement: Placement) => void;
+}
+
+/** Project and template of a new experiment, where there is a choice. */
+function PlacementChoice({ placement, onChange }: PlacementChoiceProps) {
+  const projects = useQuery(projectsQuery).data ?? [];
+  const rules = useQuery(rulesQuery(placement.project ?? "")).data ?? [];
+  const own = projects.filter((one) => one.role !== "viewer").map((one) => one.name);
+  const templates = rules.filter((one) => one.kind === "template" && one.applies);
+  const names = [...new Set(templates.map((one) => one.name))].filter((one) => one !== "default");
+  if (own.length < 2 && names.length === 0) return null;
+  return (
+    <Group gap="sm" align="flex-end">
+      {own.length > 1 && (
+        <Select
+          label="Project"
+          placeholder="Your first one"
+          clearable
+          data={own}
+          value={placement.project ?? null}
+          onChange={(project) => onChange(project === null ? {} : { project })}
+        />
+      )}
+      {names.length > 0 && (
+        <Select
+          label="Template"
+          placeholder="None"
+          clearable
+          data={names}
+          value={placement.template ?? null}
+          onChange={(template) => {
+            const { project } = placement;
+            const of = project === undefined ? {} : { project };
+            onChange(template === null ? of : { ...of, template });
+          }}
+        />
+      )}
+    </Group>
+  );
+}
+
+/** What a config has from templates and policies. */
+function Filled({ fields }: { fields: Record<string, string> }) {
+  const paths = Object.entries(fields);
+  if (paths.length === 0) return null;
+  return (
+    <Text size="sm" c="dimmed" component="ul" style={{ margin: 0, paddingLeft: 18 }}>
+      {paths.map(([path, whose]) => (
+        <li key={path} className="wrap-anywhere">
+          {path} comes from {whose}
+        </li>
+      ))}
+    </Text>
   );
 }
 

@@ -4,7 +4,7 @@ import { Button, Group, Modal, NumberInput, Select, Stack, Text } from "@mantine
 import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
 import { type FormEvent, useState } from "react";
 
-import { deleteQuota, type QuotaLimits, setQuota } from "../api/actions";
+import { deleteQuota, type QuotaLimits, setQuota, type Owner } from "../api/actions";
 import { keys } from "../api/keys";
 import { ApiProblem } from "../api/problem";
 import { projectsQuery, quotasQuery, usersQuery } from "../api/queries";
@@ -22,6 +22,7 @@ const DEFAULTS: QuotaLimits = {
   max_slots: null,
   slot_hours: null,
   checkpoint_bytes: null,
+  media_bytes: null,
 };
 
 export function Quotas() {
@@ -63,6 +64,7 @@ export function Quotas() {
                 <th className="number">Slots</th>
                 <th className="number">Slot hours of this month</th>
                 <th className="number">Checkpoints</th>
+                <th className="number">Media</th>
                 {isAdmin && <th>Change</th>}
               </tr>
             </thead>
@@ -70,13 +72,18 @@ export function Quotas() {
               {quotas.data.map((one) => (
                 <tr key={nameOf(one)}>
                   <td className="setting">{nameOf(one)}</td>
-                  <td className="number">{one.user === null ? "–" : formatNumber(one.weight)}</td>
+                  <td className="number">
+                    {one.project === null ? formatNumber(one.weight) : "–"}
+                  </td>
                   <td className="number">{usedOf(one.num_slots_used, one.max_slots, String)}</td>
                   <td className="number">
                     {usedOf(one.slot_hours_used, one.slot_hours, (hours) => hours.toFixed(2))}
                   </td>
                   <td className="number">
                     {usedOf(one.checkpoint_bytes_used, one.checkpoint_bytes, formatBytes)}
+                  </td>
+                  <td className="number">
+                    {usedOf(one.media_bytes_used ?? 0, one.media_bytes ?? null, formatBytes)}
                   </td>
                   {isAdmin && (
                     <td>
@@ -129,8 +136,9 @@ export function Quotas() {
   );
 }
 
-function nameOf({ user, project }: Pick<Quota, "user" | "project">): string {
-  return user === null ? `project ${project}` : `user ${user}`;
+function nameOf({ user, group, project }: Owner): string {
+  if (user !== null) return `user ${user}`;
+  return group ? `group ${group}` : `project ${project}`;
 }
 
 function usedOf(used: number, limit: number | null, told: (value: number) => string): string {
@@ -154,13 +162,15 @@ function QuotaDialog({ before, known, onSaved, onClose }: QuotaDialogProps) {
   // A quota that is there already is changed, also by who began a new one.
   const newest = known.find((one) => of !== null && nameOf(one) === nameOf(of));
   const save = useMutation({
-    mutationFn: () => setQuota(of ?? { user: null, project: null }, { ...limits, revision }),
+    mutationFn: () =>
+      setQuota(of ?? { user: null, group: null, project: null }, { ...limits, revision }),
     onSuccess: onClose,
     onSettled: onSaved,
   });
   const isOvertaken = save.error instanceof ApiProblem && save.error.code === "quota_changed";
   const choices = [
     ...users.filter((one) => one.is_active).map((one) => `user ${one.name}`),
+    ...[...new Set(users.flatMap(({ group }) => (group ? [`group ${group}`] : [])))].sort(),
     ...projects.map((one) => `project ${one.name}`),
   ];
   const field = (name: keyof QuotaLimits, label: string, scale = 1) => {
@@ -173,7 +183,7 @@ function QuotaDialog({ before, known, onSaved, onClose }: QuotaDialogProps) {
         value={value === null || value === undefined ? "" : value / scale}
         onChange={(given) => {
           const number = given === "" ? null : Number(given) * scale;
-          const isWhole = name === "max_slots" || name === "checkpoint_bytes";
+          const isWhole = name !== "weight" && name !== "slot_hours";
           setLimits({
             ...limits,
             [name]:
@@ -212,10 +222,11 @@ function QuotaDialog({ before, known, onSaved, onClose }: QuotaDialogProps) {
               data-autofocus
             />
           )}
-          {of?.user !== null && field("weight", "Weight in fair shares")}
+          {!of?.project && field("weight", "Weight in fair shares")}
           {field("max_slots", "Slots at once")}
           {field("slot_hours", "Slot hours in each month")}
           {field("checkpoint_bytes", "GiB of checkpoints", GIB)}
+          {field("media_bytes", "GiB of media", GIB)}
           {save.isError && !isOvertaken && <ProblemView error={save.error} />}
           {isOvertaken && (
             <div role="alert">
@@ -263,8 +274,8 @@ function QuotaDialog({ before, known, onSaved, onClose }: QuotaDialogProps) {
   );
 }
 
-function ownerOf(text: string | null): Pick<Quota, "user" | "project"> | null {
+function ownerOf(text: string | null): Owner | null {
   const [kind, name] = text?.split(/ (.*)/s) ?? [];
   if (name === undefined) return null;
-  return kind === "user" ? { user: name, project: null } : { user: null, project: name };
+  return { user: null, group: null, project: null, [kind ?? "project"]: name };
 }

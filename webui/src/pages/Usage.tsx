@@ -22,6 +22,15 @@ const TITLES: Record<UsageKey, string> = {
   project: "Project",
   pool: "Pool",
 };
+const AMOUNTS = [
+  "slot_hours",
+  "wait_hours",
+  "num_trials",
+  "gpu_hours",
+  "training_hours",
+  "lost_hours",
+  "known_hours",
+] as const;
 const HOURS = new Intl.NumberFormat("en-US", {
   minimumFractionDigits: 2,
   maximumFractionDigits: 2,
@@ -83,7 +92,9 @@ export function Usage() {
         </Checkbox.Group>
       </Group>
       <Text size="sm" c="dimmed" mb="sm">
-        Months are those of UTC. You see the projects that you may read.
+        Months are those of UTC. You see the projects that you may read. Goodput is the share of
+        steps that were kept, hours lost are work after the last checkpoint before a stop: both in
+        slot hours of ended attempts whose trainers tell of their time.
       </Text>
       {usage.isPending && <Waiting what="usage" />}
       {usage.isError && <ProblemView error={usage.error} onRetry={() => void usage.refetch()} />}
@@ -108,7 +119,10 @@ function UsageTable({ rows, shown }: { rows: readonly UsageRow[]; shown: readonl
             ))}
             <th className="number">Slot hours</th>
             <th className="number">Share</th>
+            <th className="number">GPU hours</th>
             <th className="number">Hours waited</th>
+            <th className="number">Hours lost</th>
+            <th className="number">Goodput</th>
             <th className="number">Trials</th>
           </tr>
         </thead>
@@ -124,7 +138,10 @@ function UsageTable({ rows, shown }: { rows: readonly UsageRow[]; shown: readonl
               <td className="number">
                 {hours > 0 ? `${((100 * row.slot_hours) / hours).toFixed(1)} %` : "–"}
               </td>
+              <td className="number">{HOURS.format(row.gpu_hours)}</td>
               <td className="number">{HOURS.format(row.wait_hours)}</td>
+              <td className="number">{HOURS.format(row.lost_hours)}</td>
+              <td className="number">{goodputOf(row)}</td>
               <td className="number">{row.num_trials.toLocaleString("en")}</td>
             </tr>
           ))}
@@ -136,7 +153,15 @@ function UsageTable({ rows, shown }: { rows: readonly UsageRow[]; shown: readonl
             </th>
             <td className="number">{HOURS.format(hours)}</td>
             <td />
+            <td className="number">{HOURS.format(total((row) => row.gpu_hours))}</td>
             <td className="number">{HOURS.format(total((row) => row.wait_hours))}</td>
+            <td className="number">{HOURS.format(total((row) => row.lost_hours))}</td>
+            <td className="number">
+              {goodputOf({
+                training_hours: total((row) => row.training_hours),
+                known_hours: total((row) => row.known_hours),
+              })}
+            </td>
             <td className="number">{total((row) => row.num_trials).toLocaleString("en")}</td>
           </tr>
         </tfoot>
@@ -145,8 +170,15 @@ function UsageTable({ rows, shown }: { rows: readonly UsageRow[]; shown: readonl
   );
 }
 
+/** Return the share of steps that were kept, of what is known. */
+export function goodputOf(row: Pick<UsageRow, "training_hours" | "known_hours">): string {
+  return row.known_hours > 0
+    ? `${((100 * row.training_hours) / row.known_hours).toFixed(1)} %`
+    : "–";
+}
+
 /** Return rows as CSV, with all digits. */
 export function usageCsv(rows: readonly UsageRow[], shown: readonly UsageKey[]): string {
-  const names = [...shown, "slot_hours", "wait_hours", "num_trials"] as const;
+  const names = [...shown, ...AMOUNTS] as const;
   return csvOf([names, ...rows.map((row) => names.map((name) => row[name]))]);
 }

@@ -69,7 +69,10 @@ export function Users() {
               {users.data.map((one) => (
                 <tr key={one.name}>
                   <td className="setting">{one.name}</td>
-                  <td>{!one.is_active ? "removed" : one.is_service ? "service" : "active"}</td>
+                  <td>
+                    {!one.is_active ? "removed" : one.is_service ? "service" : "active"}
+                    {one.oidc && `, OpenID Connect: ${one.oidc}`}
+                  </td>
                   <td>
                     <Switch
                       aria-label={`${one.name} is an administrator`}

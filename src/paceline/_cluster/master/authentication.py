@@ -132,13 +132,14 @@ _MAX_LINKS = 1000
 class SignInLinks:
     """Single-use tokens to sign in; kept in memory, so they end with the master's process."""
 
-    def __init__(self) -> None:
+    def __init__(self, length_s: float = _LINK_S) -> None:
+        self._length_s = length_s
         self._expiry: dict[str, tuple[float, str]] = {}
         self._lock = threading.Lock()
 
     def make(self, user: str) -> tuple[str, float]:
         """Return a new token that signs a user in, and its time of expiry."""
-        token, expires_at = secrets.token_urlsafe(32), time.time() + _LINK_S
+        token, expires_at = secrets.token_urlsafe(32), time.time() + self._length_s
         with self._lock:
             # The oldest comes first; a loop that asks for links must not fill the memory.
             while len(self._expiry) >= _MAX_LINKS:
@@ -284,6 +285,9 @@ class Passwords:
             if not connection.execute(change).rowcount:
                 row = {"name": user, "is_admin": user == FIRST_USER}
                 connection.execute(insert(users).values(**row, **values))
+            # Who has a password is no longer whoever has the name at a provider.
+            awaited = (users.c.name == user, users.c.oidc_subject == "*")
+            connection.execute(update(users).where(*awaited).values(oidc_subject=None))
             connection.execute(delete(sign_ins).where(sign_ins.c.user == user))
             # A power cut must not bring the old password back.
             transaction.force()
@@ -349,16 +353,19 @@ class SignIns:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def open(self, user: str) -> str:
+    def open(self, user: str, length_s: float = SIGN_IN_S) -> str:
         """Sign a user in and return the secret for the cookie; waits for the commit."""
         secret, now = secrets.token_urlsafe(32), time.time()
-        sign_ins = tables.sign_ins
+        sign_ins, users = tables.sign_ins, tables.users.c
 
         def job(transaction: Transaction) -> None:
             connection = transaction.connection
             connection.execute(delete(sign_ins).where(sign_ins.c.expires_at <= now))
             values = {"digest": _digest(secret), "user": user, "created_at": now}
-            connection.execute(insert(sign_ins).values(**values, expires_at=now + SIGN_IN_S))
+            # A user that was removed meanwhile may come back one day, without what was opened.
+            query = select(users.name).where(users.name == user, users.is_active)
+            if connection.execute(query).first() is not None:
+                connection.execute(insert(sign_ins).values(**values, expires_at=now + length_s))
 
         self._database.write(job).result()
         return secret

@@ -69,6 +69,7 @@ _FILES = {
     "cluster_id": "move it away. The database has a copy",
     "secrets.json": _SECRETS,
     "notify.yaml": "move it away, or put the channels there again",
+    "oidc.yaml": "move it away, or put the settings there again",
     "pools.yaml": "move it away, or put the pools there again",
     "master.sqlite": _DATABASE,
     "master.sqlite-wal": _LOG,

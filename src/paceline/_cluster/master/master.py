@@ -37,6 +37,7 @@ from paceline._cluster.master.experiments.sampler_answers import SamplerAnswers
 from paceline._cluster.master.experiments.search_limits import SearchClock
 from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StorageMarks, in_own_thread
+from paceline._cluster.master.experiments.storage_health import StorageHealth
 from paceline._cluster.master.experiments.stored_searches import (
     Searches,
     SearchViews,
@@ -50,6 +51,7 @@ from paceline._cluster.master.nodes.node_registry import Nodes
 from paceline._cluster.master.nodes.node_work import LostNodes, NodeExecutor
 from paceline._cluster.master.notify.notices import NotifySettings
 from paceline._cluster.master.notify.notifier import Notifier
+from paceline._cluster.master.oidc_provider import OidcProvider, OidcSettings
 from paceline._cluster.master.starters.pool_runners import PoolDefinition, PoolRunners
 from paceline._cluster.master.starters.slurm_ssh_ray_starters import Starter
 from paceline._cluster.master.store.database import Database, Transaction, settle_cluster_id
@@ -57,6 +59,7 @@ from paceline._cluster.master.store.experiment_list import EncodingCache, NameCa
 from paceline._cluster.master.store.quotas import note_use_of_month
 from paceline._cluster.master.store.run_files import FileContents
 from paceline._cluster.master.store.trial_logs import LogStore
+from paceline._cluster.master.streams import Streams
 from paceline._cluster.master.upkeep.recovery_records import Recorder
 from paceline._cluster.master.users import AuditLog, Users
 from paceline._cluster.master.waiting import WaitingRequests, Wakeups
@@ -205,6 +208,7 @@ class Master:
         certificate: Its certificate (PEM) if it is asked by TLS. Browsers may name any host then.
         machine: The facts of its machine and these devices; the least if None.
         notify: The channels for messages to people, and rules; no channels if None.
+        oidc: The provider by whom people sign in, if any.
     """
 
     def __init__(
@@ -221,6 +225,7 @@ class Master:
         pools: Mapping[str, tuple[PoolDefinition, Starter]] | None = None,
         machine: NodeFacts | None = None,
         notify: NotifySettings | None = None,
+        oidc: OidcSettings | None = None,
     ) -> None:
         self.is_open = is_open
         self.url = url
@@ -251,6 +256,7 @@ class Master:
         self.home_token = home.token.encode()
         self.attempt_tokens = AttemptTokens(self.database, home.attempt_key)
         self.signed_urls = SignedUrls(home.attempt_key)
+        self.oidc = None if oidc is None else OidcProvider(oidc, home.attempt_key)
         wakeups, default_storage = Wakeups(), str(home.path / "checkpoints")
         self.nodes = Nodes(
             self.database, home.cluster_id, self.tokens, wakeups, devices, self.leases.length_s
@@ -290,6 +296,7 @@ class Master:
         self.file_removal = FileRemoval(
             self.database, self.changes, self.logs, self.secrets, home.attempts_path
         )
+        self.storage_health = StorageHealth(self.database, self.changes)
         self.retention = Retention(self.database, self.changes, self.files)
         self._watchers: list[RunsWatcher | TensorboardWatcher] = []
         if runs is not None:
@@ -306,6 +313,7 @@ class Master:
             address,
         )
         self.database.on_commit(self._on_commit)
+        self.streams = Streams()
         self.is_closing = False
 
     def _launch_sources(self) -> LaunchSources:
@@ -346,6 +354,7 @@ class Master:
         self.recorder.start()
         self.reconciler.start()
         self.retention.start()
+        self.storage_health.start()
         # A storage may hang.
         in_own_thread(self.file_removal.finish)
         self.pool_runners.start()
@@ -366,6 +375,7 @@ class Master:
         self.pool_runners.close()
         self.reconciler.close()
         self.retention.close()
+        self.storage_health.close()
         for watcher in self._watchers:
             watcher.close()
         self.recorder.close()

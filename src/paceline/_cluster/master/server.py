@@ -40,6 +40,7 @@ from paceline._cluster.master.experiments.attempts import DEFAULT_LEASE_S, Lease
 from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.master import DEFAULT_SLOW_REQUEST_S, Master, Measurements
 from paceline._cluster.master.notify.notices import NOTIFY_FILE, read_notify_file
+from paceline._cluster.master.oidc_provider import OIDC_FILE, read_oidc_file
 from paceline._cluster.master.starters.pool_runners import POOL_FILE, read_pool_file
 from paceline._cluster.messages.master_models import RUNNER_GRACE_S, Shutdown
 from paceline._cluster.messages.runner_messages import LOCAL_NAME
@@ -302,7 +303,7 @@ def serve(
         ValueError: The host is not loopback, the number of slots does not fit, `runs` is no
             directory, there is no such executor, `runner_timeout_s` is too small,
             `slow_request_s` is not greater than 0, a limit in the environment is no number, or
-            the certificate, the file of pools or `notify.yaml` cannot be used.
+            the certificate, the file of pools, `notify.yaml` or `oidc.yaml` cannot be used.
     """
     tls = _Tls.of(tls_cert, tls_key)
     if pool_file is not None and not pool_file.is_file():
@@ -336,6 +337,7 @@ def serve(
             leases, measurements, is_open=host not in LOOPBACK_HOSTS, pools=pools,
             certificate=tls.certificate if tls else None, machine=machine,
             notify=read_notify_file(place.path / NOTIFY_FILE),
+            oidc=read_oidc_file(place.path / OIDC_FILE),
         )  # fmt: skip
         _serve(master, listener, host, url, tls)
 
@@ -480,6 +482,7 @@ class _Server(uvicorn.Server):
         self._master.controls.notify_all()
         self._master.nodes.presence.polls.notify_all()
         self._master.sampler_answers.waiting.notify_all()
+        self._master.streams.close()
         self.should_exit = True
 
 

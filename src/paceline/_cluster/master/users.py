@@ -3,19 +3,23 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from paceline._cluster.master.experiments.state_decisions import NotFoundError, RefusedError
+from paceline._cluster.master.oidc_provider import OidcError, OidcPerson, OidcSettings
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
-from paceline._cluster.master.store.quotas import group_owner
+from paceline._cluster.master.store.quotas import DELETED_PROJECT, group_owner
 from paceline._cluster.master.store.reach import DEFAULT_PROJECT, FIRST_USER, Reach
-from paceline._cluster.master.store.row_ids_and_counts import new_id
+from paceline._cluster.master.store.row_ids_and_counts import insert_document, keep_ids, new_id
 from paceline._cluster.messages.master_models import AuditEntry, Member, Project, Role, User
 
 DEFAULT_NAME = "Default"
+ANYBODY = "*"
+"""Subject of a user that awaits the first person of its name."""
 
 _users, _projects, _members = tables.users, tables.projects, tables.members
 
@@ -52,17 +56,7 @@ class Users:
 
     def all(self) -> list[User]:
         """Return all users by name, those that were removed included."""
-        return [
-            User(
-                name=one.name,
-                is_admin=one.is_admin,
-                is_active=one.is_active,
-                is_service=one.is_service,
-                has_password=bool(one.password_hash),
-                group=one.member_of,
-            )
-            for _, one in sorted(self._known.items())
-        ]
+        return [_view(one) for _, one in sorted(self._known.items())]
 
     def projects(self, reach: Reach | None) -> list[Project]:
         """Return the projects within a reach, the oldest first."""
@@ -97,11 +91,18 @@ class Users:
         raise NotFoundError(f"There is no project {name!r}.")
 
     def add(
-        self, name: str, *, role: Role | None, is_admin: bool, is_service: bool
+        self,
+        name: str,
+        *,
+        role: Role | None,
+        is_admin: bool,
+        is_service: bool,
+        is_awaited: bool = False,
     ) -> "Future[User]":
         """Add a user with a role in the project `Default`; one that was removed comes back.
 
-        The future raises `RefusedError` if the name is another user's.
+        If `is_awaited`, the first person of the name who signs in by OIDC becomes this user, unless
+        it was linked before. The future raises `RefusedError` if the name is another user's.
         """
 
         def job(transaction: Transaction) -> User:
@@ -114,19 +115,19 @@ class Users:
                     f"`name` must differ from those of other users in more than case, but {name!r}"
                     f" is like {known.name!r}. Hint: choose another name.",
                 )
-            values = {"is_admin": is_admin, "is_active": True, "is_service": is_service}
+            values: dict[str, Any] = {
+                "is_admin": is_admin, "is_active": True, "is_service": is_service
+            }  # fmt: skip
+            if is_awaited and (known is None or known.oidc_subject is None):
+                values["oidc_subject"] = ANYBODY
             if known is None:
-                row = {"name": name, "password_hash": "", "changed_at": time.time()}
-                connection.execute(insert(_users).values(**row, **values))
+                _insert_user(connection, name, values)
             else:
                 connection.execute(update(_users).where(_users.c.name == name).values(**values))
             if role is not None and not is_admin:
                 _set_role(connection, DEFAULT_PROJECT, name, role)
             self._finish(transaction)
-            return User(
-                name=name, has_password=False, is_admin=is_admin, is_active=True,
-                is_service=is_service,
-            )  # fmt: skip
+            return _view(connection.execute(select(_users).where(_users.c.name == name)).one())
 
         return self._database.write(job)
 
@@ -170,6 +171,104 @@ class Users:
             self._finish(transaction)
 
         return self._database.write(job)
+
+    def link(self, name: str, issuer: str, subject: str) -> "Future[None]":
+        """Link a user to a person at a provider, by the provider's id of the person.
+
+        As `ANYBODY`, the first person of the name who signs in is meant; "" ends the link. Sign-ins
+        of the user end. The future raises `RefusedError` if the person is another user.
+        """
+
+        def job(transaction: Transaction) -> None:
+            connection = transaction.connection
+            _find_active(connection, name)
+            known = None if subject in ("", ANYBODY) else _find_linked(connection, issuer, subject)
+            if known is not None and known.name != name:
+                raise RefusedError(
+                    "subject_taken",
+                    f"A person at the provider must be one user, but {subject!r} is the user"
+                    f" {known.name!r}. Hint: `paceline user link {known.name} none` ends that.",
+                )
+            _set_link(connection, name, issuer, subject or None)
+            signed_in = tables.sign_ins.c.user == name
+            connection.execute(delete(tables.sign_ins).where(signed_in))
+            self._finish(transaction)
+
+        return self._database.write(job)
+
+    def admit(self, person: OidcPerson, settings: OidcSettings) -> "Future[tuple[str, list[str]]]":
+        """Find the user of a person who signed in; return the name, and what was changed.
+
+        Group and right of an administrator follow the provider, where the settings say so. The
+        future raises `OidcError` for whoever may not sign in, and `NotFoundError` if the project
+        for new users is not there.
+        """
+
+        def job(transaction: Transaction) -> tuple[str, list[str]]:
+            connection, changed = transaction.connection, list[str]()
+            known = _find_linked(connection, person.issuer, person.subject)
+            if known is None:
+                known = self._link_by_name(connection, person, settings, changed)
+            if not known.is_active:
+                raise OidcError("oidc_removed", f"The user {known.name!r} was removed here.")
+            here, name = _users.c.name == known.name, str(known.name)
+            if person.group is not None and (known.member_of or "") != person.group:
+                change = update(_users).where(here).values(member_of=person.group or None)
+                connection.execute(change)
+                _end_empty_groups(connection)
+                changed.append(f"group of user {name}")
+            if person.is_admin is not None and bool(known.is_admin) != person.is_admin:
+                # The last one stays: somebody must be able to mend the settings.
+                with suppress(RefusedError):
+                    if not person.is_admin:
+                        self._keep_an_admin(connection, name)
+                    change = update(_users).where(here).values(is_admin=person.is_admin)
+                    connection.execute(change)
+                    changed.append(f"rights of user {name}")
+            if changed:
+                self._finish(transaction)
+            return name, changed
+
+        return self._database.write(job)
+
+    def _link_by_name(
+        self,
+        connection: Connection,
+        person: OidcPerson,
+        settings: OidcSettings,
+        changed: list[str],
+    ) -> Row[Any]:
+        """Find or create the user of a person who signs in for the first time."""
+        name = person.name
+        query = select(_users).where(func.lower(_users.c.name) == name.lower())
+        known = connection.execute(query).first() if person.problem is None else None
+        if known is not None and known.oidc_subject == ANYBODY:
+            name = known.name
+        elif known is not None:
+            # Whoever has the name at the provider today is perhaps not who has it here.
+            raise OidcError(
+                "oidc_name_taken",
+                f"The user {known.name!r} is not linked to this person at the provider. Hint: an"
+                f" administrator who knows that they are one links them: `paceline user link"
+                f" {known.name} {person.subject}`.",
+            )
+        elif not settings.create or person.problem is not None:
+            added = "NAME" if person.problem else name
+            raise OidcError(
+                "oidc_unknown",
+                f"There is no user for this person ({person.problem or repr(name)}). Hint: an"
+                f" administrator adds one (`paceline user add {added}`) and links it (`paceline"
+                f" user link {added} {person.subject}`).",
+            )
+        else:
+            changed.append(f"new user {name}")
+            _insert_user(connection, name, {})
+            if settings.role is not None:
+                project = self.project_id(settings.project)
+                _set_role(connection, project, name, settings.role)
+        changed.append(f"link of user {name}")
+        _set_link(connection, name, person.issuer, person.subject)
+        return connection.execute(select(_users).where(_users.c.name == name)).one()
 
     def set_group(self, name: str, group: str | None) -> "Future[None]":
         """Put a user into a group, or into none; a group ends with its last member."""
@@ -216,6 +315,33 @@ class Users:
 
         return self._database.write(job)
 
+    def delete_project(self, name: str) -> "Future[None]":
+        """Delete a project in which nothing is left but roles, a quota, templates and policies.
+
+        The future raises `RefusedError` if there is more, or if it is the project `Default`.
+        """
+
+        def job(transaction: Transaction) -> None:
+            connection, number = transaction.connection, self.project_id(name)
+            documents = tables.documents
+            if left := _left_in_project(connection, number, name):
+                raise RefusedError(
+                    "project_in_use", f"A project to be deleted must be empty, but {name!r} {left}"
+                )
+            keep_ids(connection, _projects)
+            for table in (_members, tables.quotas):
+                connection.execute(delete(table).where(table.c.project_id == number))
+            of_rules = (documents.c.project_id == number, documents.c.kind.in_(_RULES))
+            connection.execute(delete(documents).where(*of_rules))
+            connection.execute(delete(_projects).where(_projects.c.id == number))
+            # What was used there is still told by its name.
+            insert_document(
+                connection, DELETED_PROJECT, "", str(number), {"name": name}, project_id=number
+            )
+            self._finish(transaction)
+
+        return self._database.write(job)
+
     def set_role(self, project: str, user: str, role: Role | None) -> "Future[None]":
         """Give a user, or a group as `@NAME`, a role in a project, or none."""
         number = self.project_id(project)
@@ -248,8 +374,7 @@ class Users:
         connection, now = transaction.connection, time.time()
         values = {"is_admin": True, "is_active": True}
         if connection.scalar(select(_users.c.name).where(_users.c.name == FIRST_USER)) is None:
-            row = {"name": FIRST_USER, "password_hash": "", "changed_at": now}
-            connection.execute(insert(_users).values(**row, **values))
+            _insert_user(connection, FIRST_USER, values)
         elif not any(one.is_admin and one.is_active for one in self._known.values()):
             change = update(_users).where(_users.c.name == FIRST_USER)
             connection.execute(change.values(**values))
@@ -314,6 +439,63 @@ def _reach_of(name: str, roles: dict[int, Role] | None) -> Reach:
         administers=frozenset(one for one, role in roles.items() if role is Role.ADMIN),
         project=min(changes, default=None),
     )
+
+
+def _view(row: Row[Any]) -> User:
+    return User(
+        name=row.name,
+        is_admin=row.is_admin,
+        is_active=row.is_active,
+        is_service=row.is_service,
+        has_password=bool(row.password_hash),
+        group=row.member_of,
+        oidc=row.oidc_subject and ("awaited" if row.oidc_subject == ANYBODY else "linked"),
+    )
+
+
+def _insert_user(connection: Connection, name: str, values: dict[str, Any]) -> None:
+    row = {"name": name, "password_hash": "", "changed_at": time.time()}
+    connection.execute(insert(_users).values(**row, **values))
+
+
+def _find_linked(connection: Connection, issuer: str, subject: str) -> Row[Any] | None:
+    """Find the user of a person at a provider, also one that was removed."""
+    place = (_users.c.oidc_issuer == issuer, _users.c.oidc_subject == subject)
+    return connection.execute(select(_users).where(*place)).first()
+
+
+def _set_link(connection: Connection, name: str, issuer: str, subject: str | None) -> None:
+    values = {"oidc_issuer": subject and issuer, "oidc_subject": subject}
+    connection.execute(update(_users).where(_users.c.name == name).values(**values))
+
+
+_RULES = ("template", "policy")
+# Files of deleted experiments that are still to be removed.
+_DELETION = "deletion"
+
+
+def _left_in_project(connection: Connection, number: int, name: str) -> str:
+    """Return what keeps a project from being deleted; empty for nothing."""
+    if number == DEFAULT_PROJECT:
+        return "is the one for what names no project."
+    experiments, documents = tables.experiments.c, tables.documents.c
+    of_project = select(func.count()).where(experiments.project_id == number)
+    if num_experiments := connection.scalar(of_project):
+        return (
+            f"has {num_experiments} experiments. Hint: `paceline e move --query 'project ="
+            f' "{name}"\' --to OTHER` moves them, with those that run.'
+        )
+    others = select(func.count()).where(
+        documents.project_id == number,
+        documents.experiment_id.is_(None),
+        documents.kind.not_in([*_RULES, _DELETION]),
+    )
+    if connection.scalar(others):
+        return "has models, or projects of W&B or MLflow. Hint: delete these first."
+    for pool, open_to in connection.execute(select(tables.pools.c.name, tables.pools.c.open_to)):
+        if f"project:{name}" in (open_to or ()):
+            return f"has the pool {pool!r} open to it. Hint: `paceline pool set` closes that."
+    return ""
 
 
 def _find_active(connection: Connection, name: str) -> None:

@@ -325,7 +325,8 @@ class CreateExperiment(Request):
     """Request for a new experiment; `context_digest` names a previously uploaded context.
 
     `source` is where the context was taken from. `project` None takes `Default`, or else the first
-    project in which the sender is an editor.
+    project in which the sender is an editor. Fields that `config` leaves open are taken from
+    `template`, from the templates `default`, and from what policies fix.
     """
 
     config: dict[str, Any]
@@ -334,6 +335,7 @@ class CreateExperiment(Request):
     activate: bool = True
     source: Source | None = None
     project: str | None = Field(default=None, max_length=64)
+    template: str | None = Field(default=None, max_length=64)
 
 
 class ContinueTrial(Request):
@@ -380,7 +382,8 @@ class Experiment(Message):
     `values` has the columns that a list was asked for, `notes`, `notes_version` and `limits` for a
     single experiment only. `num_records_lost` is the sum of its trials' counts. `has_rungs` says
     whether its search has rungs to show. `is_unmeasured` says that its search has ended because no
-    trial reported a finite value of the searched metric.
+    trial reported a finite value of the searched metric. `kind` is that of an interactive task, or
+    `training`.
     """
 
     id: int
@@ -391,6 +394,7 @@ class Experiment(Message):
     progress: float
     created_at: float
     ended_at: float | None
+    kind: str = "training"
     searcher: str
     metric: str
     smaller_is_better: bool
@@ -927,9 +931,11 @@ class CodeFile(Message):
 
 
 class ConfigText(Request):
-    """A configuration as YAML, to be checked."""
+    """A configuration as YAML, to be checked for an experiment of a project with a template."""
 
     text: str = Field(max_length=1_000_000)
+    project: str | None = Field(default=None, max_length=64)
+    template: str | None = Field(default=None, max_length=64)
 
 
 class ConfigProblem(Message):
@@ -941,11 +947,17 @@ class ConfigProblem(Message):
 
 
 class CheckedConfig(Message):
-    """Configuration parsed from a text, or None, and the problems found, possibly none."""
+    """Configuration parsed from a text, or None, and the problems found, possibly none.
+
+    `filled` are the fields that it gets from templates and policies, each with their name, and
+    `resolved` is the whole configuration with them, if it is valid.
+    """
 
     config: dict[str, Any] | None
     problems: list[ConfigProblem]
     warnings: list[str] = []
+    filled: dict[str, str] = {}
+    resolved: dict[str, Any] | None = None
 
 
 class RungArrival(Message):

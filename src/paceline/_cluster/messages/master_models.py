@@ -37,6 +37,16 @@ class MasterInfo(Message):
     events_after: int | None = None
 
 
+class InteractiveLink(Message):
+    """What opens an interactive task; `path` is null until the task listens.
+
+    The path has the secret of the task, for its owner alone.
+    """
+
+    kind: str
+    path: str | None
+
+
 # A runner that still holds on so long after the order to kill is killed itself; a master that
 # stops waits so long for them.
 RUNNER_GRACE_S = 30.0
@@ -60,7 +70,8 @@ class MasterStatus(MasterInfo):
     slots. `ingest_lag_s` is how old the newest records were when they were stored last, None if
     none were. `num_writes_waiting` changes wait for the database. `num_slow_requests` took at least
     `slow_request_s`, since the start. `sizes` has bytes by part of the home; directories are
-    missing until they were measured. Each of `problems` is a sentence.
+    missing until they were measured. Each of `problems` is a sentence. `oidc_issuer` is the
+    provider by whom people sign in, if any.
     """
 
     experiments: dict[str, int]
@@ -80,6 +91,7 @@ class MasterStatus(MasterInfo):
     sizes: dict[str, int]
     free_bytes: int
     problems: list[str]
+    oidc_issuer: str | None = None
 
 
 NodeState: TypeAlias = Literal["ready", "away", "left", "lost", "draining", "drained"]
@@ -412,6 +424,7 @@ class Session(Message):
     `scope` is "read", "submit", "user" for all that a user may do who is no administrator, "admin",
     or "attempt" for the token of one attempt. `user` is the name of a token if one was sent, and
     `owner` the user for whom the sender acts. `is_shared` says that there are several users.
+    `oidc` is the name of the provider of OpenID Connect by whom one can sign in, if any.
     """
 
     user: str | None
@@ -419,6 +432,7 @@ class Session(Message):
     has_password: bool
     scope: str | None = None
     is_shared: bool = False
+    oidc: str | None = None
 
 
 class Login(Request):
@@ -431,6 +445,15 @@ class Login(Request):
 class LoginForToken(Login):
     """A user's name and password, and the name of the token to be made."""
 
+    name: str = Field(pattern=NAME_PATTERN)
+    expires_in_s: float = Field(default=90 * 24 * 3600.0, gt=0, le=100 * 365 * 24 * 3600.0)
+
+
+class OidcCode(Request):
+    """A code shown after a sign-in by OpenID Connect, and what its link was made from."""
+
+    code: str = Field(max_length=200)
+    verifier: str = Field(min_length=43, max_length=128)
     name: str = Field(pattern=NAME_PATTERN)
     expires_in_s: float = Field(default=90 * 24 * 3600.0, gt=0, le=100 * 365 * 24 * 3600.0)
 
@@ -449,7 +472,8 @@ class Role(str, Enum):
 class User(Message):
     """A user; one that was removed is not active, and stays the owner of experiments.
 
-    An administrator sees and changes everything. `is_service` is a program's.
+    An administrator sees and changes everything. `is_service` is a program's. `oidc` says whether
+    a person at the provider of OpenID Connect is linked, or the first one of the name awaited.
     """
 
     name: str
@@ -458,6 +482,7 @@ class User(Message):
     is_service: bool
     has_password: bool
     group: str | None = None
+    oidc: Literal["linked", "awaited"] | None = None
 
 
 class NewUser(Request):
@@ -471,10 +496,15 @@ class NewUser(Request):
 
 
 class UserChange(Request):
-    """Change of a user: whether an administrator, and the group; "" for no group."""
+    """Change of a user: whether an administrator, the group, and the person at a provider.
+
+    "" stands for no group and for no person. A person is the provider's id (`sub`), or `*` for the
+    first one of the name who signs in.
+    """
 
     is_admin: bool | None = None
     group: str | None = Field(default=None, pattern="^([A-Za-z0-9_-][A-Za-z0-9_.-]{0,62})?$")
+    oidc_subject: str | None = Field(default=None, pattern="^[!-~]{0,255}$")
 
 
 class Project(Message):
@@ -504,6 +534,62 @@ class NewRole(Request):
     role: Role | None
 
 
+class ConfigRule(Message):
+    """Template or policy for configs: of a project, or of all projects if it has none.
+
+    `content` has the fields of a config that a template fills in, or the conditions of a policy. It
+    `applies` to what the sender creates, a template only by its name or as `default`.
+    """
+
+    kind: Literal["template", "policy"]
+    name: str
+    project: str | None
+    content: dict[str, Any]
+    revision: int
+    changed_by: str
+    changed_at: float
+    applies: bool
+
+
+class SetConfigRule(Request):
+    """Content of a template or policy; `revision` is 0 if there is none yet."""
+
+    content: dict[str, Any]
+    revision: Annotated[int, Field(ge=0, le=2**31 - 2)] = 0
+
+
+class StorageUse(Message):
+    """Bytes of the checkpoints of a project, user or experiment in a storage."""
+
+    name: str
+    num_bytes: int
+    experiment_id: int | None = None
+
+
+class Storage(Message):
+    """Storage of checkpoints in use: its health, and what the projects that the sender sees have.
+
+    The master writes, reads and deletes a small file every five minutes, which took `latency_s`.
+    `is_reachable` is None if it has not yet, or the directory is not made yet. `num_failed_writes`
+    are those that trials and the master met since the master started. `by_experiment` has the ten
+    with most bytes.
+    """
+
+    storage: str
+    is_reachable: bool | None
+    checked_at: float | None
+    latency_s: float | None
+    failing_since: float | None
+    reason: str | None
+    num_failed_writes: int
+    free_bytes: int | None
+    total_bytes: int | None
+    num_bytes: int
+    by_project: list[StorageUse]
+    by_user: list[StorageUse]
+    by_experiment: list[StorageUse]
+
+
 class UsageKey(str, Enum):
     """What tells the rows of used slots apart."""
 
@@ -516,7 +602,10 @@ class UsageKey(str, Enum):
 class Usage(Message):
     """Slots that trials used, and how long these waited for their first start.
 
-    Fields that were not asked for are null. Months are of UTC, such as `2026-11`.
+    Fields that were not asked for are null. Months are of UTC, such as `2026-11`. `gpu_hours` are
+    those of slots that are GPUs. Of `known_hours`, those of ended attempts whose trainers told of
+    their time, `training_hours` are steps that were kept, and `lost_hours` work after the last
+    checkpoint before a stop.
     """
 
     month: str | None
@@ -526,13 +615,17 @@ class Usage(Message):
     slot_hours: float
     wait_hours: float
     num_trials: int
+    gpu_hours: float
+    training_hours: float
+    lost_hours: float
+    known_hours: float
 
 
 class Quota(Message):
     """Share and limits of a user, a group or a project, and what counts; None is no limit.
 
-    `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC. A
-    change names the `revision` that it began from.
+    `weight` is for fair shares of users and groups. `slot_hours` are those of a month in UTC,
+    `media_bytes` those of media and other files. A change names the `revision` that it began from.
     """
 
     user: str | None
@@ -546,6 +639,8 @@ class Quota(Message):
     num_slots_used: int
     slot_hours_used: float
     checkpoint_bytes_used: int
+    media_bytes: int | None = None
+    media_bytes_used: int = 0
 
 
 class SetQuota(Request):
@@ -555,6 +650,7 @@ class SetQuota(Request):
     max_slots: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     slot_hours: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)] | None = None
     checkpoint_bytes: Annotated[int, Field(ge=0, le=2**62)] | None = None
+    media_bytes: Annotated[int, Field(ge=0, le=2**62)] | None = None
     revision: Annotated[int, Field(ge=0, le=2**31 - 2)] = 0
 
 

@@ -143,6 +143,9 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `has_prefix` says that `entrypoint` begins with a program of the user that runs the rest.
 
+    `interactive` is the kind of an interactive task, empty for all else: the runner passes the
+    bytes of its user on, and ends it after `idle_timeout_s` seconds without use.
+
     `token` opens the routes of this attempt and no other.
 
     An attempt on several nodes has a runner on each of its `num_members` nodes. `member` is the
@@ -181,6 +184,8 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     sends_checkpoints: bool = False
     has_prefix: bool = False
     uses_uv: bool = False
+    interactive: str = ""
+    idle_timeout_s: float = 0.0
 
 
 def runner_id(attempt_id: int, member: int) -> int:
@@ -327,6 +332,39 @@ class PieceReply(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+INTERACTIVE_PACKAGES = {"notebook": "jupyterlab", "tensorboard": "tensorboard"}
+"""The packages that kinds of interactive tasks need, in the interpreter of the runner."""
+
+MAX_STREAM_BYTES = 128 * 1024
+"""How much of a stream one request carries, and the master keeps in each direction, at most."""
+
+
+class StreamPoll(msgspec.Struct, frozen=True, kw_only=True):
+    """A runner's question for the streams to an interactive task that it is to open.
+
+    `link` is the path that opens the task in a browser, with its secret; empty until the task
+    listens. The answer waits up to `wait_s` seconds for another version than `after`.
+    """
+
+    link: Annotated[str, msgspec.Meta(max_length=500)] = ""
+    is_ready: bool = False
+    after: int = 0
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
+
+
+class StreamNames(msgspec.Struct, frozen=True, kw_only=True):
+    """All open streams to an interactive task; `version` changes with them."""
+
+    version: int
+    names: list[str]
+
+
+class StreamMark(msgspec.Struct, frozen=True):
+    """Bytes of a stream that the master has taken from a sender so far."""
+
+    num_bytes: int
+
+
 PROTOCOL = 1
 """The version of the messages in this module."""
 
@@ -354,6 +392,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     `device_memory_bytes` has the memory of each slot's GPU, 0 if it is unknown; it is empty if none
     is known. `address` is where other nodes reach this one; empty for the address of
     the connection. `host` is the name of the machine, `unix_user` that of the runner's Unix user.
+    `packages` are those for interactive work that `python` has, None if that is unknown.
     """
 
     name: str
@@ -372,6 +411,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     device_memory_bytes: list[int] = []
     unix_user: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    packages: Annotated[list[str], msgspec.Meta(max_length=10)] | None = None
 
 
 class NodeSession(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,6 +41,7 @@ from paceline._cluster.runner.attempt_preparation_and_end import (
     write_attempt_end,
 )
 from paceline._cluster.runner.checkpoint_shipping import fetch_checkpoint, fetch_code
+from paceline._cluster.runner.interactive_task import InteractiveTask
 from paceline._cluster.runner.master_follower import MasterFollower, UseMeter
 from paceline._cluster.runner.master_link_and_output import MasterLink, OutputSpool
 from paceline._cluster.runner.record_shipping import Shipper
@@ -182,6 +183,9 @@ class AttemptRun:
         if self._sends_checkpoints:
             self._shipper.send_checkpoints()
         self._group = NodeGroup(directory.run, spec)
+        self._task: InteractiveTask | None = None
+        if spec.interactive:
+            self._task = InteractiveTask(spec, directory.run, self._link.another())
         self._spool: OutputSpool | None = None
         self._secrets: dict[str, str] = {}
         self._begun_at = time.monotonic()
@@ -248,7 +252,11 @@ class AttemptRun:
             logger.warning("The attempt's process cannot be noted: %s", error)
         faults.reach("runner.started")
         signal.signal(signal.SIGTERM, lambda _number, _frame: self._follower.terminate())
+        if self._task is not None:
+            self._task.start(group.request_stop)
         exits = group.wait()
+        if self._task is not None:
+            self._task.close()
         self._follower.stop()
         assert exits is not None
         return self._end(exits[0], self._follower.kill_reason)
@@ -256,7 +264,8 @@ class AttemptRun:
     def _start(self) -> LocalGroup | None:
         """Start the entrypoint and return its group; None if the attempt is unwanted now."""
         self._secrets = self._read_secrets()
-        self._spool = OutputSpool(self._directory.output_path, self._secrets.values())
+        hidden = [*self._secrets.values(), *([self._task.token] if self._task is not None else ())]
+        self._spool = OutputSpool(self._directory.output_path, hidden)
         environment = self._environment()
         working_directory = self._prepare_directory()
         if working_directory is None:
@@ -299,6 +308,9 @@ class AttemptRun:
         return group
 
     def _end(self, exit_: WorkerExit, kill_reason: ExitReason | None) -> AttemptEnd:
+        if self._task is not None and self._task.end_reason is not None and kill_reason is None:
+            code = 0 if self._task.is_ready else 1
+            return make_attempt_end(ExitReason.EXITED, code=code, detail=self._task.end_reason)
         if exit_.signal == signal.SIGTERM or (kill_reason is not None and _is_ours(exit_)):
             finish = read_attempt_finish(self._directory.run)
             if finish is not None and finish.outcome in _OUTCOMES_THAT_COUNT[kill_reason]:
@@ -444,6 +456,7 @@ class AttemptRun:
             # An attempt on another number of slots continues with the same global batches.
             environment[SHARDS_VARIABLE] = str(spec.num_shards)
         environment |= spec.variables | self._secrets
+        environment |= {} if self._task is None else self._task.variables
         if THREADS_VARIABLE in spec.variables:
             # The mark lets a launcher divide the number among its workers; the user's stays.
             environment.pop(THREADS_MARK, None)

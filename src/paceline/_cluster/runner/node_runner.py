@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import invalidate_caches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +27,7 @@ from paceline._base.machine_checks import MachineWatch
 from paceline._base.process_and_network import num_cores, unix_user
 from paceline._cluster.messages.runner_messages import (
     DEFAULT_POOL,
+    INTERACTIVE_PACKAGES,
     MAX_PROBLEM,
     PROTOCOL,
     MasterAddress,
@@ -152,7 +155,14 @@ def describe_machine(
         address=address,
         host=socket.gethostname(),
         unix_user=unix_user(),
+        packages=installed_packages(),
     )
+
+
+def installed_packages() -> list[str]:
+    """Return the packages for interactive work that this interpreter has."""
+    invalidate_caches()
+    return [name for name in INTERACTIVE_PACKAGES.values() if find_spec(name) is not None]
 
 
 def _machine_key(directory: Path) -> str:

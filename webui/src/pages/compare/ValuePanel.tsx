@@ -5,11 +5,14 @@ import { useQuery } from "@tanstack/react-query";
 import { type ReactNode, useMemo } from "react";
 
 import { groupsQuery } from "../../api/queries";
+import { DownloadMenu } from "../../charts/DownloadMenu";
 import { EChart } from "../../charts/EChart";
-import { lineStyle } from "../../charts/palette";
+import { lightColor, lineStyle } from "../../charts/palette";
 import { fiveOf, meanOf, type ValueRow, valueOptions } from "../../charts/values";
 import { ProblemView, Waiting } from "../../components/Feedback";
 import { Scroll } from "../../components/Scroll";
+import { csvOf } from "../../lib/csv";
+import { download } from "../../lib/download";
 import { formatNumber, plural } from "../../lib/numbers";
 import type { Panel } from "../../lib/panels";
 import { namesOf, type Row } from "../../lib/runs";
@@ -45,6 +48,18 @@ export function ValuePanel({ panel, rows, search, actions }: ValuePanelProps) {
         </Title>
         <Group gap={0} wrap="nowrap">
           {actions}
+          <DownloadMenu
+            title={word}
+            csvName="CSV, each run"
+            onCsv={() => download(`${word}.csv`, valuesAsCsv(found, word), "text/csv")}
+            drawn={async () => {
+              const { svgOfOptions } = await import("../../charts/picture");
+              const light = found.map((row) => ({ ...row, color: lightColor(row.color) }));
+              return svgOfOptions(
+                valueOptions({ rows: light, as: shown, isLog, isDark: false, axisName: word }),
+              );
+            }}
+          />
         </Group>
       </Group>
       <Text size="xs" c="dimmed">
@@ -105,6 +120,13 @@ function useValues(panel: Panel, rows: readonly Row[], search: CompareSearch, is
     }));
   }, [runs, rows, data, value, as, search.group, isDark]);
   return { rows: found, error, isPending };
+}
+
+function valuesAsCsv(rows: readonly ValueRow[], word: string): string {
+  const lines = rows.flatMap(({ name, values }) =>
+    values.map(({ run, value }) => [name, run, value] as const),
+  );
+  return csvOf([["Run or group", "Run", word], ...lines]);
 }
 
 function ValueTable({ rows, caption }: { rows: readonly ValueRow[]; caption: string }) {

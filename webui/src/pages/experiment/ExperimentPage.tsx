@@ -1,4 +1,4 @@
-import { Badge, Group, Text } from "@mantine/core";
+import { Badge, Code, Group, Text } from "@mantine/core";
 import { useQuery } from "@tanstack/react-query";
 import { Outlet, useParams } from "@tanstack/react-router";
 
@@ -11,7 +11,7 @@ import { PageHead } from "../../components/PageHead";
 import { StateBadge } from "../../components/StateBadge";
 import { TabLinks } from "../../components/Tabs";
 import { isId } from "../../lib/search";
-import { isTerminal, shownExperimentState } from "../../lib/states";
+import { interactiveKind, isTerminal, shownExperimentState } from "../../lib/states";
 import { useTitle } from "../../lib/title";
 import { NotFound } from "../NotFound";
 
@@ -90,6 +90,16 @@ function Origin({ experiment }: { experiment: Experiment }) {
           <LinkText to="/trials/$id" params={{ id: experiment.parent_trial_id }}>
             trial {experiment.parent_trial_id}
           </LinkText>
+        </Text>
+      )}
+      {interactiveKind(experiment) !== null && (
+        <Text size="sm" c="dimmed" className="wrap-anywhere">
+          a {interactiveKind(experiment)} on slots
+          {!isTerminal(experiment.state) && (
+            <>
+              ; its owner opens it by <Code>paceline open {experiment.id}</Code>
+            </>
+          )}
         </Text>
       )}
       {experiment.is_unmanaged && (

@@ -20,7 +20,13 @@ import { lineStyle, scaleColor } from "../../charts/palette";
 import { chartable, chosenX, lastStep, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
 import { flatten } from "../../lib/flatten";
 import { formatNumber, formatValue, plural, toNumber } from "../../lib/numbers";
-import { isTerminal, shownMetric, shownProgress } from "../../lib/states";
+import {
+  interactiveKind,
+  isTerminal,
+  shownMetric,
+  shownProgress,
+  workWord,
+} from "../../lib/states";
 import { TrialTable } from "./TrialTable";
 
 const MOST_CURVES = 100;
@@ -87,7 +93,14 @@ function Summary({ experiment, trials, total }: PartsProps) {
               ? `${plural(experiment.num_trials, "trial")}, ${experiment.num_running} running`
               : plural(experiment.num_trials, "trial"),
           ],
-          ...(experiment.is_unmanaged ? [] : [["Search", experiment.searcher] as const]),
+          ...(experiment.is_unmanaged
+            ? []
+            : [
+                [
+                  interactiveKind(experiment) === null ? "Search" : "Kind",
+                  workWord(experiment, ""),
+                ] as const,
+              ]),
           ...(experiment.limits ?? []).map(
             (limit) => [LIMITS[limit.name] ?? limit.name, usedOf(limit)] as const,
           ),
@@ -113,8 +126,9 @@ function Front({ experiment }: { experiment: Experiment }) {
   const columns = useMemo(() => frontColumns(search.data), [search.data]);
   if (search.isError)
     return <ProblemView error={search.error} onRetry={() => void search.refetch()} />;
-  const front = search.data?.front ?? [];
-  const total = search.data?.num_in_front ?? 0;
+  if (search.isPending) return <Waiting what="Pareto front" />;
+  const { front = [] } = search.data;
+  const total = search.data.num_in_front ?? 0;
   return (
     <section>
       <Title order={2} mb="xs">
@@ -252,7 +266,8 @@ function Learning({ experiment, trials, total }: PartsProps) {
   const numAll = numStarted < trials.length || trials.length === total ? numStarted : total;
   const longest = lastStep(sample.data === undefined ? drawn : [sample.data, ...drawn]);
   const smoothing = smoothingSteps(search.smooth ?? 0, longest);
-  const { series, isPending, error } = useSeries(requests, x, zoomOf(search), smoothing);
+  const { series, error, ...answer } = useSeries(requests, x, zoomOf(search), smoothing);
+  const isWaiting = answer.isPending || sample.isPending;
   const curves = useMemo(
     () => toCurves(drawn, series, isDark, experiment.best_trial_id),
     [drawn, series, isDark, experiment.best_trial_id],
@@ -261,7 +276,7 @@ function Learning({ experiment, trials, total }: PartsProps) {
     value: `${name.group}/${name.metric}`,
     label: `${name.metric} (${name.group})`,
   }));
-  if (names.length === 0 && !isPending)
+  if (names.length === 0 && !isWaiting)
     return (
       <NoCurves
         who="a trial"
@@ -290,6 +305,7 @@ function Learning({ experiment, trials, total }: PartsProps) {
         height={320}
         onPick={(trial) => void navigate({ to: "/trials/$id", params: { id: Number(trial) } })}
         legendNote={noteOn(drawn.length, numAll, experiment)}
+        isWaiting={isWaiting}
       />
     </div>
   );

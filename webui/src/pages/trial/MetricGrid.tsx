@@ -184,6 +184,7 @@ function ChartRows({ trial, charts, numSeries, search, ownX }: ChartRowsProps) {
                       series={members.map(({ group, metric }) => ({ trialId, group, metric }))}
                       search={search}
                       syncKey={`trial-${trialId}`}
+                      isWaiting={answer.isPending}
                     />
                   ),
                 )}

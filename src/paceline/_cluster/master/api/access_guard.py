@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from fastapi import Depends, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -179,6 +180,22 @@ async def _connection(request: Request) -> Connection:
 ConnectionOf = Annotated[Connection, Depends(_connection)]
 
 
+def cookies_of(request: Request) -> bytes:
+    """Return the header of a request's cookies, for `find_cookie`."""
+    found: bytes = request.scope["paceline.cookies"]
+    return found
+
+
+def find_cookie(header: bytes, wanted: bytes) -> str | None:
+    """Return the value of a cookie of ours; others may hold anything, and are not looked into."""
+    found = None
+    for part in header.split(b";"):
+        name, _, value = part.partition(b"=")
+        if name.strip() == wanted:
+            found = value.strip().decode("latin-1")
+    return found
+
+
 def cookie_name(master: Master) -> str:
     """Return the name of the sign-in cookie: browsers share cookies between a host's ports."""
     return f"paceline_{master.home.cluster_id[:8]}"
@@ -202,6 +219,7 @@ class Guard:
         self._opens = master.signed_urls.opens
         self._is_open = master.is_open
         self._has_tls = master.certificate is not None
+        self._far_origin = None if master.oidc is None else master.oidc.settings.origin_of_url()
         self._database = master.database
         self._audit = master.audit
 
@@ -218,10 +236,13 @@ class Guard:
         refusal = _refuse_size(scope["headers"]) or _refuse_two_lengths(headers)
         # FastAPI reads all cookies of a request with the standard library's parser, which needs
         # quadratic time for some.
+        scope["paceline.cookies"] = headers.get(b"cookie", b"")
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"cookie"]
         # No page of another site gets past the certificate, whatever it calls this host.
         is_open = self._is_open and (self._has_tls or _has_token(headers))
-        refusal = refusal or _refuse_origin(headers, scope["scheme"], is_open=is_open)
+        refusal = refusal or _refuse_origin(
+            headers, scope["scheme"], is_open=is_open, far_origin=self._far_origin
+        )
         if refusal is None and not _is_api(scope["path"]):
             await self._web(scope, receive, send)
             return
@@ -324,7 +345,7 @@ class _Identification:
             with suppress(ValueError):
                 return await self._of_token(b64decode(token, validate=True).partition(b":")[2])
             return None
-        secret = self._cookie(headers)
+        secret = find_cookie(headers.get(b"cookie", b""), self._cookie_name)
         if secret is None or headers.get(b"sec-fetch-site", b"none") not in (
             b"none",
             b"same-origin",
@@ -372,15 +393,6 @@ class _Identification:
             return problem(401, "token_expired", f"Attempt {attempt_id} is over.")
         return AccessIdentity(f"attempt {attempt_id}", None, RouteScope.ATTEMPT, attempt_id)
 
-    def _cookie(self, headers: dict[bytes, bytes]) -> str | None:
-        """Return the value of our cookie; others' may hold anything, and are not looked into."""
-        found = None
-        for part in headers.get(b"cookie", b"").split(b";"):
-            name, _, value = part.partition(b"=")
-            if name.strip() == self._cookie_name:
-                found = value.strip().decode("latin-1")
-        return found
-
 
 def _has_token(headers: dict[bytes, bytes]) -> bool:
     """Return whether a request carries a token.
@@ -419,10 +431,16 @@ def _refuse_two_lengths(headers: dict[bytes, bytes]) -> Response | None:
 
 
 def _refuse_origin(
-    headers: dict[bytes, bytes], scheme: str, *, is_open: bool = False
+    headers: dict[bytes, bytes],
+    scheme: str,
+    *,
+    is_open: bool = False,
+    far_origin: str | None = None,
 ) -> Response | None:
+    """Refuse requests of pages of others; `far_origin` is the master's behind a reverse proxy."""
     host = headers.get(b"host", b"").decode("latin-1")
-    if not is_open and _name_of(host) not in LOOPBACK_HOSTS:
+    is_far = far_origin is not None and host.lower() == urlsplit(far_origin).netloc
+    if not is_open and not is_far and _name_of(host) not in LOOPBACK_HOSTS:
         return problem(
             403,
             "wrong_host",
@@ -430,7 +448,8 @@ def _refuse_origin(
             " (`paceline up --tls-cert`), browsers reach a master on its own machine or by an SSH"
             " tunnel only.",
         )
-    if b"origin" in headers and headers[b"origin"].decode("latin-1") != f"{scheme}://{host}":
+    known = (f"{scheme}://{host}", far_origin)
+    if b"origin" in headers and headers[b"origin"].decode("latin-1") not in known:
         return problem(403, "wrong_origin", "Requests of other origins are refused.")
     return None
 

@@ -48,7 +48,9 @@ from paceline._cluster.master.api.master_routes import (
     status_and_prometheus_router,
 )
 from paceline._cluster.master.api.node_and_slot_routes import node_router, slot_router
+from paceline._cluster.master.api.oidc_routes import oidc_router
 from paceline._cluster.master.api.pool_and_queue_routes import pool_router, queue_router
+from paceline._cluster.master.api.project_and_rule_routes import project_router
 from paceline._cluster.master.api.proposal_and_tree_routes import proposal_router
 from paceline._cluster.master.api.readers import NUM_THREADS, Readers
 from paceline._cluster.master.api.request_limits import BodyLimits, RequestCounting
@@ -58,6 +60,7 @@ from paceline._cluster.master.api.requests_and_answers import (
     sending_security_headers,
 )
 from paceline._cluster.master.api.route_scopes import PREFIX, ApiRouter, Scopes
+from paceline._cluster.master.api.stream_routes import stream_router
 from paceline._cluster.master.api.trial_and_series_routes import (
     series_csv_router,
     series_router,
@@ -159,14 +162,17 @@ _ROUTERS = (
     # Runners ask most, and a route is looked for from the first one on.
     attempt_router,
     transfer_router,
+    stream_router,
     node_router,
     pool_router,
     queue_router,
     notify_router,
     docs_router,
     sign_in_router,
+    oidc_router,
     token_router,
     user_router,
+    project_router,
     status_and_prometheus_router,
     master_router,
     slot_router,

@@ -38,6 +38,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import checkpoint_views
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.messages.experiment_models import Checkpoint
+from paceline._cluster.messages.master_models import Storage
 from paceline._cluster.messages.runner_messages import (
     CheckpointOffer,
     PieceReply,
@@ -71,6 +72,13 @@ def find_checkpoints(
     with records.database.read() as connection:
         rows = connection.execute(query.order_by(uuids).limit(limit)).all()
         return checkpoint_views(list(rows))
+
+
+@checkpoint_router.get("/storages")
+def list_storages(master: MasterOf) -> list[Storage]:
+    """List the storages in use by projects that the sender sees, those that fail first."""
+    with master.database.read() as connection:
+        return master.storage_health.read(connection)
 
 
 @checkpoint_router.get("/checkpoints/{uuid}")

@@ -20,7 +20,7 @@ from sqlalchemy import select
 from paceline._base.files import open_private, replacing_atomically, sync_directory
 from paceline._cluster.master.api.access_guard import IdentityOf
 from paceline._cluster.master.api.attempt_and_log_routes import may_name_directories
-from paceline._cluster.master.api.experiment_routes import ExperimentId
+from paceline._cluster.master.api.experiment_routes import ExperimentId, project_id_of
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import (
     ApiError,
@@ -30,10 +30,16 @@ from paceline._cluster.master.api.requests_and_answers import (
     write_rows,
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.config_rules import read_rules
 from paceline._cluster.master.experiments.storage_calls import in_own_thread
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.reach import is_restricted
+from paceline._cluster.master.store.reach import (
+    NotAllowedError,
+    creating_in,
+    current_project,
+    is_restricted,
+)
 from paceline._cluster.master.store.upgrades import note_contexts
 from paceline._cluster.messages.experiment_models import (
     CheckedConfig,
@@ -49,6 +55,13 @@ from paceline._cluster.runner.attempt_preparation_and_end import (
     is_shortage,
     members,
     open_archive,
+)
+from paceline.config._config_rules import (
+    Rule,
+    config_layers,
+    fill_config,
+    filled_fields,
+    policy_problems,
 )
 from paceline.config._environment_and_secrets import hide_in_text, hide_secrets
 from paceline.config._fields_and_problems import ConfigError
@@ -163,14 +176,22 @@ def read_config_schema() -> dict[str, Any]:
 
 
 @config_router.post("/check-config")
-def check_config(request: ConfigText, identity: IdentityOf) -> CheckedConfig:
-    """Parse and check a configuration without creating anything; its problems are the answer."""
+def check_config(request: ConfigText, identity: IdentityOf, master: MasterOf) -> CheckedConfig:
+    """Parse and check a configuration without creating anything; its problems are the answer.
+
+    It is checked as one for an experiment of the project: with what it gets from templates, and for
+    the policies.
+    """
     try:
         data = parse_yaml(request.text, file_name="config")
     except ConfigError as error:
         return CheckedConfig(config=None, problems=syntax_problems(error))
     try:
-        checked = validate_config(data)
+        rules = _rules_for(master, request.project)
+        layers = config_layers(rules, request.template)
+        checked = validate_config(fill_config(layers, data) if isinstance(data, dict) else data)
+        if problems := policy_problems(rules, checked.to_json()):
+            raise ConfigError(problems)
     except ConfigError as error:
         return CheckedConfig(config=data, problems=config_problems(error, request.text))
     warnings = list(checked.warnings)
@@ -180,7 +201,25 @@ def check_config(request: ConfigText, identity: IdentityOf) -> CheckedConfig:
             "`environment.working_dir` must be a directory on the machine that trains, but"
             f" {directory} is none on the master's machine. Hint: correct it, or upload the code."
         )
-    return CheckedConfig(config=data, problems=[], warnings=warnings)
+    return CheckedConfig(
+        config=data,
+        problems=[],
+        warnings=warnings,
+        filled=filled_fields(layers, data),
+        resolved=hide_secrets(checked.to_json()),
+    )
+
+
+def _rules_for(master: Master, project: str | None) -> list[Rule]:
+    """Return the rules for what the sender creates; none for a sender who may create nothing."""
+    try:
+        with (
+            creating_in(project_id_of(master, project)),
+            master.database.read(everything=True) as connection,
+        ):
+            return read_rules(connection, current_project())
+    except NotAllowedError:
+        return []
 
 
 def _is_missing(directory: str) -> bool:

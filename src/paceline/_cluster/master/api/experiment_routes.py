@@ -25,6 +25,7 @@ from paceline._cluster.master.api.requests_and_answers import (
     write_rows,
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.config_rules import fill_new_config
 from paceline._cluster.master.experiments.deletions import loss_of
 from paceline._cluster.master.experiments.experiment_edits import (
     edit_experiment,
@@ -44,7 +45,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, experiment_view
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.experiment_list import Order
-from paceline._cluster.master.store.reach import creating_in, current_reach
+from paceline._cluster.master.store.reach import creating_in, current_project, current_reach
 from paceline._cluster.messages import experiment_models as searches
 from paceline._cluster.messages.experiment_models import (
     Checkpoint,
@@ -59,6 +60,7 @@ from paceline._cluster.messages.experiment_models import (
     SearchLimit,
 )
 from paceline._cluster.messages.states import ErrorKind
+from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._validate_config import validate_config
 from paceline.search._preview_and_simulation import preview
 
@@ -73,7 +75,7 @@ async def create_experiment(
     request: CreateExperiment, master: MasterOf, key: RequestKey
 ) -> Experiment:
     """Create an experiment; its context must have been uploaded before."""
-    config = await asyncio.to_thread(validate_config, request.config)
+    config = await asyncio.to_thread(_filled_config, master, request)
     digest, source = code_of(master, request)
 
     def job(transaction: Transaction) -> int:
@@ -89,6 +91,15 @@ async def create_experiment(
 
     experiment_id = await write_once(master, key, job)
     return await asyncio.to_thread(_read, master, experiment_id)
+
+
+def _filled_config(master: Master, request: CreateExperiment) -> ExperimentConfig:
+    with (
+        creating_in(project_id_of(master, request.project)),
+        master.database.read(everything=True) as connection,
+    ):
+        project, template = current_project(), request.template
+        return validate_config(fill_new_config(connection, project, request.config, template))
 
 
 @experiment_router.get("/experiments/{experiment_id}")

@@ -379,6 +379,7 @@ def read_status(request: Request, master: MasterOf) -> MasterStatus:
         sizes=master.sizes.read(),
         free_bytes=master.sizes.free_bytes(),
         problems=_status_problems(master, found),
+        oidc_issuer=None if master.oidc is None else master.oidc.settings.issuer,
     )
 
 
@@ -409,6 +410,7 @@ def _status_facts(master: Master) -> dict[str, Any]:
             "num_points": sum(number_by_state(connection, POINTS).values()),
             "num_waiting": num_waiting(connection),
             "missing_methods": missing_methods(connection),
+            "storages": master.storage_health.problems(connection),
             "failing_stores": master.changes.failing_stores.describe(
                 connection, partial(is_own_storage, default_storage=master.changes.default_storage)
             ),
@@ -445,7 +447,14 @@ def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
         if seen is None or one.trial_id in seen
     ]
     problems += [one.text for one in master.changes.storage_calls.silent()]
-    problems += [*found["failing_stores"], *found["failing_nodes"], *master.notifier.problems()]
+    problems += [
+        *found["storages"],
+        *found["failing_stores"],
+        *found["failing_nodes"],
+        *master.notifier.problems(),
+    ]
+    if master.oidc is not None and master.oidc.problem is not None:
+        problems.append(master.oidc.problem)
     if master.database.failure is not None:
         problems.append(str(master.database.failure))
     free = master.sizes.free_bytes()

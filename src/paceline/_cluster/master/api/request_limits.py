@@ -21,7 +21,7 @@ from paceline._cluster.master.api.route_scopes import PREFIX
 from paceline._cluster.master.authentication import sender_at
 from paceline._cluster.master.master import Measurements
 from paceline._cluster.master.store.run_files import MAX_FILE_BYTES
-from paceline._cluster.messages.runner_messages import MAX_PIECE_BYTES
+from paceline._cluster.messages.runner_messages import MAX_PIECE_BYTES, MAX_STREAM_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -387,6 +387,8 @@ LARGE_BODIES = {
     ("POST", "/attempts/{attempt_id}/checkpoints/{uuid}"): BodyLimit(_MAX_MANIFEST_BYTES),
     ("POST", "/attempts/{attempt_id}/checkpoints/{uuid}/shards"): BodyLimit(_MAX_MANIFEST_BYTES),
     ("PUT", "/attempts/{attempt_id}/checkpoints/{uuid}/pieces"): BodyLimit(MAX_PIECE_BYTES),
+    ("PUT", "/attempts/{attempt_id}/streams/{stream}"): BodyLimit(MAX_STREAM_BYTES),
+    ("PUT", "/experiments/{experiment_id}/streams/{stream}"): BodyLimit(MAX_STREAM_BYTES),
     ("PUT", "/attempts/{attempt_id}/files/{path:path}"): BodyLimit(MAX_FILE_BYTES),
     ("PUT", "/runs/{run_id}/files/{path:path}"): BodyLimit(MAX_FILE_BYTES),
     ("PUT", "/runs/{run_id}"): BodyLimit(_MAX_CONFIG_BYTES),
@@ -541,6 +543,10 @@ _WAITING_ROUTES = frozenset(
         f"{PREFIX}/attempts/{{attempt_id}}/control",
         f"{PREFIX}/nodes/{{node_id}}/poll",
         f"{PREFIX}/experiments/{{experiment_id}}/asks",
+        f"{PREFIX}/experiments/{{experiment_id}}/link",
+        f"{PREFIX}/experiments/{{experiment_id}}/streams/{{stream}}",
+        f"{PREFIX}/attempts/{{attempt_id}}/streams",
+        f"{PREFIX}/attempts/{{attempt_id}}/streams/{{stream}}",
     }
 )
 _UNMATCHED = "other"

@@ -42,10 +42,13 @@ class RouteScope(str, Enum):
 ROUTES: dict[RouteScope, tuple[str, ...]] = {
     RouteScope.PUBLIC: (
         "GET /health",
+        "GET /oidc/callback",
+        "GET /oidc/sign-in",
         "GET /session",
         "GET /sign-in",
         "POST /login",
         "POST /login-token",
+        "POST /oidc/token",
     ),
     # Reading routes change nothing, but see all of a project: configs, code, logs, checkpoints.
     RouteScope.READ: (
@@ -54,6 +57,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /checkpoints",
         "GET /checkpoints/{uuid}",
         "GET /checkpoints/{uuid}/files/{path:path}",
+        "GET /config-rules",
         "GET /config-schema",
         "GET /contexts/{digest}",
         "GET /docs",
@@ -91,6 +95,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /runs",
         "GET /slots",
         "GET /status",
+        "GET /storages",
         "GET /trials",
         "GET /trials/{trial_id}",
         "GET /trials/{trial_id}/checkpoints",
@@ -118,13 +123,16 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
     RouteScope.SUBMIT: (
         "DELETE /checkpoints/{uuid}",
         "DELETE /experiments/{experiment_id}",
+        "DELETE /experiments/{experiment_id}/streams/{stream}",
         "DELETE /views/{view_id}",
+        "GET /experiments/{experiment_id}/streams/{stream}",
         "PATCH /experiments/{experiment_id}",
         "POST /bulk-actions",
         "POST /experiments",
         "POST /experiments/{experiment_id}/asks/{ask_id}",
         "POST /experiments/{experiment_id}/continue",
         "POST /experiments/{experiment_id}/fork",
+        "POST /experiments/{experiment_id}/link",
         "POST /experiments/{experiment_id}/proposals",
         "POST /experiments/{experiment_id}/{action}",
         "POST /queue/move",
@@ -133,6 +141,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "POST /trials/{trial_id}/stop",
         "POST /views",
         "PUT /contexts/{digest}",
+        "PUT /experiments/{experiment_id}/streams/{stream}",
         "PUT /views/{view_id}",
     ),
     # A run is known by its id, a random text that only its directory and readers have.
@@ -143,10 +152,12 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
     ),
     # Routes that check whose token, password or project it is.
     RouteScope.USER: (
+        "DELETE /config-rules/{kind}/{name}",
         "DELETE /tokens/{token_id}",
         "GET /tokens",
         "POST /sign-in-links",
         "POST /tokens",
+        "PUT /config-rules/{kind}/{name}",
         "PUT /projects/{project}/members/{name}",
         "PUT /users/{name}/password",
     ),
@@ -154,6 +165,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "DELETE /nodes/{name}",
         "DELETE /nodes/{name}/reservations/{reservation_id}",
         "DELETE /pools/{name}",
+        "DELETE /projects/{project}",
         "DELETE /quotas/{kind}/{name}",
         "DELETE /users/{name}",
         "GET /audit",
@@ -178,16 +190,20 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
     RouteScope.ATTEMPT: (
         # Checkpoint routes check for themselves the checkpoint's trial against the attempt.
         "DELETE /attempts/{attempt_id}/checkpoints/{uuid}",
+        "DELETE /attempts/{attempt_id}/streams/{stream}",
         "GET /attempts/{attempt_id}/checkpoints/{uuid}",
         "GET /attempts/{attempt_id}/checkpoints/{uuid}/pieces",
         "GET /attempts/{attempt_id}/control",
+        "GET /attempts/{attempt_id}/streams/{stream}",
         "POST /attempts/{attempt_id}/checkpoints/{uuid}",
         "POST /attempts/{attempt_id}/checkpoints/{uuid}/shards",
         "POST /attempts/{attempt_id}/end",
         "POST /attempts/{attempt_id}/logs",
         "POST /attempts/{attempt_id}/records",
+        "POST /attempts/{attempt_id}/streams",
         "PUT /attempts/{attempt_id}/files/{path:path}",
         "PUT /attempts/{attempt_id}/checkpoints/{uuid}/pieces",
+        "PUT /attempts/{attempt_id}/streams/{stream}",
     ),
 }
 # The route checks that the code belongs to the attempt.
@@ -205,6 +221,8 @@ _RANKS = (
 # calls of trackers that end so.
 _AUDITED = (RouteScope.SUBMIT, RouteScope.USER, RouteScope.ADMIN)
 _RUN_ROUTE = "PUT /runs/{run_id}"
+# Bytes of an interactive task: the link that its owner asked for before is logged.
+_NOT_AUDITED = ("/streams/{stream}",)
 _AUDITED_CALLS = ("/create", "/delete", "/rename", "/restore", "/update", "/transition-stage")
 
 
@@ -274,6 +292,7 @@ class Scopes:
             if match is not None:
                 route = f"{method} {template}"
                 is_audited = method not in _SAFE and scope in _AUDITED
+                is_audited &= not template.endswith(_NOT_AUDITED)
                 return Access(
                     scope,
                     match.groupdict().get("attempt_id") if scope is RouteScope.ATTEMPT else None,

@@ -4,7 +4,7 @@ import asyncio
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import Path, Query, Request, Response
+from fastapi import Header, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from sqlalchemy import delete, insert, select
 
@@ -42,14 +42,10 @@ from paceline._cluster.messages.master_models import (
     HomeToken,
     Login,
     LoginForToken,
-    Member,
     NewPassword,
-    NewProject,
     NewReservation,
-    NewRole,
     NewToken,
     NewUser,
-    Project,
     Quota,
     Reservation,
     Session,
@@ -190,16 +186,21 @@ def read_session(master: MasterOf, identity: IdentityOf) -> Session:
         has_password=master.passwords.are_set(),
         scope=None if identity is None else identity.scope.value,
         is_shared=master.users.is_shared,
+        oidc=None if master.oidc is None else master.oidc.settings.name,
     )
 
 
 @sign_in_router.post("/login")
 def log_in(
-    request: Login, response: Response, master: MasterOf, connection: ConnectionOf
+    request: Login,
+    response: Response,
+    master: MasterOf,
+    connection: ConnectionOf,
+    origin: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Session:
     """Sign a browser in with a password set by `paceline user set-password`."""
     _check_password(request, master, connection)
-    _set_cookie(response, master, request.user)
+    set_session_cookie(response, master, request.user, is_secure=origin.startswith("https:"))
     is_admin = master.users.is_admin(request.user)
     return Session(
         user=request.user,
@@ -244,7 +245,7 @@ def follow_sign_in_link(
     user = master.links.redeem(token)
     if user is not None and master.users.reach(user) is not None:
         reply = RedirectResponse("/", 303)
-        _set_cookie(reply, master, user)
+        set_session_cookie(reply, master, user)
         return reply
     if "text/html" in request.headers.get("accept", ""):
         return RedirectResponse("/sign-in?problem=link", 303)
@@ -300,14 +301,22 @@ async def set_password(
     master.events.notify()
 
 
-def _set_cookie(response: Response, master: Master, user: str) -> None:
+def set_session_cookie(
+    response: Response,
+    master: Master,
+    user: str,
+    *,
+    is_secure: bool = False,
+    length_s: float = SIGN_IN_S,
+) -> None:
+    """Sign a browser in; `is_secure` if it came by TLS to a proxy in front of the master."""
     response.set_cookie(
         cookie_name(master),
-        master.sign_ins.open(user),
-        max_age=SIGN_IN_S,
+        master.sign_ins.open(user, length_s),
+        max_age=int(length_s),
         httponly=True,
         samesite="strict",
-        secure=master.certificate is not None,
+        secure=is_secure or master.certificate is not None,
     )
 
 
@@ -329,18 +338,27 @@ async def add_user(request: NewUser, master: MasterOf) -> User:
             role=request.role,
             is_admin=request.is_admin,
             is_service=request.is_service,
+            is_awaited=master.oidc is not None and not (request.is_service or request.is_admin),
         )
     )
 
 
 @user_router.patch("/users/{name}", status_code=204)
 async def change_user(name: UserName, request: UserChange, master: MasterOf) -> None:
-    """Make a user an administrator or take that right, and choose the user's group."""
+    """Make a user an administrator or take that right; choose the group, and the link for OIDC."""
     if request.is_admin is not None:
         await asyncio.wrap_future(master.users.set_admin(name, is_admin=request.is_admin))
     if request.group is not None:
         await asyncio.wrap_future(master.users.set_group(name, request.group or None))
         master.changes.wakeups.wake()
+    if request.oidc_subject is not None:
+        if request.oidc_subject and master.oidc is None:
+            raise ApiError(
+                409, "no_oidc", "The master must have a provider of OpenID Connect, but has none."
+                " Hint: docs/lab.md explains `oidc.yaml`.",
+            )  # fmt: skip
+        issuer = "" if master.oidc is None else master.oidc.settings.issuer
+        await asyncio.wrap_future(master.users.link(name, issuer, request.oidc_subject))
     master.events.notify()
 
 
@@ -349,47 +367,6 @@ async def remove_user(name: UserName, master: MasterOf) -> None:
     """Remove a user: tokens and sign-ins end, experiments and their trials stay."""
     await asyncio.wrap_future(master.users.remove(name))
     master.links.forget(name)
-    master.events.notify()
-
-
-@user_router.get("/projects")
-async def list_projects(master: MasterOf, identity: IdentityOf) -> list[Project]:
-    """List the projects that the sender sees, with the sender's role."""
-    assert identity is not None
-    return master.users.projects(identity.reach)
-
-
-@user_router.post("/projects", status_code=201)
-async def create_project(request: NewProject, master: MasterOf) -> Project:
-    """Create a project without members; administrators see it."""
-    return await asyncio.wrap_future(master.users.create_project(request.name))
-
-
-ProjectName = Annotated[str, Path(min_length=1, max_length=64)]
-MemberName = Annotated[str, Path(pattern="^@?[A-Za-z0-9_.-]{1,64}$")]
-
-
-@user_router.get("/projects/{project}/members")
-async def list_members(project: ProjectName, master: MasterOf) -> list[Member]:
-    """List the members of a project by name; administrators of the master are none."""
-    return master.users.members(project)
-
-
-@user_router.put("/projects/{project}/members/{name}", status_code=204)
-async def set_role(
-    project: ProjectName, name: MemberName, request: NewRole, master: MasterOf, identity: IdentityOf
-) -> None:
-    """Give a user, or a group as `@NAME`, a role in a project; for the project's administrators."""
-    assert identity is not None
-    administers = None if identity.reach is None else identity.reach.administers
-    if administers is not None and master.users.project_id(project) not in administers:
-        raise ApiError(
-            403,
-            "role_too_low",
-            f"The user must have the role 'admin' in the project {project!r} to choose its members,"
-            f" but {identity.owner!r} has not.",
-        )
-    await asyncio.wrap_future(master.users.set_role(project, name, request.role))
     master.events.notify()
 
 

@@ -44,6 +44,7 @@ from paceline._cluster.master.scheduling.pools import in_pools
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, num_slots_of
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.metric_rows_and_times import attempt_spent
 from paceline._cluster.master.store.quotas import note_use
 from paceline._cluster.master.store.row_ids_and_counts import update_attempt
 from paceline._cluster.messages.runner_messages import (
@@ -92,7 +93,8 @@ def end_attempt(
     stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
     del stored["sent_at"]
     ended = AttemptState.ENDED.value
-    update_attempt(connection, attempt_id, state=ended, ended_at=end.time, exit=stored)
+    spent = attempt_spent(connection, attempt, end.time)
+    update_attempt(connection, attempt_id, state=ended, ended_at=end.time, exit=stored, spent=spent)
     transaction.emit(
         "attempt_ended", attempt.experiment_id, attempt.trial_id,
         number=attempt.number, exit=stored,
@@ -211,6 +213,8 @@ def _end_facts(
         has_stored=_has_stored(transaction, attempt),
         text=describe_attempt_end(end, error),
         no_retry=log_hit(attempt, "no_retry"),
+        is_interactive=config.interactive is not None,
+        detail=end.detail,
     )
 
 

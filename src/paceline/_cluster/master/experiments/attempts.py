@@ -320,6 +320,8 @@ def _spec_of(connection: Connection, sources: LaunchSources, placed: _PlacedAtte
         storage_mark=None if attempt.node_id is None else sources.marks.mark(placed.storage),
         has_prefix=bool(environment.prefix),
         uses_uv=environment.uv,
+        interactive="" if config.interactive is None else config.interactive.kind,
+        idle_timeout_s=0.0 if config.interactive is None else config.interactive.idle_timeout,
     )
 
 

@@ -258,6 +258,7 @@ def delete_files(calls: StorageCalls, place: CheckpointPlace, uuid: str) -> bool
         raise
     except (OSError, ValueError, CheckpointError):
         logger.exception("The checkpoint %s in %s could not be deleted.", uuid, place.storage)
+        calls.note_failure(place.storage)
         return False
     return True
 

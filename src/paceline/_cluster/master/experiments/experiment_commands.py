@@ -9,6 +9,11 @@ from sqlalchemy import Connection, Row, select, update
 
 from paceline import faults
 from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
+from paceline._cluster.master.experiments.config_rules import (
+    check_changed_config,
+    check_new_config,
+    fill_new_config,
+)
 from paceline._cluster.master.experiments.experiment_edits import (
     continued_trial_config,
     overridden_config,
@@ -35,7 +40,7 @@ from paceline._cluster.master.home_directory import SecretStore, text_to_store
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED, config_of
 from paceline._cluster.master.store.database import Transaction
-from paceline._cluster.master.store.reach import check_object, note_object
+from paceline._cluster.master.store.reach import check_object, current_project, note_object
 from paceline._cluster.master.store.row_ids_and_counts import (
     insert_row,
     update_experiment,
@@ -88,12 +93,13 @@ class Commands:
         `secrets_from`.
 
         Raises:
-            paceline.config.ConfigError: There is no such value.
+            paceline.config.ConfigError: There is no such value, or a policy is not met.
             RefusedError: It needs more slots than there are, its source has no checkpoint, or its
                 sampler is not installed.
             SearchMethodError: The code of its search method fails.
         """
         connection = transaction.connection
+        check_new_config(connection, current_project(), config)
         check_slots(connection, config, self._changes.machines.possible_slots())
         wanted = config.resources
         check_pool_rules(connection, wanted.pool or DEFAULT_POOL, wanted.priority)
@@ -360,7 +366,9 @@ class Commands:
         """
         check_object(transaction.connection, "experiment_id", experiment_id)
         row = self._managed(transaction, experiment_id)
-        if not replaces_config:
+        if replaces_config:
+            config = fill_new_config(transaction.connection, current_project(), config)
+        else:
             config = merge_configs({**row.config, "name": f"{row.name} (fork)"}, config)
         return self.create(
             transaction,
@@ -401,6 +409,8 @@ class Commands:
         _check_can_reopen(row, searcher)
         if overrides:
             self._override(transaction, row, overrides)
+        else:
+            check_changed_config(transaction.connection, row, is_reopened=True)
         trials = tables.trials
         query = select(trials).where(trials.c.experiment_id == experiment_id)
         if searcher.name != "single":
@@ -454,7 +464,7 @@ class Commands:
         if row.search_end is not None:
             update_experiment(transaction.connection, row.id, search_end=None)
         row = self._changes.experiment(transaction.connection, row.id)
-        change_limits(transaction, self._changes, row, limits)
+        change_limits(transaction, self._changes, row, limits, is_reopened=True)
         search = self._changes.searches.peek(transaction, row.id)
         if search is not None and search.is_over:
             reached = search.reached_limit
@@ -487,6 +497,7 @@ class Commands:
         overrides: dict[str, Any],
     ) -> None:
         merged = overridden_config(experiment, overrides)
+        check_changed_config(transaction.connection, experiment, config=merged, is_reopened=True)
         check_slots(transaction.connection, merged, self._changes.machines.possible_slots())
         check_changed_rank(transaction.connection, experiment, merged, experiment.priority)
         check_own_runners(transaction.connection, experiment, merged)

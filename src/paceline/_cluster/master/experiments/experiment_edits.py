@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, select
 
 from paceline._cluster.master.experiments.attempts import checkpoint_root
+from paceline._cluster.master.experiments.config_rules import check_changed_config
 from paceline._cluster.master.experiments.scheduler_input import (
     check_changed_rank,
     waiting_trials,
@@ -97,7 +98,7 @@ def edit_experiment(
 
     Raises:
         NotFoundError: There is no such experiment.
-        paceline.config.ConfigError: A limit is not valid.
+        paceline.config.ConfigError: A limit is not valid, or a policy is not met.
         RefusedError: It has ended, or is not this master's, and one of the last four is given, or
             `max_slots` are too few for a trial, or the notes are no longer of `notes_version`.
     """
@@ -123,6 +124,7 @@ def edit_experiment(
     if labels is not None:
         values["labels"] = list(dict.fromkeys(label for label in labels if label.strip()))
     changed = {k: v for k, v in values.items() if v is not None}
+    check_changed_config(transaction.connection, row, **changed)
     if limits is not None:
         change_limits(transaction, changes, row, limits)
         transaction.emit("experiment_changed", experiment_id, fields=["limits"])

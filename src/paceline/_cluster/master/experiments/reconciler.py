@@ -73,6 +73,7 @@ def create_attempt(
         node_id=node_id,
         node_name=changes.machines.place(node_id).name if node_id else None,
         members=_attempt_members(changes.machines, assignment),
+        num_gpus=_num_gpus(changes.machines, assignment),
         created_at=time.time(),
         resumed_from=uuid,
         resumed_steps=steps,
@@ -83,6 +84,13 @@ def create_attempt(
     # would get the same number and find it.
     transaction.force()
     faults.reach("master.attempt.created")
+
+
+def _num_gpus(machines: Machines, assignment: SlotAssignment) -> int:
+    """Return how many slots of an attempt are GPUs."""
+    parts = [(assignment.node_id, assignment.slots), *assignment.others]
+    devices = [machines.place(node_id).devices[slot] for node_id, slots in parts for slot in slots]
+    return sum(device != "cpu" for device in devices)
 
 
 def _attempt_members(machines: Machines, assignment: SlotAssignment) -> Any:

@@ -38,8 +38,14 @@ from paceline._cluster.master.store.quotas import (
     reserve,
 )
 from paceline._cluster.master.store.reach import current_project, current_reach, current_user
-from paceline._cluster.messages.runner_messages import DEFAULT_POOL, MAX_TIME_S
+from paceline._cluster.messages.runner_messages import (
+    DEFAULT_POOL,
+    INTERACTIVE_PACKAGES,
+    LOCAL_NODE,
+    MAX_TIME_S,
+)
 from paceline._cluster.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
+from paceline._cluster.runner.node_runner import installed_packages
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._searcher_section import MissingSearcher
 
@@ -401,12 +407,13 @@ class _QueueRanks:
             last_served=self._served.get(experiment_id, 0.0),
             most_slots=wanted.most_slots,
             allow_uneven=wanted.allow_uneven,
+            is_task=config.interactive is not None,
         )
 
 
 def is_interactive(config: ExperimentConfig) -> bool:
     """Return whether somebody works with the trials of an experiment while they run."""
-    return config.resources.interactive
+    return config.resources.interactive or config.interactive is not None
 
 
 def _max_slots_of(experiment: Row[Any], config: ExperimentConfig) -> int | None:
@@ -447,6 +454,8 @@ def check_slots(
             f" {pool!r}. Hint: start `paceline runner --pool {pool}` first.",
         )
     of_pool = [node for node in nodes if node.pool == pool]
+    if config.interactive is not None:
+        _check_interactive(config, pool, of_pool)
     if fits_nodes(of_pool, wanted, allow_uneven=config.resources.allow_uneven):
         return
     if fits_nodes(of_pool, wanted, allow_uneven=True):
@@ -466,6 +475,34 @@ def check_slots(
         f"`resources.slots_per_trial` must be at most {most}, the slots of {whose}, but got"
         f" {wanted}. Hint: lower it, or start the master or a runner with more `--slots`.",
     )
+
+
+def _check_interactive(config: ExperimentConfig, pool: str, nodes: Sequence[NodeSlots]) -> None:
+    """Refuse an interactive task that no single node of a pool can run."""
+    assert config.interactive is not None
+    kind, wanted = config.interactive.kind, config.resources.fewest_slots
+    most = max(len(node.slots) for node in nodes)
+    if most < wanted:
+        raise RefusedError(
+            "not_enough_slots",
+            f"`resources.slots_per_trial` must be at most {most} for a {kind}, the slots of the"
+            f" largest node of the pool {pool!r}, but got {wanted}. Hint: lower `--slots`.",
+        )
+    package, environment = INTERACTIVE_PACKAGES.get(kind), config.environment
+    if package is None or environment.python or environment.uv or environment.prefix:
+        return
+    known = [
+        installed_packages() if node.node_id == LOCAL_NODE else node.packages
+        for node in nodes
+        if node.slots
+    ]
+    if all(packages is not None and package not in packages for packages in known):
+        raise RefusedError(
+            "not_installed",
+            f"A node of the pool {pool!r} must have the package {package!r} for a {kind}, but none"
+            f" has. Hint: `pip install {package}` for the interpreter of its runner, and start that"
+            " again; or name another interpreter by `--python`.",
+        )
 
 
 def check_pool_rules(connection: Connection, pool: str, priority: int | None) -> None:

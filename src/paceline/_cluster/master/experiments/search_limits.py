@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Row, func, or_, select, update
 
+from paceline._cluster.master.experiments.config_rules import check_changed_config
 from paceline._cluster.master.experiments.search_operations import takes_inputs
 from paceline._cluster.master.experiments.state_decisions import INVALID_HP, RefusedError
 from paceline._cluster.master.experiments.state_writer import StateChanges
@@ -109,18 +110,25 @@ def _last_spent(connection: Connection, experiment_id: int) -> tuple[dict[str, A
 
 
 def change_limits(
-    transaction: Transaction, changes: StateChanges, row: Row[Any], given: dict[str, Any]
+    transaction: Transaction,
+    changes: StateChanges,
+    row: Row[Any],
+    given: dict[str, Any],
+    *,
+    is_reopened: bool = False,
 ) -> None:
     """Change limits of a search, and tell the search; null removes a limit.
 
     Raises:
-        paceline.config.ConfigError: A value is not valid.
+        paceline.config.ConfigError: A value is not valid, or a policy is not met.
         RefusedError: The search has no more trials, or does not decide any more.
     """
     searcher = row.config["searcher"]
     limits = {**(searcher.get("limits") or {}), **given}
     config = {**row.config, "searcher": {**searcher, "limits": limits}}
-    section = validate_config(config).searcher.limits
+    checked = validate_config(config)
+    section = checked.searcher.limits
+    check_changed_config(transaction.connection, row, config=checked, is_reopened=is_reopened)
     experiments = tables.experiments
     transaction.connection.execute(
         update(experiments)

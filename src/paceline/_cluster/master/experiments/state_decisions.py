@@ -198,6 +198,8 @@ class AttemptFacts:
         has_stored: The attempt stored a checkpoint.
         is_repeated: The attempt before it failed the same way, and this one stored no checkpoint.
         no_retry: The line of its output after which the config wants no restart.
+        is_interactive: It is a notebook or the like, whose state is gone with it.
+        detail: What its runner says about its end.
     """
 
     trial_state: TrialState
@@ -223,6 +225,8 @@ class AttemptFacts:
     has_stored: bool = False
     text: str
     no_retry: str | None = None
+    is_interactive: bool = False
+    detail: str | None = None
 
     @property
     def logged_text(self) -> str:
@@ -300,8 +304,14 @@ def judge_exit(facts: AttemptFacts) -> ExitDecision:
     was_preempted = facts.acknowledged and (facts.was_asked_to_stop or facts.outcome == "preempted")
     if was_preempted and facts.early_exit is None:
         return ExitDecision(state=TrialState.ACTIVE, search_exit=None, restarts=facts.restarts)
+    # Of others, the detail tells of a process that failed after its work.
+    detail = facts.detail if facts.is_interactive else None
     return ExitDecision(
-        state=TrialState.COMPLETED, search_exit=SearchExit.COMPLETED, restarts=facts.restarts
+        state=TrialState.COMPLETED,
+        search_exit=SearchExit.COMPLETED,
+        restarts=facts.restarts,
+        note=detail and f"The task has ended: {detail}.",
+        stop_reason=detail,
     )
 
 
@@ -322,6 +332,9 @@ def _judge_stopping(facts: AttemptFacts) -> ExitDecision:
 
 
 def _judge_lost_runner(facts: AttemptFacts) -> ExitDecision:
+    if facts.is_interactive:
+        error = f"The task was lost ({facts.text}). It is not started again, as its state is gone."
+        return _failed_exit(facts, error)
     return _tried_again(
         facts,
         f"The attempt was lost ({facts.text}); the trial goes on from its latest checkpoint, or"

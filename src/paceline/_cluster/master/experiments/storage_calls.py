@@ -8,6 +8,7 @@ import secrets
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -70,6 +71,7 @@ class StorageCalls:
         self._running: dict[int, tuple[str, float]] = {}
         self._begun: dict[tuple[str, str], tuple[Future[Any], float]] = {}
         self._rests_until: dict[str, float] = {}
+        self.num_failed: Counter[str] = Counter()
 
     def silent(self) -> list[SilentStorage]:
         """Return the storages with overdue calls, the longest wait first."""
@@ -80,6 +82,11 @@ class StorageCalls:
                 since[storage] = min(begun, since.get(storage, begun))
         found = [SilentStorage(one, now - begun) for one, begun in since.items()]
         return sorted((one for one in found if one.seconds > _SILENT_S), key=lambda x: -x.seconds)
+
+    def note_failure(self, storage: str) -> None:
+        """Count a write or deletion of the master that failed."""
+        with self._lock:
+            self.num_failed[storage] += 1
 
     @contextmanager
     def noted(self, storage: str) -> Iterator[None]:
@@ -277,6 +284,7 @@ class StorageMarks:
 _MOST_TRIALS = 5
 _FIRST_MOMENTS_S = 60.0
 _MAX_TEXT = 500
+_MOST_COUNTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +304,7 @@ class FailingStores:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failures: dict[tuple[int, int], _Failure] = {}
+        self._num_failed: Counter[tuple[int, str]] = Counter()
 
     def note(self, attempt: Row[Any], rank: int, record: StoreChecked) -> None:
         """Record a rank's report about its storage; no reason means working again."""
@@ -303,6 +312,10 @@ class FailingStores:
             if record.reason is None:
                 self._failures.pop((attempt.id, rank), None)
             else:
+                key = attempt.experiment_id, record.storage
+                # A job can name any storages, and many.
+                if key in self._num_failed or len(self._num_failed) < _MOST_COUNTS:
+                    self._num_failed[key] += 1
                 self._failures[attempt.id, rank] = _Failure(
                     attempt.experiment_id,
                     attempt.trial_id,
@@ -317,6 +330,11 @@ class FailingStores:
             self._failures = {
                 key: one for key, one in self._failures.items() if key[0] != attempt_id
             }
+
+    def counts(self) -> dict[tuple[int, str], int]:
+        """Return how often writes failed, by experiment and the storage that its trials named."""
+        with self._lock:
+            return dict(self._num_failed)
 
     def describe(
         self, connection: Connection, is_own: Callable[[Connection, int, str], bool]

@@ -99,6 +99,7 @@ class RegisteredNode:
             only_pool=only_pool,
             problem=problem,
             owner=owner,
+            packages=None if (own := self.facts.packages) is None else frozenset(own),
         )
 
 

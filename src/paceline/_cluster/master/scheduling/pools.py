@@ -94,6 +94,7 @@ class NodeSlots:
     `can_join` says that other nodes reach it, so
     that trials on several nodes may use it. `only_pool` is the one that it may be in. Trials of
     others than `reserved_for` do not start there, and if it `is_owners`, only those of the `owner`.
+    `packages` are those for interactive work that it has, None if that is unknown.
     """
 
     node_id: int = LOCAL_NODE
@@ -108,6 +109,7 @@ class NodeSlots:
     problem: str = ""
     owner: str = ""
     is_owners: bool = False
+    packages: frozenset[str] | None = None
     reserved_for: frozenset[str] | None = None
     reserved_from: float = 0.0
     reserved_until: float = 0.0
@@ -141,6 +143,8 @@ class Waiting:
         project: The id of its project.
         excluded: Nodes on which it never starts.
         is_interactive: Somebody works with it, and waits for it.
+        is_task: It would lose its state with its slots, so it fills no gap in front of others; and
+            all of its slots are on one node.
     """
 
     trial_id: int
@@ -161,6 +165,7 @@ class Waiting:
     project: int = 0
     excluded: frozenset[int] = frozenset()
     is_interactive: bool = False
+    is_task: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -311,7 +311,7 @@ class _PoolSchedule:
             return SchedulingResult(waiting=trial, reason=Reason.QUOTA, place=place, quota=quota)
         reserved = self._nodes_closed_to(trial)
         reason = self._obstacle(trial, reserved)
-        if reason is Reason.BEHIND_OTHERS and self._backfill:
+        if reason is Reason.BEHIND_OTHERS and self._backfill and not trial.is_task:
             return self._judge_filler(trial, place, reserved)
         if reason is not None:
             behind = self._behind if reason is Reason.BEHIND_OTHERS else None
@@ -494,7 +494,8 @@ class _PoolSchedule:
             most = min(most, trial.max_slots - self._used_by[trial.experiment_id])
         most = int(min(most, self._quota_use.room(trial)))
         for num_slots in range(most, trial.num_slots - 1, -1):
-            if self._has_room(self._num_used, num_slots):
+            is_together = not trial.is_task or self._free.fits_one(num_slots)
+            if is_together and self._has_room(self._num_used, num_slots):
                 parts = self._free.take(num_slots, allow_uneven=trial.allow_uneven)
                 if parts is not None:
                     return parts
@@ -504,7 +505,11 @@ class _PoolSchedule:
         """Return attempts to preempt, none if leaving attempts suffice; None if futile."""
         num_slots = trial.num_slots
         has_room = self._has_room(self._num_staying, num_slots)
-        if has_room and self._future.fits(num_slots, allow_uneven=trial.allow_uneven):
+        if trial.is_task:
+            has_future = self._future.fits_one(num_slots)
+        else:
+            has_future = self._future.fits(num_slots, allow_uneven=trial.allow_uneven)
+        if has_room and has_future:
             return ()
         preempts = None
         if has_room and self._all.fits_one(num_slots):

@@ -207,6 +207,7 @@ def experiment_model(
         **_columns(row, _OF_EXPERIMENT),
         # Searcher fields as stored: a list also shows configurations invalid for this version.
         searcher=searcher["name"],
+        kind=(row.config.get("interactive") or {}).get("kind", "training"),
         metric=searcher["metric"],
         smaller_is_better=searcher["smaller_is_better"],
         has_rungs=searcher_section(searcher["name"]).has_rungs,

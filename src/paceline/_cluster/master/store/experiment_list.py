@@ -326,6 +326,9 @@ _FIELDS: dict[str, ColumnElement[Any]] = {
     "project": PROJECT_NAME,
     "searcher": _experiments.c.config["searcher"]["name"].as_string(),
     "metric": _experiments.c.config["searcher"]["metric"].as_string(),
+    "kind": func.coalesce(
+        _experiments.c.config["interactive"]["kind"].as_string(), literal("training")
+    ),
     "num_trials": select(func.coalesce(func.sum(tables.counts.c.number), 0))
     .where(tables.counts.c.kind == TRIALS, tables.counts.c.experiment_id == _experiments.c.id)
     .scalar_subquery(),

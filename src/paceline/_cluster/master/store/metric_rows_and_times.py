@@ -9,6 +9,7 @@ from math import isfinite
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from sqlalchemy import Connection, Row, bindparam, insert, select, update
 
 from paceline._base.journal_records import (
@@ -364,15 +365,36 @@ def time_shares(connection: Connection, trial: Row[Any]) -> tuple[TimeShares, fl
     return divided, until
 
 
+def attempt_spent(connection: Connection, attempt: Row[Any], end: float) -> dict[str, float] | None:
+    """Return the seconds of kept and of lost training of an attempt that ends; None if unknown.
+
+    What it did after its last checkpoint is lost, unless its training came to an end.
+    """
+    sessions = _attempt_time_records(connection, attempt.trial_id, attempt.id).get(attempt.id)
+    if not sessions:
+        return None
+    last = sessions[-1]
+    times = [AttemptTimes(created_at=attempt.created_at, ended_at=end, sessions=sessions)]
+    if last[-1].event != "end":
+        kept = [one for one in last if one.event in _KEPT][-1:] or last[:1]
+        resumed = msgspec.structs.replace(kept[0], time=end, event="start")
+        times.append(AttemptTimes(created_at=end, ended_at=end, sessions=[[resumed]]))
+    shares = divide_time(attempt.created_at, end, times)
+    return {"training_s": shares.training_s, "lost_s": shares.lost_s}
+
+
 def _attempt_time_records(
-    connection: Connection, trial_id: int
+    connection: Connection, trial_id: int, attempt_id: int | None = None
 ) -> dict[int, list[list[TimeSpent]]]:
-    """Return the records of each attempt by generation."""
+    """Return the records of each attempt, or of a single one, by generation."""
     marks, attempts = tables.time_marks, tables.attempts
+    wanted = attempts.c.trial_id == trial_id
+    if attempt_id is not None:
+        wanted = marks.c.attempt_id == attempt_id
     rows = connection.execute(
         select(marks)
         .join(attempts, attempts.c.id == marks.c.attempt_id)
-        .where(attempts.c.trial_id == trial_id)
+        .where(wanted)
         .order_by(marks.c.attempt_id, marks.c.generation, marks.c.number)
     )
     sessions: dict[int, list[list[TimeSpent]]] = {}

@@ -88,6 +88,9 @@ _TEXTS: dict[str, ColumnElement[Any]] = {
     "project": PROJECT_NAME,
     "searcher": _experiment.config["searcher"]["name"].as_string(),
     "metric": _experiment.config["searcher"]["metric"].as_string(),
+    "kind": func.coalesce(
+        _experiment.config["interactive"]["kind"].as_string(), literal("training")
+    ),
 }
 _LABELS = ("tag", "label")
 _STATES = ("ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR")
@@ -457,7 +460,7 @@ def _values_of(connection: Connection, name: str) -> list[str]:
         lists = select(cast(_experiment.labels, Text)).distinct().limit(_NEWEST_TRIALS)
         known = {label for text in connection.scalars(lists) for label in json.loads(text)}
         return [_quoted(label) for label in sorted(known)]
-    if name in ("name", "owner", "project", "searcher", "metric"):
+    if name in ("name", "owner", "project", "searcher", "metric", "kind"):
         query: Select[Any] = select(_TEXTS[name]).distinct().select_from(tables.experiments)
     elif name in _FIELDS:
         return []

@@ -25,14 +25,16 @@ from paceline._cluster.master.scheduling.pools import (
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import num_slots_of
-from paceline._cluster.master.store.row_ids_and_counts import CHECKPOINTS
+from paceline._cluster.master.store.row_ids_and_counts import CHECKPOINTS, FILES
 from paceline._cluster.messages.master_models import Quota, Reservation, Usage, UsageKey
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL, LOCAL_NAME, LOCAL_NODE
 from paceline._cluster.messages.states import CheckpointState
 
-_AMOUNTS = ("slot_s", "wait_s", "num_trials")
+DELETED_PROJECT = "deleted-project"
+"""Kind of the documents with the names of deleted projects, by their ids."""
+_AMOUNTS = ("slot_s", "wait_s", "num_trials", "gpu_s", "training_s", "lost_s", "known_s")
 _Key = tuple[str, str, int, str]
-_Amounts = tuple[float, float, int]
+_Amounts = tuple[float, ...]
 
 
 def month_of(moment: float) -> str:
@@ -66,8 +68,13 @@ def read_usage(
     found = [(tuple(row[:4]), tuple(row[4:])) for row in connection.execute(chosen)]
     found += _used_by_attempts(connection, beginning_of(since), beginning_of(next_month(until)))
     names = {row.id: row.name for row in connection.execute(select(projects.id, projects.name))}
+    documents = tables.documents.c
+    gone = select(documents.name, documents.content).where(documents.kind == DELETED_PROJECT)
+    names |= {int(number): content["name"] for number, content in connection.execute(gone)}
     wanted = set(by)
-    sums: defaultdict[tuple[str | None, ...], list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
+    sums: defaultdict[tuple[str | None, ...], list[float]] = defaultdict(
+        lambda: [0.0] * len(_AMOUNTS)
+    )
     for (month, user, project, pool), amounts in found:
         values = (month, user, names.get(project, str(project)), pool)
         key = tuple(v if k in wanted else None for k, v in zip(UsageKey, values, strict=True))
@@ -78,8 +85,12 @@ def read_usage(
             slot_hours=slot_s / 3600,
             wait_hours=wait_s / 3600,
             num_trials=int(num_trials),
+            gpu_hours=gpu_s / 3600,
+            training_hours=training_s / 3600,
+            lost_hours=lost_s / 3600,
+            known_hours=known_s / 3600,
         )
-        for key, (slot_s, wait_s, num_trials) in sorted(
+        for key, (slot_s, wait_s, num_trials, gpu_s, training_s, lost_s, known_s) in sorted(
             sums.items(), key=lambda item: (-item[1][0], [part or "" for part in item[0]])
         )
     ]
@@ -87,7 +98,7 @@ def read_usage(
 
 def keep_usage(connection: Connection, experiment_id: int) -> None:
     """Keep what an experiment used, before its attempts are deleted."""
-    sums: defaultdict[_Key, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
+    sums: defaultdict[_Key, list[float]] = defaultdict(lambda: [0.0] * len(_AMOUNTS))
     for key, amounts in _used_by_attempts(connection, 0.0, time.time(), experiment_id):
         _add(sums[key], amounts)
     usage = tables.usage
@@ -114,7 +125,8 @@ def _used_by_attempts(
     query = (
         select(
             attempts.slots, attempts.members, attempts.node_id, attempts.created_at,
-            attempts.ended_at, attempts.number, trials.created_at.label("asked_at"),
+            attempts.ended_at, attempts.number, attempts.num_gpus, attempts.spent,
+            trials.created_at.label("asked_at"),
             experiments.owner, experiments.project_id,
             experiments.config[("resources", "pool")].as_string().label("pool"),
         )
@@ -140,13 +152,21 @@ def _by_month(row: Row[Any], since_s: float, until_s: float) -> Iterator[tuple[_
     num_slots = num_slots_of(row)
     if row.number == 1 and row.created_at >= since_s:
         wait_s = max(row.created_at - row.asked_at, 0.0)
-        yield (month_of(row.created_at), *key), (0.0, wait_s, 1)
+        yield (month_of(row.created_at), *key), (0.0, wait_s, 1, *[0.0] * 4)
+    spent = row.spent or {}
+    # Shares of its time: of each month as of the whole.
+    whole_s = max((row.ended_at or 0.0) - row.created_at, 1e-9)
+    training, lost = (spent.get(name, 0.0) / whole_s for name in ("training_s", "lost_s"))
     begin = max(row.created_at, since_s)
     end = min(row.ended_at or time.time(), until_s)
     while begin < end:
         month = month_of(begin)
         part_end = min(end, beginning_of(next_month(month)))
-        yield (month, *key), (num_slots * (part_end - begin), 0.0, 0)
+        part_s = part_end - begin
+        slot_s = num_slots * part_s
+        known_s = slot_s if spent else 0.0
+        gpu_s = (row.num_gpus or 0) * part_s
+        yield (month, *key), (slot_s, 0.0, 0, gpu_s, slot_s * training, slot_s * lost, known_s)
         begin = part_end
 
 
@@ -319,10 +339,13 @@ def _limits(
     month, names = month_of(now), _project_names(connection) if rows else {}
     hours: Mapping[_Owner, float] = {}
     sizes: Mapping[_Owner, int] = {}
+    media: Mapping[_Owner, int] = {}
     if any(row.slot_hours is not None for row in rows):
         hours = slot_hours(connection, holding, groups, now)
     if wanted := [_owner(row) for row in rows if row.checkpoint_bytes is not None]:
-        sizes = checkpoint_bytes(connection, wanted, groups)
+        sizes = stored_bytes(connection, wanted, groups, CHECKPOINTS)
+    if wanted := [_owner(row) for row in rows if row.media_bytes is not None]:
+        media = stored_bytes(connection, wanted, groups, FILES)
     for row in rows:
         owner, spent = _owner(row), None
         if row.slot_hours is not None and hours.get(owner, 0.0) >= row.slot_hours:
@@ -330,6 +353,9 @@ def _limits(
         elif row.checkpoint_bytes is not None and sizes.get(owner, 0) >= row.checkpoint_bytes:
             size = f"{row.checkpoint_bytes / 2**30:.4g} GiB of checkpoints"
             spent = f"{size}, until some are deleted"
+        elif row.media_bytes is not None and media.get(owner, 0) >= row.media_bytes:
+            size = f"{row.media_bytes / 2**30:.4g} GiB of media and files"
+            spent = f"{size}, until experiments with some are deleted"
         whose = f"user {row.user}" if row.user else f"project {names.get(owner, owner)}"
         if row.user.startswith(_GROUP):
             whose = f"group {row.user[1:]}"
@@ -367,10 +393,10 @@ def slot_hours(
     return hours
 
 
-def checkpoint_bytes(
-    connection: Connection, owners: Iterable[_Owner], groups: Mapping[str, str]
+def stored_bytes(
+    connection: Connection, owners: Iterable[_Owner], groups: Mapping[str, str], kind: str
 ) -> Mapping[_Owner, int]:
-    """Return the bytes of checkpoints that some users, groups and projects have."""
+    """Return the bytes of checkpoints or files that some users, groups and projects have."""
     counts, experiments, wanted = tables.counts.c, tables.experiments.c, list(owners)
     wanted += [user for user, group in groups.items() if group in wanted]
     columns = (experiments.owner, experiments.project_id)
@@ -378,7 +404,7 @@ def checkpoint_bytes(
         select(*columns, func.sum(counts.num_bytes).label("size"))
         .join(tables.counts, counts.experiment_id == experiments.id)
         .where(
-            counts.kind == CHECKPOINTS,
+            counts.kind == kind,
             counts.state != CheckpointState.DELETED.value,
             or_(experiments.owner.in_(wanted), experiments.project_id.in_(wanted)),
         )
@@ -396,7 +422,9 @@ def list_quotas(connection: Connection, holding: Sequence[Holding], now: float) 
     rows = read_quotas(connection)
     names, groups = _project_names(connection), read_groups(connection)
     hours = slot_hours(connection, holding, groups, now)
-    sizes = checkpoint_bytes(connection, [_owner(row) for row in rows], groups)
+    owners = [_owner(row) for row in rows]
+    sizes = stored_bytes(connection, owners, groups, CHECKPOINTS)
+    media = stored_bytes(connection, owners, groups, FILES)
     return [
         Quota(
             user=None if row.user.startswith(_GROUP) else row.user or None,
@@ -414,6 +442,8 @@ def list_quotas(connection: Connection, holding: Sequence[Holding], now: float) 
             ),
             slot_hours_used=hours.get(_owner(row), 0.0),
             checkpoint_bytes_used=sizes.get(_owner(row), 0),
+            media_bytes=row.media_bytes,
+            media_bytes_used=media.get(_owner(row), 0),
         )
         for row in rows
     ]

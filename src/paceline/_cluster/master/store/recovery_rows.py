@@ -37,7 +37,9 @@ LASTING = {
     "attempts": ("ended_at", "exit", "outcome"),
     "search_inputs": ("input", "operations"),
     "checkpoints": ("state", "metadata", "resources"),
-    "users": ("password_hash", "is_admin", "is_active", "member_of"),
+    "users": (
+        "password_hash", "is_admin", "is_active", "member_of", "oidc_issuer", "oidc_subject",
+    ),
     "tokens": ("revoked_at",),
 }  # fmt: skip
 # Recorded whole, with users and tokens: they are few, and their rows are deleted.
@@ -45,10 +47,12 @@ OF_CLUSTER = (
     *("nodes", "pools", "drained_slots", "views", "projects", "members"),
     *("quotas", "reservations"),
 )
+# Recorded with these: of the documents, templates and policies, as experiments would start without.
+RULES = "kind IN ('template', 'policy', 'deleted-project')"
 # Recorded when their attempt ends.
 OF_ATTEMPTS = ("time_marks", "journal_marks", "series", "chunks", "media", "run_files")
 # All tables of which rows are recorded; an environment with the first attempt that ends in it.
-RECORDED = (*LASTING, *OF_CLUSTER, *OF_ATTEMPTS, "environments")
+RECORDED = (*LASTING, *OF_CLUSTER, *OF_ATTEMPTS, "environments", "documents")
 # Another one has each home recorded anew: since 2, environments are; since 3, owners and projects.
 _RECORDS = "3"
 
@@ -89,6 +93,12 @@ def watch_rows(connection: Connection) -> None:
                 connection, f"recorded_{change.lower()}_{table}", f"AFTER {change} ON {table}",
                 "INSERT INTO unrecorded (experiment_id, kind, row_id) VALUES (NULL, 'all', 0);"
             )  # fmt: skip
+    for change, row in (("INSERT", "NEW"), ("DELETE", "OLD")):
+        _make_trigger(
+            connection, f"recorded_{change.lower()}_rules",
+            f"AFTER {change} ON documents WHEN {row}.{RULES}",
+            "INSERT INTO unrecorded (experiment_id, kind, row_id) VALUES (NULL, 'all', 0);"
+        )  # fmt: skip
     _make_trigger(connection, "recorded_gone", "AFTER DELETE ON experiments",
           "INSERT INTO unrecorded (experiment_id, kind, row_id) VALUES (OLD.id, 'gone', OLD.id);"
     )  # fmt: skip
@@ -145,6 +155,7 @@ def change_rows(connection: Connection, kind: str, row_id: int) -> Iterator[Reco
     if kind == ALL and row_id == 0:
         for table in ("users", "tokens", *OF_CLUSTER):
             yield from _select_recovery_rows(connection, table, "true")
+        yield from _select_recovery_rows(connection, "documents", RULES)
     elif kind == ALL:
         yield from experiment_rows(connection, row_id)
     elif kind == ENDED:
@@ -259,6 +270,7 @@ def primary_key(table: str) -> Sequence[str]:
         "checkpoints": ("uuid",),
         "environments": ("digest",),
         "users": ("name",),
+        "documents": ("kind", "parent", "name"),
         "pools": ("name",),
         "members": ("project_id", "user"),
         "drained_slots": ("node_id", "slot"),

@@ -154,6 +154,7 @@ TRIALS = "trials"
 ATTEMPTS = "attempts"
 CHECKPOINTS = "checkpoints"
 POINTS = "points"
+FILES = "run_files"
 
 _ADD = (
     "INSERT INTO counts VALUES ({kind}, {experiment}, {state}, {number}, {size})"
@@ -162,13 +163,15 @@ _ADD = (
 )
 
 
-def _add_to_row_counts(kind: str, row: str, sign: int, *, size: str | None = None) -> str:
+def _add_to_row_counts(
+    kind: str, row: str, sign: int, *, size: str | None = None, has_states: bool = True
+) -> str:
     """Return the SQL statements adding a row of a table to its counts, or subtracting the row."""
     return " ".join(
         _ADD.format(
             kind=f"'{kind}'",
             experiment=experiment,
-            state=f"{row}.state",
+            state=f"{row}.state" if has_states else "''",
             number=sign,
             size="0" if size is None else f"{sign} * {row}.{size}",
         )
@@ -176,11 +179,11 @@ def _add_to_row_counts(kind: str, row: str, sign: int, *, size: str | None = Non
     )
 
 
-def _triggers_of(table: str, *, size: str | None = None) -> list[str]:
-    columns = "state" if size is None else f"state, {size}"
+def _triggers_of(table: str, *, size: str | None = None, has_states: bool = True) -> list[str]:
+    columns = ", ".join(["state"] * has_states + [size or ""] * bool(size))
     added, removed = (
-        _add_to_row_counts(table, "NEW", 1, size=size),
-        _add_to_row_counts(table, "OLD", -1, size=size),
+        _add_to_row_counts(table, "NEW", 1, size=size, has_states=has_states),
+        _add_to_row_counts(table, "OLD", -1, size=size, has_states=has_states),
     )
     return [
         f"CREATE TRIGGER count_{table}_1 AFTER INSERT ON {table} BEGIN {added} END",
@@ -253,6 +256,7 @@ TRIGGERS = (
     *_triggers_of("trials"),
     *_triggers_of("attempts"),
     *_triggers_of("checkpoints", size="size"),
+    *_triggers_of("run_files", size="size", has_states=False),
     *_series_triggers(),
 )
 

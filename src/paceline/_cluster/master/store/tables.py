@@ -69,6 +69,9 @@ users = Table(
     Column("is_service", Boolean, nullable=False, default=False, server_default=false()),
     # The group, if any. In other tables, `@NAME` in place of a user is a group.
     Column("member_of", String),
+    # The person at a provider of OpenID Connect; as the subject `*`, the first one of the name.
+    Column("oidc_issuer", String),
+    Column("oidc_subject", String),
 )
 
 projects = Table(
@@ -292,6 +295,12 @@ usage = Table(
     Column("slot_s", Float, nullable=False),
     Column("wait_s", Float, nullable=False),
     Column("num_trials", BigInteger, nullable=False),
+    # Of slots that are GPUs; of steps that were kept and that were lost; and of attempts for which
+    # these two are known.
+    Column("gpu_s", Float, nullable=False, default=0.0, server_default="0"),
+    Column("training_s", Float, nullable=False, default=0.0, server_default="0"),
+    Column("lost_s", Float, nullable=False, default=0.0, server_default="0"),
+    Column("known_s", Float, nullable=False, default=0.0, server_default="0"),
     sqlite_with_rowid=False,
 )
 
@@ -307,6 +316,8 @@ quotas = Table(
     Column("slot_hours", Float),
     Column("checkpoint_bytes", BigInteger),
     Column("revision", Integer, nullable=False),
+    # Of media and other files of trials.
+    Column("media_bytes", BigInteger),
 )
 
 # Slot seconds of attempts that have ended in a month: all of them, and what is left of them at the
@@ -336,7 +347,7 @@ reservations = Table(
     sqlite_autoincrement=True,
 )
 
-SCHEMA_VERSION = 21
+SCHEMA_VERSION = 23
 FIRST_SCHEMA_VERSION = 13
 """Schema version of the first release: no later one takes an older database."""
 
@@ -506,6 +517,10 @@ attempts = Table(
     Index("ix_attempts_began", "experiment_id", "number", "created_at", "trial_id"),
     # By pattern of a log policy: its action, the first line with it, and the node of that line.
     Column("log_hits", JSON),
+    # How many of its slots are GPUs; and once it has ended, the seconds of training that was kept
+    # and that was lost, if its trainer told of its time.
+    Column("num_gpus", Integer),
+    Column("spent", JSON(none_as_null=True)),
     # Indexes for recent failures, and for the last attempts on a node.
     Index("ix_attempts_ended", "ended_at"),
     Index("ix_attempts_node", "node_id", "id"),

@@ -482,8 +482,53 @@ def _add_groups_and_rules_of_pools(operations: Operations) -> None:
     )
 
 
+def _add_oidc(operations: Operations) -> None:
+    for name in ("oidc_issuer", "oidc_subject"):
+        operations.add_column("users", Column(name, String))
+    # Made anew, with the columns that are watched since.
+    operations.execute("DROP TRIGGER IF EXISTS recorded_users")
+
+
 def _add_interactive_hours(operations: Operations) -> None:
     operations.add_column("pools", Column("interactive_first", String))
+
+
+_ADD_FILE = (
+    "INSERT INTO counts VALUES ('run_files', {experiment}, '', {sign}1, {sign}{row}.size)"
+    " ON CONFLICT DO UPDATE SET number = number + excluded.number,"
+    " num_bytes = num_bytes + excluded.num_bytes;"
+)
+
+
+def _add_gpu_hours_lost_work_and_quotas_of_media(operations: Operations) -> None:
+    operations.add_column("quotas", Column("media_bytes", BigInteger))
+    # Made anew, with the columns that are watched since.
+    operations.execute("DROP TRIGGER IF EXISTS recorded_quotas")
+    added, removed = (
+        " ".join(
+            _ADD_FILE.format(experiment=experiment, sign=sign, row=row)
+            for experiment in ("0", f"{row}.experiment_id")
+        )
+        for row, sign in (("NEW", ""), ("OLD", "-"))
+    )
+    for number, event, statements in (
+        (1, "INSERT", added),
+        (2, "DELETE", removed),
+        (3, "UPDATE OF size", f"{removed} {added}"),
+    ):
+        operations.execute(
+            f"CREATE TRIGGER count_run_files_{number} AFTER {event} ON run_files"
+            f" BEGIN {statements} END"
+        )
+    for experiment in ("0", "experiment_id"):
+        operations.execute(
+            f"INSERT INTO counts SELECT 'run_files', {experiment}, '', count(*), sum(size)"  # noqa: S608
+            " FROM run_files WHERE true GROUP BY 2"
+        )
+    operations.add_column("attempts", Column("num_gpus", Integer))
+    operations.add_column("attempts", Column("spent", JSON))
+    for name in ("gpu_s", "training_s", "lost_s", "known_s"):
+        operations.add_column("usage", Column(name, Float, nullable=False, server_default="0"))
 
 
 STEPS: tuple[Callable[[Operations], None], ...] = (
@@ -494,7 +539,9 @@ STEPS: tuple[Callable[[Operations], None], ...] = (
     _add_usage,
     _add_quotas_and_reservations,
     _add_groups_and_rules_of_pools,
+    _add_oidc,
     _add_interactive_hours,
+    _add_gpu_hours_lost_work_and_quotas_of_media,
 )
 
 

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from sqlalchemy import text
@@ -82,11 +82,12 @@ class RestoredAccess:
 class OldAccess:
     """Access data of a lost home: passwords by user, and times of revocation by digest.
 
-    Each user has a hash, the time of its change, and whether the user is active.
+    Each user has a hash, the time of its change, whether the user is active, and the person at
+    a provider.
     """
 
     home: Path
-    users: dict[str, tuple[str, float, bool]]
+    users: dict[str, "_Access"]
     revoked_at: dict[str, float | None]
 
 
@@ -124,7 +125,7 @@ def _database_access(home: Path) -> OldAccess:
 
 
 def _record_access(home: Path, records: Path) -> OldAccess:
-    users: dict[str, tuple[str, float, bool]] = {}
+    users: dict[str, _Access] = {}
     revoked_at: dict[str, float | None] = {}
     for _, row in read_record(records):
         if row is None or row.values is None:
@@ -137,9 +138,19 @@ def _record_access(home: Path, records: Path) -> OldAccess:
     return OldAccess(home, users, revoked_at)
 
 
-def _access_of(row: Mapping[str, Any]) -> tuple[str, float, bool]:
+class _Access(NamedTuple):
+    password_hash: str
+    changed_at: float
+    is_active: bool
+    issuer: str | None
+    subject: str | None
+
+
+def _access_of(row: Mapping[str, Any]) -> _Access:
     # Homes of earlier versions have no users that were removed.
-    return row["password_hash"], row["changed_at"], bool(row.get("is_active", True))
+    is_active = bool(row.get("is_active", True))
+    person = row.get("oidc_issuer"), row.get("oidc_subject")
+    return _Access(row["password_hash"], row["changed_at"], is_active, *person)
 
 
 def check_kept_names(database: Path, keep: Collection[str]) -> None:
@@ -224,11 +235,17 @@ def _settle_passwords(
     connection.executemany(
         "INSERT INTO users (name, password_hash, changed_at) VALUES (?, ?, ?) ON CONFLICT (name)"
         " DO UPDATE SET password_hash = excluded.password_hash, changed_at = excluded.changed_at",
-        [(name, hashed, changed) for name, (hashed, changed, _) in users.items()],
+        [(name, one.password_hash, one.changed_at) for name, one in users.items()],
     )
-    if any(row[1] == "is_active" for row in connection.execute("PRAGMA table_info(users)")):
-        removed = [(name,) for name, (_, _, is_active) in users.items() if not is_active]
+    columns = {row[1] for row in connection.execute("PRAGMA table_info(users)")}
+    if "is_active" in columns:
+        removed = [(name,) for name, one in users.items() if not one.is_active]
         connection.executemany("UPDATE users SET is_active = 0 WHERE name = ?", removed)
+    if "oidc_subject" in columns:
+        connection.executemany(
+            "UPDATE users SET oidc_issuer = ?, oidc_subject = ? WHERE name = ?",
+            [(one.issuer, one.subject, name) for name, one in users.items()],
+        )
 
 
 def _usable_tokens(connection: sqlite3.Connection) -> list[dict[str, Any]]:

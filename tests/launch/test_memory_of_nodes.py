@@ -1,0 +1,238 @@
+"""States in memory of several nodes: a node that is lost with its memory costs some steps alone."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline._base.process_and_network import PortReservation
+from paceline.core import list_runs
+from paceline.testing._compare_runs import compare_runs, read_run_facts
+
+Script = Callable[..., str]
+
+# No checkpoint is stored before the end. LOST is "batch-node": all ranks of the node wait there.
+TRAIN = """
+import os, sys, time
+from pathlib import Path
+
+from paceline.pytorch import _memory_checkpoints
+from paceline.pytorch._loop_agreement_and_reports import RankAgreement
+
+RankAgreement.look_interval_s = _memory_checkpoints._LEAST_INTERVAL_S = 1e-6
+
+
+def before_batch(distributed, batch_idx):
+    memory = trainer._training.checkpoints.memory
+    while memory is not None and (memory._saver.is_storing or memory._parts.num_pending):
+        time.sleep(0.001)
+    place = f"{batch_idx}-{distributed.cross_rank}"
+    if place in os.environ["LOST"].split() and not Path("was-lost").exists():
+        path = Path(f"waits-{distributed.rank}")
+        path.with_suffix(".part").write_text(str(os.getpid()))
+        path.with_suffix(".part").rename(path)
+        while True:
+            time.sleep(0.1)
+
+
+with pytorch.init(
+    hparams={"global_batch_size": 12},
+    seed=3,
+    name=os.environ["NAME"],
+    data_parallel=os.environ.get("DATA_PARALLEL", "flat"),
+) as context:
+    trial = Trial(context)
+    trainer = pytorch.Trainer(trial, context)
+    for length in map(int, os.environ["LENGTHS"].split()):
+        trainer.fit(
+            max_length=pytorch.Batch(length),
+            reporting_period=pytorch.Batch(1),
+            memory_checkpoints=0.99,
+        )
+"""
+
+
+class Nodes:
+    """Launchers of the nodes of a test, each with memory of its own."""
+
+    def __init__(self, start_launcher: Callable[..., Any], root: Path, number: int) -> None:
+        self._start, self._root, self._number = start_launcher, root, number
+        self.launchers: dict[int, Any] = {}
+
+    def start(self, node: int, port: int, *arguments: str, **variables: str) -> None:
+        """Start the launcher of a node, as a machine that has just been switched on."""
+        memory = self._root / f"memory-{node}-{time.monotonic_ns()}"
+        if not (node and "BARE" in variables):
+            memory.mkdir()
+        place = [f"--nnodes={self._number}", f"--node-rank={node}", "--master-addr=127.0.0.1"]
+        self.launchers[node] = self._start(
+            *place,
+            f"--master-port={port}",
+            *arguments,
+            **variables,
+            GLOO_SOCKET_IFNAME="lo",
+            PACELINE_MEMORY_DIR=str(memory),
+        )
+
+    def lose(self, lost: Sequence[int], per_node: int) -> None:
+        """Kill nodes with their launchers, once all of their ranks wait."""
+        ranks = [node * per_node + local for node in lost for local in range(per_node)]
+        paths = [self._root / f"waits-{rank}" for rank in ranks]
+        deadline = time.monotonic() + 240
+        while not all(path.exists() for path in paths):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for node in lost:
+            self.launchers[node].kill()
+        for path in paths:
+            os.kill(int(path.read_text()), signal.SIGKILL)
+        (self._root / "was-lost").touch()
+        for node in lost:
+            self.launchers[node].communicate(timeout=60)
+
+    def ends(self) -> list[tuple[int, str]]:
+        """Wait for all, and return their exit codes and errors."""
+        found = []
+        for launcher in self.launchers.values():
+            _, err = launcher.communicate(timeout=240)
+            found.append((launcher.returncode, err))
+        return found
+
+    def memory_left(self) -> list[Path]:
+        """Return the files that are left in the memory of all nodes."""
+        return [path for memory in self._root.glob("memory-*") for path in memory.rglob("*")]
+
+
+RunNodes = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run_nodes(
+    start_launcher: Callable[..., Any], script: Script, tmp_path: Path, dropout_trial: str
+) -> RunNodes:
+    """Run a training on nodes, some of which may be lost, and return its facts and errors."""
+
+    def run(
+        name: str,
+        number: int,
+        per_node: int = 1,
+        lost: Sequence[int] = (),
+        then: Callable[[], object] = lambda: None,
+        **variables: str,
+    ) -> dict[str, Any]:
+        options = [
+            f"--nproc-per-node={per_node}",
+            "--max-restarts=5",
+            script(dropout_trial + TRAIN),
+        ]
+        nodes = Nodes(start_launcher, tmp_path, number)
+        (tmp_path / "was-lost").unlink(missing_ok=True)
+        variables = (
+            {"LENGTHS": "20"}
+            | variables
+            | {"NAME": name, "LOST": " ".join(f"13-{node}" for node in lost)}
+        )
+        with PortReservation() as reservation:
+            for node in range(number):
+                nodes.start(node, reservation.port, *options, **variables)
+            nodes.lose(lost, per_node)
+            then()
+            for node in lost:
+                nodes.start(node, reservation.port, *options, **variables)
+            found = nodes.ends()
+        errors = "".join(err for _, err in found)
+        assert [code for code, _ in found] == [0] * number, errors
+        assert not nodes.memory_left()
+        [path] = [run.path for run in list_runs(tmp_path / "paceline_runs") if run.name == name]
+        facts = read_run_facts(path)
+        assert facts.checkpoint_steps == [*map(int, variables["LENGTHS"].split())]
+        starts = [attempt.start_step for attempt in facts.attempts]
+        return {"facts": facts, "starts": starts, "errors": errors}
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("number", "per_node", "lost", "variables"),
+    [
+        pytest.param(2, 2, 1, {}, marks=pytest.mark.slow),
+        pytest.param(3, 1, 1, {}, marks=pytest.mark.slow),
+        (3, 1, 2, {}),
+        (2, 1, 1, {"LENGTHS": "10 20"}),
+        # Each node has a part of the weights that no other one has trained.
+        (2, 2, 1, {"DATA_PARALLEL": "fsdp"}),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_a_node_that_is_lost_with_its_memory_repeats_some_steps_in_the_same_bits(
+    run_nodes: RunNodes, number: int, per_node: int, lost: int, variables: dict[str, str]
+) -> None:
+    straight = run_nodes("straight", number, per_node, **variables)
+    killed = run_nodes("lost", number, per_node, [lost], **variables)
+    assert compare_runs(straight["facts"], killed["facts"]) == []
+    assert "is not used" not in killed["errors"]
+    assert len(killed["starts"]) == 2
+    # A second training in the same process has states in memory as well.
+    assert 0 <= 13 - killed["starts"][1] < 3, killed["starts"]
+
+
+@pytest.mark.timeout(300)
+def test_nodes_that_held_the_only_copies_are_lost_and_training_begins_anew(
+    run_nodes: RunNodes,
+) -> None:
+    straight = run_nodes("straight", 3)
+    killed = run_nodes("lost", 3, lost=[1, 2])
+    assert compare_runs(straight["facts"], killed["facts"]) == []
+    assert killed["starts"] == [0, 0]
+
+
+@pytest.mark.timeout(300)
+def test_a_damaged_copy_is_named_and_never_resumed_from(
+    run_nodes: RunNodes, tmp_path: Path
+) -> None:
+    def damage() -> None:
+        files = [path for path in tmp_path.glob("memory-0-*/**/rank_1*") if path.is_file()]
+        assert files
+        for path in files:
+            path.chmod(0o600)
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+
+    straight = run_nodes("straight", 2)
+    killed = run_nodes("lost", 2, lost=[1], then=damage)
+    assert compare_runs(straight["facts"], killed["facts"]) == []
+    assert killed["starts"] == [0, 0]
+    assert "A state in memory is not used:" in killed["errors"]
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        ("storage.between_files:25", 0),
+        ("storage.between_files:25", 1),
+        ("storage.before_manifest:5", 0),
+        ("storage.after_manifest:5", 0),
+        ("storage.before_manifest:5", 1),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_a_kill_within_a_copy_or_its_commit_leaves_a_whole_state(
+    run_nodes: RunNodes, point: str, rank: int
+) -> None:
+    straight = run_nodes("straight", 2)
+    killed = run_nodes("killed", 2, PACELINE_FAULT=f"{point},rank={rank}")
+    assert compare_runs(straight["facts"], killed["facts"]) == []
+    assert len(killed["starts"]) > 1
+    assert killed["starts"] == sorted(set(killed["starts"]))
+
+
+@pytest.mark.timeout(300)
+def test_a_node_without_memory_is_told_and_training_goes_on(run_nodes: RunNodes) -> None:
+    found = run_nodes("bare", 2, BARE="1")
+    assert "`memory_checkpoints` has no effect" in found["errors"]
+    assert found["starts"] == [0]

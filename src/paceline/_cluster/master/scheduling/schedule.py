@@ -261,7 +261,7 @@ class _PoolSchedule:
         self._known = frozenset(node.node_id for node in nodes)
         # Sizes for which all nodes, if they were free, are found to be too small or large enough;
         # with the nodes that are reserved for others.
-        self._obstacles: dict[tuple[int, bool, frozenset[int]], Reason | None] = {}
+        self._obstacles: dict[tuple[int, bool, bool, frozenset[int]], Reason | None] = {}
         self._place = 0
         self._behind: Waiting | None = None
         self._num_behind = 0
@@ -322,9 +322,7 @@ class _PoolSchedule:
             preempts = self._make_room(trial) if parts is None and self._preempts else None
             if preempts is not None:
                 # Free slots usable later by the trial are reserved until the rest is free.
-                for part in (
-                    self._future.take(trial.num_slots, allow_uneven=trial.allow_uneven) or ()
-                ):
+                for part in self._future.take_for(trial) or ():
                     self._free.remove(*part)
         if parts is not None:
             return self._place_trial(trial, parts, place)
@@ -332,7 +330,7 @@ class _PoolSchedule:
             is_full = not self._has_room(self._num_used, trial.num_slots)
             if avoided and not is_full:
                 self._keep_node(trial, avoided | reserved)
-                self._count_use(trial)
+                self._note_placement(trial, ())
                 return SchedulingResult(waiting=trial, reason=Reason.ELSEWHERE, place=place)
             self._behind = trial
             self._count_use(trial)
@@ -427,9 +425,9 @@ class _PoolSchedule:
             return Reason.MAX_TRIALS
         if self._max_slots is not None and trial.num_slots > self._max_slots:
             return Reason.POOL_LIMIT
-        size = (trial.num_slots, trial.allow_uneven, reserved)
+        size = (trial.num_slots, trial.allow_uneven, trial.is_task, reserved)
         if size not in self._obstacles:
-            self._obstacles[size] = self._size_obstacle(*size)
+            self._obstacles[size] = self._size_obstacle(trial, reserved)
         if (reason := self._obstacles[size]) is not None:
             return reason
         return None if self._behind is None else Reason.BEHIND_OTHERS
@@ -473,17 +471,15 @@ class _PoolSchedule:
             self._free.keep(kept)
             self._future.keep(kept)
 
-    def _size_obstacle(
-        self, num_slots: int, allow_uneven: bool, reserved: frozenset[int]
-    ) -> Reason | None:
+    def _size_obstacle(self, trial: Waiting, reserved: frozenset[int]) -> Reason | None:
         """Return why a trial of a size gets nothing even if all slots are free."""
-        if not self._all.fits(num_slots, allow_uneven=allow_uneven):
+        if not self._all.fits_trial(trial):
             return Reason.TOO_LARGE
         if reserved:
             left = _undrained(node for node in self._nodes if node.node_id not in reserved)
-            if not left.fits(num_slots, allow_uneven=allow_uneven):
+            if not left.fits_trial(trial):
                 return Reason.RESERVED
-        if not self._all_now.fits(num_slots, allow_uneven=allow_uneven):
+        if not self._all_now.fits_trial(trial):
             return Reason.PAUSING
         return None
 
@@ -494,9 +490,8 @@ class _PoolSchedule:
             most = min(most, trial.max_slots - self._used_by[trial.experiment_id])
         most = int(min(most, self._quota_use.room(trial)))
         for num_slots in range(most, trial.num_slots - 1, -1):
-            is_together = not trial.is_task or self._free.fits_one(num_slots)
-            if is_together and self._has_room(self._num_used, num_slots):
-                parts = self._free.take(num_slots, allow_uneven=trial.allow_uneven)
+            if self._has_room(self._num_used, num_slots):
+                parts = self._free.take_for(trial, num_slots)
                 if parts is not None:
                     return parts
         return None
@@ -505,11 +500,7 @@ class _PoolSchedule:
         """Return attempts to preempt, none if leaving attempts suffice; None if futile."""
         num_slots = trial.num_slots
         has_room = self._has_room(self._num_staying, num_slots)
-        if trial.is_task:
-            has_future = self._future.fits_one(num_slots)
-        else:
-            has_future = self._future.fits(num_slots, allow_uneven=trial.allow_uneven)
-        if has_room and has_future:
+        if has_room and self._future.fits_trial(trial):
             return ()
         preempts = None
         if has_room and self._all.fits_one(num_slots):
@@ -517,7 +508,8 @@ class _PoolSchedule:
                 self._candidates(trial), self._future, num_slots, self._usable_of
             )
         # The one node that is large enough may be another's, or held by those that stay.
-        if preempts is None and (self._future.can_join or not has_room):
+        can_join = self._future.can_join and not trial.is_task
+        if preempts is None and (can_join or not has_room):
             preempts = choose_victims_until(
                 self._candidates(trial), lambda chosen: self._suffices(trial, chosen)
             )
@@ -535,7 +527,7 @@ class _PoolSchedule:
             return False
         for one in chosen:
             self._free_later(one)
-        is_enough = self._future.fits(trial.num_slots, allow_uneven=trial.allow_uneven)
+        is_enough = self._future.fits_trial(trial)
         for one in chosen:
             for part in self._usable_of(one):
                 self._future.remove(*part)

@@ -258,6 +258,7 @@ class FairSharePolicy(Policy):
 
     def __init__(self, holding: Iterable[Holding], *shares: Mapping[str, Any]) -> None:
         super().__init__(holding, *shares)
+        self._num_given = 0
         self._used: dict[int, int] = defaultdict(int)
         self._used_by: dict[str, int] = defaultdict(int)
         self._of: dict[int, list[Holding]] = defaultdict(list)
@@ -297,21 +298,24 @@ class FairSharePolicy(Policy):
             tops.append(self._turn(top, turns))
         heapq.heapify(tops)
         while tops:
-            _, last_served_top, place_top, top = heapq.heappop(tops)
+            share_top, last_served_top, place_top, top = heapq.heappop(tops)
             turns = of_top[top]
-            _, last_served_user, place, user = heapq.heappop(turns)
+            share_user, last_served_user, place, user = heapq.heappop(turns)
             mine = own[user]
-            _, last_served, position, experiment_id = heapq.heappop(mine)
+            share, last_served, position, experiment_id = heapq.heappop(mine)
             queue = queues[experiment_id]
+            before = self._num_given
             yield queue.pop()
+            # Most trials of a long queue get nothing, and leave the shares as they are.
+            is_same = before == self._num_given
             if queue:
-                turn = (self._share(queue[-1]), last_served, position, experiment_id)
-                heapq.heappush(mine, turn)
+                share = share if is_same else self._share(queue[-1])
+                heapq.heappush(mine, (share, last_served, position, experiment_id))
             if mine:
-                share = self._ordinary_share(user)
+                share = share_user if is_same else self._ordinary_share(user)
                 heapq.heappush(turns, (share, last_served_user, place, user))
             if turns:
-                share = self._ordinary_share(top)
+                share = share_top if is_same else self._ordinary_share(top)
                 heapq.heappush(tops, (share, last_served_top, place_top, top))
 
     def candidates(self, trial: Waiting) -> Iterator[_Level]:
@@ -327,6 +331,7 @@ class FairSharePolicy(Policy):
 
     def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
         """Count the slots gained by the trial's experiment and lost by the preempted ones."""
+        self._num_given += 1
         self._used[trial.experiment_id] += trial.num_slots
         self._count(trial.user, trial.num_slots)
         for one in preempted:

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -272,13 +273,13 @@ def check_line(world: World, results: list[SchedulingResult]) -> None:
             top == groups.get(one.user, one.user)
             for one in (*started, *(one for one in running.values() if not one.is_filler))
         )
-        # A node that does not answer is lost in a moment, or back.
-        there = [
-            node
-            for node in simulation.nodes
-            if node.is_open and not node.is_pausing and not node.is_closed_to(trial.user)
-        ]
-        has_room = can_ever_start(world, trial, there)
+        # A node that does not answer is lost in a moment, or back. Until then, a trial for it
+        # may hold up others.
+        has_room = all(
+            can_ever_start(world, one, nodes_for(simulation.nodes, one))
+            for one in (trial, result.behind)
+            if one is not None
+        )
         if result.reason not in IN_LINE or holds or not has_room:
             world.in_line.pop(trial.trial_id, None)
         elif result.reason is not None:
@@ -296,6 +297,14 @@ def check_line(world: World, results: list[SchedulingResult]) -> None:
             assert allowed, (simulation.now, result, before, running)
         before.append(trial)
         started += [trial] * bool(result.slots or result.preempts)
+
+
+def nodes_for(nodes: Iterable[NodeSlots], trial: Waiting) -> list[NodeSlots]:
+    return [
+        node
+        for node in nodes
+        if node.is_open and not node.is_pausing and not node.is_closed_to(trial.user)
+    ]
 
 
 def note_turn(world: World, started: Waiting) -> None:

@@ -88,6 +88,7 @@ def is_up_to_date(digest: str) -> bool:
 
 def write_pages() -> None:
     """Write the pages and the config for Zensical; raise `SiteError` if something is missing."""
+    from site_check import UNSEARCHED
     from site_names import INDEX, NamePages
     from site_pages import Pages
     from site_tables import table_pages
@@ -99,7 +100,9 @@ def write_pages() -> None:
     for place, text in pages.texts.items():
         target = WORK / "pages" / place
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        # Records of decisions are for who changes the code: who searches looks for guides.
+        is_record = str(place).startswith("decisions/")
+        target.write_text(f"{UNSEARCHED if is_record else ''}{text}", encoding="utf-8")
     for place, path in pages.files.items():
         target = WORK / "pages" / place
         target.parent.mkdir(parents=True, exist_ok=True)

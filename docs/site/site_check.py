@@ -10,6 +10,8 @@ from markdown_it import MarkdownIt
 
 # A link to a page of others is no fault; to load a file of others is one.
 _LOADING = {("link", "href"), ("script", "src"), ("img", "src"), ("source", "srcset")}
+# Head of a page that the search of the site does not find.
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 _COUNTED = ("li", "ol", "ul", "pre", "table", "tr", "h2", "h3", "blockquote")
 
 
@@ -72,7 +74,8 @@ def _other_structure(name: Path, pages: Path, path: Path) -> list[str]:
     source = (pages / name).with_suffix(".md")
     if not source.is_file():
         source = source.with_name("README.md")
-    written = MarkdownIt("gfm-like", {"linkify": False}).render(source.read_text(encoding="utf-8"))
+    text = source.read_text(encoding="utf-8").removeprefix(UNSEARCHED)
+    written = MarkdownIt("gfm-like", {"linkify": False}).render(text)
     shown = path.read_text(encoding="utf-8").partition("<article")[2].partition("</article")[0]
     wanted, found = (
         Counter(re.findall(rf"<({'|'.join(_COUNTED)})\b", text)) for text in (written, shown)

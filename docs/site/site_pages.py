@@ -27,7 +27,14 @@ NAVIGATION: dict[str, dict[str, list[str]]] = {
         "Search": ["tune.md", "search-methods.md", "agents.md"],
         "Data and models": ["data.md", "stores.md", "distributed.md", "sharding.md", "backends.md"],
         "Clusters and other libraries": [
-            *("clusters.md", "scheduling.md", "ray.md", "integrations.md", "import-and-export.md", "sdk.md"),
+            *(
+                "clusters.md",
+                "scheduling.md",
+                "ray.md",
+                "integrations.md",
+                "import-and-export.md",
+                "sdk.md",
+            ),
             *("cli.md", "web-ui.md"),
         ],
         "Operation": [

@@ -145,14 +145,12 @@ def _print_trial_facts(data: "TrialData", state: str, decisions: "TrialDecisions
 
 def _batches_text(data: "TrialData") -> str:
     """Return how many batches are trained; where an attempt began again, what is lost as well."""
-    reached, [*_, newest] = data.steps_completed, data.attempts or [None]
-    is_anew = len(data.attempts) > 1 and newest is not None and newest.resumed_steps <= 0
-    if not is_anew or data.latest_checkpoint is not None:
+    reached, newest = data.steps_completed, data.attempts[-1] if data.attempts else None
+    if newest is None or len(data.attempts) < 2 or newest.resumed_steps > 0:
         return str(reached)
-    assert newest is not None
     steps = (one.last_step for metrics in data.summary.values() for one in metrics.values())
     now = max(steps, default=0)
-    if now >= reached:
+    if now >= reached or data.latest_checkpoint is not None:
         return str(reached)
     return f"{now} in attempt {newest.number}; {reached} before it were lost"
 

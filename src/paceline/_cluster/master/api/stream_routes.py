@@ -186,7 +186,7 @@ async def _of_user(
 
 def _has_ended(master: Master, attempt_id: int) -> bool:
     with master.database.read(everything=True) as connection:
-        return read_attempt(connection, attempt_id).state == AttemptState.ENDED.value
+        return AttemptState(read_attempt(connection, attempt_id).state) is AttemptState.ENDED
 
 
 def _of_task(master: Master, attempt_id: int, name: str) -> Stream:

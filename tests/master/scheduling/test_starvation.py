@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -84,7 +85,7 @@ def make_world(seed: int, policy: PolicyName, *, backfill: bool, changes: bool) 
             "project": draw.randint(1, 2), "priority": draw.choice([10, 42]),
             "max_slots": draw.choice([None, None, size, size + 2]),
             "max_trials": draw.choice([None, None, 2]), "allow_uneven": draw.random() < 0.3,
-            "is_interactive": draw.random() < 0.3,
+            "is_interactive": draw.random() < 0.3, "is_task": draw.random() < 0.2,
             "excluded": frozenset({0} if draw.random() < 0.1 else ()),
             "failed_on": frozenset({1} if draw.random() < 0.1 else ()),
         }  # fmt: skip
@@ -179,6 +180,7 @@ def check_reasons(world: World, results: list[SchedulingResult]) -> None:
                 assert node.is_open
                 assert not node.is_pausing
                 assert set(slots) <= set(node.slots) - node.drained
+            assert not trial.is_task or (len(parts) == 1 and not result.is_filler)
             count(used_by, sharing, trial, trial.num_slots)
             for owner in owners:
                 quota = sharing.quotas.get(owner)
@@ -233,6 +235,8 @@ def check_reasons(world: World, results: list[SchedulingResult]) -> None:
 
 
 def fits(nodes: list[NodeSlots], trial: Waiting) -> bool:
+    if trial.is_task:
+        return any(fits_nodes([node], trial.num_slots) for node in nodes)
     return fits_nodes(nodes, trial.num_slots, allow_uneven=trial.allow_uneven)
 
 
@@ -269,13 +273,13 @@ def check_line(world: World, results: list[SchedulingResult]) -> None:
             top == groups.get(one.user, one.user)
             for one in (*started, *(one for one in running.values() if not one.is_filler))
         )
-        # A node that does not answer is lost in a moment, or back.
-        there = [
-            node
-            for node in simulation.nodes
-            if node.is_open and not node.is_pausing and not node.is_closed_to(trial.user)
-        ]
-        has_room = can_ever_start(world, trial, there)
+        # A node that does not answer is lost in a moment, or back. Until then, a trial for it
+        # may hold up others.
+        has_room = all(
+            can_ever_start(world, one, nodes_for(simulation.nodes, one))
+            for one in (trial, result.behind)
+            if one is not None
+        )
         if result.reason not in IN_LINE or holds or not has_room:
             world.in_line.pop(trial.trial_id, None)
         elif result.reason is not None:
@@ -293,6 +297,14 @@ def check_line(world: World, results: list[SchedulingResult]) -> None:
             assert allowed, (simulation.now, result, before, running)
         before.append(trial)
         started += [trial] * bool(result.slots or result.preempts)
+
+
+def nodes_for(nodes: Iterable[NodeSlots], trial: Waiting) -> list[NodeSlots]:
+    return [
+        node
+        for node in nodes
+        if node.is_open and not node.is_pausing and not node.is_closed_to(trial.user)
+    ]
 
 
 def note_turn(world: World, started: Waiting) -> None:
@@ -445,3 +457,37 @@ def test_who_can_never_start_holds_up_nobody() -> None:
     waiting = [kind(1, 4, "ada"), kind(2, 1, "bob")]
     found = [one.reason for one in decide(waiting, [], in_pools(known, pools), pools)]
     assert found == [Reason.TOO_LARGE, None]
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+def test_a_task_that_no_node_has_room_for_holds_up_nobody_and_clears_no_nodes(
+    policy: PolicyName,
+) -> None:
+    """All of its slots are on one node: two nodes together do not help it."""
+    nodes = [NodeSlots(node_id=n, slots=(0, 1), can_join=True) for n in (1, 2)]
+    pools = {"default": PoolSettings(policy=policy)}
+    task, small = kind(1, 4, "ada", is_task=True, priority=1), kind(2, 1, "bob")
+    assert [one.reason for one in decide([task, small], [], nodes, pools)] == [
+        Reason.TOO_LARGE, None,
+    ]  # fmt: skip
+    # Nor does it take slots of both if a larger node is there, but in use.
+    nodes.append(NodeSlots(node_id=3, slots=(0, 1, 2, 3), can_join=True))
+    held = [
+        Holding(
+            experiment_id=n, attempt_id=n, node_id=n, slots=(0, 1), user="eve",
+            priority=99 if n < 3 else 1,
+        )
+        for n in (1, 2, 3)
+    ]  # fmt: skip
+    [result, *_] = decide([task], held, nodes, pools)
+    assert {one.node_id for one in result.preempts} == ({3} if policy is FAIR_SHARE else set())
+
+
+def test_a_trial_that_waits_for_another_node_keeps_its_room_in_the_limit_of_the_pool() -> None:
+    nodes = [NodeSlots(node_id=1, slots=(0, 1)), NodeSlots(node_id=2, slots=(0, 1))]
+    pools = {"default": PoolSettings(max_slots=3)}
+    held = [Holding(experiment_id=9, attempt_id=1, node_id=1, slots=(0,))]
+    failed = kind(1, 2, "ada", failed_on=frozenset({2}))
+    waiting = [failed, kind(2, 1, "bob")]
+    found = [one.reason for one in decide(waiting, held, nodes, pools)]
+    assert found == [Reason.ELSEWHERE, Reason.POOL_LIMIT]

@@ -1,14 +1,21 @@
-"""Policies of pools: the order of the queue; shares and quotas of users and projects."""
+"""Policies of pools: the order of the queue, who makes room; shares and quotas of users."""
 
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline._cluster.master.scheduling.pools import Holding, PolicyName, QuotaLimits, Waiting
+from paceline._cluster.master.scheduling.pools import (
+    FreeSlots,
+    Holding,
+    Part,
+    PolicyName,
+    QuotaLimits,
+    Waiting,
+)
 
 DEFAULT_HALF_LIFE_S = 7 * 86400.0
 """Half-life by which past use is kept for pools that have none yet."""
@@ -64,7 +71,7 @@ class QuotaUse:
     def __init__(self, sharing: Sharing = NO_SHARING, holding: Iterable[Holding] = ()) -> None:
         self._quotas = quotas = sharing.quotas
         self._groups = sharing.groups
-        self._used: Counter[str | int] = Counter()
+        self._used: dict[str | int, int] = defaultdict(int)
         self._known: dict[tuple[str, int], _Quotas] = {}
         for one in holding if quotas else ():
             self.add(one, one.num_slots)
@@ -85,16 +92,21 @@ class QuotaUse:
                 return quota
         return None
 
+    def can_claim(self, trial: Waiting) -> bool:
+        """Return whether `claim` keeps anything: none before has claimed it, and it may suffice."""
+        known = self._quotas_of(trial)
+        owner, most, _ = known[0]
+        return self._used[owner] <= most and all(
+            quota.spent is None and trial.num_slots <= most for _, most, quota in known
+        )
+
     def claim(self, trial: Waiting) -> None:
         """Keep slots of quotas for a trial that waits for them, so that none behind it takes them.
 
         Its user's own quota comes first, then those that it shares with others: nothing of these is
         kept while the one before lets it wait.
         """
-        known = self._quotas_of(trial)
-        if any(quota.spent or most < trial.num_slots for _, most, quota in known):
-            return
-        for owner, most, _ in known:
+        for owner, most, _ in self._quotas_of(trial):
             self._used[owner] += trial.num_slots
             if self._used[owner] > most:
                 return
@@ -253,13 +265,14 @@ class FairSharePolicy(Policy):
 
     def __init__(self, holding: Iterable[Holding], *shares: Mapping[str, Any]) -> None:
         super().__init__(holding, *shares)
+        self._num_given = 0
         self._used: dict[int, int] = defaultdict(int)
         self._used_by: dict[str, int] = defaultdict(int)
         self._of: dict[int, list[Holding]] = defaultdict(list)
         self._experiments: dict[str, set[int]] = defaultdict(set)
         # Slots in gaps by experiment, user and group. They do not count in the order of the queue:
         # a user's own small trials in the gap in front of a large one would put others before it.
-        self._in_gaps: Counter[int | str] = Counter()
+        self._in_gaps: dict[int | str, int] = defaultdict(int)
         # Ended experiments and such that got nothing yet say nothing of when a user had slots.
         self._last: dict[str, float] = dict(self._served)
         for one in sorted(self._staying, key=lambda one: one.attempt_id):
@@ -292,21 +305,24 @@ class FairSharePolicy(Policy):
             tops.append(self._turn(top, turns))
         heapq.heapify(tops)
         while tops:
-            _, last_served_top, place_top, top = heapq.heappop(tops)
+            share_top, last_served_top, place_top, top = heapq.heappop(tops)
             turns = of_top[top]
-            _, last_served_user, place, user = heapq.heappop(turns)
+            share_user, last_served_user, place, user = heapq.heappop(turns)
             mine = own[user]
-            _, last_served, position, experiment_id = heapq.heappop(mine)
+            share, last_served, position, experiment_id = heapq.heappop(mine)
             queue = queues[experiment_id]
+            before = self._num_given
             yield queue.pop()
+            # Most trials of a long queue get nothing, and leave the shares as they are.
+            is_same = before == self._num_given
             if queue:
-                turn = (self._share(queue[-1]), last_served, position, experiment_id)
-                heapq.heappush(mine, turn)
+                share = share if is_same else self._share(queue[-1])
+                heapq.heappush(mine, (share, last_served, position, experiment_id))
             if mine:
-                share = self._ordinary_share(user)
+                share = share_user if is_same else self._ordinary_share(user)
                 heapq.heappush(turns, (share, last_served_user, place, user))
             if turns:
-                share = self._ordinary_share(top)
+                share = share_top if is_same else self._ordinary_share(top)
                 heapq.heappush(tops, (share, last_served_top, place_top, top))
 
     def candidates(self, trial: Waiting) -> Iterator[_Level]:
@@ -322,6 +338,7 @@ class FairSharePolicy(Policy):
 
     def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
         """Count the slots gained by the trial's experiment and lost by the preempted ones."""
+        self._num_given += 1
         self._used[trial.experiment_id] += trial.num_slots
         self._count(trial.user, trial.num_slots)
         for one in preempted:
@@ -343,7 +360,8 @@ class FairSharePolicy(Policy):
     def _note_filler(self, one: Holding, sign: int) -> None:
         if one.is_filler:
             owners: set[int | str] = {one.experiment_id, one.user, self._top(one.user)}
-            self._in_gaps.update(dict.fromkeys(owners, sign * one.num_slots))
+            for owner in owners:
+                self._in_gaps[owner] += sign * one.num_slots
 
     def _top(self, user: str) -> str:
         """Return the group of a user, or the user without one."""
@@ -471,3 +489,91 @@ POLICIES: dict[PolicyName, type[Policy]] = {
     PolicyName.PRIORITY: PriorityPolicy,
     PolicyName.FAIR_SHARE: FairSharePolicy,
 }
+
+
+UsableSlots = Callable[[Holding], Sequence[Part]]
+"""Returns the parts of an attempt that others may use once it has left."""
+
+
+def choose_victims(
+    levels: Iterator[Iterable[Holding]], free: FreeSlots, num_slots: int, usable: UsableSlots
+) -> tuple[Holding, ...] | None:
+    """Return attempts to preempt for room on a single node; None if there are none.
+
+    Attempts of a level are chosen only if the levels before do not suffice. Then as
+    few as possible are chosen, and among equally few the first ones.
+    """
+    on_node: dict[int, list[tuple[int, int, Holding]]] = defaultdict(list)
+    gained: dict[int, int] = defaultdict(int)
+    place = 0
+    for level in levels:
+        for one in level:
+            for node_id, slots in usable(one):
+                size = len(slots)
+                if size == 0:
+                    continue
+                missing = num_slots - free.num_free(node_id)
+                if size >= missing:
+                    return (one,)
+                on_node[node_id].append((place, size, one))
+                gained[node_id] += size
+                place += 1
+        found = [
+            _fewest_victims(attempts, num_slots - free.num_free(node_id))
+            for node_id, attempts in on_node.items()
+            if gained[node_id] >= num_slots - free.num_free(node_id)
+        ]
+        if found:
+            best = min(found, key=lambda chosen: (len(chosen), [place for place, _, _ in chosen]))
+            return tuple(one for _, _, one in best)
+    return None
+
+
+def _fewest_victims(
+    attempts: Sequence[tuple[int, int, Holding]], missing: int
+) -> list[tuple[int, int, Holding]]:
+    """Return as few attempts as give so many slots; of equally few the earliest."""
+    left = sorted((size for _, size, _ in attempts), reverse=True)
+    number, total = 0, 0
+    while total < missing:
+        total += left[number]
+        number += 1
+    chosen: list[tuple[int, int, Holding]] = []
+    for index, attempt in enumerate(attempts):
+        if len(chosen) == number:
+            break
+        others = sorted((size for _, size, _ in attempts[index + 1 :]), reverse=True)
+        most = sum(others[: number - len(chosen) - 1])
+        # An early attempt is taken if the later ones can give the rest.
+        if attempt[1] + most >= missing:
+            chosen.append(attempt)
+            missing -= attempt[1]
+    return chosen
+
+
+def choose_victims_until(
+    levels: Iterator[Iterable[Holding]], suffices: Callable[[Sequence[Holding]], bool]
+) -> tuple[Holding, ...] | None:
+    """Return attempts sufficient together, in the order of the levels; None if none are.
+
+    None of them can be left out.
+    """
+    chosen: list[Holding] = []
+    for level in levels:
+        for one in level:
+            chosen.append(one)
+            if suffices(chosen):
+                return tuple(_needed_victims(chosen, suffices))
+    return None
+
+
+def _needed_victims(
+    chosen: list[Holding], suffices: Callable[[Sequence[Holding]], bool]
+) -> list[Holding]:
+    needed = list(chosen)
+    # The last ones are spared first.
+    for one in reversed(chosen):
+        others = [other for other in needed if other is not one]
+        if suffices(others):
+            needed = others
+    return needed

@@ -385,7 +385,7 @@ class StartEstimates:
         }
         while True:
             with free.without(closed):
-                parts = free.take(trial.num_slots, allow_uneven=trial.allow_uneven)
+                parts = free.take_for(trial)
             if parts is not None or not coming or coming[0][0] == math.inf:
                 break
             end, _, one = heapq.heappop(coming)
@@ -523,6 +523,19 @@ class FreeSlots:
     def fits(self, num_slots: int, *, allow_uneven: bool = False) -> bool:
         """Return whether `take` would find so many slots."""
         return self._sizes(num_slots, allow_uneven) is not None
+
+    def take_for(self, trial: Waiting, num_slots: int | None = None) -> list[Part] | None:
+        """Take slots as a trial may have them, as many as it needs if not said; None if unfit."""
+        number = trial.num_slots if num_slots is None else num_slots
+        if trial.is_task and not self.fits_one(number):
+            return None
+        return self.take(number, allow_uneven=trial.allow_uneven)
+
+    def fits_trial(self, trial: Waiting) -> bool:
+        """Return whether `take_for` would find the slots that a trial needs."""
+        if trial.is_task:
+            return self.fits_one(trial.num_slots)
+        return self.fits(trial.num_slots, allow_uneven=trial.allow_uneven)
 
     def fits_one(self, num_slots: int) -> bool:
         """Return whether a single node has the number of slots."""

@@ -1,7 +1,7 @@
 """Give free slots to waiting trials, pool by pool, and place each on fitting nodes."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -11,6 +11,8 @@ from paceline._cluster.master.scheduling.pool_policies import (
     Policy,
     QuotaUse,
     Sharing,
+    choose_victims,
+    choose_victims_until,
 )
 from paceline._cluster.master.scheduling.pools import (
     FreeSlots,
@@ -24,94 +26,6 @@ from paceline._cluster.master.scheduling.pools import (
     SlotAssignment,
     Waiting,
 )
-
-UsableSlots = Callable[[Holding], Sequence[Part]]
-"""Returns the parts of an attempt that others may use once it has left."""
-
-
-def choose_victims(
-    levels: Iterator[Iterable[Holding]], free: FreeSlots, num_slots: int, usable: UsableSlots
-) -> tuple[Holding, ...] | None:
-    """Return attempts to preempt for room on a single node; None if there are none.
-
-    Attempts of a level are chosen only if the levels before do not suffice. Then as
-    few as possible are chosen, and among equally few the first ones.
-    """
-    on_node: dict[int, list[tuple[int, int, Holding]]] = defaultdict(list)
-    gained: dict[int, int] = defaultdict(int)
-    place = 0
-    for level in levels:
-        for one in level:
-            for node_id, slots in usable(one):
-                size = len(slots)
-                if size == 0:
-                    continue
-                missing = num_slots - free.num_free(node_id)
-                if size >= missing:
-                    return (one,)
-                on_node[node_id].append((place, size, one))
-                gained[node_id] += size
-                place += 1
-        found = [
-            _fewest_victims(attempts, num_slots - free.num_free(node_id))
-            for node_id, attempts in on_node.items()
-            if gained[node_id] >= num_slots - free.num_free(node_id)
-        ]
-        if found:
-            best = min(found, key=lambda chosen: (len(chosen), [place for place, _, _ in chosen]))
-            return tuple(one for _, _, one in best)
-    return None
-
-
-def _fewest_victims(
-    attempts: Sequence[tuple[int, int, Holding]], missing: int
-) -> list[tuple[int, int, Holding]]:
-    """Return as few attempts as give so many slots; of equally few the earliest."""
-    left = sorted((size for _, size, _ in attempts), reverse=True)
-    number, total = 0, 0
-    while total < missing:
-        total += left[number]
-        number += 1
-    chosen: list[tuple[int, int, Holding]] = []
-    for index, attempt in enumerate(attempts):
-        if len(chosen) == number:
-            break
-        others = sorted((size for _, size, _ in attempts[index + 1 :]), reverse=True)
-        most = sum(others[: number - len(chosen) - 1])
-        # An early attempt is taken if the later ones can give the rest.
-        if attempt[1] + most >= missing:
-            chosen.append(attempt)
-            missing -= attempt[1]
-    return chosen
-
-
-def choose_victims_until(
-    levels: Iterator[Iterable[Holding]], suffices: Callable[[Sequence[Holding]], bool]
-) -> tuple[Holding, ...] | None:
-    """Return attempts sufficient together, in the order of the levels; None if none are.
-
-    None of them can be left out.
-    """
-    chosen: list[Holding] = []
-    for level in levels:
-        for one in level:
-            chosen.append(one)
-            if suffices(chosen):
-                return tuple(_needed_victims(chosen, suffices))
-    return None
-
-
-def _needed_victims(
-    chosen: list[Holding], suffices: Callable[[Sequence[Holding]], bool]
-) -> list[Holding]:
-    needed = list(chosen)
-    # The last ones are spared first.
-    for one in reversed(chosen):
-        others = [other for other in needed if other is not one]
-        if suffices(others):
-            needed = others
-    return needed
-
 
 _NO_POOLS: Mapping[str, PoolSettings] = {}
 # Trials looked at for a gap, as a queue can be long.
@@ -261,7 +175,7 @@ class _PoolSchedule:
         self._known = frozenset(node.node_id for node in nodes)
         # Sizes for which all nodes, if they were free, are found to be too small or large enough;
         # with the nodes that are reserved for others.
-        self._obstacles: dict[tuple[int, bool, frozenset[int]], Reason | None] = {}
+        self._obstacles: dict[tuple[int, bool, bool, frozenset[int]], Reason | None] = {}
         self._place = 0
         self._behind: Waiting | None = None
         self._num_behind = 0
@@ -305,12 +219,12 @@ class _PoolSchedule:
             trial.user, self._quota_use.group_of(trial.user), trial.project
         ):
             return SchedulingResult(waiting=trial, reason=Reason.CLOSED_POOL, place=place)
+        if (quota := self._quota_use.reached(trial)) is not None:
+            if self._behind is None and self._quota_use.can_claim(trial):
+                self._claim_quota(trial)
+            return SchedulingResult(waiting=trial, reason=Reason.QUOTA, place=place, quota=quota)
         reserved = self._nodes_closed_to(trial)
         reason = self._obstacle(trial, reserved)
-        if (quota := self._quota_use.reached(trial)) is not None:
-            if reason in (None, Reason.BEHIND_OTHERS):
-                self._quota_use.claim(trial)
-            return SchedulingResult(waiting=trial, reason=Reason.QUOTA, place=place, quota=quota)
         if reason is Reason.BEHIND_OTHERS and self._backfill and not trial.is_task:
             return self._judge_filler(trial, place, reserved)
         if reason is not None:
@@ -322,9 +236,7 @@ class _PoolSchedule:
             preempts = self._make_room(trial) if parts is None and self._preempts else None
             if preempts is not None:
                 # Free slots usable later by the trial are reserved until the rest is free.
-                for part in (
-                    self._future.take(trial.num_slots, allow_uneven=trial.allow_uneven) or ()
-                ):
+                for part in self._future.take_for(trial) or ():
                     self._free.remove(*part)
         if parts is not None:
             return self._place_trial(trial, parts, place)
@@ -332,7 +244,7 @@ class _PoolSchedule:
             is_full = not self._has_room(self._num_used, trial.num_slots)
             if avoided and not is_full:
                 self._keep_node(trial, avoided | reserved)
-                self._count_use(trial)
+                self._note_placement(trial, ())
                 return SchedulingResult(waiting=trial, reason=Reason.ELSEWHERE, place=place)
             self._behind = trial
             self._count_use(trial)
@@ -344,6 +256,10 @@ class _PoolSchedule:
         return SchedulingResult(
             waiting=trial, reason=Reason.PREEMPTING, place=place, preempts=preempts
         )
+
+    def _claim_quota(self, trial: Waiting) -> None:
+        if self._obstacle(trial, self._nodes_closed_to(trial)) is None:
+            self._quota_use.claim(trial)
 
     def _nodes_closed_to(self, trial: Waiting) -> frozenset[int]:
         closed = self._closed_to.get(trial.user)
@@ -423,9 +339,9 @@ class _PoolSchedule:
             return Reason.MAX_TRIALS
         if self._max_slots is not None and trial.num_slots > self._max_slots:
             return Reason.POOL_LIMIT
-        size = (trial.num_slots, trial.allow_uneven, reserved)
+        size = (trial.num_slots, trial.allow_uneven, trial.is_task, reserved)
         if size not in self._obstacles:
-            self._obstacles[size] = self._size_obstacle(*size)
+            self._obstacles[size] = self._size_obstacle(trial, reserved)
         if (reason := self._obstacles[size]) is not None:
             return reason
         return None if self._behind is None else Reason.BEHIND_OTHERS
@@ -469,17 +385,15 @@ class _PoolSchedule:
             self._free.keep(kept)
             self._future.keep(kept)
 
-    def _size_obstacle(
-        self, num_slots: int, allow_uneven: bool, reserved: frozenset[int]
-    ) -> Reason | None:
+    def _size_obstacle(self, trial: Waiting, reserved: frozenset[int]) -> Reason | None:
         """Return why a trial of a size gets nothing even if all slots are free."""
-        if not self._all.fits(num_slots, allow_uneven=allow_uneven):
+        if not self._all.fits_trial(trial):
             return Reason.TOO_LARGE
         if reserved:
             left = _undrained(node for node in self._nodes if node.node_id not in reserved)
-            if not left.fits(num_slots, allow_uneven=allow_uneven):
+            if not left.fits_trial(trial):
                 return Reason.RESERVED
-        if not self._all_now.fits(num_slots, allow_uneven=allow_uneven):
+        if not self._all_now.fits_trial(trial):
             return Reason.PAUSING
         return None
 
@@ -490,9 +404,8 @@ class _PoolSchedule:
             most = min(most, trial.max_slots - self._used_by[trial.experiment_id])
         most = int(min(most, self._quota_use.room(trial)))
         for num_slots in range(most, trial.num_slots - 1, -1):
-            is_together = not trial.is_task or self._free.fits_one(num_slots)
-            if is_together and self._has_room(self._num_used, num_slots):
-                parts = self._free.take(num_slots, allow_uneven=trial.allow_uneven)
+            if self._has_room(self._num_used, num_slots):
+                parts = self._free.take_for(trial, num_slots)
                 if parts is not None:
                     return parts
         return None
@@ -501,11 +414,7 @@ class _PoolSchedule:
         """Return attempts to preempt, none if leaving attempts suffice; None if futile."""
         num_slots = trial.num_slots
         has_room = self._has_room(self._num_staying, num_slots)
-        if trial.is_task:
-            has_future = self._future.fits_one(num_slots)
-        else:
-            has_future = self._future.fits(num_slots, allow_uneven=trial.allow_uneven)
-        if has_room and has_future:
+        if has_room and self._future.fits_trial(trial):
             return ()
         preempts = None
         if has_room and self._all.fits_one(num_slots):
@@ -513,7 +422,8 @@ class _PoolSchedule:
                 self._candidates(trial), self._future, num_slots, self._usable_of
             )
         # The one node that is large enough may be another's, or held by those that stay.
-        if preempts is None and (self._future.can_join or not has_room):
+        can_join = self._future.can_join and not trial.is_task
+        if preempts is None and (can_join or not has_room):
             preempts = choose_victims_until(
                 self._candidates(trial), lambda chosen: self._suffices(trial, chosen)
             )
@@ -531,7 +441,7 @@ class _PoolSchedule:
             return False
         for one in chosen:
             self._free_later(one)
-        is_enough = self._future.fits(trial.num_slots, allow_uneven=trial.allow_uneven)
+        is_enough = self._future.fits_trial(trial)
         for one in chosen:
             for part in self._usable_of(one):
                 self._future.remove(*part)

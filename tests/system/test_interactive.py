@@ -71,7 +71,7 @@ def opened(client: Client, experiment_id: int) -> Iterator[str]:
         server = threading.Thread(target=tunnel.serve, args=(lambda: not is_over.is_set(),))
         server.start()
         try:
-            yield f"http://127.0.0.1:{tunnel.port}"
+            yield tunnel.url
         finally:
             is_over.set()
             server.join()
@@ -491,7 +491,7 @@ def test_quota_holds_for_tasks(master: MasterProcess, start: Callable[..., Any])
     ready(client, first)
     (waiting,) = client.queue()
     assert waiting.experiment_id == second.id
-    assert "quota" in waiting.detail
+    assert waiting.detail.startswith("Quota: the user admin")
     command = [sys.executable, "-m", "paceline.cli", "open", str(first.id), "--json"]
     environment = {**os.environ, "PACELINE_HOME": str(master.home)}
     # Without a terminal the shell reads what is sent, and its end.

@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
@@ -17,6 +18,10 @@ from paceline._base.stream_relay import FarStream, StreamGoneError, relay
 from paceline.client import _late_models as models
 from paceline.client._http_session import ApiError, HttpSession, MasterUnreachableError
 
+# Browsers send cookies to all ports of a host, also that of a sign-in at a master on 127.0.0.1. So
+# tasks, which are strangers, have a host of their own. Systems other than Linux have no further
+# address of loopback: there at least the other name for it.
+_ADDRESS, _HOST = ("127.0.0.2", "127.0.0.2") if sys.platform == "linux" else (LOOPBACK, "localhost")
 _WAIT_S = 20.0
 # So long a stream outlives a master that does not answer; one that was started again has none.
 _PATIENCE_S = 30.0
@@ -93,9 +98,10 @@ class Tunnel:
     def __init__(self, session: HttpSession, experiment_id: int, port: int = 0) -> None:
         self._session = session
         self._experiment_id = experiment_id
-        self._listener = socket.create_server((LOOPBACK, port))
+        self._listener = socket.create_server((_ADDRESS, port))
         self._listener.settimeout(_ACCEPT_S)
         self.port: int = self._listener.getsockname()[1]
+        self.url = f"http://{_HOST}:{self.port}"
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
 
@@ -117,7 +123,7 @@ class Tunnel:
             except TimeoutError:
                 continue
             near.settimeout(None)
-            if not is_own_connection(address[1], self.port):
+            if not is_own_connection(address, (_ADDRESS, self.port)):
                 near.close()
                 continue
             threading.Thread(target=self._pass_on, args=(near,), name="stream", daemon=True).start()
@@ -133,25 +139,32 @@ class Tunnel:
 
 
 def is_own_connection(
-    from_port: int, to_port: int, table: Path = Path("/proc/net/tcp"), uid: int | None = None
+    sender: tuple[str, int],
+    receiver: tuple[str, int],
+    table: Path = Path("/proc/net/tcp"),
+    uid: int | None = None,
 ) -> bool:
     """Return whether a connection within loopback comes from a process of this Unix user or root.
 
     Args:
-        from_port: The port of whoever connected.
-        to_port: The port that was connected to.
+        sender: Address and port of whoever connected.
+        receiver: Address and port that were connected to.
         table: The system's list of connections.
         uid: The user; None for this process's.
     """
     if sys.platform != "linux":
         return True
-    here = "0100007F" if sys.byteorder == "little" else "7F000001"
-    wanted = [f"{here}:{from_port:04X}", f"{here}:{to_port:04X}"]
+    wanted = [_as_in_table(*sender), _as_in_table(*receiver)]
     for line in table.read_text(encoding="ascii").splitlines():
         fields = line.split()
         if fields[1:3] == wanted:
             return int(fields[7]) in (0, os.geteuid() if uid is None else uid)
     return False
+
+
+def _as_in_table(address: str, port: int) -> str:
+    (number,) = struct.unpack("=I", socket.inet_aton(address))
+    return f"{number:08X}:{port:04X}"
 
 
 class InteractiveClient:

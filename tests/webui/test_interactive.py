@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +65,16 @@ Server(str(run / "task.sock"), Handler).serve_forever()
 
 
 def start(master: Any, directory: Path, entrypoint: list[str] | None = None) -> Any:
-    wish = _Wish(
-        "tensorboard" if entrypoint else "shell", 1, None, None, "1h", None, None, directory
-    )
+    kind = "tensorboard" if entrypoint else "shell"
+    wish = _Wish(kind, 1, None, None, "1h", None, None, directory)
     config = wish.config() | ({} if entrypoint is None else {"entrypoint": entrypoint})
     experiment = master.client.create_experiment(config)
     deadline = time.monotonic() + 120
     while True:
-        try:
+        # It may not run yet.
+        with suppress(ApiError):
             if master.client.interactive_link(experiment.id).path is not None:
                 return experiment
-        except ApiError as error:
-            assert error.code == "not_running"
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

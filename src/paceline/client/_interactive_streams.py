@@ -7,8 +7,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,7 @@ _WAIT_S = 20.0
 # So long a stream outlives a master that does not answer; one that was started again has none.
 _PATIENCE_S = 30.0
 _PAUSE_S = 0.5
+_JOIN_S = 5.0
 _GONE = 410
 _ACCEPT_S = 0.5
 
@@ -103,7 +104,7 @@ class Tunnel:
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://{_HOST}:{self.port}"
         self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
+        self._open: dict[socket.socket, threading.Thread] = {}
 
     def __enter__(self) -> "Tunnel":
         return self
@@ -111,9 +112,11 @@ class Tunnel:
     def __exit__(self, *_: object) -> None:
         self._listener.close()
         with self._lock:
+            threads = [*self._open.values()]
             for near in self._open:
                 with suppress(OSError):
                     near.shutdown(socket.SHUT_RDWR)
+        _join_all(threads)
 
     def serve(self, is_wanted: Callable[[], bool]) -> None:
         """Take connections as long as they are wanted, which is asked twice a second."""
@@ -126,16 +129,26 @@ class Tunnel:
             if not is_own_connection(address, (_ADDRESS, self.port)):
                 near.close()
                 continue
-            threading.Thread(target=self._pass_on, args=(near,), name="stream", daemon=True).start()
+            thread = threading.Thread(
+                target=self._pass_on, args=(near,), name="stream", daemon=True
+            )
+            with self._lock:
+                self._open[near] = thread
+            thread.start()
 
     def _pass_on(self, near: socket.socket) -> None:
-        with self._lock:
-            self._open.add(near)
         try:
             relay(near, TaskStream(self._session, self._experiment_id))
         finally:
             with self._lock:
-                self._open.discard(near)
+                del self._open[near]
+
+
+def _join_all(threads: Iterable[threading.Thread]) -> None:
+    """Wait for threads that are about to end, as some libraries crash if Python ends before."""
+    until = time.monotonic() + _JOIN_S
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def is_own_connection(
@@ -194,9 +207,17 @@ class InteractiveClient:
         """
         return Tunnel(self._session, experiment_id, port)
 
-    def connect_to_task(self, experiment_id: int) -> socket.socket:
-        """Return a socket whose other end is the socket of an interactive task."""
+    @contextmanager
+    def connect_to_task(self, experiment_id: int) -> Iterator[socket.socket]:
+        """Yield a socket whose other end is the socket of an interactive task."""
         near, far = socket.socketpair()
         stream = TaskStream(self._session, experiment_id)
-        threading.Thread(target=relay, args=(far, stream), name="stream", daemon=True).start()
-        return near
+        thread = threading.Thread(target=relay, args=(far, stream), name="stream", daemon=True)
+        thread.start()
+        try:
+            yield near
+        finally:
+            with suppress(OSError):
+                near.shutdown(socket.SHUT_RDWR)
+            near.close()
+            _join_all([thread])

@@ -10,9 +10,9 @@ from paceline.client._interactive_streams import is_own_connection
 
 # As Linux prints it: port 40000 of loopback to port 8888, of the user 1000.
 TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid
-   0: 0100007F:9C40 0100007F:22B8 01 00000000:00000000 00:00000000 00000000  1000        0 7 1
-   1: 0100007F:22B8 0100007F:9C40 01 00000000:00000000 00:00000000 00000000  1001        0 8 1
-   2: 0100007F:9C41 0100007F:22B8 01 00000000:00000000 00:00000000 00000000     0        0 9 1
+   0: 0100007F:9C40 0200007F:22B8 01 00000000:00000000 00:00000000 00000000  1000        0 7 1
+   1: 0200007F:22B8 0100007F:9C40 01 00000000:00000000 00:00000000 00000000  1001        0 8 1
+   2: 0100007F:9C41 0200007F:22B8 01 00000000:00000000 00:00000000 00000000     0        0 9 1
 """
 
 
@@ -33,15 +33,14 @@ def test_connection_of_another_user_does_not_get_through(
 ) -> None:
     table = tmp_path / "tcp"
     table.write_text(TABLE)
-    assert is_own_connection(from_port, 8888, table, uid) is is_own
+    assert is_own_connection(("127.0.0.1", from_port), ("127.0.0.2", 8888), table, uid) is is_own
 
 
 def test_connection_of_this_process_gets_through() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)) as one:
-            from_port = one.getsockname()[1]
-            assert is_own_connection(from_port, port)
+        place = server.getsockname()
+        with socket.create_connection(place) as one:
+            assert is_own_connection(one.getsockname(), place)
             other = os.geteuid() + 1
             # Root's connections pass for everybody.
-            assert is_own_connection(from_port, port, uid=other) is (os.geteuid() == 0)
+            assert is_own_connection(one.getsockname(), place, uid=other) is (os.geteuid() == 0)

@@ -268,7 +268,7 @@ def _use_browser(
             " Hint: leave it out."
         ) from error
     with tunnel:
-        url = f"http://127.0.0.1:{tunnel.port}{path}"
+        url = f"{tunnel.url}{path}"
         text = f"Open {url}\nThe link works as long as this command runs; Ctrl-C ends it."
         _print_task(experiment, kind, url, text)
         sys.stdout.flush()

@@ -3,11 +3,12 @@
 import os
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -17,10 +18,15 @@ from paceline._base.stream_relay import FarStream, StreamGoneError, relay
 from paceline.client import _late_models as models
 from paceline.client._http_session import ApiError, HttpSession, MasterUnreachableError
 
+# Browsers send cookies to all ports of a host, also that of a sign-in at a master on 127.0.0.1. So
+# tasks, which are strangers, have a host of their own. Systems other than Linux have no further
+# address of loopback: there at least the other name for it.
+_ADDRESS, _HOST = ("127.0.0.2", "127.0.0.2") if sys.platform == "linux" else (LOOPBACK, "localhost")
 _WAIT_S = 20.0
 # So long a stream outlives a master that does not answer; one that was started again has none.
 _PATIENCE_S = 30.0
 _PAUSE_S = 0.5
+_JOIN_S = 5.0
 _GONE = 410
 _ACCEPT_S = 0.5
 
@@ -93,11 +99,12 @@ class Tunnel:
     def __init__(self, session: HttpSession, experiment_id: int, port: int = 0) -> None:
         self._session = session
         self._experiment_id = experiment_id
-        self._listener = socket.create_server((LOOPBACK, port))
+        self._listener = socket.create_server((_ADDRESS, port))
         self._listener.settimeout(_ACCEPT_S)
         self.port: int = self._listener.getsockname()[1]
+        self.url = f"http://{_HOST}:{self.port}"
         self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
+        self._open: dict[socket.socket, threading.Thread] = {}
 
     def __enter__(self) -> "Tunnel":
         return self
@@ -105,9 +112,11 @@ class Tunnel:
     def __exit__(self, *_: object) -> None:
         self._listener.close()
         with self._lock:
+            threads = [*self._open.values()]
             for near in self._open:
                 with suppress(OSError):
                     near.shutdown(socket.SHUT_RDWR)
+        _join_all(threads)
 
     def serve(self, is_wanted: Callable[[], bool]) -> None:
         """Take connections as long as they are wanted, which is asked twice a second."""
@@ -117,41 +126,58 @@ class Tunnel:
             except TimeoutError:
                 continue
             near.settimeout(None)
-            if not is_own_connection(address[1], self.port):
+            if not is_own_connection(address, (_ADDRESS, self.port)):
                 near.close()
                 continue
-            threading.Thread(target=self._pass_on, args=(near,), name="stream", daemon=True).start()
+            thread = threading.Thread(
+                target=self._pass_on, args=(near,), name="stream", daemon=True
+            )
+            with self._lock:
+                self._open[near] = thread
+            thread.start()
 
     def _pass_on(self, near: socket.socket) -> None:
-        with self._lock:
-            self._open.add(near)
         try:
             relay(near, TaskStream(self._session, self._experiment_id))
         finally:
             with self._lock:
-                self._open.discard(near)
+                del self._open[near]
+
+
+def _join_all(threads: Iterable[threading.Thread]) -> None:
+    """Wait for threads that are about to end, as some libraries crash if Python ends before."""
+    until = time.monotonic() + _JOIN_S
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def is_own_connection(
-    from_port: int, to_port: int, table: Path = Path("/proc/net/tcp"), uid: int | None = None
+    sender: tuple[str, int],
+    receiver: tuple[str, int],
+    table: Path = Path("/proc/net/tcp"),
+    uid: int | None = None,
 ) -> bool:
     """Return whether a connection within loopback comes from a process of this Unix user or root.
 
     Args:
-        from_port: The port of whoever connected.
-        to_port: The port that was connected to.
+        sender: Address and port of whoever connected.
+        receiver: Address and port that were connected to.
         table: The system's list of connections.
         uid: The user; None for this process's.
     """
     if sys.platform != "linux":
         return True
-    here = "0100007F" if sys.byteorder == "little" else "7F000001"
-    wanted = [f"{here}:{from_port:04X}", f"{here}:{to_port:04X}"]
+    wanted = [_as_in_table(*sender), _as_in_table(*receiver)]
     for line in table.read_text(encoding="ascii").splitlines():
         fields = line.split()
         if fields[1:3] == wanted:
             return int(fields[7]) in (0, os.geteuid() if uid is None else uid)
     return False
+
+
+def _as_in_table(address: str, port: int) -> str:
+    (number,) = struct.unpack("=I", socket.inet_aton(address))
+    return f"{number:08X}:{port:04X}"
 
 
 class InteractiveClient:
@@ -181,9 +207,17 @@ class InteractiveClient:
         """
         return Tunnel(self._session, experiment_id, port)
 
-    def connect_to_task(self, experiment_id: int) -> socket.socket:
-        """Return a socket whose other end is the socket of an interactive task."""
+    @contextmanager
+    def connect_to_task(self, experiment_id: int) -> Iterator[socket.socket]:
+        """Yield a socket whose other end is the socket of an interactive task."""
         near, far = socket.socketpair()
         stream = TaskStream(self._session, experiment_id)
-        threading.Thread(target=relay, args=(far, stream), name="stream", daemon=True).start()
-        return near
+        thread = threading.Thread(target=relay, args=(far, stream), name="stream", daemon=True)
+        thread.start()
+        try:
+            yield near
+        finally:
+            with suppress(OSError):
+                near.shutdown(socket.SHUT_RDWR)
+            near.close()
+            _join_all([thread])

@@ -186,7 +186,8 @@ async def _of_user(
 
 def _has_ended(master: Master, attempt_id: int) -> bool:
     with master.database.read(everything=True) as connection:
-        return AttemptState(read_attempt(connection, attempt_id).state) is AttemptState.ENDED
+        attempt = read_attempt(connection, attempt_id)
+    return bool(attempt.state == AttemptState.ENDED.value)
 
 
 def _of_task(master: Master, attempt_id: int, name: str) -> Stream:

@@ -84,11 +84,15 @@ class Round:
         known = {one.name: one for one in client.list_experiments()}
         for search in self.searches:
             if search.name not in known:
-                known[search.name] = client.create_experiment(
+                known[search.name] = self._creator(search).create_experiment(
                     search.config(self.notes), self.directory / "contexts" / search.name
                 )
                 self.created_at = self.lab.order
         return [known[search.name] for search in self.searches]
+
+    def _creator(self, search: Search) -> Client:
+        """Return a client of the user whose search it is."""
+        return self.client()
 
     def strike(self, kill: Found) -> bool:
         """Kill a process and measure until work goes on."""

@@ -17,6 +17,7 @@ from paceline.config._checkpoint_storage_section import (
 from paceline.config._environment_and_secrets import Environment, Notify, Threshold
 from paceline.config._experiment_config import (
     Idle,
+    Interactive,
     LogPolicy,
     Profiling,
     Reproducibility,
@@ -61,6 +62,7 @@ SECTIONS: dict[str, list[type[BaseModel]]] = {
     "environment.": [Environment],
     "profiling.": [Profiling],
     "idle.": [Idle],
+    "interactive.": [Interactive],
     "log_policies.": [LogPolicy],
     "notify.": [Notify],
     "notify.thresholds.": [Threshold],

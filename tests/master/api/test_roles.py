@@ -426,3 +426,19 @@ def test_the_audit_log_says_who_did_what_to_which_object(lab: Any) -> None:
         lab.core.database.write(
             lambda transaction: transaction.connection.execute(tables.audit.delete())
         ).result()
+
+
+def test_a_refusal_names_only_what_would_help(lab: Any) -> None:
+    """No token lets in who is no administrator; a browser's scope is that of an admin's token."""
+    body = {"name": "low", "scope": "submit", "user": "editor"}
+    secret = lab.http.post("/tokens", json=body).json()["secret"]
+    headers = {"Authorization": f"Bearer {secret}"}
+    with httpx2.Client(base_url=lab.url, headers=headers, verify=False) as low:
+        for path, wanted in (
+            ("/audit", "must be an administrator of the master"),
+            ("/attempts/1/control", "must be an administrator of the master"),
+            ("/tokens", "paceline token create NAME --scope admin`"),
+        ):
+            refused = low.get(path)
+            assert refused.status_code == 403
+            assert wanted in refused.text, refused.text

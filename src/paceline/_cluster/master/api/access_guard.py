@@ -509,8 +509,15 @@ def _refuse_role(
     )
 
 
+# What `paceline token create --scope` makes for a route whose scope is none of a token.
+_TOKENS = {RouteScope.USER: "admin", RouteScope.ATTEMPT: "admin", RouteScope.TRACKER: "read"}
+
+
 def _forbidden(identity: AccessIdentity, wanted: RouteScope) -> Response:
-    if (wanted, identity.scope) == (RouteScope.ADMIN, RouteScope.USER):
+    # No token makes an administrator of somebody who is none.
+    is_none = identity.reach is not None and identity.reach.sees is not None
+    is_person = identity.attempt_id is None and identity.scope is not RouteScope.RUNNER
+    if wanted in (RouteScope.ADMIN, RouteScope.ATTEMPT) and is_none and is_person:
         return problem(
             403,
             "scope_too_low",
@@ -518,12 +525,13 @@ def _forbidden(identity: AccessIdentity, wanted: RouteScope) -> Response:
             f" not. Hint: one can ask for it, or make you one: `paceline user role {identity.owner}"
             " --admin`.",
         )
+    scope = _TOKENS.get(wanted, wanted.value)
     return problem(
         403,
         "scope_too_low",
-        f"The token must have the scope {wanted.value!r} for that, but {identity.user!r} has"
-        f" {identity.scope.value!r}. Hint: `paceline token create NAME --scope {wanted.value}`"
-        " makes one that has it."
+        f"The token must have the scope {scope!r} for that, but {identity.user!r} has"
+        f" {identity.scope.value!r}. Hint: `paceline token create NAME --scope {scope}` makes one"
+        " that has it."
         if identity.attempt_id is None
         else f"The token of attempt {identity.attempt_id} opens the routes of this attempt only.",
     )

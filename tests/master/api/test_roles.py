@@ -420,6 +420,8 @@ def test_the_audit_log_says_who_did_what_to_which_object(lab: Any) -> None:
         ("/tokens", {"name": "t", "scope": "read", "user": "late"}, "token t of user late"),
     ):
         assert lab.http.post(path, json=made).status_code == 201
+        # The log is written after the answer.
+        lab.core.database.write(lambda _: None).result()
         assert lab.http.get("/audit?user=admin").json()[0]["objects"] == [told]
     lab.http.delete("/users/late")
     with pytest.raises(Exception, match="only added to"):

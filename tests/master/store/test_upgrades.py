@@ -255,6 +255,7 @@ def test_files_stored_before_they_were_counted_are_counted_like_later_ones(tmp_p
     Database(path).close()
     added = {"attempts": ["num_gpus", "spent"], "quotas": ["media_bytes"]}
     added["usage"] = ["gpu_s", "training_s", "lost_s", "known_s"]
+    added |= {"users": ["oidc_issuer", "oidc_subject"], "pools": ["interactive_first"]}
     insert = "INSERT INTO run_files VALUES (1, ?, 7, 'd', ?, 'text/plain', 0.0)"
     with closing(sqlite3.connect(path)) as connection, connection:
         for number in (1, 2, 3):

@@ -49,6 +49,7 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
     pools = [{"name": name, "policy": "priority", "max_slots": 3, "labels": {"gpu": "a"},
               "backfill": True, "half_life_hours": 12.5, "silent_after_s": 60.0,
               "unused_after_s": 1.5, "pause_after_s": None, "best_priority": 7,
+              "interactive_first": "09:00-18:00",
               "open_to": ["ada", "@lab"], "own_runners": True}
              for name in ("big", "gone")]  # fmt: skip
     quota = {"user": "eve", "project_id": 0, "weight": 2.0, "max_slots": 3, "slot_hours": 1.5,

@@ -406,6 +406,7 @@ WORDS = {
         ("Best metric", "best_metric", "best_metric", "Best"),
         ("Created", "created_at", "data.created_at", "Created"),
         ("Kind", "kind", "data.kind", "-"),
+        ("Owner", "owner", "data.owner", "Owner"),
     ],
     "trial": [
         ("Trial", "id", "id", "Trial"),

@@ -261,6 +261,36 @@ def test_the_link_for_a_new_user_signs_in_that_user(mastered: Any) -> None:
     mastered("user", "remove", "carol")
 
 
+def test_experiments_of_others_are_listed_when_asked_for(mastered: Any, code: Path) -> None:
+    """By each option that asks for them; a lone user gets no hint."""
+    mastered("e", "create", code / "config.yaml", code, "--paused")
+    alone = mastered("e", "list")
+    assert alone.stderr == ""
+    url = json.loads(mastered("user", "add", "dave", "--json").stdout)["sign_in_url"]
+    made = mastered("token", "create", "of-dave", "--scope", "submit", "--user", "dave", "--json")
+    headers = {"Authorization": f"Bearer {json.loads(made.stdout)['secret']}"}
+    body = {"config": {**json.loads((code / "config.yaml").read_text()), "name": "davids"}}
+    with httpx2.Client(headers=headers) as client:
+        answer = client.post(f"{url.partition('/api')[0]}/api/v1/experiments", json=body)
+    assert answer.status_code == 201, answer.text
+
+    def listed(*options: str) -> tuple[set[tuple[str, str]], str]:
+        result = mastered("e", "list", *options, "--format", "tsv")
+        titles, *rows = (line.split("\t") for line in result.stdout.splitlines())
+        name, owner = titles.index("Name"), titles.index("Owner")
+        return {(row[name] == "davids", row[owner]) for row in rows}, result.stderr
+
+    own, other = (False, "admin"), (True, "dave")
+    hint = "Hint: only yours are listed; --everyone lists those of all users.\n"
+    assert listed() == ({own}, hint)
+    assert listed("--everyone") == ({own, other}, "")
+    assert listed("--owner", "dave") == ({other}, "")
+    assert listed("--project", "Default") == ({own, other}, "")
+    assert listed("--query", 'owner = "dave"') == ({other}, "")
+    mastered("e", "kill", "--query", "owner = dave", "--yes")
+    mastered("user", "remove", "dave")
+
+
 def test_a_single_experiment_is_followed_to_its_end(mastered: Any, code: Path) -> None:
     result = mastered("e", "create", code / "config.yaml", code, "-f")
     assert "Created experiment" in result.stdout

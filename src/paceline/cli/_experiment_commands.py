@@ -29,6 +29,7 @@ from paceline.cli._console_output import (
     lost_records_text,
     print_agent_hint,
     print_answer,
+    print_hint,
     print_list,
     print_note,
     progress_text,
@@ -222,11 +223,21 @@ def list_experiments(
         Literal["training", "notebook", "shell", "tensorboard"] | None,
         typer.Option("--kind", help="Show only this kind."),
     ] = None,
+    everyone: Annotated[
+        bool, typer.Option("--everyone", help="Show those of all users whose projects you see.")
+    ] = False,
     query: QueryText = None,
 ) -> None:
-    """List experiments, newest first. One fits a query if one of its trials does."""
+    """List experiments, newest first. One fits a query if one of its trials does.
+
+    Among several users it lists yours, unless --everyone, --owner, --project or --query asks
+    for others too.
+    """
 
     with connect() as client:
+        session = None if everyone or owner or project or query else client.session()
+        if session is not None and session.is_shared and session.owner is not None:
+            owner = session.owner
         where: list[tuple[str, str, Any]] = [] if name is None else [("name", "contains", name)]
         where += [] if since is None else [("created_at", ">=", _moment(since))]
         where += [] if kind is None else [("kind", "=", kind)]
@@ -235,7 +246,7 @@ def list_experiments(
         found = _listed(client, state, limit, "only" if archived else "no", filters)
     print_list(
         found,
-        ["ID", "Name", "State", "Progress", "Trials", "Best metric", "Created", "Kind"],
+        ["ID", "Name", "State", "Progress", "Trials", "Best metric", "Created", "Kind", "Owner"],
         [
             (
                 e.id,
@@ -246,13 +257,17 @@ def list_experiments(
                 e.best_metric,
                 Age(e.created_at),
                 e.kind,
+                e.owner,
             )
             for e in found
         ],
         right=["ID", "Progress", "Trials", "Best metric"],
         shortened=["Name"],
+        spare=["Kind"] if session is None else ["Owner", "Kind"],
         empty=_nothing_listed(state, is_filtered=bool(where or any(filters.values()))),
     )
+    if session is not None and session.is_shared:
+        print_hint("only yours are listed; --everyone lists those of all users.")
 
 
 def _listed(

@@ -564,6 +564,11 @@ class Client(ClusterClient, BulkClient, ProjectClient, RegistryClient, Interacti
         body = models.OidcCode(code=code, verifier=verifier, name=name)
         return self._session.call("POST", "oidc/token", models.CreatedToken, body=body)
 
+    def session(self) -> "models.Session":
+        """Return as whom this client acts, and whether the master has several users."""
+
+        return self._session.get("session", models.Session)
+
     def set_password(self, password: str, *, user: str = "admin") -> None:
         """Give a user a password for the web UI and end the user's sign-ins.
 

@@ -247,8 +247,8 @@ def run_creators(
 ) -> None:
     """Train by the default function of creators, in this process as in its one worker."""
     from paceline._base.process_and_network import PortReservation
+    from paceline.creators._creator_arguments import ReplicaPassOrder, make_replica_spec
     from paceline.creators._replica import execute, make_replica
-    from paceline.creators._trainer_arguments import ReplicaPassOrder, make_replica_spec
 
     spec = make_replica_spec(
         creators={

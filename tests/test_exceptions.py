@@ -14,7 +14,7 @@ import pytest
 
 import paceline
 from paceline import train
-from paceline._training.workers.failures_and_restarts import WorkerFailedError
+from paceline._training.workers.worker_failures import WorkerFailedError
 
 TEXT = "`x` must be 1, but got 2. Hint: x=1."
 
@@ -57,15 +57,15 @@ ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
         (TEXT, results()),
         {},
     ),
-    "paceline._training.workers.failures_and_restarts.NotEnoughWorkersError": lambda: (
+    "paceline._training.workers.worker_failures.NotEnoughWorkersError": lambda: (
         (TEXT, 3, 1),
         {},
     ),
-    "paceline._training.workers.failures_and_restarts.WorkerFailedError": lambda: (
+    "paceline._training.workers.worker_failures.WorkerFailedError": lambda: (
         (TEXT, 2, 0),
         {},
     ),
-    "paceline._training.workers.failures_and_restarts.WorkersLostError": lambda: ((TEXT, 4), {}),
+    "paceline._training.workers.worker_failures.WorkersLostError": lambda: ((TEXT, 4), {}),
 }
 
 

@@ -8,8 +8,8 @@ import jsonschema_rs
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from paceline._cluster.master.upkeep.home_file_checks import Finding
-from paceline._cluster.master.upkeep.home_restore import RestoredToken
+from paceline._cluster.master.upkeep.check_files import Finding
+from paceline._cluster.master.upkeep.restore import RestoredToken
 from paceline._cluster.messages.experiment_models import (
     AttemptEnvironment,
     BulkPreview,

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from paceline.creators import BATCH_SIZE, PyTorchTrainer, ResourcesError
-from paceline.creators._trainer_arguments import (
+from paceline.creators._creator_arguments import (
     GivenParameters,
     HookWorker,
     call_hook,

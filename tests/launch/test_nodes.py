@@ -18,13 +18,13 @@ import pytest
 from paceline._base.process_and_network import PortReservation
 from paceline._training.workers import launch_nodes as _launch_nodes
 from paceline._training.workers.channels import BlockingChannel
-from paceline._training.workers.failures_and_restarts import RestartDecision
 from paceline._training.workers.launch_nodes_server import (
     LONGEST_BYTES,
     PROTOCOL,
     NodeMessage,
     NodeMessageKind,
 )
+from paceline._training.workers.worker_failures import RestartDecision
 from paceline.core import RunState, list_runs
 from paceline.testing._compare_runs import compare_runs, read_run_facts
 

@@ -7,8 +7,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from paceline._cluster.master.upkeep.home_backup import Backup
-from paceline._cluster.master.upkeep.home_restore import restore
+from paceline._cluster.master.upkeep.backup import Backup
+from paceline._cluster.master.upkeep.restore import restore
 from paceline.client import Client
 from paceline.config import ConfigError
 

@@ -7,8 +7,8 @@ from typing import Any
 from sqlalchemy import func, select
 
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.upkeep.home_check import check
-from paceline._cluster.master.upkeep.home_rebuild import rebuild_database
+from paceline._cluster.master.upkeep.check import check
+from paceline._cluster.master.upkeep.rebuild import rebuild_database
 from paceline._cluster.master.upkeep.recovery_records import read_record, record_path, write_some
 from paceline.client import Client
 

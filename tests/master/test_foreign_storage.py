@@ -12,7 +12,7 @@ import pytest
 from paceline._cluster.master.api import checkpoint_routes as _checkpoint_routes
 from paceline._cluster.master.experiments.storage_calls import StorageCalls, StorageMarks
 from paceline._cluster.master.nodes import checkpoint_transfers as _checkpoint_transfers
-from paceline._cluster.master.upkeep.home_file_checks import (
+from paceline._cluster.master.upkeep.check_files import (
     CheckPace,
     Finding,
     check_checkpoints,

@@ -14,8 +14,8 @@ from paceline._cluster.master.scheduling.pool_policies import DEFAULT_HALF_LIFE_
 from paceline._cluster.master.store import quotas as quotas_module
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.quotas import note_use, note_use_of_month
-from paceline._cluster.master.upkeep.home_backup import Backup
-from paceline._cluster.master.upkeep.home_restore import restore
+from paceline._cluster.master.upkeep.backup import Backup
+from paceline._cluster.master.upkeep.restore import restore
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 

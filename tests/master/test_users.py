@@ -14,8 +14,8 @@ from paceline._cluster.master.api.readers import _answer, _Records
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, DatabaseReader
 from paceline._cluster.master.store.reach import Reach, acting
-from paceline._cluster.master.upkeep.home_backup import Backup
-from paceline._cluster.master.upkeep.home_restore import restore
+from paceline._cluster.master.upkeep.backup import Backup
+from paceline._cluster.master.upkeep.restore import restore
 from paceline._cluster.master.users import Users
 
 STORED = Path(__file__).parents[1] / "stored"

@@ -7,7 +7,7 @@ from sqlalchemy import select
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import attempt_views
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.upkeep.home_rebuild import rebuild_database
+from paceline._cluster.master.upkeep.rebuild import rebuild_database
 from paceline._cluster.master.upkeep.recovery_records import write_some
 
 SINGLE = {"name": "single", "metric": "loss"}

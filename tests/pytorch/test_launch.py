@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline import core, pytorch
-from paceline._training.workers.failures_and_restarts import ResourcesError, WorkerFailedError
+from paceline._training.workers.worker_failures import ResourcesError, WorkerFailedError
 
 Start = Callable[..., Any]
 

@@ -19,7 +19,7 @@ import pytest
 
 from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline._cluster.runner.attempt_run import _why_process_ended
-from paceline._training.workers.failures_and_restarts import WorkerExit
+from paceline._training.workers.worker_failures import WorkerExit
 
 PRINT_ENVIRONMENT = """
 import json, os, shutil, sys

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.upkeep.home_backup import Backup
-from paceline._cluster.master.upkeep.home_restore import restore
+from paceline._cluster.master.upkeep.backup import Backup
+from paceline._cluster.master.upkeep.restore import restore
 from paceline.client import ApiError, Client
 
 STORED = Path(__file__).parents[1] / "stored"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paceline._cluster.master.home_directory import Home, LostDatabaseError
-from paceline._cluster.master.upkeep.home_check import check, fix
+from paceline._cluster.master.upkeep.check import check, fix
 from paceline.client import ApiError
 
 SCRIPT = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline._cluster.master.upkeep.home_check import check, fix
+from paceline._cluster.master.upkeep.check import check, fix
 
 SCRIPT = """
 import time

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, train
 from paceline._base.arguments_and_errors import CollectiveMismatchError
-from paceline._training.workers.failures_and_restarts import WorkerFailedError
+from paceline._training.workers.worker_failures import WorkerFailedError
 from paceline.core._arguments import rank_group
 from paceline.journal import RunDirectory
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from paceline import core, train
-from paceline._training.workers.failures_and_restarts import WorkerFailedError
+from paceline._training.workers.worker_failures import WorkerFailedError
 from paceline.data import DataNotFoundError, Dataset
 from paceline.data._dataset import Fold
 

@@ -17,7 +17,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 PREAMBLE = """
 import os, signal, sys, time
 from paceline._training.workers.pickled_calls import NotSendableError
-from paceline._training.workers.failures_and_restarts import RemoteTraceback, WorkerFailedError
+from paceline._training.workers.worker_failures import RemoteTraceback, WorkerFailedError
 from paceline._training.workers.run import call_in_workers
 RANK = int(os.environ.get("RANK", -1))
 """

@@ -15,12 +15,12 @@ import cloudpickle
 import pytest
 
 from paceline._base.arguments_and_errors import CollectiveMismatchError
-from paceline._training.workers import watchdog as _watchdog
+from paceline._training.workers import stuck_ranks
 from paceline._training.workers import worker_generation as _generation
-from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.process_pools import LocalPool
 from paceline._training.workers.processes.templates import stop_templates
 from paceline._training.workers.processes.worker_output import OutputLine
+from paceline._training.workers.worker_failures import WorkerFailedError
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -208,7 +208,7 @@ def test_the_log_tells_early_whom_the_others_wait_for(
     printed: list[OutputLine], late: int, tmp_path: Path,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(_watchdog, "_NOTICE_S", 1.0)
+    monkeypatch.setattr(stuck_ranks, "_NOTICE_S", 1.0)
     said = rf"Missing ranks: {late}. Rank {late} is at test_hangs.py:\d+ in wait_for_file"
 
     def wait_for_file() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline._training.workers.failures_and_restarts import WorkerStartError
 from paceline._training.workers.processes.local_worker_group import LocalGroup
 from paceline._training.workers.processes.signals_and_leftovers import (
     kill_leftover,
@@ -20,6 +19,7 @@ from paceline._training.workers.processes.signals_and_leftovers import (
 )
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.processes.worker_process import WorkerSpec
+from paceline._training.workers.worker_failures import WorkerStartError
 
 MakeGroup = Callable[..., LocalGroup]
 WaitUntil = Callable[[Callable[[], object]], None]

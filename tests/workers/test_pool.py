@@ -16,11 +16,11 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from paceline._training.workers import failure_detector as _failure_detector
-from paceline._training.workers.failures_and_restarts import RemoteTraceback, WorkerFailedError
+from paceline._training.workers import worker_health
 from paceline._training.workers.pickled_calls import NotSendableError
 from paceline._training.workers.process_pools import LocalPool
 from paceline._training.workers.processes.worker_output import OutputLine
+from paceline._training.workers.worker_failures import RemoteTraceback, WorkerFailedError
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -130,7 +130,7 @@ def test_the_same_error_of_other_ranks_is_folded(
     pool: LocalPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The other one may be slow.
-    monkeypatch.setattr(_failure_detector, "_SETTLE_S", 120.0)
+    monkeypatch.setattr(worker_health, "_SETTLE_S", 120.0)
 
     def fail() -> None:
         raise KeyError("everywhere")

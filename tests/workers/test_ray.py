@@ -22,13 +22,6 @@ import pytest
 
 from paceline._training.workers import shared_memory as _shared_memory_segment
 from paceline._training.workers.channels import Listener, join_listener
-from paceline._training.workers.failures_and_restarts import (
-    NodesDifferError,
-    PlacementTimeoutError,
-    RemoteTraceback,
-    ResourcesError,
-    WorkerFailedError,
-)
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.ray import cluster as _ray_node_versions
 from paceline._training.workers.ray import placement as _ray_placement
@@ -44,6 +37,13 @@ from paceline._training.workers.ray.host_process import (
     unpack_script_directory,
 )
 from paceline._training.workers.ray.pool import RayPool
+from paceline._training.workers.worker_failures import (
+    NodesDifferError,
+    PlacementTimeoutError,
+    RemoteTraceback,
+    ResourcesError,
+    WorkerFailedError,
+)
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -491,7 +491,7 @@ def test_ray_that_is_started_here_ends_with_its_use(
 SHORT_OF_MEMORY = """
 import time
 from paceline._training.workers.ray.pool import RayPool
-from paceline._training.workers.failures_and_restarts import WorkerStartError
+from paceline._training.workers.worker_failures import WorkerStartError
 from paceline._training.workers.ray.hosts import log_lack_of_memory
 
 pool = RayPool(1)

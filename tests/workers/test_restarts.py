@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from paceline._base.arguments_and_errors import CollectiveMismatchError
-from paceline._training.workers.failures_and_restarts import (
+from paceline._training.workers.worker_failures import (
     RemoteTraceback,
     RestartPolicy,
     WorkerFailedError,

@@ -18,8 +18,8 @@ from torch import nn
 
 from paceline._training.workers import shared_memory as _shared_memory_segment
 from paceline._training.workers import shared_memory as _write_watch
-from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.process_pools import LocalPool
+from paceline._training.workers.worker_failures import WorkerFailedError
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from paceline._training.workers.failures_and_restarts import WorkerExit, signal_name
 from paceline._training.workers.processes.local_worker_group import LocalGroup
 from paceline._training.workers.processes.worker_process import WorkerSpec
+from paceline._training.workers.worker_failures import WorkerExit, signal_name
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import cloudpickle
 import pytest
 
 from paceline._training.workers.channels import ListenerAddress
-from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.process_pools import LocalPool
 from paceline._training.workers.processes import templates
 from paceline._training.workers.processes.signals_and_leftovers import (
@@ -33,6 +32,7 @@ from paceline._training.workers.processes.templates import (
 from paceline._training.workers.processes.worker_process import NodeLayout, WorkerSpec
 from paceline._training.workers.processes.worker_program import PROGRAM_FILE
 from paceline._training.workers.ray.host_process import HostOrder, warm_up
+from paceline._training.workers.worker_failures import WorkerFailedError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 

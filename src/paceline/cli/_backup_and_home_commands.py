@@ -45,8 +45,8 @@ from paceline.cli._options_and_errors import (
 )
 
 if TYPE_CHECKING:
-    from paceline._cluster.master.upkeep.home_backup import Backup, BackupResult
-    from paceline._cluster.master.upkeep.home_restore import RestoredAccess, RestoreResult
+    from paceline._cluster.master.upkeep.backup import Backup, BackupResult
+    from paceline._cluster.master.upkeep.restore import RestoredAccess, RestoreResult
 
 
 _DAMAGED = 3
@@ -91,7 +91,7 @@ def backup(
     A backup has the database, the logs, the uploaded code and the journals of running trials.
     Files that have not changed are shared with the backup before it. Secrets are left out.
     """
-    from paceline._cluster.master.upkeep.home_backup import Backup
+    from paceline._cluster.master.upkeep.backup import Backup
 
     if every is not None and not follow:
         raise CommandError("`--every` must come with `--follow`, but it is missing.")
@@ -114,7 +114,7 @@ def backup(
 
 def _follow_home(made: "Backup", home: Path, every: float, keep: int | None, *, json: bool) -> None:
 
-    from paceline._cluster.master.upkeep.home_backup import follow_home
+    from paceline._cluster.master.upkeep.backup import follow_home
 
     stop = threading.Event()
     # The signal ends the loop, not the backup under way.
@@ -192,7 +192,7 @@ def restore(
     To go back to an earlier version, name the database copy that the upgrade has kept, such as
     master.version-13.sqlite. It replaces the database of its home.
     """
-    from paceline._cluster.master.upkeep.home_restore import restore as restore_home
+    from paceline._cluster.master.upkeep.restore import restore as restore_home
 
     if source.expanduser().is_file():
         if old_home or keep_tokens or keep_passwords:
@@ -222,7 +222,7 @@ def restore(
 
 
 def _restore_copy(copy: Path, *, json: bool) -> None:
-    from paceline._cluster.master.upkeep.home_restore import restore_copy
+    from paceline._cluster.master.upkeep.restore import restore_copy
 
     moved_to, access = restore_copy(copy)
     if json:
@@ -332,8 +332,8 @@ def check(
     The master may run or not. The exit code is 0 if there is no difference, or if all are fixed,
     and 1 otherwise.
     """
-    from paceline._cluster.master.upkeep.home_check import check
-    from paceline._cluster.master.upkeep.home_check import fix as fix_damage
+    from paceline._cluster.master.upkeep.check import check
+    from paceline._cluster.master.upkeep.check import fix as fix_damage
 
     directory = home_of(home)
     result = (fix_damage if fix else check)(directory, is_quick=quick)

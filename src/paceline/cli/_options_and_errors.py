@@ -489,7 +489,7 @@ _USER_ERRORS = frozenset(
         "_cluster.master.home_directory.LostDatabaseError",
         "_cluster.master.server.PortInUseError",
         "_cluster.master.store.database.DatabaseVersionError",
-        "_cluster.master.upkeep.backup_snapshots.BackupError",
+        "_cluster.master.upkeep.backup_directories.BackupError",
         "_cluster.runner.attempt_directory.SecretFileError",
         "_cluster.runner.node_runner.NodeStoppedError",
         "client.ClientError",

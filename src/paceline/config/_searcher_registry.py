@@ -8,11 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from operator import or_
 from typing import Annotated, Any, get_args
 
-from pydantic import (
-    Field,
-    GetCoreSchemaHandler,
-    TypeAdapter,
-)
+from pydantic import Field, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema
 
 from paceline.config._searcher_section import (

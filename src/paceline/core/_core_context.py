@@ -37,12 +37,7 @@ from paceline.core._process_environment import ClusterInfo, apply_determinism, c
 from paceline.core._profiler_context import ProfilerContext
 from paceline.core._read_runs import run_storage
 from paceline.core._run_directories import OpenedRun, open_run
-from paceline.core._run_storage import (
-    GivenStorage,
-    NodeStorage,
-    check_given_storage,
-    given_storage,
-)
+from paceline.core._run_storage import GivenStorage, NodeStorage, check_given_storage, given_storage
 from paceline.core._trackers_and_tensorboard import (
     TensorboardFiles,
     Tracker,

@@ -5,7 +5,8 @@ from typing import Any
 
 from paceline._base.imports import show_public_errors
 from paceline._training.engine.checkpoints.state_files import StateFormatError
-from paceline._training.workers.failures_and_restarts import (
+from paceline._training.workers.pickled_calls import NotSendableError
+from paceline._training.workers.worker_failures import (
     NodesDifferError,
     NotEnoughWorkersError,
     RanksDifferError,
@@ -15,11 +16,10 @@ from paceline._training.workers.failures_and_restarts import (
     WorkerFailedError,
     WorkersLostError,
 )
-from paceline._training.workers.pickled_calls import NotSendableError
 from paceline.core._arguments import NonFiniteError
+from paceline.creators._creator_arguments import BATCH_SIZE, HookWorker
 from paceline.creators._passes import Pass
 from paceline.creators._pytorch_trainer import PyTorchTrainer
-from paceline.creators._trainer_arguments import BATCH_SIZE, HookWorker
 from paceline.storage._checkpoint_files import CheckpointCorruptError
 
 __all__ = [

@@ -31,7 +31,7 @@ from paceline._training.engine.checkpoints.sharded_state import (
 )
 from paceline._training.engine.checkpoints.state_files import StateFormatError, is_storable
 from paceline._training.workers.pickled_calls import NotSendableError, dump, load
-from paceline.creators._trainer_arguments import BATCH_SIZE, ReplicaSpec
+from paceline.creators._creator_arguments import BATCH_SIZE, ReplicaSpec
 from paceline.data._order_and_random_generators import (
     capture_random_state,
     restore_random_state,

@@ -16,10 +16,7 @@ from paceline.core._attempt_journal import VALIDATION
 from paceline.core._run_directories import local_directory
 from paceline.core._run_storage import GivenStorage, given_storage
 from paceline.core._trackers_and_tensorboard import as_trackers
-from paceline.creators._pass_reports import PassRecord, PassResult, reduced_statistics, shown_pass
-from paceline.creators._passes import checked_pass_state, load_pass_state, save_pass_state
-from paceline.creators._replica import ReplicaWorkers
-from paceline.creators._trainer_arguments import (
+from paceline.creators._creator_arguments import (
     ReplicaPassOrder,
     check_creator_names,
     check_creators_alone,
@@ -28,6 +25,9 @@ from paceline.creators._trainer_arguments import (
     creator_precision,
     make_replica_spec,
 )
+from paceline.creators._pass_reports import PassRecord, PassResult, reduced_statistics, shown_pass
+from paceline.creators._passes import checked_pass_state, load_pass_state, save_pass_state
+from paceline.creators._replica import ReplicaWorkers
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -27,10 +27,21 @@ from paceline._training.engine.gradient_sync import GradientSync
 from paceline._training.engine.metric_reducers import MAX_SKIPPED_STEPS
 from paceline._training.engine.rank_differences import RankCheck, check_same_data, compare_in_group
 from paceline._training.engine.step_replay import StepReplay
-from paceline._training.workers.failures_and_restarts import RestartPolicy, TrainingFailedError
 from paceline._training.workers.processes.worker_process import join_process_group
+from paceline._training.workers.worker_failures import RestartPolicy, TrainingFailedError
 from paceline._training.workers.worker_pools import WorkerPool
 from paceline._training.workers.workers import ElasticLimits, Workers, WorkerSettings
+from paceline.creators._creator_arguments import (
+    GivenParameters,
+    HookWorker,
+    ReplicaPassOrder,
+    ReplicaSpec,
+    call_hook,
+    call_with,
+    check_gpu,
+    train_one_model,
+    validate_one_model,
+)
 from paceline.creators._pass_reports import (
     LocalMeans,
     NotedProgress,
@@ -53,17 +64,6 @@ from paceline.creators._passes import (
     restore_pass_state,
     split_pass_state,
     write_part,
-)
-from paceline.creators._trainer_arguments import (
-    GivenParameters,
-    HookWorker,
-    ReplicaPassOrder,
-    ReplicaSpec,
-    call_hook,
-    call_with,
-    check_gpu,
-    train_one_model,
-    validate_one_model,
 )
 from paceline.data._order_and_random_generators import isolated_randomness, seed_everything
 from paceline.data._sharded_loader import WorkerBatch

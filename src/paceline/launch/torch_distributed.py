@@ -14,21 +14,7 @@ from typing import TYPE_CHECKING
 from paceline._base.arguments_and_errors import CollectiveMismatchError
 from paceline._base.files import run_memory
 from paceline._base.gpus import num_visible_gpus
-from paceline._base.process_and_network import (
-    LOOPBACK,
-    PortReservation,
-    join_colors,
-    num_cores,
-)
-from paceline._training.workers.failures_and_restarts import (
-    OUTPUT_IS,
-    NodesDifferError,
-    NotEnoughWorkersError,
-    ResourcesError,
-    RestartPolicy,
-    WorkerFailedError,
-    WorkerStartError,
-)
+from paceline._base.process_and_network import LOOPBACK, PortReservation, join_colors, num_cores
 from paceline._training.workers.launch_nodes import LaunchNodes
 from paceline._training.workers.process_pools import ProgramPool, WorkerCommand, WorkerVariables
 from paceline._training.workers.processes.signals_and_leftovers import sweeping_after_kill
@@ -40,6 +26,15 @@ from paceline._training.workers.processes.worker_process import (
     is_port_free,
 )
 from paceline._training.workers.run import LAUNCH_HINT, LaunchRun
+from paceline._training.workers.worker_failures import (
+    OUTPUT_IS,
+    NodesDifferError,
+    NotEnoughWorkersError,
+    ResourcesError,
+    RestartPolicy,
+    WorkerFailedError,
+    WorkerStartError,
+)
 from paceline._training.workers.workers import ElasticLimits, Workers, check_crowd
 from paceline.launch._launcher_arguments import (
     USAGE,

@@ -11,7 +11,7 @@ from paceline._training.engine.checkpoints.weights_and_optimizers import (
 from paceline._training.engine.gradient_sync import clip_grad_norm_
 from paceline._training.engine.metric_reducers import KeySetError, MetricReducer, Reducer
 from paceline._training.engine.schedules import Batch, Epoch, LRScheduler, Record, TrainUnit
-from paceline._training.workers.failures_and_restarts import RanksDifferError, StepsDifferError
+from paceline._training.workers.worker_failures import RanksDifferError, StepsDifferError
 from paceline.core._arguments import NonFiniteError
 from paceline.data._torch_loaders import TorchData, to_device
 from paceline.pytorch import samplers

@@ -39,11 +39,7 @@ from paceline._training.engine.metric_reducers import MAX_SKIPPED_STEPS, Reducer
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import check_same_data
-from paceline._training.engine.schedules import (
-    Position,
-    scheduler_state,
-    share_schedulers,
-)
+from paceline._training.engine.schedules import Position, scheduler_state, share_schedulers
 from paceline.data._order_and_random_generators import (
     capture_random_state,
     restore_random_state,

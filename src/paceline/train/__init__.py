@@ -6,7 +6,8 @@ Importing this loads no torch.
 from typing import TYPE_CHECKING
 
 from paceline._base.imports import late_names, show_public_errors
-from paceline._training.workers.failures_and_restarts import (
+from paceline._training.workers.pickled_calls import NotSendableError
+from paceline._training.workers.worker_failures import (
     NodesDifferError,
     NotEnoughWorkersError,
     RanksDifferError,
@@ -17,7 +18,6 @@ from paceline._training.workers.failures_and_restarts import (
     WorkerFailedError,
     WorkersLostError,
 )
-from paceline._training.workers.pickled_calls import NotSendableError
 from paceline.train._run_protocol import Checkpoint, IncompleteCheckpointError, Report, Results
 from paceline.train._run_reports import (
     JsonLinesCallback,

@@ -15,11 +15,11 @@ from paceline import core
 from paceline._base.gpus import num_visible_gpus
 from paceline._base.process_and_network import num_cores
 from paceline._base.run_directory import JournalKey, RunDirectory
-from paceline._training.workers.failures_and_restarts import RestartPolicy
 from paceline._training.workers.processes.worker_output import WorkerOutput
 from paceline._training.workers.processes.worker_process import HorovodRendezvous, launcher_shards
 from paceline._training.workers.ray.cluster import dealt
 from paceline._training.workers.run import Run
+from paceline._training.workers.worker_failures import RestartPolicy
 from paceline._training.workers.worker_pools import InlinePool, JoinedPool, PendingCall, WorkerPool
 from paceline._training.workers.workers import ElasticLimits, Workers, most_startable
 from paceline.core._arguments import GivenUpError, searched_metrics

@@ -25,14 +25,14 @@ from paceline._base.imports import html_table
 from paceline._base.journal_records import AttemptStarted, MetricsReported, decode_value
 from paceline._base.run_directory import Control, JournalKey, NotARunDirectoryError, RunDirectory
 from paceline._training.workers.channels import DriverLink, driver_link
-from paceline._training.workers.failures_and_restarts import (
+from paceline._training.workers.processes.signals_and_leftovers import noted_signals
+from paceline._training.workers.processes.worker_process import RankInfo
+from paceline._training.workers.ray.forwarded_storage import ForwardedRun, ForwardedStorage
+from paceline._training.workers.worker_failures import (
     RunDirectoryError,
     TrainingFailedError,
     signal_name,
 )
-from paceline._training.workers.processes.signals_and_leftovers import noted_signals
-from paceline._training.workers.processes.worker_process import RankInfo
-from paceline._training.workers.ray.forwarded_storage import ForwardedRun, ForwardedStorage
 from paceline.core._arguments import PreemptedError, rank_group
 from paceline.core._preemption_and_search import ControlFile
 from paceline.core._read_runs import restorable_checkpoint

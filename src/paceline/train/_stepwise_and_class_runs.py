@@ -13,7 +13,7 @@ from typing import Any
 from paceline import core
 from paceline._base.journal_records import encode_metrics
 from paceline._base.run_directory import Control, RunDirectory
-from paceline._training.workers.failures_and_restarts import without_our_frames
+from paceline._training.workers.worker_failures import without_our_frames
 from paceline._training.workers.worker_pools import PendingCall
 from paceline.core._arguments import GivenUpError
 from paceline.train._run_driver import RunDriver

@@ -25,11 +25,11 @@ from paceline._cluster.master.experiments.directory_watchers import RunsWatcher
 from paceline._cluster.master.experiments.retention import Retention
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.upkeep.home_backup import Backup
-from paceline._cluster.master.upkeep.home_check import check
-from paceline._cluster.master.upkeep.home_rebuild import rebuild_database
-from paceline._cluster.master.upkeep.home_restore import restore
+from paceline._cluster.master.upkeep.backup import Backup
+from paceline._cluster.master.upkeep.check import check
+from paceline._cluster.master.upkeep.rebuild import rebuild_database
 from paceline._cluster.master.upkeep.recovery_records import write_some
+from paceline._cluster.master.upkeep.restore import restore
 from paceline.client import ApiError, Client
 from paceline.client._code_and_run_uploads import RunSync
 

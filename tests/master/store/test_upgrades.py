@@ -23,10 +23,10 @@ from paceline._cluster.master.store.database import (
     DatabaseVersionError,
     copy_of_version,
 )
-from paceline._cluster.master.upkeep.backup_snapshots import BackupError
-from paceline._cluster.master.upkeep.home_backup import Backup
-from paceline._cluster.master.upkeep.home_check import fix
-from paceline._cluster.master.upkeep.home_restore import restore_copy
+from paceline._cluster.master.upkeep.backup import Backup
+from paceline._cluster.master.upkeep.backup_directories import BackupError
+from paceline._cluster.master.upkeep.check import fix
+from paceline._cluster.master.upkeep.restore import restore_copy
 
 STORED = Path(__file__).parents[2] / "stored"
 FIRST = tables.FIRST_SCHEMA_VERSION

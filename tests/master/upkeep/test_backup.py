@@ -18,11 +18,15 @@ from sqlalchemy import insert
 from paceline._cluster.master.home_directory import Home, LostDatabaseError
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, DatabaseVersionError, Transaction
-from paceline._cluster.master.upkeep import home_backup as following
-from paceline._cluster.master.upkeep import home_restore as restoring
-from paceline._cluster.master.upkeep.backup_snapshots import BackupError, find_backup, whole_backups
-from paceline._cluster.master.upkeep.home_backup import Backup, BackupResult, follow_home
-from paceline._cluster.master.upkeep.home_restore import restore
+from paceline._cluster.master.upkeep import backup as following
+from paceline._cluster.master.upkeep import restore as restoring
+from paceline._cluster.master.upkeep.backup import Backup, BackupResult, follow_home
+from paceline._cluster.master.upkeep.backup_directories import (
+    BackupError,
+    find_backup,
+    whole_backups,
+)
+from paceline._cluster.master.upkeep.restore import restore
 
 DieAt = Callable[[str, Callable[[], object]], None]
 

@@ -17,10 +17,10 @@ from paceline._cluster.master.home_directory import Home, HomeInUseError
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.recovery_rows import begin_records
-from paceline._cluster.master.upkeep import home_check as _check
-from paceline._cluster.master.upkeep.backup_snapshots import BackupError
-from paceline._cluster.master.upkeep.home_check import check, fix
-from paceline._cluster.master.upkeep.home_file_checks import Finding
+from paceline._cluster.master.upkeep import check as _check
+from paceline._cluster.master.upkeep.backup_directories import BackupError
+from paceline._cluster.master.upkeep.check import check, fix
+from paceline._cluster.master.upkeep.check_files import Finding
 from paceline._cluster.master.upkeep.recovery_records import (
     record_path,
     recorded_experiments,

@@ -24,11 +24,11 @@ from paceline._cluster.master.store.database import (
     settle_cluster_id,
 )
 from paceline._cluster.master.store.recovery_rows import begin_records
-from paceline._cluster.master.upkeep.backup_snapshots import BackupError
-from paceline._cluster.master.upkeep.home_backup import Backup
-from paceline._cluster.master.upkeep.home_check import check, fix
-from paceline._cluster.master.upkeep.home_restore import restore
+from paceline._cluster.master.upkeep.backup import Backup
+from paceline._cluster.master.upkeep.backup_directories import BackupError
+from paceline._cluster.master.upkeep.check import check, fix
 from paceline._cluster.master.upkeep.recovery_records import write_some
+from paceline._cluster.master.upkeep.restore import restore
 from paceline._cluster.messages.master_models import TokenScope
 from paceline._cluster.runner.attempt_directory import SecretFileError
 

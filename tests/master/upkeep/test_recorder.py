@@ -13,7 +13,7 @@ from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.recovery_rows import ALL, note_experiment
-from paceline._cluster.master.upkeep.home_rebuild import rebuild_database
+from paceline._cluster.master.upkeep.rebuild import rebuild_database
 from paceline._cluster.master.upkeep.recovery_records import write_some
 from paceline.journal import MetricsReported, RunDirectory
 

@@ -18,10 +18,10 @@ from paceline._cluster.master.home_directory import Home
 from paceline._cluster.master.store import database as database_module
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.upkeep.backup_snapshots import BackupError
-from paceline._cluster.master.upkeep.home_backup import Backup
-from paceline._cluster.master.upkeep.home_restore import RestoreResult, restore
+from paceline._cluster.master.upkeep.backup import Backup
+from paceline._cluster.master.upkeep.backup_directories import BackupError
 from paceline._cluster.master.upkeep.recovery_records import Recorder
+from paceline._cluster.master.upkeep.restore import RestoreResult, restore
 from paceline._cluster.master.users import Users
 from paceline._cluster.messages.master_models import TokenScope
 

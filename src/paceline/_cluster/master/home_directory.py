@@ -30,11 +30,7 @@ from paceline._cluster.master.store.database import (
     Transaction,
     check_stored_version,
 )
-from paceline._cluster.master.store.upgrades import (
-    KnownFiles,
-    find_log_damage,
-    read_known_files,
-)
+from paceline._cluster.master.store.upgrades import KnownFiles, find_log_damage, read_known_files
 from paceline._cluster.runner.attempt_directory import (
     NEWEST_NAME,
     AttemptDirectory,

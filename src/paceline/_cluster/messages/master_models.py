@@ -4,12 +4,7 @@ import re
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import (
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from paceline._cluster.messages.experiment_models import Message, Request
 from paceline._cluster.messages.runner_messages import LOCAL_NAME, MAX_TIME_S

@@ -45,7 +45,6 @@ from paceline._cluster.runner.interactive_task import InteractiveTask
 from paceline._cluster.runner.master_follower import MasterFollower, UseMeter
 from paceline._cluster.runner.master_link_and_output import MasterLink, OutputSpool
 from paceline._cluster.runner.record_shipping import Shipper
-from paceline._training.workers.failures_and_restarts import WorkerExit
 from paceline._training.workers.processes.local_worker_group import LocalGroup
 from paceline._training.workers.processes.templates import FRESH_START_VARIABLE, Template
 from paceline._training.workers.processes.worker_output import OutputLine
@@ -57,6 +56,7 @@ from paceline._training.workers.processes.worker_process import (
     WorkerSpec,
     start_process,
 )
+from paceline._training.workers.worker_failures import WorkerExit
 from paceline.core._launcher_place import forget_launcher
 from paceline.core._run_storage import discard_unfinished
 

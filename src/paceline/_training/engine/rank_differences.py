@@ -28,7 +28,7 @@ from paceline._training.engine.devices import (
     piece_here,
 )
 from paceline._training.engine.gradient_reduction import plain_model
-from paceline._training.workers.failures_and_restarts import RanksDifferError
+from paceline._training.workers.worker_failures import RanksDifferError
 from paceline.core._distributed_context import DistributedContext
 
 # The prefix of a buffer's digest.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from paceline._training.workers.channels import BlockingChannel, ChannelFrame, FrameKind
-from paceline._training.workers.failures_and_restarts import NodesDifferError
 from paceline._training.workers.launch_nodes_server import (
     LONGEST_BYTES,
     PROTOCOL,
@@ -18,7 +17,8 @@ from paceline._training.workers.launch_nodes_server import (
     NodeMessageKind,
     NodesServer,
 )
-from paceline._training.workers.watchdog import WatchedRank
+from paceline._training.workers.stuck_ranks import WatchedRank
+from paceline._training.workers.worker_failures import NodesDifferError
 
 logger = logging.getLogger(__name__)
 

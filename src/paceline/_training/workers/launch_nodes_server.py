@@ -16,18 +16,18 @@ from typing import Any
 from paceline._base.arguments_and_errors import CollectiveMismatchError
 from paceline._base.process_and_network import PortReservation
 from paceline._training.workers.channels import ChannelFrame, DriverChannel, FrameKind
-from paceline._training.workers.failure_detector import (
-    CAUSE_SETTLE_S,
-    LONGEST_CAUSE_S,
-    HyperparametersRefusedError,
-)
-from paceline._training.workers.failures_and_restarts import (
+from paceline._training.workers.stuck_ranks import HangWatch, Progress, WatchedRank
+from paceline._training.workers.worker_failures import (
     NotEnoughWorkersError,
     RestartDecision,
     WorkerFailedError,
     describe_failure,
 )
-from paceline._training.workers.watchdog import HangWatch, Progress, WatchedRank
+from paceline._training.workers.worker_health import (
+    CAUSE_SETTLE_S,
+    LONGEST_CAUSE_S,
+    HyperparametersRefusedError,
+)
 
 logger = logging.getLogger(__name__)
 

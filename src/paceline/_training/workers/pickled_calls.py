@@ -20,7 +20,6 @@ from typing import IO, Any, NamedTuple
 
 import paceline
 from paceline._base.arguments_and_errors import rebuilt_error
-from paceline._training.workers.failures_and_restarts import RemoteTraceback, WorkerFailedError
 from paceline._training.workers.processes.worker_program import describe_exit, exit_code_of
 from paceline._training.workers.shared_memory import (
     Buffer,
@@ -32,6 +31,7 @@ from paceline._training.workers.shared_memory import (
     map_shared_segment,
     reduce_memory,
 )
+from paceline._training.workers.worker_failures import RemoteTraceback, WorkerFailedError
 
 _LONGEST_SEARCH = 8
 _READS_OF_CLASSES = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")

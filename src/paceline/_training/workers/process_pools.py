@@ -15,8 +15,6 @@ from typing import Any, TypeAlias
 
 from paceline._base.process_and_network import PortReservation, num_cores
 from paceline._training.workers.channels import RunEvents
-from paceline._training.workers.failure_detector import Assignment, PoolSettings
-from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline._training.workers.pickled_calls import PackedCall, pack_call
 from paceline._training.workers.processes.local_worker_group import LocalGroup
 from paceline._training.workers.processes.templates import ProgramStart, Template, forking_start
@@ -36,8 +34,10 @@ from paceline._training.workers.processes.worker_process import (
 from paceline._training.workers.processes.worker_program import CHANNEL_VARIABLE, PROGRAM_FILE
 from paceline._training.workers.serve_calls import serve_target
 from paceline._training.workers.shared_memory import SharedBuffers
-from paceline._training.workers.watchdog import WatchedRank
+from paceline._training.workers.stuck_ranks import WatchedRank
+from paceline._training.workers.worker_failures import WorkerFailedError
 from paceline._training.workers.worker_generation import Generation
+from paceline._training.workers.worker_health import Assignment, PoolSettings
 from paceline._training.workers.worker_pools import PendingCall, WorkerPool, checked_ranks
 
 logger = logging.getLogger(__name__)

@@ -15,16 +15,6 @@ from typing import Any
 
 from paceline._base.files import run_memory
 from paceline._base.process_and_network import take
-from paceline._training.workers.failures_and_restarts import (
-    NodesDifferError,
-    RestartDecision,
-    RestartPolicy,
-    WorkerFailedError,
-    WorkerStartError,
-    describe_failure,
-    restart_cause,
-    signal_name,
-)
 from paceline._training.workers.launch_nodes import LaunchNodes
 from paceline._training.workers.launch_nodes_server import (
     NodeFailureCause,
@@ -35,6 +25,16 @@ from paceline._training.workers.pickled_calls import pack_call
 from paceline._training.workers.process_pools import LocalPool, ProcessPool
 from paceline._training.workers.processes.signals_and_leftovers import noted_signals
 from paceline._training.workers.shared_memory import SharedBuffers
+from paceline._training.workers.worker_failures import (
+    NodesDifferError,
+    RestartDecision,
+    RestartPolicy,
+    WorkerFailedError,
+    WorkerStartError,
+    describe_failure,
+    restart_cause,
+    signal_name,
+)
 from paceline._training.workers.worker_pools import PendingCall
 from paceline._training.workers.workers import ElasticLimits, Workers, check_crowd
 

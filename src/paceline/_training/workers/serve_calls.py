@@ -37,7 +37,7 @@ from paceline._training.workers.processes.worker_program import (
     flush,
     is_consequence,
 )
-from paceline._training.workers.watchdog import ProgressMeter
+from paceline._training.workers.stuck_ranks import ProgressMeter
 
 
 class NodePaths(NamedTuple):

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from paceline._base.process_and_network import join, wait_until
 from paceline._training.workers.channels import ChannelFrame, FrameKind, RunEvents
-from paceline._training.workers.failure_detector import (
+from paceline._training.workers.processes.local_worker_group import LocalGroup, OnExit
+from paceline._training.workers.processes.signals_and_leftovers import (
+    STACKS_SIGNAL,
+    has_pending_signal,
+)
+from paceline._training.workers.processes.worker_process import NodeLayout, WorkerProcess
+from paceline._training.workers.serve_calls import read_error
+from paceline._training.workers.stuck_ranks import Progress, WatchedRank
+from paceline._training.workers.worker_failures import WorkerExit, WorkerStartError
+from paceline._training.workers.worker_health import (
     Assignment,
     FailureDetector,
     HyperparametersRefusedError,
@@ -23,15 +32,6 @@ from paceline._training.workers.failure_detector import (
     PoolWorker,
     worker_observations,
 )
-from paceline._training.workers.failures_and_restarts import WorkerExit, WorkerStartError
-from paceline._training.workers.processes.local_worker_group import LocalGroup, OnExit
-from paceline._training.workers.processes.signals_and_leftovers import (
-    STACKS_SIGNAL,
-    has_pending_signal,
-)
-from paceline._training.workers.processes.worker_process import NodeLayout, WorkerProcess
-from paceline._training.workers.serve_calls import read_error
-from paceline._training.workers.watchdog import Progress, WatchedRank
 from paceline._training.workers.worker_pools import PendingCall
 
 if TYPE_CHECKING:

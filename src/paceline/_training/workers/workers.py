@@ -16,7 +16,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from paceline._base.arguments_and_errors import one_of
 from paceline._base.gpus import CUDA_VARIABLE, names_in_variable, num_visible_gpus
 from paceline._base.process_and_network import num_cores, sleep
-from paceline._training.workers.failures_and_restarts import (
+from paceline._training.workers.process_pools import LocalPool
+from paceline._training.workers.processes.worker_process import OnLine
+from paceline._training.workers.ray.cluster import check_no_client, import_ray, is_ray_connected
+from paceline._training.workers.ray.pool import RayPool
+from paceline._training.workers.worker_failures import (
     NotEnoughWorkersError,
     PlacementError,
     PlacementTimeoutError,
@@ -24,10 +28,6 @@ from paceline._training.workers.failures_and_restarts import (
     WorkerFailedError,
     WorkerStartError,
 )
-from paceline._training.workers.process_pools import LocalPool
-from paceline._training.workers.processes.worker_process import OnLine
-from paceline._training.workers.ray.cluster import check_no_client, import_ray, is_ray_connected
-from paceline._training.workers.ray.pool import RayPool
 from paceline._training.workers.worker_pools import WorkerPool
 
 logger = logging.getLogger(__name__)

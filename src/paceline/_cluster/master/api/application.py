@@ -27,14 +27,8 @@ from paceline._cluster.master.api.attempt_and_log_routes import (
 from paceline._cluster.master.api.bulk_routes import bulk_router
 from paceline._cluster.master.api.checkpoint_routes import checkpoint_router, transfer_router
 from paceline._cluster.master.api.comparison_routes import comparison_router, view_router
-from paceline._cluster.master.api.config_and_code_routes import (
-    config_router,
-    context_upload_router,
-)
-from paceline._cluster.master.api.experiment_routes import (
-    experiment_edit_router,
-    experiment_router,
-)
+from paceline._cluster.master.api.config_and_code_routes import config_router, context_upload_router
+from paceline._cluster.master.api.experiment_routes import experiment_edit_router, experiment_router
 from paceline._cluster.master.api.file_routes import file_router
 from paceline._cluster.master.api.list_routes import (
     experiment_list_router,

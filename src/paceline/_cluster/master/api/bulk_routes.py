@@ -10,11 +10,7 @@ from fastapi import Query
 from sqlalchemy import Connection, Row, Select, Text, select, type_coerce
 
 from paceline._cluster.master.api.experiment_routes import ExperimentId, action_of, project_id_of
-from paceline._cluster.master.api.list_routes import (
-    FiltersOf,
-    experiments_of,
-    told_as_api_errors,
-)
+from paceline._cluster.master.api.list_routes import FiltersOf, experiments_of, told_as_api_errors
 from paceline._cluster.master.api.readers import ReadingRoute
 from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf, write_rows
 from paceline._cluster.master.api.route_scopes import ApiRouter

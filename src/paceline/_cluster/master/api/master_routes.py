@@ -22,11 +22,7 @@ from sqlalchemy import Connection, func, select
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from paceline._cluster.master.api.access_guard import (
-    AccessIdentity,
-    IdentityOf,
-    admission_check,
-)
+from paceline._cluster.master.api.access_guard import AccessIdentity, IdentityOf, admission_check
 from paceline._cluster.master.api.node_and_slot_routes import (
     all_drained,
     count_drained,
@@ -39,9 +35,7 @@ from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.checkpoints import is_own_storage
 from paceline._cluster.master.experiments.failures import NUM_TRIALS, WITHIN_S
 from paceline._cluster.master.experiments.stored_searches import missing_methods
-from paceline._cluster.master.master import (
-    Master,
-)
+from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import num_slots_of, slots_by_node
 from paceline._cluster.master.store.reach import current_user

@@ -11,11 +11,7 @@ from sqlalchemy import select
 from paceline._cluster.master.api.access_guard import AccessIdentity, IdentityOf
 from paceline._cluster.master.api.attempt_and_log_routes import AttemptId
 from paceline._cluster.master.api.experiment_routes import ExperimentId
-from paceline._cluster.master.api.requests_and_answers import (
-    ApiError,
-    MasterOf,
-    experiment_row,
-)
+from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf, experiment_row
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.attempts import read_attempt
 from paceline._cluster.master.experiments.state_decisions import RefusedError

@@ -46,10 +46,7 @@ from paceline._cluster.master.store.reach import (
     current_project,
     note_object,
 )
-from paceline._cluster.master.store.row_ids_and_counts import (
-    insert_row,
-    update_experiment,
-)
+from paceline._cluster.master.store.row_ids_and_counts import insert_row, update_experiment
 from paceline._cluster.messages.experiment_models import NewProposal
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state

@@ -31,12 +31,7 @@ from paceline._cluster.master.scheduling.pools import (
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, slots_by_node
-from paceline._cluster.master.store.quotas import (
-    read_groups,
-    read_quotas,
-    read_sharing,
-    reserve,
-)
+from paceline._cluster.master.store.quotas import read_groups, read_quotas, read_sharing, reserve
 from paceline._cluster.master.store.reach import current_project, current_reach, current_user
 from paceline._cluster.messages.runner_messages import (
     DEFAULT_POOL,

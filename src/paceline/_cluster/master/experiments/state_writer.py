@@ -50,9 +50,7 @@ from paceline._cluster.master.store.metric_rows_and_times import (
     read_rows,
     read_series,
 )
-from paceline._cluster.master.store.row_ids_and_counts import (
-    update_experiment,
-)
+from paceline._cluster.master.store.row_ids_and_counts import update_experiment
 from paceline._cluster.master.store.trial_logs import LogStore
 from paceline._cluster.master.waiting import WaitingRequests, Wakeups
 from paceline._cluster.messages.states import (

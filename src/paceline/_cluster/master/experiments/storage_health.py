@@ -17,11 +17,7 @@ from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.experiments.storage_calls import StoragePendingError
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database
-from paceline._cluster.master.store.row_ids_and_counts import (
-    CHECKPOINTS,
-    ids_parameter,
-    many_ids,
-)
+from paceline._cluster.master.store.row_ids_and_counts import CHECKPOINTS, ids_parameter, many_ids
 from paceline._cluster.messages.master_models import Storage, StorageUse
 from paceline._cluster.messages.states import CheckpointState, ExperimentState
 from paceline.config._checkpoint_storage_section import storage_root

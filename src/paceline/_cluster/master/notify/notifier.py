@@ -25,11 +25,7 @@ from paceline._cluster.master.notify.notices import (
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
-from paceline._cluster.master.store.database import (
-    Database,
-    DatabaseUnavailableError,
-    Transaction,
-)
+from paceline._cluster.master.store.database import Database, DatabaseUnavailableError, Transaction
 from paceline._cluster.messages.master_models import NotifyChannel
 from paceline._cluster.messages.states import AttemptState
 from paceline.config._environment_and_secrets import Notify

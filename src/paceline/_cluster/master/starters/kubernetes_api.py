@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from paceline._cluster.master.starters.slurm_ssh_ray_starters import (
-    StarterError,
-)
+from paceline._cluster.master.starters.slurm_ssh_ray_starters import StarterError
 
 if TYPE_CHECKING:
     import httpx2

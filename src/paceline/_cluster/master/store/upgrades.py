@@ -37,11 +37,7 @@ from sqlalchemy.exc import DatabaseError
 
 from paceline._base.files import regular_opener, sync_directory
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.database import (
-    Transaction,
-    copy_of_version,
-    unreadable,
-)
+from paceline._cluster.master.store.database import Transaction, copy_of_version, unreadable
 from paceline._cluster.master.store.row_ids_and_counts import new_id
 from paceline._cluster.master.store.tables import FIRST_SCHEMA_VERSION
 

@@ -12,10 +12,7 @@ from sqlalchemy.dialects.sqlite import insert
 
 from paceline._base.journal_records import MetricsReported, encode_float
 from paceline._cluster.master.experiments.logged_runs import change_document
-from paceline._cluster.master.experiments.unmanaged_runs import (
-    experiment_of_run,
-    trial_of_run,
-)
+from paceline._cluster.master.experiments.unmanaged_runs import experiment_of_run, trial_of_run
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_series import (
     Selection,

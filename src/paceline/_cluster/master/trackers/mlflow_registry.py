@@ -7,10 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from sqlalchemy import Connection, Row, select
 
-from paceline._cluster.master.experiments.checkpoints import (
-    MODEL_VERSION,
-    checkpoint_of_source,
-)
+from paceline._cluster.master.experiments.checkpoints import MODEL_VERSION, checkpoint_of_source
 from paceline._cluster.master.experiments.logged_runs import (
     change_document,
     get_document,

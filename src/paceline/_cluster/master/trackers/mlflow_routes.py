@@ -24,10 +24,7 @@ from paceline._cluster.master.api.file_routes import receive_file, send_file
 from paceline._cluster.master.api.requests_and_answers import MasterOf, write_rows
 from paceline._cluster.master.api.route_scopes import ApiRouter
 from paceline._cluster.master.experiments.logged_runs import LoggedRuns
-from paceline._cluster.master.experiments.unmanaged_runs import (
-    experiment_of_run,
-    trial_of_run,
-)
+from paceline._cluster.master.experiments.unmanaged_runs import experiment_of_run, trial_of_run
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Transaction

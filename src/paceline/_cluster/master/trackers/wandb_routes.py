@@ -24,17 +24,11 @@ from paceline._cluster.master.experiments.unmanaged_runs import run_attempts
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.reach import NotAllowedError
-from paceline._cluster.master.store.run_files import (
-    get_file,
-)
+from paceline._cluster.master.store.run_files import get_file
 from paceline._cluster.master.trackers.wandb_artifacts import artifact_file
 from paceline._cluster.master.trackers.wandb_graphql import Document, GraphqlError
 from paceline._cluster.master.trackers.wandb_queries import mutation_fields, query_fields
-from paceline._cluster.master.trackers.wandb_runs import (
-    Asked,
-    checked_place,
-    decode_id,
-)
+from paceline._cluster.master.trackers.wandb_runs import Asked, checked_place, decode_id
 from paceline._cluster.master.trackers.wandb_streams import StreamRequest, take_stream
 from paceline._cluster.master.trackers.wandb_values import media_type_of
 from paceline.config._fields_and_problems import ConfigError

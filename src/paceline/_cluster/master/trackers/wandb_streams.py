@@ -10,16 +10,9 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, func, select
 
-from paceline._base.journal_records import (
-    AnyRecord,
-    MediaReported,
-    MetricsReported,
-    decode_value,
-)
+from paceline._base.journal_records import AnyRecord, MediaReported, MetricsReported, decode_value
 from paceline._base.process_and_network import split_colors
-from paceline._cluster.master.experiments.logged_runs import (
-    LoggedRun,
-)
+from paceline._cluster.master.experiments.logged_runs import LoggedRun
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.metric_rows_and_times import read_rows
 from paceline._cluster.master.store.metric_series import visible_series_limits

@@ -36,7 +36,7 @@ from paceline._cluster.master.store.recovery_rows import (
     marks_of_running,
     primary_key,
 )
-from paceline._cluster.master.upkeep.home_file_checks import Finding, Report
+from paceline._cluster.master.upkeep.check_files import Finding, Report
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from socket import socket
 
 from paceline._base.process_and_network import join, wait_until
-from paceline._training.workers.failures_and_restarts import WorkerExit, WorkerStartError
 from paceline._training.workers.processes.signals_and_leftovers import (
     GROUP_VARIABLE,
     StoppedWorkerWatch,
@@ -35,6 +34,7 @@ from paceline._training.workers.processes.worker_process import (
     await_exit,
     start_process,
 )
+from paceline._training.workers.worker_failures import WorkerExit, WorkerStartError
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from paceline._base.process_and_network import (
     num_cores,
     with_available_store,
 )
-from paceline._training.workers.failures_and_restarts import WorkerExit
 from paceline._training.workers.processes import supervised_exec as _exec
 from paceline._training.workers.processes.signals_and_leftovers import (
     STACKS_SIGNAL,
@@ -42,6 +41,7 @@ from paceline._training.workers.processes.worker_output import (
     OutputLine,
     Stream,
 )
+from paceline._training.workers.worker_failures import WorkerExit
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from typing import Any
 from paceline._base.files import replacing_atomically
 from paceline._base.imports import required_library
 from paceline._base.process_and_network import join
-from paceline._training.workers.failures_and_restarts import NodesDifferError
+from paceline._training.workers.worker_failures import NodesDifferError
 
 logger = logging.getLogger(__name__)
 

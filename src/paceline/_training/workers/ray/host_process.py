@@ -29,7 +29,6 @@ from paceline._training.workers.channels import (
     ListenerAddress,
     join_listener,
 )
-from paceline._training.workers.failures_and_restarts import WorkerExit
 from paceline._training.workers.processes.local_worker_group import LocalGroup
 from paceline._training.workers.processes.signals_and_leftovers import GROUP_VARIABLE
 from paceline._training.workers.processes.templates import forking_start, load_ahead
@@ -41,6 +40,7 @@ from paceline._training.workers.processes.worker_process import (
     rank_environment,
 )
 from paceline._training.workers.processes.worker_program import PROGRAM_FILE
+from paceline._training.workers.worker_failures import WorkerExit
 
 # How often files are looked at.
 _LOOK_INTERVAL_S = 0.01

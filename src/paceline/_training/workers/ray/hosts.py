@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 from paceline._base.process_and_network import join, wait_until
 from paceline._training.workers.channels import BlockingChannel, ChannelFrame, FrameKind, answer_of
-from paceline._training.workers.failures_and_restarts import WorkerExit
 from paceline._training.workers.processes.local_worker_group import OnExit
 from paceline._training.workers.processes.worker_output import OutputLine
 from paceline._training.workers.processes.worker_process import OnLine, WorkerProcess
 from paceline._training.workers.ray.cluster import COMPARED, Bundles, Resources, make_node_watch
 from paceline._training.workers.ray.host_process import HostOrder
+from paceline._training.workers.worker_failures import WorkerExit
 
 logger = logging.getLogger(__name__)
 

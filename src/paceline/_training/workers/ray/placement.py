@@ -10,12 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline._base.process_and_network import join
-from paceline._training.workers.failures_and_restarts import (
-    PlacementError,
-    PlacementTimeoutError,
-    ResourcesError,
-    TrainingFailedError,
-)
 from paceline._training.workers.ray.cluster import (
     Bundles,
     RayConnection,
@@ -28,6 +22,12 @@ from paceline._training.workers.ray.cluster import (
 )
 from paceline._training.workers.ray.host_process import HostOrder
 from paceline._training.workers.ray.hosts import LACK_OF_MEMORY, HostActor, HostActors
+from paceline._training.workers.worker_failures import (
+    PlacementError,
+    PlacementTimeoutError,
+    ResourcesError,
+    TrainingFailedError,
+)
 
 if TYPE_CHECKING:
     from ray.tune import PlacementGroupFactory

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from paceline._training.workers.channels import Listener, ListenerAddress
-from paceline._training.workers.failures_and_restarts import WorkerStartError
 from paceline._training.workers.process_pools import ProcessPool, check_at_least
 from paceline._training.workers.processes.signals_and_leftovers import GROUP_VARIABLE
 from paceline._training.workers.processes.worker_process import (
@@ -40,6 +39,7 @@ from paceline._training.workers.ray.hosts import (
     log_lack_of_memory,
 )
 from paceline._training.workers.ray.placement import RayHosts
+from paceline._training.workers.worker_failures import WorkerStartError
 from paceline._training.workers.worker_generation import Generation
 
 # Prefixes of driver variables that travel to other nodes, with access to object stores.

@@ -27,13 +27,9 @@ from paceline._cluster.master.starters.pool_runners import POOL_FILE, read_pool_
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.database import Database, DatabaseVersionError
 from paceline._cluster.master.store.recovery_rows import are_records_begun, note_experiment
-from paceline._cluster.master.store.upgrades import (
-    copy_database,
-    find_log_damage,
-    open_read_only,
-)
-from paceline._cluster.master.upkeep.backup_snapshots import DATABASE, BackupError
-from paceline._cluster.master.upkeep.home_file_checks import (
+from paceline._cluster.master.store.upgrades import copy_database, find_log_damage, open_read_only
+from paceline._cluster.master.upkeep.backup_directories import DATABASE, BackupError
+from paceline._cluster.master.upkeep.check_files import (
     CheckPace,
     Finding,
     Report,
@@ -44,7 +40,7 @@ from paceline._cluster.master.upkeep.home_file_checks import (
     check_logs,
     check_run_files,
 )
-from paceline._cluster.master.upkeep.home_rebuild import rebuild_database
+from paceline._cluster.master.upkeep.rebuild import rebuild_database
 from paceline._cluster.master.upkeep.recovery_records import (
     check_records,
     mend_recorded_row,

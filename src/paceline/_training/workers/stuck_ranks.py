@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from paceline._base.arguments_and_errors import CollectiveMismatchError
-from paceline._training.workers.failures_and_restarts import WorkerFailedError
+from paceline._training.workers.worker_failures import WorkerFailedError
 
 _OWN_CODE = str(Path(__file__).parents[2]) + os.sep
 _PYTHONS_CODE = sysconfig.get_path("stdlib") + os.sep

@@ -26,8 +26,8 @@ from paceline._training.engine.devices import Precision
 from paceline._training.engine.fsdp_and_tensor_parallel import ShardUnits
 from paceline._training.engine.model_preparation import check_shard_precision
 from paceline._training.engine.step_replay import StepReplay
-from paceline._training.workers.failures_and_restarts import ResourcesError
 from paceline._training.workers.processes.worker_process import RankInfo
+from paceline._training.workers.worker_failures import ResourcesError
 from paceline.core._arguments import NotOfferedError
 from paceline.core._launcher_place import launched_place
 from paceline.creators._pass_reports import LocalMeans, Measure

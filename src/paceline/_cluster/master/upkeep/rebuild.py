@@ -19,15 +19,9 @@ from paceline._cluster.master.experiments.record_ingest import RecordIngest
 from paceline._cluster.master.experiments.search_operations import SearchOperations
 from paceline._cluster.master.experiments.state_writer import StateChanges, recompute_best
 from paceline._cluster.master.experiments.stored_searches import Searches
-from paceline._cluster.master.home_directory import (
-    files_of,
-    move_lost_files_aside,
-)
+from paceline._cluster.master.home_directory import files_of, move_lost_files_aside
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.database import (
-    Database,
-    Transaction,
-)
+from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.store.recovery_rows import (
     RECORDED,
     RecordedRow,
@@ -36,13 +30,8 @@ from paceline._cluster.master.store.recovery_rows import (
 )
 from paceline._cluster.master.store.row_ids_and_counts import raise_ids
 from paceline._cluster.master.store.trial_logs import LogStore
-from paceline._cluster.master.store.upgrades import (
-    note_contexts,
-)
-from paceline._cluster.master.upkeep.backup_snapshots import (
-    DATABASE,
-    BackupError,
-)
+from paceline._cluster.master.store.upgrades import note_contexts
+from paceline._cluster.master.upkeep.backup_directories import DATABASE, BackupError
 from paceline._cluster.master.upkeep.recovery_records import (
     read_record,
     record_path,

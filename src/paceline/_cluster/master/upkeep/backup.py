@@ -25,7 +25,7 @@ from paceline._cluster.master.store.upgrades import (
     open_read_only,
     read_known_files,
 )
-from paceline._cluster.master.upkeep.backup_snapshots import (
+from paceline._cluster.master.upkeep.backup_directories import (
     CHECKPOINTS,
     CONTENT_NAME,
     DATABASE,

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row, distinct, func, select
 from paceline._base.files import open_regular, regular_opener
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.log_files import num_damaged_lines
-from paceline._cluster.master.upkeep.backup_snapshots import CHECKPOINTS, CONTENTS
+from paceline._cluster.master.upkeep.backup_directories import CHECKPOINTS, CONTENTS
 from paceline._cluster.messages.states import AttemptState, CheckpointState
 from paceline.storage._checkpoint_files import CheckpointError, CheckpointNotFoundError, first_names
 from paceline.storage._directory_storage import DirectoryStorage

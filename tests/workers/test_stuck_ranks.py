@@ -15,22 +15,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline._training.workers.failure_detector import (
-    Assignment,
-    FailureDetector,
-    PoolSettings,
-    PoolWorker,
-    worker_observations,
-)
-from paceline._training.workers.failures_and_restarts import WorkerExit
 from paceline._training.workers.pickled_calls import PackedCall
 from paceline._training.workers.serve_calls import WorkerError
-from paceline._training.workers.watchdog import (
+from paceline._training.workers.stuck_ranks import (
     DetectedHang,
     Progress,
     ProgressMeter,
     WatchedRank,
     detect_hang,
+)
+from paceline._training.workers.worker_failures import WorkerExit
+from paceline._training.workers.worker_health import (
+    Assignment,
+    FailureDetector,
+    PoolSettings,
+    PoolWorker,
+    worker_observations,
 )
 from paceline._training.workers.worker_pools import PendingCall
 
@@ -225,7 +225,7 @@ def test_code_that_waits_in_pythons_library_is_named_by_the_users_line() -> None
     finally:
         leave.set()
         thread.join()
-    assert re.fullmatch(r"test_watchdog\.py:\d+ in wait_for_it", place)
+    assert re.fullmatch(r"test_stuck_ranks\.py:\d+ in wait_for_it", place)
 
 
 def refuse_descriptors(name: str) -> int:
@@ -250,7 +250,7 @@ def test_progress_is_read_without_frame_objects_of_the_thread(
     try:
         entered.wait()
         meter = ProgressMeter(thread)
-        assert re.fullmatch(r"test_watchdog\.py:\d+ in descend", meter.measure().place)
+        assert re.fullmatch(r"test_stuck_ranks\.py:\d+ in descend", meter.measure().place)
         monkeypatch.setattr(os, "memfd_create", refuse_descriptors, raising=False)
         assert meter.measure() == Progress()
     finally:

@@ -23,18 +23,10 @@ from paceline._cluster.master.home_directory import (
     move_lost_files_aside,
 )
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.database import (
-    DatabaseVersionError,
-    check_stored_version,
-)
-from paceline._cluster.master.store.recovery_rows import (
-    RECORDS_BEGUN,
-)
-from paceline._cluster.master.store.upgrades import (
-    check_copy,
-    open_read_only,
-)
-from paceline._cluster.master.upkeep.backup_snapshots import (
+from paceline._cluster.master.store.database import DatabaseVersionError, check_stored_version
+from paceline._cluster.master.store.recovery_rows import RECORDS_BEGUN
+from paceline._cluster.master.store.upgrades import check_copy, open_read_only
+from paceline._cluster.master.upkeep.backup_directories import (
     CHECKPOINTS,
     DATABASE,
     BackedUp,
@@ -43,10 +35,7 @@ from paceline._cluster.master.upkeep.backup_snapshots import (
     find_backup,
     read_backup_content,
 )
-from paceline._cluster.master.upkeep.recovery_records import (
-    read_record,
-    record_path,
-)
+from paceline._cluster.master.upkeep.recovery_records import read_record, record_path
 from paceline._cluster.messages.states import AttemptState, CheckpointState
 from paceline.storage._checkpoint_files import copy_file, sync_tree
 

@@ -39,7 +39,8 @@ from paceline._cluster.master.experiments.state_decisions import (
     ExitDecision,
     judge_exit,
 )
-from paceline._cluster.master.experiments.state_writer import StateChanges, end_unmeasured
+from paceline._cluster.master.experiments.state_writer import StateChanges
+from paceline._cluster.master.experiments.validations import end_unmeasured
 from paceline._cluster.master.scheduling.pools import in_pools
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, num_slots_of

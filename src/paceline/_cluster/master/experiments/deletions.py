@@ -126,6 +126,7 @@ def delete_experiment(
     # Highest ids are kept before the deletion: no id may be given twice.
     keep_ids(connection, tables.experiments, tables.trials, tables.attempts)
     keep_usage(connection, experiment_id)
+    transaction.insert_late_rows()
     _delete_rows(connection, experiment_id, ids)
     _note_leftovers(connection, leftovers, row)
     transaction.emit("experiment_deleted", experiment_id)

@@ -41,12 +41,12 @@ from paceline._cluster.master.experiments.checkpoints import (
     store_checkpoint,
     take_checkpoint_deletion,
 )
-from paceline._cluster.master.experiments.state_writer import (
-    StateChanges,
+from paceline._cluster.master.experiments.state_writer import StateChanges
+from paceline._cluster.master.experiments.validations import (
+    Validations,
     recompute_best,
     small_metrics,
     take_operation,
-    take_validation,
 )
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import (
@@ -237,7 +237,7 @@ class RecordIngest:
                 transaction.connection,
                 trial.id,
                 _searched_metric(transaction.connection, trial.experiment_id),
-                beyond_step=attempt.resumed_steps,
+                least=attempt.resumed_steps + 1,
             )
 
     def _take_records(
@@ -245,14 +245,17 @@ class RecordIngest:
     ) -> None:
         self._take_rows(transaction, attempt, records)
         untold: dict[str, list[MetricsReported]] = {}
+        validations = Validations(self._changes, transaction, attempt)
         for record in _without_replaced(records):
             if isinstance(record, MetricsReported):
                 if record.group == "validation":
                     _emit_newest(transaction, attempt, rank, untold)
-                    take_validation(self._changes, transaction, attempt, record)
+                    validations.take(record)
                 else:
                     _note_untold(untold, record)
-            elif isinstance(record, CheckpointStored):
+                continue
+            validations.settle()
+            if isinstance(record, CheckpointStored):
                 store_checkpoint(self._changes, transaction, attempt, record)
             elif isinstance(record, (CheckpointDeleted, CheckpointFilesDeleted)):
                 take_checkpoint_deletion(transaction.connection, attempt, record)
@@ -272,6 +275,7 @@ class RecordIngest:
                 update_attempt(transaction.connection, attempt.id, outcome=_INVALID_HP, **why)
             elif rank == CHIEF and not isinstance(record, MediaReported):
                 self._take_chief_record(transaction, attempt, record)
+        validations.settle()
         _emit_newest(transaction, attempt, rank, untold)
         self._keep_alerts(
             transaction, attempt.trial_id, rank,

@@ -5,6 +5,7 @@ Proposals of people and agents: hyperparameters that wait for the next trial of 
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Row, func, insert, select, update
@@ -301,12 +302,22 @@ class SearchOperations:
         experiment_id: int,
         given: Input,
         row: Row[Any] | None = None,
-    ) -> None:
+        settle: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Feed an input to the search and carry out the resulting operations.
 
         Once the experiment is stopping or its search has ended, inputs are ignored. If the search's
-        method fails, the experiment does; the trials' reports are stored all the same. `row` is the
-        experiment's, if it is at hand.
+        method fails, the experiment does; the trials' reports are stored all the same.
+
+        Args:
+            transaction: The transaction.
+            experiment_id: The experiment.
+            given: The input.
+            row: The experiment's row, if it is at hand.
+            settle: Called before anything but the input itself is written.
+
+        Returns:
+            Whether the rows of the experiment and its trials are still the same.
 
         Raises:
             SearchMethodError: The method fails to start, or with other limits.
@@ -314,19 +325,29 @@ class SearchOperations:
         """
         row = row or self._changes.experiment(transaction.connection, experiment_id)
         if not takes_inputs(row):
-            return
+            return True
         try:
-            is_quiet = not self._apply(transaction, row, given)
+            operations = self._searches.apply(transaction, row.id, given)
+            search = self._searches.peek(transaction, row.id)
+            has_asks = search is not None and search.num_asks > 0
+            may_pause = isinstance(given, Reported) and config_of(row).searcher.waits_at_targets
+            is_quiet = not (operations or has_asks or may_pause)
+            if not is_quiet:
+                settle()
+            for operation in operations:
+                self._carry_out(transaction, row, operation, given)
             self.take_proposals(transaction, row)
         except SearchMethodError as error:
             # Inputs of a request: the caller refuses it, so the error is raised.
             if isinstance(given, Started | Limited | Recalled):
                 raise
+            settle()
             self._fail_search(transaction, experiment_id, error)
-            return
-        if isinstance(given, Reported) and config_of(row).searcher.waits_at_targets:
+            return False
+        if isinstance(given, Reported) and may_pause:
             self._pause_at_target(transaction, experiment_id, given)
-        self.update_progress(transaction, experiment_id, row if is_quiet else None)
+        known = row if is_quiet else None
+        return self.update_progress(transaction, experiment_id, known) and is_quiet
 
     def _pause_at_target(
         self, transaction: Transaction, experiment_id: int, given: Reported
@@ -347,14 +368,8 @@ class SearchOperations:
             answer = take_proposal(transaction.connection, experiment, search, search.first_ask())
             if answer is None:
                 return
-            self._apply(transaction, experiment, answer)
-
-    def _apply(self, transaction: Transaction, experiment: Row[Any], given: Input) -> bool:
-        """Apply an input; return whether there was anything to carry out."""
-        operations = self._searches.apply(transaction, experiment.id, given)
-        for operation in operations:
-            self._carry_out(transaction, experiment, operation, given)
-        return bool(operations)
+            for operation in self._searches.apply(transaction, experiment.id, answer):
+                self._carry_out(transaction, experiment, operation, answer)
 
     def catch_up(self, transaction: Transaction, experiment_id: int) -> None:
         """Apply the inputs stored while the method was missing, and carry out the results."""
@@ -391,27 +406,28 @@ class SearchOperations:
 
     def update_progress(
         self, transaction: Transaction, experiment_id: int, row: Row[Any] | None = None
-    ) -> None:
-        """Store the progress of the experiment after a visible change."""
+    ) -> bool:
+        """Store the progress of the experiment after a visible change; return whether none was."""
         connection = transaction.connection
         row = row or self._changes.experiment(connection, experiment_id)
         if not takes_inputs(row):
-            return
+            return True
         try:
             search = self._searches.peek(transaction, experiment_id)
             progress = None if search is None else search.progress()
         except SearchMethodError as error:
             self._fail_search(transaction, experiment_id, error)
-            return
+            return False
         # Smaller changes are not worth a write.
         if progress is None or abs(progress - row.progress) < 0.001:
-            return
+            return True
         connection.execute(
             update(tables.experiments)
             .where(tables.experiments.c.id == experiment_id)
             .values(progress=progress)
         )
         transaction.emit("progress", experiment_id, progress=progress)
+        return False
 
     def _carry_out(
         self, transaction: Transaction, experiment: Row[Any], operation: Operation, given: Input

@@ -36,6 +36,7 @@ from paceline.search._search_method import (
     Input,
     Operation,
     Progressed,
+    Reported,
     RungView,
     SearchMethodError,
     input_from_json,
@@ -92,7 +93,10 @@ class Searches:
             "input": json.loads(message_to_json(given)),
             "operations": _as_json(operations),
         }
-        transaction.connection.execute(_INPUT, stored)
+        if isinstance(given, Reported):
+            transaction.insert_late(_INPUT, stored)
+        else:
+            transaction.connection.execute(_INPUT, stored)
         # A decision that was carried out must not be taken again, maybe in another way.
         transaction.force()
         faults.reach("master.search.applied")

@@ -24,7 +24,8 @@ from paceline._cluster.master.experiments.state_decisions import (
     SearchEnd,
     experiment_end,
 )
-from paceline._cluster.master.experiments.state_writer import StateChanges, recompute_best
+from paceline._cluster.master.experiments.state_writer import StateChanges
+from paceline._cluster.master.experiments.validations import recompute_best
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import REPORTED
 from paceline._cluster.master.store.database import Transaction

@@ -17,7 +17,17 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
-from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, select, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Insert,
+    create_engine,
+    event,
+    insert,
+    inspect,
+    select,
+    update,
+)
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import QueuePool, StaticPool
 
@@ -215,12 +225,23 @@ class Transaction:
         self.is_forced = False
         self._after_commit: list[Callable[[], None]] = []
         self._after_rollback: list[Callable[[], None]] = []
+        self._late_rows: dict[Insert, list[dict[str, Any]]] = {}
+
+    def insert_late(self, statement: Insert, row: dict[str, Any]) -> None:
+        """Insert a row at the end of the job, where many cost little more than one."""
+        self._late_rows.setdefault(statement, []).append(row)
+
+    def insert_late_rows(self) -> None:
+        """Insert now what `insert_late` took, for a job that reads or deletes such rows."""
+        late, self._late_rows = self._late_rows, {}
+        for statement, rows in late.items():
+            self.connection.execute(statement, rows)
 
     def emit(self, kind: str, experiment_id: int, trial_id: int | None = None, **data: Any) -> None:
         """Store an event for those who follow."""
         told = {"time": time.time(), "kind": kind, "data": data}
         told |= {"experiment_id": experiment_id, "trial_id": trial_id}
-        self.connection.execute(_EVENT, told)
+        self.insert_late(_EVENT, told)
         self.has_events = True
 
     def force(self) -> None:
@@ -485,6 +506,7 @@ class Database:
             # Savepoint per job: a failed job must not undo the other jobs of the transaction.
             with connection.begin_nested(), changing_only(connection, job.context.get(REACH)):
                 job.result = job.context.run(job.run, transaction)
+                transaction.insert_late_rows()
         except Exception as error:
             transaction.rolled_back()
             job.future.set_exception(error)

@@ -276,8 +276,8 @@ def measure_checkpoints(
     trial_id: int,
     key: str,
     *,
-    step: int | None = None,
-    beyond_step: int | None = None,
+    least: int,
+    most: int = 2**63 - 1,
 ) -> None:
     """Update the stored metric of a trial's checkpoints from the validation values.
 
@@ -285,13 +285,10 @@ def measure_checkpoints(
         connection: The connection of a write job.
         trial_id: The trial.
         key: The searched metric.
-        step: Only the checkpoints at this step.
-        beyond_step: Only the checkpoints after this step.
+        least: The first step whose checkpoints are updated,
+        most: and the last one.
     """
     checkpoints = tables.checkpoints
-    least, most = 0 if beyond_step is None else beyond_step + 1, 2**63 - 1
-    if step is not None:
-        least = most = step
     wanted = {"trial": trial_id, "least": least, "most": most}
     steps = set(connection.execute(_STEPS_OF_CHECKPOINTS, wanted).scalars())
     if not steps:

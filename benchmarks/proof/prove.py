@@ -100,7 +100,7 @@ def measure(way: str, options: argparse.Namespace) -> Outcome:
     outcome.returncode = process.returncode
     if outcome.returncode:
         print((directory / "output").read_text(errors="replace")[-3000:])
-    outcome.facts = read_steps(directory, options.steps, outcome)
+    outcome.facts = read_steps(directory, outcome)
     if master:
         outcome.facts |= master.end(options.steps)
     shutil.rmtree(directory, ignore_errors=True)
@@ -240,7 +240,7 @@ def wait_for_experiment() -> None:
         time.sleep(0.2)
 
 
-def read_steps(directory: Path, num_steps: int, outcome: Outcome) -> dict[str, Any]:
+def read_steps(directory: Path, outcome: Outcome) -> dict[str, Any]:
     """Return what the log of rank 0 says: executions, times, and repeated steps that differ."""
     lines = [json.loads(line) for line in (directory / "steps-0.jsonl").read_text().splitlines()]
     times = [
@@ -260,7 +260,7 @@ def read_steps(directory: Path, num_steps: int, outcome: Outcome) -> dict[str, A
         "executions": len(lines),
         "distinct_steps": len(losses),
         "step_s": median,
-        "goodput": num_steps * median / outcome.wall_s,
+        "goodput": len(losses) * median / outcome.wall_s,
         "lost_steps": len(lines) - len(losses),
         "repeated_with_another_loss": sum(len(values) > 1 for values in losses.values()),
         "recovery_s": statistics.median(recoveries) if recoveries else None,

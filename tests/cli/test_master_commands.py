@@ -158,7 +158,7 @@ def test_a_runner_with_a_token_for_another_node_or_pool_ends_with_what_to_do(
     head, *listed = mastered("token", "list").stdout.splitlines()
     assert "For" in head
     [bound] = [line for line in listed if "node box, pool gpu" in line]
-    assert re.search(r"\bb +runner +node box, pool gpu +valid", bound)
+    assert re.search(r"\bb +admin +runner +node box, pool gpu +valid", bound)
     rows = json.loads(mastered("token", "list", "--json").stdout)
     found = {one["name"]: (one["node"], one["pool"]) for one in rows}
     assert (found["any-node"], found["b"]) == ((None, None), ("box", "gpu"))

@@ -77,7 +77,7 @@ def test_every_command_of_the_skill_runs(
             found = paceline(*words, cwd=searched, code=code)
             assert "Traceback" not in found.stderr, (words, found.stderr)
             answers[" ".join(words[:3])] = found.stdout
-        [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        script, program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         home = Path(json.loads(paceline("status", "--json").stdout)["home"])
         done = subprocess.run(
             [sys.executable, "-c", program], env=environment_of(home), capture_output=True,
@@ -90,6 +90,13 @@ def test_every_command_of_the_skill_runs(
         assert sorted(whys) == ["at random", *["near the best"] * 3], f"{whys}"
     finally:
         paceline("down", "--timeout", 1)
+    plain = searched / "plain.py"
+    plain.write_text(script)
+    alone = subprocess.run(
+        [sys.executable, plain.name], cwd=searched, env=environment_of(tmp_path / "none"),
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert "loss=0.0125" in alone.stdout + alone.stderr, f"{alone.stdout}{alone.stderr}"
     [config] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     space = validate_config(yaml.safe_load(config)).hyperparameters
     assert parse_space(space).parameters[1].low == 1e-4, f"{space}: bounds of `log` are exponents"

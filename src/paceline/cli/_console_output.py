@@ -284,7 +284,9 @@ def format_number(value: Any) -> str:
 
 
 def format_values(values: dict[str, Any]) -> str:
-    """Return names and values as `a=1 b=0.25`, nested names dotted."""
+    """Return names and values as `a=1 b=0.25`, nested names dotted; rounded only for people."""
+    if output_format.get() == "tsv":
+        return " ".join(f"{name}={_tsv_cell(value)}" for name, value in flatten(values).items())
     return " ".join(f"{name}={format_number(value)}" for name, value in flatten(values).items())
 
 

@@ -24,6 +24,7 @@ from paceline.cli._console_output import (
     print_alerts,
     print_answer,
     print_facts,
+    print_hint,
     print_json,
     print_json_line,
     print_list,
@@ -379,6 +380,8 @@ def download(
         chosen = checkpoint or client.get_trial(trial).top_checkpoint()
         path: Path = chosen.download(output)
     print_answer({"path": str(path), "uuid": chosen.uuid}, str(path))
+    measured = "" if chosen.metric is None else f", metric {format_number(chosen.metric)}"
+    print_hint(f"checkpoint {chosen.uuid} of batch {chosen.steps_completed}{measured}.")
 
 
 def _latest_of_trial(trial: "Trial") -> "Checkpoint":

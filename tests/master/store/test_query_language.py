@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import update
 
 from paceline._cluster.master.store import tables
+from paceline._cluster.messages.states import STOPPED_BY_SEARCH
 
 
 @pytest.fixture
@@ -73,6 +74,11 @@ FOUND: list[tuple[str, list[float]]] = [
     ("tag = none", [0.1, 0.2]),
     ("state:error", [0.001]),
     ("not state:ERROR", [0.1, 0.2]),
+    ("state:running", [0.1, 0.2]),
+    ("state != RUNNING", [0.001]),
+    ("state:QUEUED", []),
+    ("state:STOPPED", []),
+    ("state != STOPPED", [0.1, 0.2, 0.001]),
     ("ended > -7d", [0.001]),
     ("ended = none", [0.1, 0.2]),
     ("created < -7d and ended < -1h", [0.001]),
@@ -109,7 +115,7 @@ REFUSED = [
     ("val_acc = good", "`val_acc` must be compared to a number"),
     ("loss < 1", "may be training/loss or validation/loss"),
     ("min:nothing < 1", "must be one that a trial has reported, but got 'nothing'"),
-    ("state:DONE", "`state` must be one of ACTIVE, PAUSED"),
+    ("state:DONE", "`state` must be one of ACTIVE, RUNNING"),
     ("state > ERROR", "`state` must be compared by : or = or !=, but got '>'"),
     ("ended > yesterday", "an age such as -7d"),
     ("ended > -9999999d", "an age such as -7d"),
@@ -135,6 +141,17 @@ def test_a_query_looks_at_every_trial(filled: Any) -> None:
         found = trials(filled, query)
         assert sorted(one["hparams"]["lr"] for one in found["items"]) == rates, query
         assert found["total"] == len(rates)
+
+
+def test_trials_that_the_search_stopped_are_found_by_the_word_of_the_tables(filled: Any) -> None:
+    trial = tables.trials
+    stopped = update(trial).where(trial.c.id == 1).values(
+        state="COMPLETED", stop_reason=STOPPED_BY_SEARCH
+    )  # fmt: skip
+    filled.core.database.write(lambda job: job.connection.execute(stopped)).result()
+    [found] = trials(filled, "state:STOPPED")["items"]
+    assert (found["id"], found["shown_state"]) == (1, "STOPPED")
+    assert {one["id"] for one in trials(filled, "state != STOPPED")["items"]} == {2, 3}
 
 
 def test_a_query_with_an_error_is_refused_in_one_sentence(filled: Any) -> None:
@@ -172,7 +189,8 @@ def test_a_query_is_completed_by_fields_and_their_values(filled: Any) -> None:
     assert completed("lr > 1 and (net.") == (12, ["net.depth", "net.has_bias", "net.kind"])
     assert completed("val")[1] == ["val_acc"]
     assert completed("nois") == (0, ['"kind of noise"'])
-    assert completed("state:e") == (6, ["ERROR", "ACTIVE", "PAUSED", "COMPLETED", "CANCELED"])
+    found = completed("state:e")
+    assert (found[0], found[1][0], "STOPPED" in found[1]) == (6, "ERROR", True)
     assert completed("tag:") == (4, ["baseline", "über"])
     assert completed("name:") == (5, ['"big model"', "sweep"])
     assert completed("net.kind = Res") == (11, ["ResNet"])

@@ -37,7 +37,12 @@ from paceline._cluster.master.store.experiment_list import (
     json_path,
     sortable_column,
 )
-from paceline._cluster.messages.states import ExperimentState, TrialState
+from paceline._cluster.messages.states import (
+    STOPPED_BY_SEARCH,
+    AttemptState,
+    ExperimentState,
+    TrialState,
+)
 from paceline.config._environment_and_secrets import HIDDEN_FIELDS
 from paceline.config._experiment_config import ExperimentConfig
 
@@ -93,7 +98,21 @@ _TEXTS: dict[str, ColumnElement[Any]] = {
     ),
 }
 _LABELS = ("tag", "label")
-_STATES = ("ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR")
+_is_running = (
+    select(tables.attempts.c.id)
+    .where(
+        tables.attempts.c.trial_id == _trial.id,
+        tables.attempts.c.state == AttemptState.RUNNING.value,
+    )
+    .exists()
+)
+# Words of people for a part of the trials of a stored state.
+_SHOWN_STATES: dict[str, ColumnElement[bool]] = {
+    "RUNNING": and_(_STATE == "ACTIVE", _is_running),
+    "QUEUED": and_(_STATE == "ACTIVE", ~_is_running),
+    "STOPPED": and_(_STATE == "COMPLETED", _trial.stop_reason == STOPPED_BY_SEARCH),
+}
+_STATES = ("ACTIVE", *_SHOWN_STATES, "PAUSED", "COMPLETED", "CANCELED", "ERROR")
 _ALL_STATES = {one.value for kind in (ExperimentState, TrialState) for one in kind}
 _FIELDS = (*_TIMES, *_NUMBERS, *_TEXTS, *_LABELS, "state")
 _CONNECTIVES = ("and", "or", "not")
@@ -383,6 +402,8 @@ def _compare_label(sign: str, value: _Value) -> Condition:
 def _compare_state(sign: str, value: _Value) -> Condition:
     _refuse_sign("state", sign, (":", "=", "!="))
     wanted = value.text.upper()
+    if (shown := _SHOWN_STATES.get(wanted)) is not None:
+        return ~func.coalesce(shown, False) if sign == "!=" else shown
     if wanted not in _ALL_STATES:
         raise QueryError(f"`state` must be one of {', '.join(_STATES)}, but got {value.text!r}.")
     return (_STATE != wanted) if sign == "!=" else (_STATE == wanted)  # noqa: SIM300

@@ -78,7 +78,7 @@ FOUND: list[tuple[str, list[float]]] = [
     ("state != RUNNING", [0.001]),
     ("state:QUEUED", []),
     ("state:STOPPED", []),
-    ("state != STOPPED", [0.1, 0.2, 0.001]),
+    ("state != STOPPED", [0.001, 0.1, 0.2]),
     ("ended > -7d", [0.001]),
     ("ended = none", [0.1, 0.2]),
     ("created < -7d and ended < -1h", [0.001]),

@@ -27,7 +27,7 @@ from paceline._training.engine.checkpoints.stored_tensors import (
     WholeTensors,
     write_tensor_file,
 )
-from paceline._training.engine.checkpoints.weights_and_optimizers import export_dcp, export_weights
+from paceline._training.engine.checkpoints.weight_exports import export_dcp, export_weights
 from paceline.pytorch import load_weights_from_checkpoint_path
 from paceline.storage import CheckpointCorruptError, CheckpointNotFoundError, DirectoryStorage
 from paceline.storage._checkpoint_files import STATE_VERSION, CheckpointMismatchError

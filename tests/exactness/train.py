@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from paceline import pytorch
-from paceline._training.engine.metric_reducers import WeightedMeans
+from paceline._training.engine.weighted_means import WeightedMeans
 from paceline.data._order_and_random_generators import capture_random_state
 from paceline.pytorch import _memory_checkpoints, _training_state
 from paceline.pytorch._loop_agreement_and_reports import RankAgreement

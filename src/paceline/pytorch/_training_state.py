@@ -35,11 +35,12 @@ from paceline._training.engine.checkpoints.sharded_state import StateInPieces
 from paceline._training.engine.checkpoints.state_files import read_training, read_versioned_part
 from paceline._training.engine.checkpoints.stored_tensors import whole
 from paceline._training.engine.gradient_reduction import plain_model
-from paceline._training.engine.metric_reducers import MAX_SKIPPED_STEPS, ReducerSet
+from paceline._training.engine.metric_reducers import ReducerSet
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.profiling import TraceProfiler
 from paceline._training.engine.rank_differences import check_same_data
 from paceline._training.engine.schedules import Position, scheduler_state, share_schedulers
+from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
 from paceline.data._order_and_random_generators import (
     capture_random_state,
     restore_random_state,

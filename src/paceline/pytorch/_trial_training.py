@@ -18,9 +18,10 @@ import torch
 
 from paceline import faults
 from paceline._training.engine.fsdp_and_tensor_parallel import RankGrid, unsharded
-from paceline._training.engine.metric_reducers import KeySetError, Reducer
+from paceline._training.engine.metric_reducers import Reducer
 from paceline._training.engine.optimizer_stepper import Stepper
 from paceline._training.engine.schedules import Position
+from paceline._training.engine.weighted_means import KeySetError
 from paceline.core._distributed_context import DistributedContext
 from paceline.data._order_and_random_generators import worker_shards
 from paceline.data._sharded_loader import ShardedData

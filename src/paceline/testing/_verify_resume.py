@@ -22,7 +22,8 @@ import psutil
 from paceline import faults
 from paceline._base.process_and_network import num_cores
 from paceline._base.run_directory import Control, RunDirectory
-from paceline._training.workers.processes.templates import TemplateError, template_of_scripts
+from paceline._training.workers.processes.template_client import TemplateError
+from paceline._training.workers.processes.templates import template_of_scripts
 from paceline._training.workers.processes.worker_process import (
     THREADS_MARK,
     THREADS_VARIABLE,

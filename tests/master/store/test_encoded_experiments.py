@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, update
 
-from paceline._cluster.master.store import experiment_list as _encoding_cache
+from paceline._cluster.master.store import api_models_from_rows as _encoding_cache
 from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.api_models_from_rows import EncodingCache
 from paceline._cluster.master.store.database import Database
 from paceline._cluster.master.store.experiment_list import (
-    EncodingCache,
     ExperimentQuery,
     encode_experiments,
     list_rows,

@@ -47,8 +47,8 @@ from paceline._cluster.master.store.reach import (
     note_object,
 )
 from paceline._cluster.master.store.row_ids_and_counts import insert_row, update_experiment
-from paceline._cluster.messages.experiment_models import NewProposal
 from paceline._cluster.messages.runner_messages import DEFAULT_POOL
+from paceline._cluster.messages.search_and_metric_models import NewProposal
 from paceline._cluster.messages.states import ExperimentState, TrialState, told_state
 from paceline.config._environment_and_secrets import Notify, reveal_secrets, without_secrets
 from paceline.config._experiment_config import ExperimentConfig

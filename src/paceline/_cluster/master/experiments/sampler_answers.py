@@ -22,7 +22,7 @@ from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of
 from paceline._cluster.master.store.database import Database, Transaction
 from paceline._cluster.master.waiting import WaitingRequests
-from paceline._cluster.messages.experiment_models import (
+from paceline._cluster.messages.search_and_metric_models import (
     SearchAsk,
     SearchAsks,
     SearchObjective,

@@ -18,7 +18,8 @@ from paceline._cluster.master.upkeep.check_files import (
     check_checkpoints,
 )
 from paceline.storage import DirectoryStorage
-from paceline.storage._checkpoint_files import new_uuid, origin_of
+from paceline.storage._checkpoint_files import origin_of
+from paceline.storage._checkpoint_storage import new_uuid
 
 OTHER_UID = 65534
 SECRET = b"the admin token"

@@ -54,6 +54,7 @@ from paceline.config._searcher_registry import AnySearcher, on_new_methods
 if TYPE_CHECKING:
     from paceline.search._search_method import SearchConfig
 from paceline.config._checkpoint_storage_section import AnyStorage
+from paceline.config._entrypoint_command import ENTRYPOINT_SCHEMA
 
 _MAX_GRID_POINTS = 100_000
 _SENTENCE = re.compile(
@@ -92,7 +93,8 @@ def _hyperparameter_leaves(
 
 
 def _leaf_problem(names: tuple[str, ...], node: Any) -> Problem | None:
-    from paceline.search._hyperparameter_space import SpaceError, parse_space
+    from paceline.search._hyperparameter_kinds import SpaceError
+    from paceline.search._hyperparameter_space import parse_space
 
     # The search stops at the first error, so each leaf goes there alone, inside its own groups.
     alone: Any = node
@@ -130,7 +132,9 @@ def _hyperparameter_at(space: Any, path: str) -> Any:
 
 
 def _point_problems(space: dict[str, Any], points: list[dict[str, Any]]) -> list[Problem]:
-    from paceline.search._hyperparameter_space import Rng, SpaceError, parse_space
+    from paceline._base.arguments_and_errors import Rng
+    from paceline.search._hyperparameter_kinds import SpaceError
+    from paceline.search._hyperparameter_space import parse_space
     from paceline.search._samplers import merged
 
     parsed, problems = parse_space(space), []
@@ -366,14 +370,6 @@ class Profiling(Section):
         return value
 
 
-_ENTRYPOINT_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-    ]
-}
-
-
 class ExperimentConfig(Section):
     """Complete configuration of an experiment, apart from its code."""
 
@@ -392,7 +388,7 @@ class ExperimentConfig(Section):
         default={}, description="Names and values, ranges or nested maps of them."
     )
     entrypoint: Annotated[
-        str | list[str], BeforeValidator(check_entrypoint), WithJsonSchema(_ENTRYPOINT_SCHEMA)
+        str | list[str], BeforeValidator(check_entrypoint), WithJsonSchema(ENTRYPOINT_SCHEMA)
     ] = Field(
         description="Command to run, a string for the shell or a list, in which "
         "`${hparams.name}` is filled in; or a trial class as `module:Class`.",

@@ -41,13 +41,11 @@ from paceline.creators._passes import (
     KeptState,
     MemoryFile,
     checked_pass_state,
-    join_pass_state,
     load_pass_state,
     read_parts,
     save_pass_state,
-    split_pass_state,
 )
-from paceline.creators._replica import execute, make_replica
+from paceline.creators._replica import execute, join_pass_state, make_replica, split_pass_state
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

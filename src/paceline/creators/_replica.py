@@ -3,7 +3,8 @@
 Workers of a `PyTorchTrainer`, with the state to resume from after a loss.
 """
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any
@@ -11,9 +12,17 @@ from typing import Any
 import torch
 
 from paceline._base.arguments_and_errors import mix_seed
-from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
-from paceline._training.engine.checkpoints.resume_differences import built_settings
-from paceline._training.engine.checkpoints.sharded_state import outline_of, whole_model
+from paceline._training.engine.checkpoints.models_and_optimizers import (
+    ModelsAndOptimizers,
+    restore_generators,
+)
+from paceline._training.engine.checkpoints.resume_differences import SettingChanges, built_settings
+from paceline._training.engine.checkpoints.sharded_state import (
+    joined_pieces,
+    outline_of,
+    take_sharded_tensor_pieces,
+    whole_model,
+)
 from paceline._training.engine.devices import (
     Precision,
     all_parameters,
@@ -48,18 +57,116 @@ from paceline.creators._pass_reports import (
 from paceline.creators._passes import (
     DataPosition,
     Pass,
-    capture_pass_state,
     creators_config,
     data_position_in,
-    join_pass_state,
     make_replica_loaders,
     read_parts,
-    restore_pass_state,
     write_part,
 )
 from paceline.data._order_and_random_generators import isolated_randomness, seed_everything
 from paceline.data._sharded_loader import WorkerBatch
 from paceline.data._torch_loaders import release_device_memory
+from paceline.storage._checkpoint_files import STATE_VERSION
+
+logger = logging.getLogger(__name__)
+
+
+def capture_pass_state(replica: "Replica") -> dict[str, Any]:
+    """Return this rank's part of the state; the chief's part includes the shared state.
+
+    Of sharded models, each rank has its pieces.
+    """
+    objects = replica.objects()
+    part: dict[str, Any] = {"own": objects.own_state()}
+    if replica.rank != 0 and not replica.is_sharded:
+        return part
+    shared = {
+        "version": STATE_VERSION,
+        "epoch": replica.position.num_begun,
+        "num_steps": replica.num_steps,
+        **objects.shared_state(),
+        "built": replica.built,
+        "seed": replica.seed,
+        "place": replica.position.state(),
+    }
+    pieces: dict[str, Any] = {}
+    shared = take_sharded_tensor_pieces(shared, "shared", pieces)
+    part |= {"pieces": pieces} if pieces else {}
+    return {"shared": shared, **part} if replica.rank == 0 else part
+
+
+def join_pass_state(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a trainer's state, of the parts in rank order; its tensors are whole."""
+    shared, ranks = parts[0]["shared"], [part["own"] for part in parts]
+    if any("pieces" in part for part in parts):
+        shared = joined_pieces(shared, [part.get("pieces", {}) for part in parts])
+    if (sharded := shared.get("sharded_gradients")) is not None:
+        # Gradients of unsharded models are the same on all ranks, so each rank gets them too.
+        shared = {**shared, "sharded_gradients": None}
+        ranks = [{**own, "gradients": _merged(sharded, own["gradients"])} for own in ranks]
+    return {**shared, "ranks": ranks}
+
+
+def _merged(first: Sequence[Any], second: Sequence[Any] | None) -> list[Any]:
+    others = second or [None] * len(first)
+    return [b if a is None else a for a, b in zip(first, others, strict=True)]
+
+
+def split_pass_state(whole: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a trainer's state, in rank order."""
+    own, *others = whole["ranks"]
+    shared = {name: value for name, value in whole.items() if name != "ranks"}
+    return [{"shared": shared, "own": own}, *({"own": other} for other in others)]
+
+
+def restore_pass_state(replica: "Replica", state: dict[str, Any]) -> None:
+    """Put back a trainer's state; the generators last, as all else may draw from them.
+
+    Raises:
+        CheckpointMismatchError: It is of other models, optimizers or schedulers.
+    """
+    changes = SettingChanges(state["built"], replica.built)
+    objects = replica.objects()
+    objects.load_shared_state(state, changes)
+    if state["seed"] != replica.seed:
+        changes.note("`seed`", state["seed"], replica.seed)
+    replica.num_steps = state["num_steps"]
+    _go_to_position(replica, state["place"], changes)
+    if replica.rank == 0:
+        changes.tell()
+    _load_own(replica, objects, state)
+
+
+def _go_to_position(replica: "Replica", stored: dict[str, Any], changes: SettingChanges) -> None:
+    if not replica.position.load_state(stored):
+        _tell(replica, "The state was stored with other data or shards: its epoch begins anew.")
+    for name, size in replica.position.sizes().items():
+        before = stored.get(name, size)
+        if before != size and None not in (before, size):
+            changes.note(f"the number of {name.removeprefix('num_')} of an epoch", before, size)
+
+
+def _load_own(replica: "Replica", objects: ModelsAndOptimizers, state: dict[str, Any]) -> None:
+    """Restore a rank's own state; with another number of workers, all ranks take the chief's.
+
+    Gradients are summed in each backward pass, so that they are the same on all ranks.
+    """
+    ranks = state["ranks"]
+    is_same_size = len(ranks) == replica.world_size
+    own = ranks[replica.rank if is_same_size else 0]
+    objects.load_own_state(own)
+    # States of generators fit the same number of workers alone.
+    restore_generators(
+        own["random"] if is_same_size else None,
+        seed=replica.seed,
+        num_steps=state["num_steps"],
+        rank=replica.rank,
+    )
+
+
+def _tell(replica: "Replica", text: str) -> None:
+    if replica.rank == 0:
+        logger.warning(text)
 
 
 class Replica:

@@ -10,7 +10,7 @@ from paceline._training.engine.checkpoints.weights_and_optimizers import (
     load_optimizer_state,
     load_weights,
 )
-from paceline._training.engine.gradient_sync import clip_grad_norm_
+from paceline._training.engine.fsdp_and_tensor_parallel import clip_grad_norm_
 from paceline._training.engine.metric_reducers import MetricReducer, Reducer
 from paceline._training.engine.schedules import Batch, Epoch, LRScheduler, Record, TrainUnit
 from paceline._training.engine.weighted_means import KeySetError

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import TrialState, create_trial
 
-from paceline.search._hyperparameter_space import Parameter, Space
+from paceline.search._hyperparameter_kinds import Parameter
+from paceline.search._hyperparameter_space import Space
 from paceline.search._samplers import Observation, Proposal, Sampler
 
 if TYPE_CHECKING:

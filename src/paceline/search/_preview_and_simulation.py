@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from paceline._base.arguments_and_errors import Rng
 from paceline.search import _search_method as base
-from paceline.search._hyperparameter_space import Rng, Space, SpaceError, parse_space
+from paceline.search._hyperparameter_kinds import SpaceError
+from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._samplers import Ask, Sampler, answers, asking
 from paceline.search._search import Search
 

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from paceline._base.arguments_and_errors import Rng
 from paceline.search import _search_method as base
-from paceline.search._hyperparameter_space import Rng, Space, parse_space
+from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._rungs import newer_point, pareto_front
 from paceline.search._samplers import Observation
 

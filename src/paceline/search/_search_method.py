@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from paceline._base.arguments_and_errors import PicklableError
-from paceline.search._hyperparameter_space import Rng, Space, SpaceError
+from paceline._base.arguments_and_errors import PicklableError, Rng
+from paceline.search._hyperparameter_kinds import SpaceError
+from paceline.search._hyperparameter_space import Space
 
 
 class SearchMethodError(PicklableError, RuntimeError):

@@ -5,9 +5,10 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO
 
+from paceline import faults
 from paceline._base.files import (
     NotRegularFileError,
     open_directory_below,
@@ -28,6 +29,7 @@ from paceline.storage._checkpoint_files import (
     check_file_names,
     decode_done,
     decode_manifest,
+    digest_stream,
     done_name,
     empty_directory,
     made_below,
@@ -364,3 +366,59 @@ def made_directory(parent: int, path: Path, *, exist_ok: bool = False) -> Iterat
         yield NewDirectory(descriptor, path, parent)
     finally:
         os.close(descriptor)
+
+
+def move_files_up(own: int, directory: int, entries: Mapping[str, FileEntry]) -> None:
+    """Move a rank's files to where the checkpoint has them.
+
+    If two ranks use one name at the same time, the commit notices.
+
+    Args:
+        own: The descriptor of the rank's directory.
+        directory: The directory of the checkpoint.
+        entries: The files.
+    """
+    folders = {""}
+    for name, entry in entries.items():
+        folder, _, last = name.rpartition("/")
+        try:
+            with made_below(directory, folder) as target, opened_below(own, folder) as source:
+                if _is_there(target, last, name, entry):
+                    continue
+                faults.reach("storage.before_move")
+                os.rename(last, last, src_dir_fd=source, dst_dir_fd=target)
+        except (IsADirectoryError, NotADirectoryError, NotRegularFileError) as error:
+            # Another rank may have made it since it was looked at.
+            is_file = isinstance(error, IsADirectoryError)
+            other = "a directory of" if is_file else "below the file of"
+            raise FileExistsError(
+                "What several ranks store must be a file or a directory on all of them, but"
+                f" {name!r} is {other} another rank."
+            ) from error
+        # All but the checkpoint's own directory.
+        folders.update(str(path) for path in PurePosixPath(name).parents[:-1])
+    empty_directory(own)
+    # Folders of this rank only: directories of other ranks come and go meanwhile.
+    for folder in folders:
+        with opened_below(directory, folder) as each:
+            os.fsync(each)
+
+
+def _is_there(target: int, last: str, name: str, entry: FileEntry) -> bool:
+    """Return whether a file is in a directory already.
+
+    Raises:
+        FileExistsError: Another one is.
+    """
+    try:
+        mode = os.stat(last, dir_fd=target, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return False
+    if stat.S_ISREG(mode):
+        with open_regular_below(target, last) as file:
+            if digest_stream(file) == entry:
+                return True
+    raise FileExistsError(
+        "Files that several ranks store must have different names or the same content, but"
+        f" another {name!r} is there already."
+    )

@@ -17,6 +17,7 @@ from paceline._base.files import (
     replacing_below,
     sync_directory,
 )
+from paceline.storage import _checkpoint_directory
 from paceline.storage import _checkpoint_files as _durable_files
 from paceline.storage._checkpoint_directory import (
     CheckpointDirectory,
@@ -134,7 +135,9 @@ class DirectoryStorage(CheckpointStorage):
                     yield own.path
                     directory.check_place()
                     entries = own.sealed()
-                    _durable_files.move_files_up(own.descriptor, directory.descriptor, entries)
+                    _checkpoint_directory.move_files_up(
+                        own.descriptor, directory.descriptor, entries
+                    )
                     own.remove()
                     faults.reach("storage.before_done")
                     # Last: the done file vouches for files in their place.

@@ -20,6 +20,7 @@ from paceline.testing._compare_runs import (
     state_rank,
     without_ignored,
 )
+from paceline.testing._script_runs import Script, loss_distance
 from paceline.testing._trainer_adapters import (
     ADAPTERS,
     CommandRuns,
@@ -28,9 +29,7 @@ from paceline.testing._trainer_adapters import (
     Result,
     TrainerAdapter,
     checkpoint_step,
-    loss_distance,
 )
-from paceline.testing._verify_resume import Script
 
 Level = Literal["strict", "standard", "relaxed"]
 

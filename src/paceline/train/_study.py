@@ -12,17 +12,14 @@ from typing import Any
 
 import msgspec
 
-from paceline._base.arguments_and_errors import wrong
-from paceline._training.masterless_search import (
-    SearchJournal,
-)
+from paceline._base.arguments_and_errors import Rng, wrong
 from paceline._training.masterless_search_trials import (
+    SearchJournal,
     refuse_without_master,
     search_journal,
 )
 from paceline.config._validate_config import validate_config
 from paceline.core._run_directories import local_directory
-from paceline.search._hyperparameter_space import Rng
 from paceline.search._sampler_program import SamplerProgram
 from paceline.search._samplers import (
     Ask,

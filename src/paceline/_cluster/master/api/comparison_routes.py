@@ -20,7 +20,7 @@ from paceline._cluster.master.api.requests_and_answers import (
     write_rows,
 )
 from paceline._cluster.master.api.route_scopes import ApiRouter
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.api_models_from_rows import LISTED_TRIAL_COLUMNS, encode_trials
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.master.store.experiment_list import (
@@ -193,7 +193,7 @@ def _part_for(curve: Curve, request: GroupsRequest) -> CurvePart:
 view_router = ApiRouter(tags=["views"])
 
 _MOST_VIEWS = 1000
-_views = tables.views
+_views = user_tables.views
 
 ViewId = Annotated[int, Path(ge=1, le=2**62)]
 Version = Annotated[

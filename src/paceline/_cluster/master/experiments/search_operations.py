@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Row, func, insert, select, update
 
 from paceline import faults
+from paceline._base.arguments_and_errors import Rng
 from paceline._cluster.master.experiments.state_decisions import RefusedError, SearchEnd
 from paceline._cluster.master.experiments.stored_searches import Searches
 from paceline._cluster.master.store import tables
@@ -24,8 +25,9 @@ from paceline._cluster.messages.states import (
     ExperimentState,
     TrialState,
 )
-from paceline.config._searcher_section import MissingSearcher, Searcher, SingleSearcher
-from paceline.search._hyperparameter_space import Rng, SpaceError
+from paceline.config._searcher_registry import MissingSearcher, SingleSearcher
+from paceline.config._searcher_section import Searcher
+from paceline.search._hyperparameter_kinds import SpaceError
 from paceline.search._samplers import merged
 from paceline.search._search import Search
 from paceline.search._search_method import (

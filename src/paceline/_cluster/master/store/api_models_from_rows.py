@@ -27,7 +27,7 @@ from sqlalchemy import (
 )
 
 from paceline._base.journal_records import encode_float
-from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import tables, user_tables
 from paceline._cluster.master.store.database import load_json
 from paceline._cluster.master.store.metric_series import tagged
 from paceline._cluster.master.store.row_ids_and_counts import (
@@ -58,8 +58,7 @@ from paceline._cluster.messages.runner_messages import LOCAL_NAME, LOCAL_NODE, A
 from paceline._cluster.messages.states import AttemptState, CheckpointState, ExperimentState
 from paceline.config._environment_and_secrets import hide_secrets
 from paceline.config._experiment_config import ExperimentConfig
-from paceline.config._searcher_registry import searcher_section
-from paceline.config._searcher_section import MissingSearcher
+from paceline.config._searcher_registry import MissingSearcher, searcher_section
 from paceline.config._validate_config import read_stored_config
 
 _MAX_CACHED = 500
@@ -192,8 +191,8 @@ def _columns(row: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 PROJECT_NAME = (
-    select(tables.projects.c.name)
-    .where(tables.projects.c.id == tables.experiments.c.project_id)
+    select(user_tables.projects.c.name)
+    .where(user_tables.projects.c.id == tables.experiments.c.project_id)
     .scalar_subquery()
 )
 """The name of an experiment's project."""

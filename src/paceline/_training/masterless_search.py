@@ -14,14 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline import core, faults
-from paceline._base.journal_records import (
-    SearchInputTaken,
-    decode_value,
-    encode_metrics,
-)
+from paceline._base.journal_records import SearchInputTaken, decode_value, encode_metrics
 from paceline.search._hyperparameter_space import Space
 from paceline.search._samplers import Observation
-from paceline.search._search import SPENT_INTERVAL_S, Search
+from paceline.search._search import Search
 from paceline.search._search_method import (
     Create,
     Exited,
@@ -36,6 +32,7 @@ from paceline.search._search_method import (
     Train,
     input_from_json,
 )
+from paceline.search._search_state import SPENT_INTERVAL_S
 
 if TYPE_CHECKING:
     from paceline._training.masterless_search_trials import SearchJournal

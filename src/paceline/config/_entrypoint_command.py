@@ -243,11 +243,3 @@ def _is_in_space(node: Any, parts: list[str]) -> bool:
     return bool(values) and all(
         _look_up_for_entrypoint(value, dotted) is not _NOT_THERE for value in values
     )
-
-
-ENTRYPOINT_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-    ]
-}

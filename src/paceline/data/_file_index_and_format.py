@@ -21,11 +21,7 @@ import numpy as np
 import xxhash
 
 from paceline.data._file_locations import DirectoryLocation, FileLocation, FoundFile
-from paceline.data._sample_sources import (
-    DataFormatError,
-    DataNotFoundError,
-    Source,
-)
+from paceline.data._sample_sources import DataFormatError, DataNotFoundError, Source
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from paceline._training.workers.processes.worker_process import (
     THREADS_VARIABLE,
     WorkerSpec,
 )
-from paceline.testing._compare_runs import difference_kind, find_run
+from paceline.testing._compare_runs import UnreadableFileError, difference_kind, find_run, read_file
 
 logger = logging.getLogger(__name__)
 
@@ -336,3 +336,47 @@ def file_stamps(root: Path) -> Stamps:
                     stamp = (status.st_size, status.st_mtime_ns)
                     stamps[os.path.relpath(path, root)] = stamp
     return stamps
+
+
+_STEP = re.compile(r"(?:step|checkpoint|iter|iteration)[-_=]?(\d+)")
+
+
+def checkpoint_step(checkpoint: str, content: Any = None) -> int | None:
+    """Return a checkpoint's step by its name or its content; None if neither tells."""
+    found = _STEP.findall(checkpoint)
+    if found:
+        return int(found[-1])
+    if isinstance(content, Mapping):
+        for key in STEP_KEYS:
+            if type(content.get(key)) is int:
+                return int(content[key])
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRun:
+    """Run at its end: its files, its complete checkpoints, its logged values."""
+
+    path: Path
+    checkpoints: Mapping[str, Stamps]
+    rows: Rows
+    has_steps: bool = True
+    problem: str = ""
+
+    def files(self, checkpoint: str) -> dict[str, Path]:
+        """Return the files of a checkpoint by their names within it."""
+        names = self.checkpoints[checkpoint]
+        return {
+            name.removeprefix(checkpoint).lstrip("/") or Path(name).name: self.path / name
+            for name in names
+        }
+
+    def step(self, checkpoint: str, *, unpickle: bool) -> int | None:
+        """Return the step of a checkpoint, by its name or its content."""
+        content, files = None, self.files(checkpoint)
+        if not self.has_steps:
+            return None
+        if checkpoint_step(checkpoint) is None and len(files) == 1:
+            with suppress(UnreadableFileError):
+                content = read_file(next(iter(files.values())), unpickle=unpickle)
+        return checkpoint_step(checkpoint, content)

@@ -6,16 +6,15 @@ import re
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from paceline.testing._compare_runs import UnreadableFileError, read_file
 from paceline.testing._script_runs import (
-    STEP_KEYS,
+    EndedRun,
     Rows,
     Script,
     ScriptEnd,
@@ -28,7 +27,6 @@ from paceline.testing._verify_resume import MIN_REPLAYED_STEPS
 
 _LOOK_S = 0.05
 _WRITING_S = 5
-_STEP = re.compile(r"(?:step|checkpoint|iter|iteration)[-_=]?(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,18 +193,6 @@ class CheckpointWatch:
         return any(time.time_ns() - at < _WRITING_S * 1_000_000_000 for at in newest)
 
 
-def checkpoint_step(checkpoint: str, content: Any = None) -> int | None:
-    """Return a checkpoint's step by its name or its content; None if neither tells."""
-    found = _STEP.findall(checkpoint)
-    if found:
-        return int(found[-1])
-    if isinstance(content, Mapping):
-        for key in STEP_KEYS:
-            if type(content.get(key)) is int:
-                return int(content[key])
-    return None
-
-
 # ---- logs ------------------------------------------------------------------------------------
 
 
@@ -227,35 +213,6 @@ class NoVerdictError(Exception):
     def __init__(self, result: Result, reason: str) -> None:
         super().__init__(reason)
         self.result: Result = result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedRun:
-    """Run at its end: its files, its complete checkpoints, its logged values."""
-
-    path: Path
-    checkpoints: Mapping[str, Stamps]
-    rows: Rows
-    has_steps: bool = True
-    problem: str = ""
-
-    def files(self, checkpoint: str) -> dict[str, Path]:
-        """Return the files of a checkpoint by their names within it."""
-        names = self.checkpoints[checkpoint]
-        return {
-            name.removeprefix(checkpoint).lstrip("/") or Path(name).name: self.path / name
-            for name in names
-        }
-
-    def step(self, checkpoint: str, *, unpickle: bool) -> int | None:
-        """Return the step of a checkpoint, by its name or its content."""
-        content, files = None, self.files(checkpoint)
-        if not self.has_steps:
-            return None
-        if checkpoint_step(checkpoint) is None and len(files) == 1:
-            with suppress(UnreadableFileError):
-                content = read_file(next(iter(files.values())), unpickle=unpickle)
-        return checkpoint_step(checkpoint, content)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,15 +20,13 @@ from paceline.testing._compare_runs import (
     state_rank,
     without_ignored,
 )
-from paceline.testing._script_runs import Script, loss_distance
+from paceline.testing._script_runs import EndedRun, Script, checkpoint_step, loss_distance
 from paceline.testing._trainer_adapters import (
     ADAPTERS,
     CommandRuns,
-    EndedRun,
     NoVerdictError,
     Result,
     TrainerAdapter,
-    checkpoint_step,
 )
 
 Level = Literal["strict", "standard", "relaxed"]

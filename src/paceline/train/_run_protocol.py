@@ -25,10 +25,7 @@ from paceline._training.workers.channels import DriverLink, driver_link
 from paceline._training.workers.processes.signals_and_leftovers import noted_signals
 from paceline._training.workers.processes.worker_process import RankInfo
 from paceline._training.workers.ray.forwarded_storage import ForwardedRun, ForwardedStorage
-from paceline._training.workers.worker_failures import (
-    RunDirectoryError,
-    signal_name,
-)
+from paceline._training.workers.worker_failures import RunDirectoryError, signal_name
 from paceline.core._arguments import PreemptedError
 from paceline.core._preemption_and_search import ControlFile
 from paceline.core._read_runs import restorable_checkpoint

@@ -15,8 +15,8 @@ from paceline._cluster.master.store.api_models_from_rows import config_of, num_s
 from paceline._cluster.master.store.database import Transaction
 from paceline._cluster.messages.states import AttemptState, ExperimentState, TrialState
 from paceline.config._validate_config import validate_config
-from paceline.search._search import SPENT_INTERVAL_S, Budget
 from paceline.search._search_method import Limited, Spent
+from paceline.search._search_state import SPENT_INTERVAL_S, Budget
 
 
 class SearchClock:

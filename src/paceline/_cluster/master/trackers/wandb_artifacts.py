@@ -8,16 +8,10 @@ from typing import Any
 
 from sqlalchemy import select
 
-from paceline._cluster.master.experiments.logged_runs import (
-    get_document,
-    list_documents,
-)
+from paceline._cluster.master.experiments.logged_runs import get_document, list_documents
 from paceline._cluster.master.master import Master
 from paceline._cluster.master.store import tables
-from paceline._cluster.master.store.run_files import (
-    get_file,
-    list_files,
-)
+from paceline._cluster.master.store.run_files import get_file, list_files
 from paceline._cluster.master.trackers.wandb_graphql import GraphqlError, page
 from paceline._cluster.master.trackers.wandb_runs import (
     Asked,

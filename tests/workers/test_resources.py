@@ -3,7 +3,7 @@
 import pytest
 
 from paceline._base.process_and_network import num_cores
-from paceline._training.workers import workers as _worker_resources
+from paceline._training.workers import worker_settings as _worker_resources
 from paceline._training.workers.worker_settings import WorkerResources, WorkerSettings
 
 

@@ -591,6 +591,7 @@ def _can_restart() -> bool:
 
 
 def check_token_file(path: Path) -> None:
+    """Refuse a token file unless only its owner may read the token in the file."""
     try:
         mode = path.expanduser().stat().st_mode
         token = read_secret(path.expanduser())

@@ -139,6 +139,7 @@ class ObjectiveSection(Section):
 
 def searcher_schema(schema: dict[str, Any], section: type["Searcher"]) -> None:
     # The first objective names the metric as well.
+    """Adjust the JSON schema of a searcher section."""
     if section.takes_objectives:
         schema["required"].remove("metric")
         schema["anyOf"] = [given_schema("metric"), given_schema("objectives")]

@@ -1,9 +1,4 @@
-"""Media reports: files of a run below its directory, and the records that name them.
-
-Files of media: images, sound, films, tables and figures as bytes, from the objects of scripts.
-
-No library is imported for an object: arrays, tensors and tables are known by what they can do.
-"""
+"""Media reports: files of a run below its directory, and the records that name them."""
 
 import errno
 import hashlib

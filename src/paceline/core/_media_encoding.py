@@ -1,4 +1,7 @@
-"""Encoding of media as files: images, sound, videos, figures, tables, histograms."""
+"""Encoding of media as files: images, sound, videos, figures, tables, histograms.
+
+No library is imported for an object: arrays, tensors and tables are known by their methods.
+"""
 
 import io
 import mimetypes

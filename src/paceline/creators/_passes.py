@@ -1,4 +1,4 @@
-"""Passes over data: a worker's data, begin and end, and the state of a training in passes."""
+"""Passes over data: a worker's data, begin and end, and the file of a stored state."""
 
 import errno
 import fcntl

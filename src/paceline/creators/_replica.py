@@ -1,7 +1,4 @@
-"""Replica: the state of a worker between passes, and functions that run in workers.
-
-Workers of a `PyTorchTrainer`, with the state to resume from after a loss.
-"""
+"""Replica: the state of a worker between passes, and functions that run in workers."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The data set type accepted by every front door, and streams readable in pieces."""
+"""The data set type accepted by every front door, streams with steps, and reading of files."""
 
 import importlib
 import importlib.util

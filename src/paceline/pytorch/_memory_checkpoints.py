@@ -36,7 +36,7 @@ from paceline.storage._checkpoint_files import CheckpointError
 from paceline.storage._checkpoint_storage import series_uuid
 
 if TYPE_CHECKING:
-    from paceline.pytorch._training_state import ResumableTraining
+    from paceline.pytorch._resumable_training import ResumableTraining
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +311,7 @@ def survivors_problem(stepper: Stepper) -> str:
 
 
 if TYPE_CHECKING:
-    from paceline.pytorch._training_state import ResumableTraining
+    from paceline.pytorch._resumable_training import ResumableTraining
 
 
 _SHARE = 0.02

@@ -1,4 +1,10 @@
-"""Checkpoints of a training: their state, when they are stored, from an earlier run."""
+"""Checkpoints of a training: the state in them, when they are stored, from an earlier run.
+
+Files: ``model_<i>`` and ``optimizer_<i>`` (weights can be read by plain safetensors),
+``training`` (position, schedulers, scaler, and facts added by the trainer) and ``rank_<r>``
+(generators, open metric sums, accumulated gradients in the middle of a window, buffers).
+``docs/checkpoints.md`` lists every key.
+"""
 
 import logging
 import os
@@ -178,7 +184,7 @@ class TrainingCheckpoints:
 
     @property
     def retention(self) -> CheckpointRetention | None:
-        """On the chief, which ones to keep; None for all."""
+        """Retention rule on the chief; None to keep all."""
         return self._committed.retention
 
     @property
@@ -570,7 +576,7 @@ class TrainingState:
         }
 
     def own_of_loop(self, loop: TrainingLoop) -> dict[str, Any]:
-        """Return what belongs to this rank alone, besides generators and tensors."""
+        """Return the state of this rank alone, besides generators and tensors."""
         return {
             "means": loop.means.state(),
             "reducers": self._collected.storable_state(),
@@ -578,7 +584,7 @@ class TrainingState:
         }
 
     def whole(self, loop: TrainingLoop, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parts that all ranks share, from any rank whose models are not divided."""
+        """Return the parts shared by all ranks, from any rank with undivided models."""
         return self._shared(self._objects(), loop, facts)
 
 

@@ -1,4 +1,4 @@
-"""Adaptive ASHA: asynchronous halving, and the division of a search among brackets.
+"""Adaptive ASHA: configs of halving searches, and the division of a search among brackets.
 
 Halving in promotion form: trials pause at rungs and resume when promoted; Hyperband.
 """
@@ -203,7 +203,7 @@ class AdaptiveAshaMethod(base.SearchMethod):
         return operations
 
     def resize(self, max_trials: int) -> list[base.Operation]:
-        """Divide the trials that are to come among the brackets as in the plan."""
+        """Divide future trials among the brackets as in the plan."""
         created = [bracket.num_created for bracket in self._brackets]
         planned = [bracket.num_planned for bracket in self._brackets]
         left = max(max_trials - sum(created), 0)
@@ -309,12 +309,12 @@ class PromotionMethod(HalvingMethod):
         self._waits_for_all = waits_for_all
 
     def resize(self, max_trials: int) -> list[base.Operation]:
-        """Create more or fewer trials, which are compared to all before them."""
+        """Create more or fewer trials, compared to all earlier ones."""
         self._num_trials = max_trials
         return self._go_on()
 
     def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
-        """Let a trial that has reached its rung pause there, and decide who trains next."""
+        """Let a trial at its rung pause there, and decide who trains next."""
         entrant = self._entrants[request_id]
         rung = self._rungs[entrant.rung]
         # A trial that pauses may report until it has left.
@@ -383,7 +383,7 @@ class PromotionMethod(HalvingMethod):
         return []
 
     def _promotable(self, index: int) -> list[str]:
-        """Return the trials that may leave a rung now, the best first."""
+        """Return the trials to leave a rung now, the best first."""
         rung = self._rungs[index]
         num_kept = len(rung) * self._divisor.denominator // self._divisor.numerator
         if self._is_closed(index):

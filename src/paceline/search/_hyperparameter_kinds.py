@@ -63,12 +63,12 @@ class Leaf(ABC):
 
     @abstractmethod
     def described(self, path: tuple[str, ...]) -> Parameter:
-        """Return what a sampler is told of it."""
+        """Return the description for samplers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A hyperparameter that varies, as samplers see it.
+    """Varying hyperparameter, as samplers see it.
 
     Attributes:
         path: The names that lead to it: `("net", "width")`.

@@ -43,7 +43,7 @@ class Rung:
 
     @property
     def num_ranked(self) -> int:
-        """Return the number of entries that rank by their numbers, before all others."""
+        """Return the number of entries ranked by their numbers, before all others."""
         return len(self._ids)
 
     def __iter__(self) -> Iterator[tuple[str, float]]:
@@ -160,7 +160,7 @@ class FrontRung(Rung):
         return int(num_ahead)
 
     def remove(self, request_id: str) -> None:
-        """Remove a trial's entry; those that it dominates move up."""
+        """Remove a trial's entry; dominated entries move up."""
         import numpy as np
 
         if request_id in self._unranked:
@@ -227,7 +227,7 @@ def newer_point(point: Losses, losses: Losses) -> Losses:
 
 
 def pareto_front(points: Sequence[tuple[str, Losses]]) -> list[tuple[str, Losses]]:
-    """Return the points that no other dominates, the least first loss in front."""
+    """Return the points without a dominating point, the least first loss in front."""
     import numpy as np
 
     losses, left = np.array([point for _, point in points]), np.arange(len(points))
@@ -241,6 +241,8 @@ def pareto_front(points: Sequence[tuple[str, Losses]]) -> list[tuple[str, Losses
 
 
 class Fate(str, Enum):
+    """State of a trial in its bracket."""
+
     TRAINING = "training"
     PAUSED = "paused"
     STOPPED = "stopped"
@@ -282,7 +284,7 @@ class HalvingMethod(base.SearchMethod):
         return self.resize(self._num_trials)
 
     def resize(self, max_trials: int) -> list[base.Operation]:
-        """Create more or fewer trials, which are compared to all before them."""
+        """Create more or fewer trials, compared to all earlier ones."""
         self._num_trials = max_trials
         num_open = sum(each.fate is Fate.TRAINING for each in self._entrants.values())
         operations: list[base.Operation] = []
@@ -304,7 +306,7 @@ class HalvingMethod(base.SearchMethod):
         return self.reported_several(request_id, time, loss)
 
     def reported_several(self, request_id: str, time: float, losses: Any) -> list[base.Operation]:
-        """Decide by several objectives, or by the loss of a single one."""
+        """Decide by several objectives, or by a single loss."""
         entrant = self._entrants[request_id]
         rung_before = entrant.rung
         # Several rungs in one call: a trial with rare reports may clear several at once.
@@ -352,7 +354,7 @@ class HalvingMethod(base.SearchMethod):
 
     @property
     def num_created(self) -> int:
-        """Return how many trials there are, without those that refused their hyperparameters."""
+        """Return the number of trials, without those with refused hyperparameters."""
         return len(self._entrants) - self._num_invalid
 
     def trained_share(self, time: float) -> float:

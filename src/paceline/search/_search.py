@@ -93,7 +93,7 @@ class Search:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Return the metrics that a report must have: one for each objective."""
+        """Return the metrics of a complete report: the metric of each objective."""
         return self._config.metrics
 
     @property
@@ -151,17 +151,17 @@ class Search:
         ]
 
     def front(self) -> list[tuple[str, tuple[float, ...]]]:
-        """Return the trials that no other dominates, with the values of all objectives."""
+        """Return the Pareto front: trials with the values of all objectives."""
         return [(key, self._config.signed(losses)) for key, losses in pareto_front(self.points())]
 
     def values_of(self, request_id: str) -> tuple[float, ...]:
-        """Return the values of all objectives that stand for a trial; empty without any."""
+        """Return the values of all objectives for a trial; empty without any."""
         point = self._find(request_id).point
         return self._config.signed(point) if point else ()
 
     @property
     def asks(self) -> tuple[base.Create, ...]:
-        """Return the trials that wait for their hyperparameters; each has a draw at random."""
+        """Return the trials without hyperparameters so far; each has a draw at random."""
         return tuple(create for create, _ in self._asks.values())
 
     @property
@@ -170,16 +170,16 @@ class Search:
         return len(self._asks)
 
     def first_ask(self) -> base.Create:
-        """Return the trial that has waited longest; there must be one."""
+        """Return the trial with the longest wait; some trial must wait."""
         return next(iter(self._asks.values()))[0]
 
     def ask_of(self, request_id: str) -> base.Create | None:
-        """Return a trial that waits for its hyperparameters; None if it does not."""
+        """Return a waiting trial by its request id; None if the trial does not wait."""
         found = self._asks.get(request_id)
         return None if found is None else found[0]
 
     def observations(self) -> list[Observation]:
-        """Return what samplers are told: earlier trials, then those with an answer, in order."""
+        """Return the observations for samplers: earlier trials, then answered trials, in order."""
         return self._observations.all()
 
     def snapshot(self) -> dict[str, Any]:
@@ -421,7 +421,7 @@ class Search:
 
     @property
     def reached_limit(self) -> str | None:
-        """Return the limit that has ended the search, or keeps it from creating more trials."""
+        """Return the limit now ending the search or holding back new trials; None without any."""
         found = self.budget.reached(self._config.smaller_is_better)
         return found or ("max_trials" if self._held else None)
 
@@ -449,7 +449,7 @@ class Search:
         return operations
 
     def stopping_limit(self, request_id: str) -> str | None:
-        """Return the limit that has stopped a trial; None if the method has, or nothing."""
+        """Return the limit behind a trial's stop; None if stopped by the method, or not at all."""
         return self.reached_limit if self._find(request_id).is_cut else None
 
     def _has_room(self) -> bool:
@@ -528,7 +528,7 @@ class Search:
         return self._hold(passing) if self._is_asking else passing
 
     def _hold(self, operations: list[base.Operation]) -> list[base.Operation]:
-        """Keep the operations on trials that wait for their hyperparameters; return the others."""
+        """Keep the operations on trials without hyperparameters so far; return the others."""
         passing: list[base.Operation] = []
         for operation in operations:
             if isinstance(operation, base.Create) and operation.parent is None:

@@ -21,7 +21,7 @@ SPENT_INTERVAL_S = 60.0
 
 @dataclass(slots=True)
 class SearchedTrial:
-    """Trial as its search knows it."""
+    """Trial from the point of view of its search."""
 
     is_stopped: bool = False
     exit_reason: base.ExitReason | None = None
@@ -37,7 +37,7 @@ class SearchedTrial:
 
 @dataclass(slots=True)
 class Budget:
-    """What a search may use, and what it has used.
+    """Budget of a search: its limits and the used amounts.
 
     Attributes:
         limits: The limits.
@@ -56,7 +56,7 @@ class Budget:
     best: float | None = None
 
     def used(self) -> dict[str, float | None]:
-        """Return what was used, by the names of the limits."""
+        """Return the used amounts by the names of the limits."""
         return {
             "max_trials": self.num_trials,
             "max_slot_hours": self.slot_s / 3600,
@@ -66,7 +66,7 @@ class Budget:
         }
 
     def reached(self, smaller_is_better: bool) -> str | None:
-        """Return the name of a limit that ends the search now, running trials included."""
+        """Return the name of a limit reached, the reason to end running trials too; else None."""
         for name, used in self.used().items():
             limit = getattr(self.limits, name)
             if limit is None or used is None or name == "max_trials":
@@ -76,14 +76,14 @@ class Budget:
         return None
 
     def has_room(self) -> bool:
-        """Return whether one more trial may be created."""
+        """Return whether another trial may be created."""
         most = self.limits.max_trials
         return most is None or self.num_trials < most
 
 
 @dataclass(slots=True)
 class _Observed:
-    """What samplers are told of a trial."""
+    """Facts about a trial for samplers."""
 
     hparams: dict[str, Any]
     note: Any = None
@@ -124,11 +124,11 @@ class Observations:
         ]
 
     def add(self, request_id: str, hparams: dict[str, Any], note: Any) -> None:
-        """Add a trial that has its hyperparameters, with the sampler's note on it."""
+        """Add a trial with its hyperparameters, and the sampler's note on the trial."""
         self._observed[request_id] = _Observed(hparams, note)
 
     def note_report(self, request_id: str, time: float, loss: float, *, is_best: bool) -> None:
-        """Note a report; `is_best` says that its loss replaces any earlier one."""
+        """Note a report; with `is_best`, its loss replaces any earlier loss."""
         seen = self._observed.get(request_id)
         if seen is None:
             return
@@ -137,7 +137,7 @@ class Observations:
             seen.loss = loss
 
     def recall(self, given: base.Recalled, space: Space, sign: int) -> None:
-        """Add the trials of an earlier search with finite values and hyperparameters that fit."""
+        """Add the trials of an earlier search with finite values and fitting hyperparameters."""
         for number, (hparams, value, time) in enumerate(given.trials, 1):
             with suppress(ValueError, TypeError, LookupError):
                 if not math.isfinite(value):
@@ -160,7 +160,7 @@ class Observations:
         }
 
     def load(self, snapshot: Mapping[str, Any]) -> None:
-        """Take a state back; one of a search that asks nobody has no observations."""
+        """Take a state back; the state of a search without a sampler has no observations."""
         self._earlier = msgspec.convert(snapshot.get("earlier", []), list[Observation])
         self._observed = {key: _Observed(*seen) for key, *seen in snapshot.get("observed", ())}
 
@@ -182,7 +182,7 @@ class Observations:
 
 
 def check_method_state(state: Any) -> None:
-    """Refuse a method's state that is no JSON.
+    """Refuse a method's state unless all of it is JSON.
 
     Raises:
         ValueError: It is none; the message names the place.

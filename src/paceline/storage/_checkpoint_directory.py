@@ -278,7 +278,7 @@ def _missing_is_fine() -> Iterator[None]:
 
 
 class NewDirectory(CheckpointDirectory):
-    """The directory of a new checkpoint, or of one rank's part.
+    """Directory of a new checkpoint, or of a rank's part.
 
     Args:
         descriptor: The descriptor; the caller closes it.

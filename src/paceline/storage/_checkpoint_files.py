@@ -141,7 +141,7 @@ def remove_below(directory: int, name: str) -> None:
 
 
 def newest_change(directory: int) -> float:
-    """Return the time of the last change of a directory and anything below it.
+    """Return the time of the last change of a directory and its contents.
 
     In seconds since the epoch.
     """
@@ -150,7 +150,7 @@ def newest_change(directory: int) -> float:
 
 
 def sync_directories(directory: int) -> None:
-    """Force the entries of a directory, and of all directories below it, to disk."""
+    """Force the entries of a directory, and of all directories below, to disk."""
     for found in walk_below(directory):
         if stat.S_ISDIR(found.facts.st_mode):
             with opened_below(found.parent, found.name) as below:
@@ -192,7 +192,7 @@ FIRST_STATE_VERSION = 4
 
 
 def check_state_version(owner: str, version: Any, writer: str = "") -> None:
-    """Refuse a state that this version of Paceline neither takes nor upgrades.
+    """Refuse a state unfit for this version of Paceline, and for an upgrade.
 
     Args:
         owner: The state in words, which begin the message.

@@ -91,7 +91,7 @@ class CheckpointStorage(ABC):
         return self
 
     def probe(self) -> None:
-        """Write, read and delete something small; a storage that only offers reading reads.
+        """Write, read and delete something small; a read-only storage reads.
 
         Raises:
             CheckpointError: The storage does not do so.
@@ -812,7 +812,7 @@ def new_uuid(cluster_id: str = "", trial_id: int | None = None) -> str:
 
 
 def series_uuid(first: str, number: int) -> str:
-    """Return one of many UUIDs that follow from a new one, for the same trial."""
+    """Return a UUID derived from a new UUID by a number, for the same trial."""
     series = UUID(first)
     uuid = uuid5(series, str(number))
     return str(uuid) if series.version != 8 else _with_end(uuid, series.bytes[-_UUID_DIGEST_BYTES:])

@@ -167,7 +167,7 @@ def start_script(
 def _start_process(
     spec: WorkerSpec, file: IO[bytes]
 ) -> tuple[int, Callable[[], int], Callable[[], object]]:
-    """Start a script in a session of its own; return its id, how to wait for it and to reap it.
+    """Start a script in a session of its own; return its id, and functions to wait and to reap.
 
     The script is a fork of a process that has loaded torch, unless it would see a difference.
     """
@@ -364,7 +364,7 @@ class EndedRun:
     problem: str = ""
 
     def files(self, checkpoint: str) -> dict[str, Path]:
-        """Return the files of a checkpoint by their names within it."""
+        """Return the files of a checkpoint by their names in the checkpoint."""
         names = self.checkpoints[checkpoint]
         return {
             name.removeprefix(checkpoint).lstrip("/") or Path(name).name: self.path / name

@@ -119,7 +119,7 @@ def _is_whole(path: Path) -> bool:
 
 @dataclass(slots=True)
 class CheckpointWatch:
-    """Observer of the checkpoints that a script writes.
+    """Observer of the checkpoints of a running script.
 
     Attributes:
         root: The directory of the run.
@@ -172,7 +172,7 @@ class CheckpointWatch:
         return time.monotonic() - self._began
 
     def new_files(self) -> Stamps:
-        """Return the files that the script wrote or changed."""
+        """Return the files written or changed by the script."""
         found = file_stamps(self.root).items()
         return {path: stamp for path, stamp in found if self._start.get(path) != stamp}
 
@@ -217,7 +217,7 @@ class NoVerdictError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class CommandRuns:
-    """The runs of a command, each in the same working directory, one after the other.
+    """Runs of a command, in turn, each in the same working directory.
 
     Attributes:
         script: The command.
@@ -492,7 +492,7 @@ class CommandRuns:
         earlier: Rows,
         problem: str = "",
     ) -> EndedRun:
-        """Move the working directory away, and return the run that ended in it."""
+        """Move the working directory away, and return the ended run."""
         run = self._run(
             watch, adapter, read_logs(self.place, watch.new_files(), self.place / f"{label}.log")
         )
@@ -531,7 +531,7 @@ def _too_late(num_checkpoints: int) -> NoVerdictError:
 
 @dataclass(slots=True)
 class _Kill:
-    """Condition of the kill: so many checkpoints, and some time since the newest one."""
+    """Condition of the kill: a number of checkpoints, and some time since the newest."""
 
     watch: CheckpointWatch
     adapter: TrainerAdapter

@@ -308,7 +308,7 @@ class Study:
         self._end(trial, ExitReason.COMPLETED)
 
     def fail(self, trial: StudyTrial, *, is_invalid: bool = False) -> None:
-        """End a trial that has failed.
+        """End a failed trial.
 
         Args:
             trial: The trial.

@@ -294,7 +294,7 @@ def split_callbacks(callbacks: Any) -> tuple[list[TrainingCallback], list[core.T
 def with_run_lines(
     callbacks: list[TrainingCallback], *, shows_reports: bool = True
 ) -> list[TrainingCallback]:
-    """Return callbacks of which one shows progress.
+    """Return callbacks, with a display of progress.
 
     Args:
         callbacks: The user's.
@@ -501,6 +501,7 @@ def _is_empty(data: Any) -> bool:
 
 
 def joined_limits(num_asked_for: int) -> ElasticLimits:
+    """Return the limits under an outer launcher: as many workers as it has started processes."""
     num_workers = JoinedPool().num_workers
     if num_asked_for != num_workers:
         logger.warning(
@@ -513,6 +514,7 @@ def joined_limits(num_asked_for: int) -> ElasticLimits:
 
 
 def check_storage(distributed: DistributedContext, spec: RunSpec) -> None:
+    """Check that all ranks see one storage, before any rank writes to it."""
     if not spec.storage_per_node:
         check_shared_storage(storage_from(spec.storage), distributed)
     # None begins to write before all know the files that were there already.

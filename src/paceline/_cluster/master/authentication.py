@@ -107,7 +107,7 @@ class SignedUrls:
         self._key = key
 
     def sign(self, method: str, path: str) -> str:
-        """Return the query that opens a path for a method, for a few hours."""
+        """Return the query to open a path for a method, for a few hours."""
         expires = int(time.time() + _URL_S)
         return f"expires={expires}&seal={self._seal(method, path, str(expires))}"
 
@@ -138,7 +138,7 @@ class SignInLinks:
         self._lock = threading.Lock()
 
     def make(self, user: str) -> tuple[str, float]:
-        """Return a new token that signs a user in, and its time of expiry."""
+        """Return a new token to sign a user in, and its time of expiry."""
         token, expires_at = secrets.token_urlsafe(32), time.time() + self._length_s
         with self._lock:
             # The oldest comes first; a loop that asks for links must not fill the memory.
@@ -155,7 +155,7 @@ class SignInLinks:
         return user if time.time() < expires_at else None
 
     def forget(self, user: str) -> None:
-        """Void the tokens that were made for a user."""
+        """Void the tokens made for a user."""
         with self._lock:
             self._expiry = {t: found for t, found in self._expiry.items() if found[1] != user}
 

@@ -1,7 +1,4 @@
-"""Pydantic models: base class, pages, errors, experiments, trials, checkpoints, metrics.
-
-Further models: hyperparameters, configs, searches, logs.
-"""
+"""Pydantic models: base classes, experiments, trials, attempts, checkpoints, metrics, logs."""
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
 

@@ -1,4 +1,4 @@
-"""Models with parameters divided among the ranks by FSDP2, torch's `fully_shard`."""
+"""Models divided among the ranks by FSDP2, torch's `fully_shard`; clipping of gradients."""
 
 import logging
 import weakref

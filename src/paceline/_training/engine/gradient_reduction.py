@@ -1,4 +1,4 @@
-"""Signal between the ranks, sent along with the gradients."""
+"""Sums of gradients over the ranks, accumulated windows, and the signal sent along."""
 
 import time
 from collections import deque
@@ -687,5 +687,6 @@ class AccumulatedWindow:
 
 
 def existing_order(order: EpochOrder | None) -> EpochOrder:
+    """Return the order of an epoch, known once its data has been prepared."""
     assert order is not None
     return order

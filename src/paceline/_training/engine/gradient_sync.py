@@ -1,7 +1,4 @@
-"""Gradients of a user's own loop.
-
-Also: averaged over all samples of all ranks after each backward pass.
-"""
+"""Gradients of a user's own loop, averaged over the samples of all ranks after a backward pass."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

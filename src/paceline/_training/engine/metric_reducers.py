@@ -1,9 +1,4 @@
-"""Reducers of metrics over batches and ranks, explained variance.
-
-Weighted means of metrics, kept on the device during the loop and reduced for reports.
-
-Metrics of torchmetrics as reducers.
-"""
+"""Reducers of metrics over batches and ranks: functions, explained variance, torchmetrics."""
 
 import copy
 import logging

@@ -1,4 +1,7 @@
-"""Means of metrics over batches and ranks, weighted by samples; non-finite losses."""
+"""Means of metrics over batches and ranks, weighted by samples; search for non-finite losses.
+
+The means are kept on the device during the loop and reduced for reports.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence

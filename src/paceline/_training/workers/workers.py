@@ -1,7 +1,4 @@
-"""Workers of a pool, between a least and a most number: formed, formed again, grown.
-
-Resources of a trainer's workers, and the pool of workers with these resources.
-"""
+"""Workers of a pool, between a least and a most number: formed, formed again, grown."""
 
 import logging
 import math

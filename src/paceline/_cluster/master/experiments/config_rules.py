@@ -56,7 +56,7 @@ def fill_new_config(
 
 
 def check_new_config(connection: Connection, project_id: int, config: ExperimentConfig) -> None:
-    """Refuse a config that does not meet the policies of its project.
+    """Refuse a config against the policies of its project.
 
     Raises:
         ConfigError: It does not.

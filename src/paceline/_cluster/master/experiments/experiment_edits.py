@@ -33,7 +33,7 @@ _documents = tables.documents
 
 
 def add_notes_version(connection: Connection, experiment_id: int, before: str, text: str) -> None:
-    """Store the notes that an edit saves, and those before the first edit; the newest 50 stay."""
+    """Store the notes of an edit, and the notes before the first edit; the newest 50 stay."""
     if before == text:
         return
     found = read_notes_history(connection, experiment_id)
@@ -342,6 +342,7 @@ def _as_constants(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, A
 
 
 def check_ended(experiment: Row[Any]) -> None:
+    """Refuse an experiment with live trials."""
     if not ExperimentState(experiment.state).is_terminal:
         raise RefusedError(
             "not_ended",
@@ -350,6 +351,7 @@ def check_ended(experiment: Row[Any]) -> None:
 
 
 def check_can_reopen(experiment: Row[Any], searcher: Searcher) -> None:
+    """Refuse an experiment that has not ended, or with a search that cannot be reopened."""
     check_ended(experiment)
     if not searcher.can_reopen:
         raise RefusedError(

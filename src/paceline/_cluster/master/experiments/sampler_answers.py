@@ -76,7 +76,7 @@ class _Served:
 
 
 class SamplerAnswers:
-    """Have samplers answer what searches ask, outside the writer thread, and store the answers.
+    """Have samplers answer the asks of searches, outside the writer thread; store the answers.
 
     Args:
         database: The database.
@@ -129,7 +129,7 @@ class SamplerAnswers:
                 served.is_asked.set()
 
     def close(self) -> None:
-        """End the threads and processes; answers that are under way are given up."""
+        """End the threads and processes; answers under way are given up."""
         with self._lock:
             self._is_closing = True
             served = list(self._served.values())
@@ -221,7 +221,7 @@ class SamplerAnswers:
         return _Question(row, search.space, search.asks[:most], search.observations())
 
     def open_asks(self, experiment_id: int) -> SearchAsks:
-        """Return what the search of an experiment asks, and all that a sampler is told.
+        """Return the open asks of an experiment's search, and the observations for a sampler.
 
         Raises:
             NotFoundError: There is no such experiment.
@@ -301,7 +301,7 @@ def _late(spec: SamplerSpec) -> Ask:
 def recall_trials(
     transaction: Transaction, changes: StateChanges, experiment_id: int, source_id: int | str
 ) -> None:
-    """Tell a new search the ended trials of another, and warn of those that do not fit."""
+    """Tell a new search the ended trials of another, and warn of trials outside its space."""
     connection = transaction.connection
     if not isinstance(source_id, int):
         raise RefusedError(

@@ -35,7 +35,7 @@ class SearchClock:
         self._taken: dict[int, tuple[float, float]] = {}
 
     def __call__(self, transaction: Transaction) -> None:
-        """Count the time since the last pass; searches that have used theirs end."""
+        """Count the time since the last pass; searches out of time end."""
         connection, now = transaction.connection, time.monotonic()
         passed_s, self._last = now - self._last, now
         experiments = tables.experiments
@@ -156,7 +156,7 @@ def change_limits(
 
 
 def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
-    """Return each limit of a search, with what is used and left.
+    """Return each limit of a search, with the used and the remaining amount.
 
     Time is as the search was told last, at most a minute ago. Nothing is left of a target.
     """

@@ -114,6 +114,7 @@ def run_fields(asked: Asked, place: RunPlace) -> Fields:
 
 
 def artifact_document(asked: Asked, number: str) -> dict[str, Any] | None:
+    """Return the document of an artifact by its number, or None."""
     found: dict[str, Any] | None = get_document(asked.connection, ARTIFACT, "", number)
     return found
 
@@ -137,6 +138,7 @@ def read_manifest(master: Master, digest: str) -> dict[str, Any]:
 
 
 def manifest_of(asked: Asked, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of an artifact's stored manifest by the paths of their files."""
     digest = document.get("manifest")
     return {} if digest is None else read_manifest(asked.master, digest)
 
@@ -145,6 +147,7 @@ def manifest_of(asked: Asked, document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def artifact_view(asked: Asked, number: str, document: Mapping[str, Any]) -> Fields:
+    """Return an artifact as clients read it."""
     parent, name = document["parent"], document["collection"]
     collection = get_document(asked.connection, COLLECTION, parent, name) or {}
     sequence = _collection_view(asked, parent, name, collection)
@@ -327,12 +330,14 @@ def _manifest_view(asked: Asked, number: str, document: Mapping[str, Any]) -> Fi
 
 
 def manifest_path(number: str, document: Mapping[str, Any]) -> str:
+    """Return the path of an artifact's manifest among the files of its trial."""
     if document["version"] is None:
         return f"{UPLOADS}/{number}/manifest.json"
     return f"artifact-manifests/{document['collection']}/v{document['version']}.json"
 
 
 def files_prefix(number: str, document: Mapping[str, Any]) -> str:
+    """Return the beginning of the paths of an artifact's files."""
     if document["version"] is None:
         return f"{UPLOADS}/{number}/files/"
     return f"artifacts/{document['collection']}/v{document['version']}/"

@@ -1,4 +1,9 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP): read without its classes, and written."""
+"""Checkpoints of torch.distributed.checkpoint (DCP), read and written.
+
+A DCP directory has a file ``.metadata``, which is a pickle, and files with tensors as `torch.save`
+writes them. Nothing in them is run: the pickle is read with stand-ins for the few classes that
+belong there, and any other is refused; tensors are read with `weights_only`.
+"""
 
 import io
 import pickle

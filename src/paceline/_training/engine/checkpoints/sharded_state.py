@@ -1,4 +1,4 @@
-"""Sharded tensors of a state, and copies of a training state in host memory."""
+"""Pieces and whole tensors of a sharded state, and copies of a state in host memory."""
 
 import copy
 import ctypes

@@ -1,11 +1,4 @@
-"""Tensors of a checkpoint, read on first use: from a single file, or in pieces from several.
-
-Checkpoints in the format of torch.distributed.checkpoint (DCP), read and written.
-
-A DCP directory has a file ``.metadata``, which is a pickle, and files with tensors as `torch.save`
-writes them. Nothing in them is run: the pickle is read with stand-ins for the few classes that
-belong there, and any other is refused; tensors are read with `weights_only`.
-"""
+"""Tensors of a checkpoint, read on first use: from a single file, or in pieces from several."""
 
 import itertools
 import json

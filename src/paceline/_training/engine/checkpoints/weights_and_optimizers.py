@@ -1,7 +1,4 @@
-"""Weights and optimizer state from checkpoints of several kinds.
-
-Weights written for other programs: safetensors, torch, ONNX.
-"""
+"""Weights and optimizer state from checkpoints of several kinds."""
 
 import inspect
 import json

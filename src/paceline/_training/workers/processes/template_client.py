@@ -498,6 +498,7 @@ def unbuffered_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def template_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which a template for another environment starts."""
     is_own_choice = THREADS_VARIABLE not in import_time_facts(environment)
     # Threads that a library starts when it loads would not be there after a fork.
     return {

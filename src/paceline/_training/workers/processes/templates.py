@@ -1,4 +1,4 @@
-"""Templates of this process: processes whose forks become workers; see `template_process`."""
+"""Templates of this process for workers, scripts and runners: chosen, loaded ahead, stopped."""
 
 import atexit
 import logging

@@ -1,10 +1,4 @@
-"""The state of a training: captured for a checkpoint, read, and put back.
-
-Files: ``model_<i>`` and ``optimizer_<i>`` (weights can be read by plain safetensors),
-``training`` (position, schedulers, scaler, and facts added by the trainer) and ``rank_<r>``
-(generators, open metric sums, accumulated gradients in the middle of a window, buffers).
-``docs/checkpoints.md`` lists every key.
-"""
+"""Training that resumes: data, loop, callbacks and checkpoints of registered parts."""
 
 import logging
 import sys
@@ -434,7 +428,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
                 memory.save(self._captured(), self._metadata(), self._checkpoint_written)
 
     def _captured(self) -> dict[str, Any]:
-        """Return the parts of a checkpoint that this rank stores."""
+        """Return the parts of a checkpoint stored by this rank."""
         is_chief = self._core.distributed.rank == 0
         parts = self._state.capture(self.loop, self._all_facts() if is_chief else {})
         if is_chief:

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
+from optional_modules import Needed
 
 from paceline import client
 
-pytest.importorskip("pyarrow")
-pandas = pytest.importorskip("pandas")
+Needed("pyarrow")
+pandas: Any = Needed("pandas")
 
 
 def test_trials_leave_a_master_and_come_back_as_runs(

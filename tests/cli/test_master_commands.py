@@ -158,7 +158,7 @@ def test_a_runner_with_a_token_for_another_node_or_pool_ends_with_what_to_do(
     head, *listed = mastered("token", "list").stdout.splitlines()
     assert "For" in head
     [bound] = [line for line in listed if "node box, pool gpu" in line]
-    assert re.search(r"\bb +runner +node box, pool gpu +valid", bound)
+    assert re.search(r"\bb +admin +runner +node box, pool gpu +valid", bound)
     rows = json.loads(mastered("token", "list", "--json").stdout)
     found = {one["name"]: (one["node"], one["pool"]) for one in rows}
     assert (found["any-node"], found["b"]) == ((None, None), ("box", "gpu"))
@@ -193,6 +193,43 @@ def test_a_runner_that_labels_put_into_another_pool_than_its_tokens_ends_and_say
     assert "must be in 'default', the only pool of its token" in error
     assert "but is in 'big' by its labels." in error
     assert hint.startswith("Hint: start it without the labels of that pool")
+    assert process.returncode == 1
+
+
+def test_a_runner_ends_in_a_sentence_when_its_directory_is_taken_away(
+    mastered: Any, tmp_path: Path
+) -> None:
+    url = json.loads(mastered("status", "--json").stdout)["url"]
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    made = mastered("token", "create", "taken-away", "--scope", "runner", "--json")
+    token.write_text(json.loads(made.stdout)["secret"])
+    directory = tmp_path / "runner"
+    words = [
+        "runner", "--master", url, "--token-file", token, "--dir", directory, "--slots",
+        "1", "--name", "taken", "--check-every", 0,
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli", *map(str, words)], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert "Node taken is registered" in next(process.stderr)
+    try:
+        deadline = time.monotonic() + 60
+        while not (directory / "cluster_id").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        directory.rename(tmp_path / "elsewhere")
+        told = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        mastered("slot", "drain", "taken", 0)
+    assert "Traceback" not in told, told
+    assert told.count("\n") == 2, told
+    error, hint = told.splitlines()
+    place = f"The directory {str(directory)!r} must stay while the runner runs"
+    assert error == f"Error: {place}, but it is gone."
+    assert hint.startswith("Hint: start the runner again")
     assert process.returncode == 1
 
 

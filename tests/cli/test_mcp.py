@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optional_modules import Needed
 
-mcp = pytest.importorskip("mcp")
+mcp: Any = Needed("mcp")
 
 READING = {
     "budget_left", "compare_experiments", "describe_experiment", "describe_trial",

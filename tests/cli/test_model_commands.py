@@ -1,10 +1,14 @@
 """Commands `paceline model`: a checkpoint gets a name, is kept, promoted and downloaded by it."""
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from paceline.client import ApiError, Client
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +100,42 @@ def test_a_registered_checkpoint_is_not_deleted(stored: tuple[Any, int, list[str
     run("c", "delete", uuids[2], "--yes")
     deleted = run("model", "register", "kept", uuids[2], code=1).stderr
     assert "were deleted" in deleted
+
+
+def test_a_refused_version_leaves_no_model_of_that_name(
+    stored: tuple[Any, int, list[str]],
+) -> None:
+    """A viewer of the checkpoint's project is refused, and the name stays free."""
+    run, _, uuids = stored
+    run("project", "create", "elsewhere")
+    run("user", "add", "viewer", "--role", "viewer")
+    run("user", "role", "viewer", "editor", "--project", "elsewhere")
+    with client_as(run, "viewer") as client:
+        with pytest.raises(ApiError, match="must have the role 'editor'"):
+            client.register_model("taken", uuids[2])
+        assert "taken" not in [one.name for one in client.list_models()]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: another Unix user needs root")
+def test_another_unix_user_downloads_from_a_home_on_the_same_machine(
+    stored: tuple[Any, int, list[str]], tmp_path: Path
+) -> None:
+    """Files in a directory that is closed to the user come from the master."""
+    run, _, uuids = stored
+    with client_as(run, "admin") as client, tempfile.TemporaryDirectory() as place:
+        checkpoint = client.get_checkpoint(uuids[0])
+        checkpoint.download(tmp_path / "first", mode="master")  # imports all
+        os.chown(place, 65534, 65534)
+        os.seteuid(65534)
+        try:
+            path = checkpoint.download(Path(place) / "copy")
+        finally:
+            os.seteuid(0)
+        assert (path / "state.txt").read_text() == "state 3"
+
+
+def client_as(run: Any, user: str) -> Client:
+    """Return a client with a token of a user."""
+    made = run("token", "create", f"of-{user}", "--scope", "submit", "--user", user, "--json")
+    token = json.loads(made.stdout)["secret"]
+    return Client(json.loads(run("status", "--json").stdout)["url"], token)

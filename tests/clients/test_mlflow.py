@@ -17,14 +17,16 @@ from typing import Any
 
 import httpx2
 import pytest
+from optional_modules import Needed
 
-pytest.importorskip("mlflow", reason="NOT TESTED: needs MLflow")
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("faults", "clients"))
 
 from cut_once import CutOnce
 from fault_lab.masters import MasterProcess
 from forked_processes import free_ports
 from small_trainings import LIBRARIES
+
+Needed("mlflow", "NOT TESTED: needs MLflow")
 
 PROXY = "/api/2.0/mlflow-artifacts/artifacts"
 

@@ -17,13 +17,15 @@ from typing import Any
 
 import httpx2
 import pytest
+from optional_modules import Needed
 
-pytest.importorskip("wandb", reason="NOT TESTED: needs W&B")
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("faults", "clients"))
 
 from cut_once import CutOnce
 from fault_lab.masters import MasterProcess
 from small_trainings import LIBRARIES
+
+Needed("wandb", "NOT TESTED: needs W&B")
 
 UPSERT = """
 mutation UpsertBucket($name: String!, $project: String, $config: JSONString, $tags: [String!]) {

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from optional_modules import Needed
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline import pytorch
 
-torchmetrics = pytest.importorskip("torchmetrics")
+torchmetrics: Any = Needed("torchmetrics")
 
 SIZE = 41
 HPARAMS = {"global_batch_size": 12}

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from imported_runs import Import, media, points, run_script, tree
+from optional_modules import Needed
 
 from paceline._base.run_directory import RunDirectory
 from paceline.core import RunState, read_history, summarize_run
 
-pytest.importorskip("mlflow")
+Needed("mlflow")
 
 SCRIPT = """
 import os, sys

@@ -161,6 +161,23 @@ def test_limits_of_a_search_meet_the_policy_when_they_change(master: Any) -> Non
     assert master.http.get(path).json()["state"] == "CANCELED"
 
 
+def test_a_search_that_goes_on_for_more_trials_meets_the_limit_on_its_plan(master: Any) -> None:
+    policy = {"limits": {"searcher.max_trials": {"max": 4}}, "required": ["description"]}
+    assert put(master.http, "policy", "small", policy).status_code == 204
+    random = {"name": "random", "metric": "loss", "max_trials": 3}
+    config = {**CONFIG, "searcher": random, "description": "three trials"}
+    refused(create(master.http, {**config, "description": " "}), "`description` must be given")
+    number = created(master.http, config)
+    path = f"/experiments/{number}"
+    refused(master.http.patch(path, json={"limits": {"max_trials": 5}}), "at most 4", "got 5")
+    master.http.post(f"{path}/kill")
+    master.schedule()
+    more = {"limits": {"max_trials": 5}}
+    refused(master.http.post(f"{path}/continue", json=more), "`searcher.max_trials`")
+    more = {"limits": {"max_trials": 4}}
+    assert master.http.post(f"{path}/continue", json=more).status_code == 200
+
+
 def test_what_was_there_before_a_policy_goes_on_and_changes_elsewhere(master: Any) -> None:
     number = created(master.http, CONFIG, activate=False)
     assert put(master.http, "policy", "cost", POLICY, "Default").status_code == 204

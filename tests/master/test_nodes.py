@@ -1291,6 +1291,18 @@ def test_a_trial_that_fails_twice_on_the_only_node_is_given_up(
     assert "the same way as the one before" in trial["error"]
 
 
+def test_resume_ends_the_rest_of_a_node(master: Any, join: Callable[..., FakeRunner]) -> None:
+    bad, good = join("bad"), join("good")
+    good.work(is_leaving=True)
+    for _ in range(3):
+        master.create(**SINGLE)
+        fail_once(master, bad)
+    run(master)
+    assert resting(master)["bad"]
+    assert master.http.post("/nodes/bad/resume", json={}).status_code == 204
+    assert not resting(master)["bad"]
+
+
 def test_a_success_ends_the_rest_of_a_node(master: Any, join: Callable[..., FakeRunner]) -> None:
     bad, _ = join("bad", 2), join("good")
     for _ in range(6):

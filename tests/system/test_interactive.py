@@ -26,13 +26,14 @@ from weakref import WeakKeyDictionary
 import psutil
 import pytest
 from fault_lab.masters import MasterProcess
+from optional_modules import Needed
 
 from paceline.cli._interactive_commands import _Wish
 from paceline.client import ApiError, Client
 from paceline.launch.interactive import DATA, EXIT, HEAD, read_frames
 
-websocket = pytest.importorskip("websocket")
-pytest.importorskip("jupyterlab")
+websocket: Any = Needed("websocket")
+Needed("jupyterlab")
 
 
 @pytest.fixture

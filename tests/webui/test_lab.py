@@ -366,6 +366,31 @@ def test_the_cluster_shows_storages_and_whose_bytes_they_have(lab: Any, open_as:
     expect(row).to_contain_text("admin")
 
 
+def test_the_cluster_shows_the_rules_of_pools_and_counts_only_nodes_with_slots(
+    lab: Any, open_as: Any
+) -> None:
+    """Who may use a pool, in words."""
+    lab.client.set_pool("own", own_runners=True, open_to=["ann"], best_priority=30)
+    page = open_as("ann", "/cluster")
+    row = page.get_by_role("region", name="Pools").get_by_role("row").filter(has_text="own")
+    expect(row).to_contain_text("open to ann; best priority 30; own runners only")
+    expect(row.get_by_role("cell").nth(2)).to_have_text("0")
+    lab.client.reset_pool("own")
+
+
+def test_the_page_of_users_offers_others_than_administrators_no_change(
+    lab: Any, open_as: Any
+) -> None:
+    """By its address, as no link leads there."""
+    page = open_as("ann", "/users")
+    expect(page.get_by_role("cell", name="ann", exact=True)).to_be_visible()
+    expect(page.get_by_role("button", name="Add user")).to_have_count(0)
+    expect(page.get_by_role("button", name="Remove")).to_have_count(0)
+    expect(page.get_by_role("switch").first).to_be_disabled()
+    page = open_as("admin", "/users")
+    expect(page.get_by_role("button", name="Add user")).to_be_visible()
+
+
 def test_ones_own_experiments_are_shown_first(lab: Any, open_as: Any) -> None:
     """The list begins with those of whoever looks; a switch shows all, and the address has it."""
     token = lab.client.create_token("lists-of-ann", "admin", user="ann").secret

@@ -193,7 +193,7 @@ _BYTES = {
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", 1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)},
 }
-_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
 # Larger integers are not exact in programs that read JSON numbers as floats.
 _MAX = 2**53 - 1
@@ -219,7 +219,7 @@ def seconds_of(value: object) -> float | None:
     """Return a time in seconds, None if the value is none.
 
     Args:
-        value: A number above 0, or one with s, min, h, d or w.
+        value: A number above 0, or one with s, m or min, h, d or w.
     """
     number = _number(value, _SECONDS)
     return None if number is None or number <= 0 else float(number)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from paceline._base.arguments_and_errors import seconds_of
 from paceline.cli._bulk_commands import (
     activate,
     archive,
@@ -61,7 +62,6 @@ from paceline.cli._options_and_errors import (
     RequestKey,
     Tail,
     Timestamps,
-    age_in_seconds,
     connect,
     nested_overrides,
 )
@@ -296,7 +296,7 @@ def _moment(text: str) -> float:
     Raises:
         CommandError: The text is neither.
     """
-    if (age_s := age_in_seconds(text)) is not None:
+    if (age_s := seconds_of(text)) is not None:
         return time.time() - age_s
     try:
         return datetime.fromisoformat(text).timestamp()

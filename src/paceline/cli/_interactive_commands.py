@@ -179,7 +179,8 @@ def open_task(experiment: ExperimentId, port: LocalPort = 0) -> None:
 def _start(wish: _Wish, *, is_detached: bool, port: int = 0) -> None:
     with connect() as client:
         experiment = client.create_experiment(wish.config(), project=wish.project)
-        told = f"Created the {wish.kind} {experiment.id} with {wish.slots} slots."
+        slots = f"{wish.slots} slot{'s' * (wish.slots > 1)}"
+        told = f"Created the {wish.kind} {experiment.id} with {slots}."
         if is_detached:
             _print_task(experiment, wish.kind, None, told)
             print_hint(f"`paceline open {experiment.id}` opens it.")

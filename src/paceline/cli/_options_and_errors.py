@@ -397,15 +397,6 @@ Home = Annotated[
 ]
 
 
-_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-
-
-def age_in_seconds(text: str) -> float | None:
-    """Return an age such as `30d` or `12h` in seconds; None for another text."""
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([mhdw])", text, re.ASCII)
-    return None if match is None else float(match[1]) * _SECONDS[match[2]]
-
-
 def home_of(home: Path | None) -> Path:
     """Return the home named by an option, or the default home, as an absolute path."""
     from paceline.client._http_session import home_directory

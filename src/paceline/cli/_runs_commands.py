@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline._base.arguments_and_errors import seconds_of
 from paceline._base.files import temporary_name
 from paceline._base.journal_records import MetricsReported, encode_metrics
 from paceline._base.run_directory import NotARunDirectoryError, RunDirectory
@@ -35,7 +36,6 @@ from paceline.cli._options_and_errors import (
     CommandGroup,
     DryRun,
     Json,
-    age_in_seconds,
     complete_run,
     confirm,
     connect,
@@ -400,7 +400,7 @@ def prune(
 
     if (older_than is None) == (keep is None):
         raise CommandError("`--older-than` or `--keep` must be given, and not both.")
-    age_s = None if older_than is None else age_in_seconds(older_than)
+    age_s = None if older_than is None else seconds_of(older_than)
     if older_than is not None and age_s is None:
         raise CommandError(
             "`--older-than` must be a number with the unit m, h, d or w, such as 30d, but got"

@@ -103,11 +103,12 @@ def list_tokens() -> None:
     now = time.time()
     print_list(
         tokens,
-        ["ID", "Name", "Scope", "For", "State", "Created", "Expires"],
+        ["ID", "Name", "User", "Scope", "For", "State", "Created", "Expires"],
         [
             (
                 token.id,
                 token.name,
+                token.user,
                 token.scope.value,
                 _binding(token),
                 _token_state(token.revoked_at, token.expires_at, now),

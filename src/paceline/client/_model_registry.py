@@ -146,7 +146,11 @@ class Checkpoint:
 
     def _is_near(self) -> bool:
         root = self.data.storage.removeprefix("file://")
-        return (Path(root) / self.uuid / "manifest.json").is_file()
+        try:
+            with (Path(root) / self.uuid / "manifest.json").open("rb"):
+                return True
+        except OSError:  # Of another Unix user, too: the home of a shared master is closed to us.
+            return False
 
     def _copy_from_storage(self, target: Path) -> None:
         from paceline.storage._checkpoint_files import CheckpointError
@@ -232,16 +236,23 @@ class RegistryClient:
             ApiError: There is no such checkpoint, or the name cannot be.
         """
         self.get_checkpoint(checkpoint)
+        is_new = False
         try:
             self._registry("GET", "registered-models/get", name=name)
         except ApiError as error:
             if error.status != 404:
                 raise
             self._registry("POST", "registered-models/create", name=name)
+            is_new = True
         source = f"{_CHECKPOINT}{checkpoint}"
-        made = self._registry(
-            "POST", "model-versions/create", name=name, source=source, description=notes
-        )
+        try:
+            made = self._registry(
+                "POST", "model-versions/create", name=name, source=source, description=notes
+            )
+        except ApiError:
+            if is_new:  # Or the name would be taken on the whole master, by a model of nothing.
+                self.delete_model(name)
+            raise
         version = _version_of(made["model_version"])
         if alias is not None:
             self.set_model_alias(name, alias, version.version)

@@ -128,6 +128,7 @@ def _problems_of(rule: Rule, config: Mapping[str, Any]) -> Iterator[Problem]:
     found: list[tuple[str, object, str]] = []
     for path in policy.required:
         value = _value_at(config, path)
+        value = value.strip() if isinstance(value, str) else value
         if value is MISSING or value in (None, "", [], {}):
             found.append((path, MISSING, "must be given"))
     for path, bounds in policy.limits.items():

@@ -87,6 +87,44 @@ def test_pauses_take_no_wall_time(bench: Any, clock: Callable[[float], None]) ->
     assert (bench.state(experiment_id), len(bench.trials(experiment_id))) == ("COMPLETED", 2)
 
 
+def test_used_time_is_that_of_now_and_that_of_the_end_is_kept(
+    bench: Any, clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a search goes on much later: the time between costs nothing."""
+    limits = {"max_trials": 1, "max_wall_time": 1000, "max_slot_hours": 1}
+    experiment_id = bench.create("random", searcher=LONG | {"max_trials": 1, "limits": limits})
+    attempt = bench.start(1)
+    step = SearchClock(bench.changes)
+    bench.write(step)
+    today = time.time()
+    move = [0.0]
+    monkeypatch.setattr(time, "time", lambda: today + move[0])
+
+    def passes(seconds: float) -> None:
+        clock(seconds)
+        move[0] += seconds
+        bench.write(step)
+
+    # It is told nothing in so short a time.
+    passes(30)
+    assert [one["type"] for one in bench.inputs(experiment_id)].count("spent") == 0
+    assert used(bench, experiment_id)["max_wall_time"] == pytest.approx((30, 970), abs=3)
+    assert used(bench, experiment_id)["max_slot_hours"][0] * 3600 == pytest.approx(30, abs=3)
+    bench.end(attempt)
+    assert bench.state(experiment_id) == "COMPLETED"
+    passes(0.5)
+    passes(9000)
+    assert used(bench, experiment_id)["max_wall_time"] == pytest.approx((30, 970), abs=3)
+    bench.command("continue_experiment", experiment_id, {}, {"max_trials": 2})
+    # A new master goes on from there, too.
+    step = SearchClock(bench.changes)
+    bench.write(step)
+    passes(100)
+    assert bench.state(experiment_id) == "ACTIVE"
+    assert used(bench, experiment_id)["max_wall_time"] == pytest.approx((130, 870), abs=6)
+    bench.check_replay(experiment_id)
+
+
 def edit(bench: Any, experiment_id: int, **limits: Any) -> None:
     bench.write(lambda t: edit_experiment(t, bench.changes, experiment_id, limits=limits))
 

@@ -311,6 +311,18 @@ def test_a_reserved_node_runs_trials_of_its_user_only(policy: PolicyName) -> Non
     assert reasons(list(decide(late, (), nodes[1:], pools))) == {1: Reason.TOO_LARGE}
 
 
+@pytest.mark.parametrize("policy", PolicyName)
+def test_a_trial_between_a_reserved_and_a_resting_node_holds_up_nobody(policy: PolicyName) -> None:
+    """The one is closed to it, the other one to all: together they are not a place in line."""
+    nodes = [
+        NodeSlots(node_id=1, slots=(0, 1), reserved_for=frozenset({"ada"})),
+        NodeSlots(node_id=2, slots=(0, 1), is_pausing=True),
+    ]
+    waiting = [trial(1, "bob", 1), trial(2, "ada", 2)]
+    results = list(decide(waiting, (), nodes, {"default": PoolSettings(policy=policy)}))
+    assert reasons(results) == {1: Reason.PAUSING, 2: None}
+
+
 def test_a_pool_that_is_closed_to_a_trial_holds_up_nobody() -> None:
     """Users, groups and projects open it; others wait, and no node is started for them."""
     nodes = [NodeSlots(slots=tuple(range(8)))]

@@ -213,7 +213,7 @@ def check_reasons(world: World, results: list[SchedulingResult]) -> None:
             assert fits(nodes, trial)
             assert not fits(mine, trial)
         elif reason is Reason.PAUSING:
-            assert not fits([node for node in nodes if not node.is_pausing], trial)
+            assert not fits([node for node in mine if not node.is_pausing], trial)
         elif reason is Reason.BEHIND_OTHERS:
             behind = before[result.behind.trial_id]
             assert behind.reason in (Reason.SLOTS_IN_USE, Reason.POOL_LIMIT)

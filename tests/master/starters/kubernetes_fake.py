@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import jsonschema
+import jsonschema_rs
 import yaml
 
 SCHEMA = json.loads(Path(__file__).with_name("jobset-v1alpha2.schema.json").read_text())
@@ -229,10 +229,10 @@ class FakeKubernetes:
             raise _Refused(409, f'{kind} "{name}" already exists')
         if kind == "jobsets":
             try:
-                jsonschema.validate(body, SCHEMA)
+                jsonschema_rs.validate(SCHEMA, body)
                 template = _job(body)["template"]
                 check_template(template)
-            except (jsonschema.ValidationError, AssertionError, ValueError) as error:
+            except (jsonschema_rs.ValidationError, AssertionError, ValueError) as error:
                 raise _Refused(422, str(error)) from error
         else:
             texts = body.pop("stringData")

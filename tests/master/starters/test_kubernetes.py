@@ -21,7 +21,6 @@ from paceline._cluster.master.starters.pool_runners import read_pool_file
 from paceline._cluster.master.starters.slurm_ssh_ray_starters import RunnerOrder, StarterError
 
 pytest.importorskip("lightkube", reason="NOT TESTED: needs pip install 'paceline[kubernetes]'")
-pytest.importorskip("jsonschema", reason="NOT TESTED: jsonschema is not installed")
 
 from kubernetes_fake import FakeKubernetes, serve
 

@@ -57,10 +57,11 @@ def contents(home: Path) -> dict[str, bytes]:
 def test_a_restored_home_has_all_that_was_backed_up_but_no_secret(
     home: Path, tmp_path: Path
 ) -> None:
-    for name in ("environment.secrets", "attempt_key"):
+    written = {"environment.secrets", "attempt_key", "oidc.yaml", "notify.yaml"}
+    for name in written:
         (home / name).write_text("KEY=1")
     made = make(home, tmp_path / "backups", checkpoints=True)
-    secret = {"attempt_key", "environment.secrets", "token"}
+    secret = {*written, "token"}
     assert set(made.content.left_out) == {f"{name} (a secret)" for name in secret}
 
     other = tmp_path / "other"

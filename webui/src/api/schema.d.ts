@@ -336,7 +336,7 @@ export interface paths {
         put?: never;
         /**
          * Resume Node
-         * @description Take a drained node back.
+         * @description Take back a drained node, or one that rests after failures.
          */
         post: operations["resume_node_api_v1_nodes__name__resume_post"];
         delete?: never;

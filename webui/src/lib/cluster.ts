@@ -1,7 +1,8 @@
 /** Nodes with their slots, as the cluster page shows them. */
 
-import type { ClusterNode, Slot } from "../api/types";
+import type { ClusterNode, Pool, Slot } from "../api/types";
 import { formatBytes } from "./numbers";
+import { formatDuration } from "./times";
 
 export type SlotState = "free" | "in use" | "draining" | "drained";
 
@@ -59,6 +60,21 @@ export function labelsInWords(labels: Readonly<Record<string, string>>): string 
   return Object.entries(labels)
     .map(([key, value]) => `${key}=${value}`)
     .join(", ");
+}
+
+/** Return who may use a pool, and what ends or pauses trials in it. */
+export function rulesInWords(pool: Pool): string {
+  const after = (what: string, seconds?: number | null) =>
+    seconds ? [`${what} after ${formatDuration(seconds)}`] : [];
+  return [
+    ...(pool.open_to?.length ? [`open to ${pool.open_to.join(", ")}`] : []),
+    ...(pool.best_priority ? [`best priority ${pool.best_priority}`] : []),
+    ...(pool.own_runners ? ["own runners only"] : []),
+    ...(pool.interactive_first ? [`interactive first ${pool.interactive_first}`] : []),
+    ...after("silent", pool.silent_after_s),
+    ...after("unused", pool.unused_after_s),
+    ...after("paused", pool.pause_after_s),
+  ].join("; ");
 }
 
 /** Return what a slot is: its device, and the memory of that if it is known. */

@@ -17,7 +17,14 @@ import { LinkButton } from "../components/links";
 import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { Scroll } from "../components/Scroll";
-import { countSlots, labelsInWords, shownNodes, slotsInWords, usableSlots } from "../lib/cluster";
+import {
+  countSlots,
+  labelsInWords,
+  rulesInWords,
+  shownNodes,
+  slotsInWords,
+  usableSlots,
+} from "../lib/cluster";
 import { useTitle } from "../lib/title";
 import { NodeCard } from "./ClusterNode";
 import { Queue } from "./ClusterQueue";
@@ -52,7 +59,8 @@ export function Cluster() {
   const poolNames = [...pools.map((pool) => pool.name), ...shown.map((node) => node.pool)];
   const hasPools = new Set(poolNames).size > 1;
   const hasSettings = pools.some(
-    (pool) => pool.policy !== "fifo" || pool.max_slots !== null || pool.backfill,
+    (pool) =>
+      pool.policy !== "fifo" || pool.max_slots !== null || pool.backfill || rulesInWords(pool),
   );
   const failed = pools.flatMap(({ name, failure }) => (failure ? [{ name, failure }] : []));
   return (
@@ -131,6 +139,7 @@ function Pools({ pools }: { pools: readonly Pool[] }) {
               <th className="number">Slots in use</th>
               <th className="number">Limit</th>
               <th>Labels</th>
+              <th>Rules</th>
             </tr>
           </thead>
           <tbody>
@@ -145,6 +154,7 @@ function Pools({ pools }: { pools: readonly Pool[] }) {
                 <td className="number">{slotsInWords(pool)}</td>
                 <td className="number">{pool.max_slots ?? "none"}</td>
                 <td className="setting">{labelsInWords(pool.labels)}</td>
+                <td className="setting">{rulesInWords(pool)}</td>
               </tr>
             ))}
           </tbody>

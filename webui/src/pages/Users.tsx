@@ -13,7 +13,7 @@ import { Confirm } from "../components/Confirm";
 import { Command, ProblemView, Waiting } from "../components/Feedback";
 import { Scroll } from "../components/Scroll";
 import { useTitle } from "../lib/title";
-import { LabHead } from "./LabHead";
+import { LabHead, useIsAdmin } from "./LabHead";
 
 const ROLES: readonly Role[] = ["viewer", "editor", "admin"];
 
@@ -24,6 +24,7 @@ interface Link {
 
 export function Users() {
   useTitle("Users");
+  const isAdmin = useIsAdmin();
   const users = useQuery(usersQuery);
   const [link, setLink] = useState<Link | null>(null);
   const [removed, setRemoved] = useState<string | null>(null);
@@ -39,12 +40,14 @@ export function Users() {
   return (
     <>
       <LabHead title="Users" />
-      <AddUser
-        onAdded={async (name) => {
-          await refresh();
-          await showLink(name);
-        }}
-      />
+      {isAdmin && (
+        <AddUser
+          onAdded={async (name) => {
+            await refresh();
+            await showLink(name);
+          }}
+        />
+      )}
       {link && (
         <Text size="sm" mb="sm" component="div" role="status">
           This link signs {link.user} in, once:
@@ -61,6 +64,7 @@ export function Users() {
               <tr>
                 <th>Name</th>
                 <th>State</th>
+                <th>Group</th>
                 <th>Administrator</th>
                 <th>Access</th>
               </tr>
@@ -73,16 +77,17 @@ export function Users() {
                     {!one.is_active ? "removed" : one.is_service ? "service" : "active"}
                     {one.oidc && `, OpenID Connect: ${one.oidc}`}
                   </td>
+                  <td className="setting">{one.group}</td>
                   <td>
                     <Switch
                       aria-label={`${one.name} is an administrator`}
                       checked={one.is_admin}
-                      disabled={!one.is_active}
+                      disabled={!one.is_active || !isAdmin}
                       onChange={() => change.mutate(one)}
                     />
                   </td>
                   <td>
-                    {one.is_active && (
+                    {one.is_active && isAdmin && (
                       <Group gap="xs" wrap="nowrap">
                         <Button size="xs" variant="default" onClick={() => ask.mutate(one.name)}>
                           Sign-in link

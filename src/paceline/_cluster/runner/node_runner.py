@@ -266,6 +266,14 @@ class NodeRunner:
             threading.Thread(target=self._poll_all, name="poll", daemon=True).start()
             try:
                 self._serve()
+            except FileNotFoundError as error:
+                if self._directory.exists():
+                    raise
+                raise NodeStoppedError(
+                    f"The directory {str(self._directory)!r} must stay while the runner runs, but"
+                    " it is gone. Hint: start the runner again; trials of this node start again"
+                    " once the master has missed it for a while."
+                ) from error
             finally:
                 self._processes.close()
 

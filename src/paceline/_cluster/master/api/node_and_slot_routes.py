@@ -310,7 +310,7 @@ async def drain_node(name: Name, wanted: DrainNode, master: MasterOf) -> None:
 
 @node_router.post("/nodes/{name}/resume", status_code=204)
 async def resume_node(name: Name, master: MasterOf) -> None:
-    """Take a drained node back."""
+    """Take back a drained node, or one that rests after failures."""
     if name == LOCAL_NAME:
         slots = range(len(master.devices))
         await write_rows(
@@ -322,6 +322,7 @@ async def resume_node(name: Name, master: MasterOf) -> None:
         master,
         lambda transaction: master.nodes.set_draining(transaction, node.id, is_draining=False),
     )
+    master.changes.failing_nodes.note_success(node.id)
 
 
 @node_router.delete("/nodes/{name}", status_code=204)

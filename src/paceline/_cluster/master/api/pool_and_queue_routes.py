@@ -92,7 +92,8 @@ def list_pools(master: MasterOf) -> list[Pool]:
                 open_to=sorted({names.get(one, str(one)) for one in settings.open_to}),
                 own_runners=settings.own_runners,
                 interactive_first=getattr(settings.interactive_first, "text", None),
-                num_nodes=len(nodes),
+                # A master of no slots is no node to its users.
+                num_nodes=sum(1 for size in sizes.values() if size),
                 num_slots=sum(sizes.values()),
                 num_slots_used=sum(len(slots) for _, slots in held),
                 **count_drained(drained, sizes, held),

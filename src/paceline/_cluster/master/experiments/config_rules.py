@@ -109,6 +109,11 @@ def _told(row: Row[Any], config: ExperimentConfig, changed: dict[str, Any]) -> d
     values = {**row._mapping, **changed}
     told = config.to_json()
     told |= {name: values[name] for name in ("name", "description", "labels")}
+    searcher = told["searcher"]
+    more = (searcher["limits"] or {}).get("max_trials")
+    if more is not None and more > (searcher.get("max_trials") or more):
+        # A search that goes on for more trials than it had planned has that many.
+        searcher["max_trials"] = more
     for name in ("priority", "weight", "max_slots"):
         if values[name] is not None:
             # 0 is no limit of slots.

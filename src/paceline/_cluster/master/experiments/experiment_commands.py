@@ -27,7 +27,7 @@ from paceline._cluster.master.experiments.scheduler_input import (
     check_pool_rules,
     check_slots,
 )
-from paceline._cluster.master.experiments.search_limits import change_limits
+from paceline._cluster.master.experiments.search_limits import change_limits, tell_time_before
 from paceline._cluster.master.experiments.search_operations import (
     add_proposal,
     checked_proposal,
@@ -432,6 +432,7 @@ class Commands:
             update_experiment(transaction.connection, row.id, search_end=None)
         row = self._changes.experiment(transaction.connection, row.id)
         change_limits(transaction, self._changes, row, limits, is_reopened=True)
+        tell_time_before(transaction, self._changes, row.id)
         search = self._changes.searches.peek(transaction, row.id)
         if search is not None and search.is_over:
             reached = search.reached_limit

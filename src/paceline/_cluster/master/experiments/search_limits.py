@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, func, or_, select, update
+from sqlalchemy import Connection, Row, delete, func, or_, select, update
 
 from paceline._cluster.master.experiments.config_rules import check_changed_config
 from paceline._cluster.master.experiments.search_operations import takes_inputs
@@ -13,10 +13,16 @@ from paceline._cluster.master.experiments.state_writer import StateChanges
 from paceline._cluster.master.store import tables
 from paceline._cluster.master.store.api_models_from_rows import config_of, num_slots_of
 from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.row_ids_and_counts import insert_document
 from paceline._cluster.messages.states import AttemptState, ExperimentState, TrialState
 from paceline.config._validate_config import validate_config
 from paceline.search._search_method import Limited, Spent
 from paceline.search._search_state import SPENT_INTERVAL_S, Budget
+
+# The kind of the document with what a search had taken when it ended.
+_LAST = "search_time"
+# A pass of the master takes so long at most, mostly.
+_PASS_S = 5.0
 
 
 class SearchClock:
@@ -33,6 +39,7 @@ class SearchClock:
         self._changes = changes
         self._last = time.monotonic()
         self._taken: dict[int, tuple[float, float]] = {}
+        self._is_active: dict[int, bool] = {}
 
     def __call__(self, transaction: Transaction) -> None:
         """Count the time since the last pass; searches out of time end."""
@@ -45,6 +52,7 @@ class SearchClock:
             experiments.c.config[("searcher", "limits")].as_string().is_not(None),
         )
         taken, self._taken = self._taken, {}
+        was_active, self._is_active = self._is_active, {}
         for row in connection.execute(query).all():
             search = self._changes.searches.peek(transaction, row.id) if takes_inputs(row) else None
             if search is None:
@@ -56,13 +64,31 @@ class SearchClock:
             else:
                 wall_s, slot_s = _taken_before(connection, row, search.budget)
             self._taken[row.id] = wall_s, slot_s
-            if _is_due(search.budget, wall_s, slot_s):
+            is_active = self._is_active[row.id] = row.state == ExperimentState.ACTIVE.value
+            is_changed = was_active.get(row.id, is_active) != is_active
+            if _is_due(search.budget, wall_s, slot_s, is_changed=is_changed):
                 given = Spent(wall_s=wall_s, slot_s=slot_s)
                 self._changes.search_operations.apply_input(transaction, row.id, given)
+        for experiment_id in taken.keys() - self._taken.keys():
+            _keep_last(connection, experiment_id, *taken[experiment_id])
 
 
-def _is_due(budget: Budget, wall_s: float, slot_s: float) -> bool:
-    """Return whether a search is to be told the time: now and then, and when a limit is reached."""
+def _keep_last(connection: Connection, experiment_id: int, wall_s: float, slot_s: float) -> None:
+    """Keep what a search has taken that takes no inputs any more."""
+    place = {"kind": _LAST, "parent": str(experiment_id), "name": ""}
+    documents = tables.documents
+    # An experiment that was deleted meanwhile is gone with its documents.
+    if connection.scalar(select(tables.experiments.c.id).filter_by(id=experiment_id)) is not None:
+        connection.execute(delete(documents).filter_by(**place))
+        content = {"wall_s": wall_s, "slot_s": slot_s}
+        insert_document(connection, **place, content=content, experiment_id=experiment_id)
+
+
+def _is_due(budget: Budget, wall_s: float, slot_s: float, *, is_changed: bool) -> bool:
+    """Return whether a search is to be told the time: now and then, and when a limit is reached.
+
+    So it is at the begin and the end of a pause, which a new master could not tell from work.
+    """
     limits = budget.limits
     pairs = (
         (budget.wall_s, wall_s, limits.max_wall_time),
@@ -72,7 +98,7 @@ def _is_due(budget: Budget, wall_s: float, slot_s: float) -> bool:
         return False
     if any(limit is not None and now >= limit for _, now, limit in pairs):
         return True
-    is_late = wall_s - budget.wall_s >= SPENT_INTERVAL_S
+    is_late = is_changed or wall_s - budget.wall_s >= SPENT_INTERVAL_S
     return is_late and any(limit is not None for *_, limit in pairs)
 
 
@@ -155,10 +181,30 @@ def change_limits(
         raise RefusedError("limits_refused", str(error)) from error
 
 
+def tell_time_before(transaction: Transaction, changes: StateChanges, experiment_id: int) -> None:
+    """Tell a search that goes on after its end what it took before; the time between is free."""
+    connection = transaction.connection
+    limits = config_of(changes.experiment(connection, experiment_id)).searcher.limits
+    if limits is not None and (limits.max_wall_time or limits.max_slot_hours):
+        wall_s, slot_s = _told(connection, experiment_id)
+        given = Spent(wall_s=wall_s, slot_s=slot_s)
+        changes.search_operations.apply_input(transaction, experiment_id, given)
+
+
+def _told(connection: Connection, experiment_id: int) -> tuple[float, float]:
+    """Return the wall time and the slot time that a search was told, or had at its end."""
+    place = {"kind": _LAST, "parent": str(experiment_id), "name": ""}
+    last = connection.scalar(select(tables.documents.c.content).filter_by(**place)) or {}
+    told, _ = _last_spent(connection, experiment_id) or ({}, 0.0)
+    pairs = ((each.get("wall_s", 0.0), each.get("slot_s", 0.0)) for each in (last, told))
+    return max(pairs)
+
+
 def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
     """Return each limit of a search, with the used and the remaining amount.
 
-    Time is as the search was told last, at most a minute ago. Nothing is left of a target.
+    What a search has taken since it was told last goes by the clock of the day, for as long as it
+    is not told again at most. Nothing is left of a target.
     """
     limits = config_of(row).searcher.limits
     if limits is None:
@@ -167,10 +213,16 @@ def used_limits(connection: Connection, row: Row[Any]) -> list[dict[str, Any]]:
     is_failed = trials.state == TrialState.ERROR.value
     is_counted = or_(trials.stop_reason.is_(None), trials.stop_reason != INVALID_HP)
     of_search = trials.experiment_id == row.id
-    told = _last_spent(connection, row.id)
+    wall_s, slot_s = _told(connection, row.id)
+    if row.ended_at is None:
+        since = _taken_before(connection, row, Budget())
+        most_s = SPENT_INTERVAL_S + _PASS_S
+        slots = sum(map(num_slots_of, _attempts(connection, row.id, True)))
+        wall_s += min(since[0], most_s)
+        slot_s += min(since[1], most_s * max(slots, 1))
     budget = Budget(
-        wall_s=0.0 if told is None else told[0]["wall_s"],
-        slot_s=0.0 if told is None else told[0]["slot_s"],
+        wall_s=wall_s,
+        slot_s=slot_s,
         num_trials=connection.scalar(select(func.count()).where(of_search, is_counted)) or 0,
         num_failed=connection.scalar(select(func.count()).where(of_search, is_failed)) or 0,
         best=row.best_metric,

@@ -389,11 +389,14 @@ class _PoolSchedule:
         """Return why a trial of a size gets nothing even if all slots are free."""
         if not self._all.fits_trial(trial):
             return Reason.TOO_LARGE
+        now = self._all_now
         if reserved:
-            left = _undrained(node for node in self._nodes if node.node_id not in reserved)
-            if not left.fits_trial(trial):
+            left = [node for node in self._nodes if node.node_id not in reserved]
+            if not _undrained(left).fits_trial(trial):
                 return Reason.RESERVED
-        if not self._all_now.fits_trial(trial):
+            # A place is on a node that is both: neither closed to the trial nor resting.
+            now = _undrained(node for node in left if not node.is_pausing)
+        if not now.fits_trial(trial):
             return Reason.PAUSING
         return None
 

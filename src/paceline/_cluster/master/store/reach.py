@@ -48,8 +48,12 @@ class NotAllowedError(RuntimeError):
 
     def __init__(self, what: str, *, is_hidden: bool) -> None:
         self.is_hidden = is_hidden
-        role = "The user must have the role 'editor' in the project of"
-        super().__init__(f"There is no {what}." if is_hidden else f"{role} {what}.")
+        role = f"The user must have the role 'editor' in the project of {what}."
+        hint = (
+            "Hint: an administrator of the project gives it: `paceline user role NAME editor"
+            " --project PROJECT`."
+        )
+        super().__init__(f"There is no {what}." if is_hidden else f"{role} {hint}")
 
 
 REACH: ContextVar[Reach | None] = ContextVar("reach", default=None)

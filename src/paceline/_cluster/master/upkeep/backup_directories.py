@@ -151,7 +151,8 @@ CHECKPOINTS = "checkpoints"
 CONTENTS = "files"
 
 # Nobody finds them in a backup: a stolen backup must not open a master.
-_SECRET = re.compile(r"secret|token|password|key", re.IGNORECASE)
+# The two files hold secrets of the provider and of channels.
+_SECRET = re.compile(r"secret|token|password|key|^(oidc|notify)\.yaml$", re.IGNORECASE)
 # Files never backed up: state of a running master, derived files, and copies. The newest
 # attempt is noted again with the next attempt, and a restored database writes its own records.
 _OWN = re.compile(
